@@ -55,11 +55,11 @@ def steps_of(candidate: str) -> int:
 
 
 def wrap(candidate: str, module: torch.nn.Module) -> torch.nn.Module:
-    """A candidate's own copy of the model; "COLLECTIVE/STRATEGY" sets both."""
+    """A candidate's own copy of the model, which has the same seed on all ranks; "COLLECTIVE/STRATEGY" sets both."""
     if candidate == "none":
         return module
     if candidate.startswith("native"):
-        model = DistributedDataParallel(module)
+        model = DistributedDataParallel(module, init_sync=False)
         if candidate == "native-fp16":
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -68,7 +68,7 @@ def wrap(candidate: str, module: torch.nn.Module) -> torch.nn.Module:
     collective, slash, strategy = candidate.rpartition("/")
     if not slash and candidate == "hierarchical":
         collective, strategy = "hierarchical", "sync"
-    return psengine.DistributedDataParallel(module, strategy=strategy, collective=collective or "auto")
+    return psengine.DistributedDataParallel(module, strategy=strategy, collective=collective or "auto", init_sync=False)
 
 
 def turn_of(candidate: str, workload: Any) -> tuple[Turn, int]:

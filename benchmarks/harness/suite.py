@@ -55,12 +55,12 @@ SUITE = {
     "start_up": Entry("start_up"),
     "codecs": Entry("codecs"),
     "fusion_cuda": Entry("fusion_cuda"),
-    "cluster": Entry("cluster", f"--rates 1gbit --rounds 5 --candidates '{HOSTS}'", limit_s=1800),
-    "cluster_fast": Entry("cluster", f"--rates 10gbit --rounds 3 --candidates '{HOSTS}'", limit_s=1800),
-    "cluster_slow": Entry("cluster", f"--rates 100mbit --rounds 2 --warm-up 1 --candidates '{HOSTS}'", limit_s=2400),
+    "cluster": Entry("cluster", f"--rates 1gbit --rounds 3 --warm-up 1 --candidates '{HOSTS}'", limit_s=1800),
+    "cluster_fast": Entry("cluster", f"--rates 10gbit --rounds 2 --warm-up 1 --candidates '{HOSTS}'", limit_s=1800),
+    "cluster_slow": Entry("cluster", f"--rates 100mbit --rounds 1 --warm-up 1 --candidates '{HOSTS}'", limit_s=2400),
     "cluster_resnet": Entry(
         "cluster",
-        "--models cnn --layouts 4x1 --rates 100mbit --rounds 2 --warm-up 1"
+        "--models cnn --layouts 4x1 --rates 100mbit --rounds 1 --warm-up 1"
         f" --candidates 'none;native;native-fp16;sync;sync-server;{CODED}'",
         limit_s=600,
     ),
