@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 from psengine.parameter_server.server.log.disk import Disk, DiskFile
 from psengine.parameter_server.server.log.records import FORMAT, Record, RecordKind, encode
 
-# A group is handed over in parts of about this many bytes, so that nobody waits for the sync of a large backlog.
-MAX_BATCH_BYTES = 64 << 20
+# A group is handed over in parts of about this many bytes: answers to the first leave while the next are being synced.
+MAX_BATCH_BYTES = 8 << 20
 
 
 class LogStart(NamedTuple):
