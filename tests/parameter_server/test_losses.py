@@ -231,10 +231,11 @@ def test_the_ledger_knows_what_was_refused_never_answered_or_counted():
         ledger.sent(3)
         ledger.answered(3, sequence, 10 + sequence, is_used=sequence != 2)
     ledger.sent(3)
-    assert ledger.to_bodies([3]) == [{"chunks": [[3, 15, 5, 16, 2, 4]], "more": False}]
+    kept = {"durability": "memory", "durable_version": 0}
+    assert ledger.to_bodies([3]) == [{"chunks": [[3, 15, 5, 16, 2, 4]], "more": False, **kept}]
     ledger.settle(9)
     ledger.answered(3, 6, 9, is_used=True)
-    assert ledger.to_bodies([]) == [{"chunks": [[3, 9, 6, 0, 1, 5]], "more": False}]
+    assert ledger.to_bodies([]) == [{"chunks": [[3, 9, 6, 0, 1, 5]], "more": False, **kept}]
 
 
 def test_many_chunks_need_several_pages():

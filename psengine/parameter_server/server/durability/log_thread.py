@@ -1,9 +1,10 @@
-"""The thread that writes one shard's log.
+"""The threads that write one shard's log.
 
     shard's thread   append ─ append ─ append ─ append ──────► goes on at once; the answers are held
-    this thread            write ─ sync ─ wake   write ─ sync ─ wake
+    log thread             write ─── write ─── write ───►
+    its sync thread              sync ─ wake ── sync ─ wake     each makes durable what was written before it
 
-Each sync makes durable what came during the last one. The shard's thread never waits for the disk.
+The shard's thread never waits for the disk. Writing, which copies to the page cache, goes on during a sync.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class LogThread(threading.Thread):
         self._want_snapshot = want_snapshot
         self._changed = threading.Condition()
         self._ends = False
+        self._has_failed = False
+        self._has_written = False  # all that ever will be
+        self._written = start.first  # number after the last record that was written
+        self._has_unsynced = False
         self._looked_s = 0.0
         self._is_low = False
         self.syncs = 0
@@ -69,14 +74,14 @@ class LogThread(threading.Thread):
         """See ``ShardLog.append``."""
         with self._changed:
             number = self.log.append(record)
-            self._changed.notify()
+            self._changed.notify_all()
         return number
 
     def cut(self) -> tuple[int, int]:
         """Begin a segment: its number, and that of its first record."""
         with self._changed:
             segment = self.log.cut()
-            self._changed.notify()
+            self._changed.notify_all()
             return segment, self.log.end
 
     # ---- for other threads -------------------------------------------------------------------------------------
@@ -85,7 +90,7 @@ class LogThread(threading.Thread):
         """Write what is there, then end; join afterwards."""
         with self._changed:
             self._ends = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def status(self) -> LogStatus:
         """How far it is."""
@@ -101,15 +106,22 @@ class LogThread(threading.Thread):
             error=self.error,
         )
 
-    # ---- in this thread ----------------------------------------------------------------------------------------
+    # ---- in its threads ----------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """The loop."""
+        syncing = threading.Thread(target=self._guarded, args=[self._sync_all], name=f"{self.name}-sync", daemon=True)
+        syncing.start()
+        self._guarded(self._write_all)
+        with self._changed:
+            self._has_written = True
+            self._changed.notify_all()
+        syncing.join()
+        self._writer.close()
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
         try:
-            while (batch := self._next()) is not None:
-                self._look_at_room()
-                if self._write(batch):
-                    self._sync(batch)
+            loop()
         except Exception as error:
             self.error = f"the log of shard {self.log.start.shard} cannot be written any more: {error}"
             logger.critical(
@@ -120,19 +132,65 @@ class LogThread(threading.Thread):
             )
             self._note("log_failed", self.error)
             self._answers.fail(self.error)
-        finally:
-            self._writer.close()
+            with self._changed:
+                self._ends = self._has_failed = True
+                self._changed.notify_all()
 
-    def _next(self) -> Batch | None:
-        """The next records, once there are some; None at the end."""
-        with self._changed:
-            batch = self.log.pending()
-            while batch is None:
-                if self._ends:
-                    return None
-                self._changed.wait()
+    def _write_all(self) -> None:
+        marked = -1
+        while not self._has_failed:
+            with self._changed:
                 batch = self.log.pending()
-            return batch
+                is_idle = batch is None and self._written == self.log.durable
+                if batch is None and (not is_idle or marked == self._written):
+                    if self._ends:
+                        return
+                    self._changed.wait()
+                    continue
+            if batch is None:
+                marked = self._written
+                self._mark(marked)
+                continue
+            self._look_at_room()
+            # An older segment is whole before the next one exists.
+            if batch.is_new and not self._await_synced():
+                return
+            if not self._write(batch):
+                return
+            with self._changed:
+                self._written = batch.upto
+                self._has_unsynced = True
+                self._changed.notify_all()
+
+    def _await_synced(self) -> bool:
+        """Wait until all that was written is durable; whether it is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_failed or not self._has_unsynced)
+            return not self._has_failed
+
+    def _sync_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_unsynced or self._has_written or self._has_failed)
+                if self._has_failed or not self._has_unsynced:
+                    return
+                upto = self._written
+            began_s = time.perf_counter()
+            self._writer.sync()
+            self.syncs += 1
+            self.sync_s += time.perf_counter() - began_s
+            with self._changed:
+                self.log.synced(upto)
+                self._has_unsynced = self._written != upto
+                self._changed.notify_all()
+            self._answers.wake()
+
+    def _mark(self, durable: int) -> None:
+        try:
+            self._writer.mark(durable)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
 
     def _write(self, batch: Batch) -> bool:
         """Write, as often as the disk is full; whether it was written."""
@@ -163,22 +221,6 @@ class LogThread(threading.Thread):
         )
         logger.critical("%s", text)
         self._note("log_full", text)
-
-    def _sync(self, batch: Batch) -> None:
-        began_s = time.perf_counter()
-        self._writer.sync()
-        self.syncs += 1
-        self.sync_s += time.perf_counter() - began_s
-        with self._changed:
-            self.log.synced(batch.upto)
-            is_idle = self.log.pending_bytes == 0
-        self._answers.wake()
-        if is_idle:
-            try:
-                self._writer.mark(batch.upto)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
 
     def _look_at_room(self) -> None:
         now_s = time.monotonic()
