@@ -242,6 +242,20 @@ def test_what_a_fenced_worker_sent_does_not_count():
         assert residual(second) == kept
 
 
+def test_what_an_average_that_is_not_finite_brought_of_the_residual_goes_with_the_next(server):
+    """A GradScaler skips the step. A worker that has nothing to send later does not give back an older payload."""
+    with closing(enter(server.addresses[0], "spoiled", 0, OneBit(), world_size=1)) as worker:
+        landing, gradient = torch.zeros(NUMEL), torch.arange(1.0, 9.0)
+        kept = []
+        for poison in (0.0, torch.inf, 0.0):
+            worker.push(0, gradient + poison, [landing]).wait()
+            assert bool(landing.isfinite().all()) == (poison == 0)
+            kept.append(residual(worker))
+        assert kept[0] == kept[1] != kept[2]
+        worker.push(0, None, [landing]).wait()
+        assert residual(worker) == kept[2]
+
+
 def test_an_answer_stays_as_it_came_only_where_a_server_may_ask_for_it(server):
     with closing(enter(server.addresses[0], "kept", 0, Bfloat16(), world_size=1)) as worker:
         landing = torch.zeros(NUMEL)
