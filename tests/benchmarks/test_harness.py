@@ -242,6 +242,7 @@ QUICK = {
     "codecs": "--kernels baseline --rounds 1",
     "fusion_cuda": "",
     "faults": "--study server-kills,lossy,mutated,disk-full --tiers log",
+    "accuracy": "--study codecs --tasks text --candidates none",
     "cluster": "--models small --layouts 2x1 --candidates none;hierarchical --deadline 100",
 }
 
