@@ -117,7 +117,10 @@ def _codecs() -> dict[str, Candidate]:
 
 # Where successive differences agree, outer steps of rate 0.7 with momentum 0.9 move up to 7 times as far as the inner
 # steps: the more, the shorter the round. So each has the best of a sweep of inner rates: H -> by task.
-INNER_RATES: Mapping[int, Mapping[str, float]] = {1: {}, 10: {}, 50: {}, 100: {}, 500: {}}
+INNER_RATES: Mapping[int, Mapping[str, float]] = {
+    1: {"images": 3e-4, "text": 3e-4},
+    **{every: {"images": 1e-3, "text": 1e-3} for every in (10, 50, 100, 500)},
+}
 ENCODED = (50, 100, 500)
 DROP_ROUND = 50
 TORCHFT = {"sync": "1.677", "H=50": "1.756", "H=100": "1.783", "H=500": "1.836"}
