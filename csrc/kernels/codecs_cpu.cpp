@@ -203,7 +203,8 @@ void encode_largest_(const Tensor& places, const Tensor& found, const Tensor& va
   // A second attempt would add the residual twice.
   if (corrected.residual != nullptr && corrected.residual == chosen.kept)
     return choose_among_all(corrected, wanted, &chosen);
-  const size_t capacity = std::min(numel, 4 * wanted + 4096);
+  // The last part is for the spread of a sample that has few of the largest.
+  const size_t capacity = std::min(numel, 4 * wanted + 4096 + numel / 64);
   std::unique_ptr<uint32_t[]> candidate_places(new uint32_t[capacity]);
   std::unique_ptr<float[]> candidates(new float[capacity]);
   const uint32_t threshold = sampled_threshold(corrected, wanted);
