@@ -16,7 +16,6 @@ from typing import Any, get_args, get_type_hints
 from psengine.environment.extras import missing_extra
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
 from psengine.errors import ConfigurationError
-from psengine.protocol.messages import DURABILITY_TIERS
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 MAX_SHARDS = 256
@@ -149,7 +148,7 @@ class ServerSettings:
         self._check("status_port", self.status_port is None or 0 <= self.status_port < 2**16, "0 to 65535")
         self._check("max_memory_bytes", self.max_memory_bytes is None or self.max_memory_bytes > 0, "more than 0 bytes")
         self._check("log_format", self.log_format in ("text", "json"), "text or json")
-        self._check("durability", self.tier in DURABILITY_TIERS, "memory, snapshot or log")
+        self._check("durability", self.tier in ("memory", "snapshot", "log"), "memory, snapshot or log")
         if (self.tier == "memory") != (self.snapshot_dir is None):
             raise SettingError(
                 "durability",
@@ -186,7 +185,7 @@ class ServerSettings:
 
     @property
     def tier(self) -> str:
-        """What it keeps through its end: one of ``DURABILITY_TIERS``."""
+        """What it keeps through its end: one of the protocol's ``DURABILITY_TIERS``."""
         return self.durability or ("memory" if self.snapshot_dir is None else "snapshot")
 
     @property
