@@ -52,6 +52,7 @@ SUITE = {
     "server_throughput": Entry("server_throughput", "--rounds 15"),
     "growth": Entry("growth", "--rounds 4", limit_s=360),
     "straggler": Entry("straggler", "--candidates native,sync,async --rounds 1 --seconds 20"),
+    "durability": Entry("durability", "--rounds 8"),
     "start_up": Entry("start_up"),
     "codecs": Entry("codecs"),
     "fusion_cuda": Entry("fusion_cuda"),
