@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.shard import Shard
@@ -34,6 +35,12 @@ class ServerWitness(Protocol):
 
     def told(self, server: ServerProcess, message: Message) -> None:
         """An answer to a push leaves the server."""
+
+
+class _Exit(NamedTuple):
+    """In the place of an ``Endpoint``: what answers leave by."""
+
+    send: Callable[..., None]
 
 
 class ServerProcess:
@@ -71,7 +78,8 @@ class ServerProcess:
         self._tick_s = tick_s
         clocks = Clocks(wall_s=lambda: WALL_S + wall_s + clock.now_s, measure_s=lambda: clock.now_s)
         self.shards = [Shard(number, epoch, settings, clocks) for number in range(len(addresses))]
-        self.answers = [HeldAnswers(self._transmit) for _ in self.shards]
+        exit_ = _Exit(self._transmit)
+        self.answers = [HeldAnswers(exit_) for _ in self.shards]  # type: ignore[arg-type]
         for shard in self.shards:
             shard.shard_addresses = addresses
 

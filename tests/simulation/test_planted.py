@@ -6,7 +6,9 @@ import logging
 
 import pytest
 
+from simulation.job import run
 from simulation.planted import PLANTED, seeds_until_found
+from simulation.scenario import draw
 
 LIMIT = 1000
 # Found by the first few seeds.
@@ -38,3 +40,4 @@ def test_a_planted_bug_is_found(name):
     seeds, violation = seeds_until_found(name, LIMIT)
     assert 0 < seeds <= LIMIT
     assert violation
+    assert run(draw(seeds - 1)).violation == ""
