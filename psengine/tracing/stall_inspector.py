@@ -5,7 +5,7 @@ its deadline, ten minutes later. So each wait is noted when it begins and when i
 second for a wait that has lasted ``PSENGINE_STALL_S``, asks the other ranks through the rendezvous store where they
 wait (``collectives/liveness/whereabouts.py``; such a thread of each waiting rank answers), and logs the answers::
 
-    rank 0   wait ──────────────── 30 s: who is where? ── 1 s ── WARNING ... 60 s ... WARNING ... INFO it ended
+    rank 0   wait ──────────────── 30 s: who is where? ── 6 s ── WARNING ... 60 s ... WARNING ... INFO it ended
     rank 1   (sleeps; does not answer)
     rank 2   wait ──────────────────────── "here" ───────────────
 
@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_STALL_S = 30.0
 TICK_S = 0.5
-# A wait this long makes its rank answer questions; a rank that asks collects answers for GRACE_S.
+# A wait this long makes its rank answer questions. A rank that asks collects answers for a fifth of the time after
+# which it reports, within these limits: over a link that data fills, or from a busy machine, they take seconds.
 ANSWER_AFTER_S = 0.5
-GRACE_S = 1.5
+SHORTEST_GRACE_S, LONGEST_GRACE_S = 1.5, 6.0
 
 
 def stall_after_s() -> float:
@@ -132,6 +133,7 @@ class Wait:
         self.rank, self.world_size = collective.rank, collective.world_size
         self.position = Position(operation, what)
         self.schedule = StallSchedule(after_s)
+        self.grace_s = min(max(SHORTEST_GRACE_S, after_s / 5), LONGEST_GRACE_S)
         self.question = 0
         self.asked_s = 0.0
 
@@ -242,7 +244,7 @@ class StallInspector:
 
     def _ask_and_report(self, wait: Wait, now_s: float) -> None:
         waited_s = now_s - wait.since_s
-        if wait.asked_s != 0 and now_s - wait.asked_s >= GRACE_S:
+        if wait.asked_s != 0 and now_s - wait.asked_s >= wait.grace_s:
             wait.asked_s = 0.0
             self._report(wait, waited_s)
             wait.schedule.is_due(waited_s)  # this report also stands for one that became due meanwhile

@@ -252,7 +252,7 @@ class RollCall:
     def _ask(self, question: Callable[[], Result]) -> Result:
         """Ask the store, for at most the grace; after one silence it is not asked again."""
         if self._is_store_silent:
-            raise StoreSilentError("it kept silent before")
+            raise StoreSilentError("it kept silent before: it hangs, or the link to it is cut")
         try:
             return answer_of(ask(question), self._grace_s)
         except StoreSilentError:
