@@ -242,7 +242,7 @@ STUDIES = {
         in_turns=True,
         reference="sequential SGD",
         settings={
-            "images": Setting(samples=64_000, learning_rate=0.1),
+            "images": Setting(samples=64_000, learning_rate=0.2),
             "text": Setting(samples=64_000, learning_rate=0.3),
         },
         candidates=_dcasgd(),
