@@ -9,6 +9,7 @@ says of each codec what arrives of float32 values; "powersgd" sums factors, and 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -37,7 +38,7 @@ def int8(values: Tensor) -> Tensor:
     largest = blocks.abs().amax(dim=1, keepdim=True)
     most = torch.full_like(largest, 127)
     steps = (blocks * torch.where(largest > 0, most / largest, 0.0)).round()
-    return (steps * (largest / most)).view(-1)[: len(values)]
+    return (steps * (largest / most) + 0.0).view(-1)[: len(values)]  # an integer has no negative zero
 
 
 def fp4(values: Tensor) -> Tensor:
@@ -205,8 +206,9 @@ class CodecRule(Rule):
             add_in_ring_order(payloads, average)
         else:
             average = self._averages[names](shares)
+        used = [any(p.grad is not None for p in alike) for alike in zip(*replicated, strict=True)]
         for parameters in replicated:
-            _write_gradients(parameters, average.to(dtype))
+            _write_gradients(parameters, average.to(dtype), used)
 
     def _average_sparse(self, replicated: list[list[torch.nn.Parameter]]) -> None:
         for alike in zip(*replicated, strict=True):
@@ -251,8 +253,10 @@ def _flat_gradients(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
     return torch.cat(parts)
 
 
-def _write_gradients(parameters: Sequence[torch.nn.Parameter], average: Tensor) -> None:
-    for parameter, part in zip(parameters, average.split([p.numel() for p in parameters]), strict=True):
+def _write_gradients(parameters: Sequence[torch.nn.Parameter], average: Tensor, used: Sequence[bool]) -> None:
+    """Of those that some replica used, as native DDP does."""
+    parts = average.split([p.numel() for p in parameters])
+    for parameter, part in itertools.compress(zip(parameters, parts, strict=True), used):
         values = _in_memory_order(part.clone(), parameter)
         if parameter.grad is None:
             parameter.grad = values
