@@ -27,6 +27,16 @@ from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
 from psengine.verify.local_rule import LocalRule, RuleOptions
 
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the ranks: with another number of threads a product of matrices may have other bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # A multiple of four, after which replicas that average every four steps are equal.
 STEPS = 12
 

@@ -127,7 +127,7 @@ static void check_failure(size_t rank, const WaitResult& result) {
 static bool is_completed(size_t rank, uint64_t operation) {
   SharedMemoryGroup& group = *groups[rank];
   if (group.spin(operation)) return true;
-  WaitResult result = group.wait(operation, scenario.late >= 0 ? 0.05 : 1e6, [] { return false; });
+  WaitResult result = group.wait(operation, scenario.late >= 0 ? 0.05 : 1e6, false, [] { return false; });
   if (result.status == WaitStatus::done) return true;
   check_failure(rank, result);
   return false;
