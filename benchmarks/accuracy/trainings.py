@@ -180,7 +180,8 @@ def train_in_turns(plan: Plan) -> Run:
         pushes = workers[number].push(0, pushed[number], gradient, version=base_version, body={"groups": groups})
         (answer,) = pushes
         workers[number].take()
-        total_staleness += update - base_version
+        # A gradient that is not finite is refused, and makes no version.
+        total_staleness += max(0, answer.version - 1 - base_version)
         held[number] = (answer.version, payload_tensor(answer))
         heapq.heapreplace(ready, (now_s + _step_s(durations), number))
         steps, rest = divmod(update + 1, plan.workers)
