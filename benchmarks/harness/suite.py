@@ -57,7 +57,7 @@ SUITE = {
     "codecs": Entry("codecs"),
     "fusion_cuda": Entry("fusion_cuda"),
     "cluster": Entry("cluster", f"--rates 1gbit --rounds 3 --candidates '{HOSTS}'", limit_s=1800),
-    "cluster_fast": Entry("cluster", f"--rates 10gbit --rounds 2 --warm-up 1 --candidates '{HOSTS}'", limit_s=1800),
+    "cluster_fast": Entry("cluster", f"--rates 10gbit --rounds 2 --candidates '{HOSTS}'", limit_s=1800),
     "cluster_slow": Entry("cluster", f"--rates 100mbit --rounds 1 --warm-up 1 --candidates '{HOSTS}'", limit_s=2400),
     "cluster_resnet": Entry(
         "cluster",
