@@ -171,7 +171,7 @@ def _staleness() -> dict[str, Candidate]:
 
 # ---- delay compensation ----------------------------------------------------------------------------------------------
 
-STRENGTH = 2.0
+STRENGTH = 1.0
 
 
 def _dcasgd() -> dict[str, Candidate]:
@@ -243,7 +243,7 @@ STUDIES = {
         reference="sequential SGD",
         settings={
             "images": Setting(samples=64_000, learning_rate=0.2),
-            "text": Setting(samples=64_000, learning_rate=0.3),
+            "text": Setting(samples=64_000, learning_rate=0.5),
         },
         candidates=_dcasgd(),
         paper="arXiv 1609.08326, table 1: test error, ResNet-20 on CIFAR-10, 4 workers",

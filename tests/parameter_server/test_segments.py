@@ -99,7 +99,7 @@ def history(
                     pairs = zip(CHUNKS, gradient(rank, step), answers[rank], strict=True)
                     wait_all([session.push(key, payload, [landing]) for key, payload, landing in pairs])
             made += [tensor for landed in answers for tensor in landed]
-        assert {sharing(session) for session in sessions} == {server.addresses.__len__() if shares else 0}
+        assert {sharing(session) for session in sessions} == {len(server.addresses) if shares else 0}
     finally:
         for session in sessions:
             session.close()
@@ -131,7 +131,9 @@ def test_nothing_is_left_when_workers_leave(server):
     before, ours = descriptors(server.pid), (shared_maps(os.getpid()), descriptors(os.getpid()))
     for round_index in range(3):
         history(server, f"round {round_index}", AVERAGE, 2, steps=1)
-    eventually(lambda: (shared_maps(server.pid), descriptors(server.pid)) == (0, before))
+    # A job stays, and its averages in memory of the server: one descriptor in each shard.
+    jobs = 3 * len(server.addresses)
+    eventually(lambda: shared_maps(server.pid) == 0 and descriptors(server.pid) <= before + jobs)
     eventually(lambda: shared_maps(os.getpid()) <= ours[0] and descriptors(os.getpid()) <= ours[1])
 
 

@@ -260,7 +260,8 @@ class WorkerSegments:
             return
         token = message.body.get("local", "")
         if len(token) != TOKEN_CHARS:
-            self._tell(address, "the server shares no memory (an older version)")
+            if local_sockets.is_loopback(address):
+                self._tell(address, "the server has no Unix socket: it listens for other hosts, or it could make none")
             return
         member = Member(message.job, message.worker, message.incarnation)
         self._invitations[address] = _Invitation(member, message.epoch, token)
