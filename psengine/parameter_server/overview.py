@@ -144,8 +144,8 @@ def rule_text(rule: Mapping[str, Any]) -> str:
     options = [
         f"{name}={str(value).replace(':', ',')}"  # options of a codec are written like the strategy's own
         for name, value in rule.items()
-        # 0 is a bound of max_staleness; of other options it means that there is no such thing.
-        if name != "name" and (value or (name == "max_staleness" and value is not None))
+        # 0 is a value of these two; of other options it means that there is no such thing.
+        if name != "name" and (value or (name in ("max_staleness", "compensation_decay") and value is not None))
     ]
     return ":".join([_kind(rule), ",".join(options)] if options else [_kind(rule)])
 

@@ -294,7 +294,7 @@ _RULES: dict[str, Check] = {
             "staleness_scaling": one_of(None, "inverse"),
             "delay_compensation": number(0.0),
         },
-        _any_rule,
+        {**_any_rule, "compensation_decay": number(0.0, 1.0)},
     ),
 }
 

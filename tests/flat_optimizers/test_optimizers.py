@@ -18,7 +18,7 @@ from psengine.errors import ConfigurationError, ProtocolError
 from psengine.flat_optimizers.finite import is_finite
 from psengine.flat_optimizers.kernel_windows import LINE_BYTES, Window, places_of, window_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
-from psengine.parameter_server.server.rules.step import compensate
+from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
 from psengine.protocol.hyperparameters import (
     HYPERPARAMETERS,
     OPTIMIZERS,
@@ -340,7 +340,7 @@ def test_gradients_may_lie_in_read_only_memory(variant):
     memory = mmap.mmap(-1, 1200, prot=mmap.PROT_READ)  # a write ends the process
     gradient = torch.frombuffer(memory, dtype=torch.float32)
     for _ in range(2):
-        chunk.apply(compensate(gradient, gradient, gradient, 0.1))
+        chunk.apply(DelayCompensation(0.1, None).correct(gradient, gradient, gradient))
         chunk.apply(gradient)
         assert is_finite(gradient)
 
@@ -539,19 +539,6 @@ def test_names_of_optimizers():
         wire_groups(torch.optim.SGD(parameters, differentiable=True))
     with pytest.raises(ConfigurationError, match=r"0 <= momentum <= 1, got 3.*Change it, or use strategy"):
         wire_groups(torch.optim.SGD(parameters, momentum=3))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_delay_compensation(dtype):
-    gradient, values, backup = (torch.randn(1001, dtype=dtype) for _ in range(3))
-    g, w, b = (t.double().numpy() for t in (gradient, values, backup))
-    before = [t.clone() for t in (gradient, values, backup)]
-    result = compensate(gradient, values, backup, 0.04)
-    np.testing.assert_allclose(result.numpy(), g + 0.04 * g * g * (w - b), rtol=1e-5, atol=1e-6)
-    assert result.dtype == dtype
-    assert all(torch.equal(x, y) for x, y in zip(before, (gradient, values, backup), strict=True))
-    assert torch.equal(compensate(gradient, values, values, 0.04), gradient)
-    assert torch.equal(compensate(gradient, values, backup, 0.0), gradient)
 
 
 @pytest.mark.parametrize(

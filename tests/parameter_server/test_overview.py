@@ -198,6 +198,10 @@ def test_sums_are_exact_where_the_counts_are_capped():
         ),
         (APPLY | {"max_staleness": 0}, "async:max_staleness=0"),
         (APPLY | {"delay_compensation": 0.5}, "async:delay_compensation=0.5"),
+        (
+            APPLY | {"delay_compensation": 2.0, "compensation_decay": 0.0},
+            "async:delay_compensation=2.0,compensation_decay=0.0",
+        ),
         ({"name": "of a newer server", "knob": 1}, "of a newer server:knob=1"),
     ],
 )

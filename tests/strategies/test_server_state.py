@@ -146,6 +146,8 @@ def test_options_are_checked():
         ({"max_staleness": True}, "max_staleness"),
         ({"staleness_scaling": "linear"}, "staleness_scaling"),
         ({"delay_compensation": float("nan")}, "delay_compensation"),
+        ({"delay_compensation": 2, "compensation_decay": 1}, "compensation_decay.*value < 1"),
+        ({"compensation_decay": 0.95}, "set delay_compensation too"),
         ({"push": "later"}, "push"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"checksum": "off"}, "checksum"),

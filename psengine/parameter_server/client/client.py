@@ -50,6 +50,7 @@ def connect(
     max_staleness: int | None = None,
     staleness_scaling: str | None = None,
     delay_compensation: float = 0.0,
+    compensation_decay: float | None = None,
     timeout_s: float = 300.0,
     connect_timeout_s: float = 30.0,
     checksum: bool = False,
@@ -69,6 +70,7 @@ def connect(
         max_staleness: jobs with an optimizer: how many steps a worker may be ahead of the slowest; None: any number.
         staleness_scaling: "inverse" divides an update's learning rate by its staleness + 1.
         delay_compensation: strength of DC-ASGD's correction; 0 for none.
+        compensation_decay: of the running mean that adapts this strength; None for a constant one.
         timeout_s: deadline of everything that is asked.
         connect_timeout_s: deadline of a server's first answer.
         checksum: add a checksum to every payload.
@@ -98,6 +100,7 @@ def connect(
             "max_staleness": max_staleness,
             "staleness_scaling": staleness_scaling,
             "delay_compensation": float(delay_compensation),
+            **({} if compensation_decay is None else {"compensation_decay": float(compensation_decay)}),
         },
     )
     if role == "reader":

@@ -46,6 +46,9 @@ class AsyncServer(ServerStrategy):
             al. 2016, https://arxiv.org/abs/1511.05950); None does not.
         delay_compensation: strength of DC-ASGD's correction g + strength * g * g * (w_now - w_then) (Zheng et al.
             2017, https://arxiv.org/abs/1609.08326); costs the servers a copy of the model for each worker. 0 is off.
+        compensation_decay: from 0 up to 1: each element's strength is divided by the root of a running mean of its
+            squared gradients with this decay (their DC-ASGD-a; 0.95, with a strength of 2); costs the servers one more
+            copy of the model. None: the strength is constant.
         push: "step" sends gradients in ``optimizer.step()``, so that whatever happens to them after backward (clipping,
             unscaling) counts. "backward" sends each bucket as soon as it is full, while backward goes on; changing
             gradients, hyperparameters or weights between the two is an error, so neither clipping nor
@@ -66,6 +69,7 @@ class AsyncServer(ServerStrategy):
         staleness_scaling: str | None = None,
         delay_compensation: float = 0.0,
         *,
+        compensation_decay: float | None = None,
         push: str = "step",
         servers: str | Sequence[str] | None = None,
         job: str | None = None,
@@ -74,7 +78,8 @@ class AsyncServer(ServerStrategy):
         compress: str | Codec | None = None,
         durability: str | None = None,
     ) -> None:
-        _check_options(max_staleness, staleness_scaling, delay_compensation, push)
+        _check_options(max_staleness, staleness_scaling, push)
+        _check_compensation(delay_compensation, compensation_decay)
         super().__init__(
             servers=servers,
             job=job,
@@ -87,6 +92,7 @@ class AsyncServer(ServerStrategy):
             max_staleness=max_staleness,
             staleness_scaling=staleness_scaling,
             delay_compensation=float(delay_compensation),
+            compensation_decay=None if compensation_decay is None else float(compensation_decay),
             push=push,
         )
 
@@ -101,11 +107,13 @@ class AsyncServer(ServerStrategy):
     @override
     def rule(self) -> dict[str, Any]:
         options = self._options
+        decay = options["compensation_decay"]
         return {
             "name": "apply",
             "max_staleness": options["max_staleness"],
             "staleness_scaling": options["staleness_scaling"],
             "delay_compensation": options["delay_compensation"],
+            **({} if decay is None else {"compensation_decay": decay}),
         }
 
     def _entered(self, state: str) -> None:
@@ -297,7 +305,7 @@ class AsyncServer(ServerStrategy):
         self._bound().store_state(counts=self.session.rank == 0)
 
 
-def _check_options(max_staleness: Any, staleness_scaling: Any, delay_compensation: Any, push: Any) -> None:
+def _check_options(max_staleness: Any, staleness_scaling: Any, push: Any) -> None:
     is_count = isinstance(max_staleness, int) and not isinstance(max_staleness, bool) and max_staleness >= 0
     if max_staleness is not None and not is_count:
         raise ConfigurationError(
@@ -305,10 +313,22 @@ def _check_options(max_staleness: Any, staleness_scaling: Any, delay_compensatio
         )
     if staleness_scaling not in (None, "inverse"):
         raise ConfigurationError(f"staleness_scaling (expected None or 'inverse', got {staleness_scaling!r})")
-    is_number = isinstance(delay_compensation, int | float) and not isinstance(delay_compensation, bool)
-    if not is_number or not 0 <= delay_compensation < 1e6:
-        raise ConfigurationError(
-            f"delay_compensation is a strength (expected 0 <= value < 1e6, got {delay_compensation!r})"
-        )
     if push not in SENDINGS:
         raise ConfigurationError(f"push says when gradients leave (expected 'step' or 'backward', got {push!r})")
+
+
+def _check_compensation(strength: Any, decay: Any) -> None:
+    if not _is_number(strength) or not 0 <= strength < 1e6:
+        raise ConfigurationError(f"delay_compensation is a strength (expected 0 <= value < 1e6, got {strength!r})")
+    if decay is None:
+        return
+    if not _is_number(decay) or not 0 <= decay < 1:
+        raise ConfigurationError(f"compensation_decay (expected None or 0 <= value < 1, got {decay!r})")
+    if not strength:
+        raise ConfigurationError(
+            f"compensation_decay={decay!r} changes a strength that is 0. Fix: set delay_compensation too, such as 2"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -94,11 +94,13 @@ class TestStaleness:
             version = seen[rank] = answer.version
             np.testing.assert_allclose(payload_tensor(answer).numpy(), weights, rtol=1e-6, atol=1e-7)
 
-    def test_delay_compensation_follows_numpy(self):
+    @pytest.mark.parametrize("decay", [None, 0.0, 0.9])
+    def test_delay_compensation_follows_numpy(self, decay):
         strength = 0.4
-        _, workers = fleet(3, values=gradient(6, 50), delay_compensation=strength)
+        options = {} if decay is None else {"compensation_decay": decay}
+        _, workers = fleet(3, values=gradient(6, 50), delay_compensation=strength, **options)
         weights = gradient(6, 50).double().numpy()
-        seen = [0, 0, 0]
+        mean, seen = np.zeros(6), [0, 0, 0]
         had, counts, version = [], [0, 0, 0], 0
         for worker in workers:
             worker.pull(0)
@@ -106,7 +108,11 @@ class TestStaleness:
         for step, rank in enumerate([0, 1, 2, 2, 0, 1, 0, 0, 2, 1, 1]):
             g = gradient(6, step)
             wide = g.double().numpy()
-            corrected = wide + strength * wide * wide * (weights - had[rank])
+            factor = strength
+            if decay is not None:
+                mean = decay * mean + (1 - decay) * wide**2
+                factor = strength / np.sqrt(mean + 1e-7)
+            corrected = wide + factor * wide * wide * (weights - had[rank])
             weights = weights - SGD["lr"] * corrected
             counts[rank] += 1
             (answer,) = workers[rank].push(0, counts[rank], g, seen[rank])

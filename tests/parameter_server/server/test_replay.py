@@ -32,6 +32,7 @@ RULES = {
     "stale": APPLY | {"max_staleness": 1},
     "inverse": APPLY | {"staleness_scaling": "inverse"},
     "compensated": APPLY | {"max_staleness": 2, "delay_compensation": 0.5},
+    "adaptive": APPLY | {"delay_compensation": 0.5, "compensation_decay": 0.9},
     "merge": {"name": "merge", "quorum": 2, "grace": 0.5},
 }
 CODECS = ["", "bf16", "int8", "fp4", "onebit", "topk:ratio=0.25"]

@@ -101,14 +101,14 @@ def _without_unfinished(stored: Sequence[list[JobState]]) -> list[list[JobState]
 
 def _check_memory(shards: Sequence[Shard], parts: Sequence[list[JobState]], generation: str) -> None:
     for shard, jobs in zip(shards, parts, strict=True):
-        # Backups of weights, which pulls make, are not counted: they may exceed the limit, and a server must be able to
-        # start from every snapshot that it wrote.
+        # Backups of weights, which pulls make, and means of squares, which pushes make, are not counted: they may
+        # exceed the limit, and a server must be able to start from every snapshot that it wrote.
         needed_bytes = sum(
             tensor.nbytes
             for job in jobs
             for chunk in job.chunks
             for name, tensor in chunk.tensors.items()
-            if not name.startswith(("backup/", UNDER_WAY))
+            if not name.startswith(("backup/", "mean_squares", UNDER_WAY))
         )
         if needed_bytes > shard.settings.max_memory_bytes:
             raise SnapshotError(

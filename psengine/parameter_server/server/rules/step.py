@@ -15,6 +15,7 @@ from psengine.errors import ProtocolError
 from psengine.flat_optimizers.finite import is_finite
 from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
+from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
 from psengine.parameter_server.server.rules.exchange import Contribution, PayloadPins, Reply, Update, ValueMemory
 from psengine.parameter_server.server.rules.held_weights import HeldWeights
 from psengine.parameter_server.server.rules.outcome import Outcome
@@ -44,9 +45,10 @@ class StepOutcome(Outcome):
         super().__init__(spec, values, payloads, statistics, options)
         self._pins = PayloadPins()
         self._scales_by_staleness = options.get("staleness_scaling") == "inverse"
-        # Strength of the correction of DC-ASGD; 0 keeps no backups.
         is_parameter = spec.kind is ChunkKind.PARAMETER
-        self._delay_compensation: float = options.get("delay_compensation", 0.0) if is_parameter else 0.0
+        strength: float = options.get("delay_compensation", 0.0) if is_parameter else 0.0
+        # None keeps no backups.
+        self._compensation = DelayCompensation(strength, options.get("compensation_decay")) if strength else None
         self._held = HeldWeights(payloads) if is_parameter and payloads.answers_differences else None
         # The weights that each worker was last sent, and their version.
         self._backups: dict[int, tuple[int, torch.Tensor]] = {}
@@ -98,13 +100,16 @@ class StepOutcome(Outcome):
 
     def _compensated(self, gradient: torch.Tensor, update: Update) -> torch.Tensor:
         """With delay compensation: the gradient of one worker, corrected for what changed since its weights left."""
+        if self._compensation is None:
+            return gradient
+        self._compensation.observe(gradient)
         if not update.staleness or len(update.contributions) > 1:
             return gradient
         one = update.contributions[0]
         version, backup = self._backups.get(one.rank, (-1, gradient))
         if version != one.base_version:
             return gradient
-        return compensate(gradient, self.values, backup, self._delay_compensation)
+        return self._compensation.correct(gradient, self.values, backup)
 
     def _next_memory(self) -> ValueMemory:
         """Where the next values are written: over the present ones, unless these are still being read."""
@@ -127,9 +132,7 @@ class StepOutcome(Outcome):
     @property
     @override
     def lends(self) -> bool:
-        return (
-            self.spec.kind in self.pushed_kinds and not self._delay_compensation and not self.payloads.encodes_answers
-        )
+        return self.spec.kind in self.pushed_kinds and self._compensation is None and not self.payloads.encodes_answers
 
     @override
     def places(self, workers: int) -> int:
@@ -144,10 +147,10 @@ class StepOutcome(Outcome):
         version, values, pins = self.progress.version, self.values, self._pins
         if self._held is not None:
             version, payload = self._held.answer(rank, sequence, version, values, repeated=repeated)
-            if self._delay_compensation:
+            if self._compensation is not None:
                 self._backups[rank] = (version, self._held.values(rank))
             return self._updated(rank, sequence, version, payload, PayloadPins())
-        if self._delay_compensation:
+        if self._compensation is not None:
             # A repeat must bring what the first answer brought: the worker may have received that one.
             if not repeated or rank not in self._backups:
                 self._back_up(rank)
@@ -157,7 +160,7 @@ class StepOutcome(Outcome):
         return self._updated(rank, sequence, version, self.payloads.encode(values), pins)
 
     def _back_up(self, rank: int) -> None:
-        if self._delay_compensation:
+        if self._compensation is not None:
             self._backups[rank] = (self.progress.version, self.values.clone())
 
     @override
@@ -194,8 +197,12 @@ class StepOutcome(Outcome):
     def extra_bytes(self) -> int:
         optimizer_bytes = self.optimizer.size_bytes if self.optimizer is not None else 0
         held_bytes = 0 if self._held is None else self._held.size_bytes
+        mean_bytes = 0 if self._compensation is None else self._compensation.size_bytes
         return (
-            optimizer_bytes + held_bytes + (len(self._backups) + max(0, len(self._memories) - 1)) * self.spec.size_bytes
+            optimizer_bytes
+            + held_bytes
+            + mean_bytes
+            + (len(self._backups) + max(0, len(self._memories) - 1)) * self.spec.size_bytes
         )
 
     @override
@@ -215,6 +222,8 @@ class StepOutcome(Outcome):
         if self.optimizer is not None:
             tensors.update({f"slot/{name}": tensor for name, tensor in self.optimizer.slots().items()})
         tensors.update({f"backup/{rank}": backup for rank, (_, backup) in self._backups.items()})
+        if self._compensation is not None and self._compensation.mean_squares is not None:
+            tensors["mean_squares"] = self._compensation.mean_squares
         return tensors
 
     @override
@@ -233,26 +242,14 @@ class StepOutcome(Outcome):
         self._backups = {
             int(rank): (version, tensors[f"backup/{rank}"]) for rank, version in meta["backup_versions"].items()
         }
+        if self._compensation is not None:
+            self._compensation.mean_squares = tensors.get("mean_squares")
         if "optimizer" in meta:
             self.configure(OptimizerSpec.from_body(meta["optimizer"], self.spec.numel))
             assert self.optimizer is not None
             for name, tensor in tensors.items():
                 if name.startswith("slot/"):
                     self.optimizer.load_slot(name.removeprefix("slot/"), tensor, meta["steps"])
-
-
-def compensate(gradient: torch.Tensor, values: torch.Tensor, backup: torch.Tensor, strength: float) -> torch.Tensor:
-    """A stale gradient g, moved to where the values are now: g + strength * g * g * (values - backup), elementwise.
-
-    DC-ASGD, Zheng et al. 2017 (https://arxiv.org/abs/1609.08326). All of one shape and dtype; returns a new tensor.
-
-    Args:
-        gradient: as the worker computed it.
-        values: the current ones.
-        backup: the values that worker had.
-        strength: the paper's lambda; 0 returns the gradient's values unchanged.
-    """
-    return torch.addcmul(gradient, torch.sub(values, backup).mul_(gradient), gradient, value=strength)
 
 
 def groups_of(contributions: Sequence[Contribution]) -> Sequence[Mapping[str, Any]] | None:
