@@ -44,8 +44,9 @@ _ARRAYS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})
 _MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _UINT64_MAX = 2**64 - 1
 _MAX_DIMENSIONS = 64
-# Decoded PUSH and UPDATED bodies of at most this size are cached: a step's pushes carry equal ones.
+# Of bodies of at most this size the last ones that were checked are remembered: most messages repeat one.
 _REMEMBERED_BYTES = 4096
+_REMEMBERED_BODIES = 256
 
 
 def integer(least: int = 0, most: int = _INT64_MAX) -> Check:
@@ -416,9 +417,13 @@ def unpack(kind: MessageType, raw: bytes, *, newer: bool = False) -> dict[str, A
     Raises:
         ProtocolError: the bytes are no msgpack that we allow, or break the type's schema.
     """
-    if kind in _REPEATING and len(raw) <= _REMEMBERED_BYTES:
-        return _remembered(kind, raw, newer)
-    return _unpack(kind, raw, newer)
+    if len(raw) > _REMEMBERED_BYTES or newer:
+        return _unpack(kind, raw, newer)
+    if kind in _REPEATING:
+        return _remembered(kind, raw)
+    _check(kind, raw)
+    found: dict[str, Any] = msgpack.unpackb(raw)
+    return found
 
 
 def pack(kind: MessageType, body: dict[str, Any], *, newer: bool = False) -> bytes:
@@ -429,7 +434,10 @@ def pack(kind: MessageType, body: dict[str, Any], *, newer: bool = False) -> byt
         TypeError, ValueError, OverflowError: msgpack has no form for a value.
     """
     raw: bytes = msgpack.packb(body)
-    unpack(kind, raw, newer=newer)
+    if len(raw) > _REMEMBERED_BYTES or newer:
+        _unpack(kind, raw, newer)
+    else:
+        _check(kind, raw)
     return raw
 
 
@@ -458,7 +466,14 @@ def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
     raise ProtocolError(f"{kind.name} body{complaint}")
 
 
-_remembered = lru_cache(maxsize=64)(_unpack)
+@lru_cache(maxsize=_REMEMBERED_BODIES)
+def _check(kind: MessageType, raw: bytes) -> None:
+    _unpack(kind, raw, False)
+
+
+@lru_cache(maxsize=64)
+def _remembered(kind: MessageType, raw: bytes) -> dict[str, Any]:
+    return _unpack(kind, raw, False)
 
 
 def _check_depth(raw: bytes) -> None:

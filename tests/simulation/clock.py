@@ -8,7 +8,11 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-_TIME = struct.Struct("<d")
+from psengine.protocol.messages import Message
+
+_PLACE = struct.Struct("<d2q")
+# Of a message's header; the size of its body follows.
+_DIGESTED_BYTES = 72
 
 
 class Clock:
@@ -31,11 +35,13 @@ class Clock:
     def at(self, time_s: float, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function(*arguments)`` at ``time_s``, or now where that has passed."""
         self._count += 1
-        heapq.heappush(self._heap, (max(time_s, self.now_s), self._count, function, arguments))
+        now_s = self.now_s
+        heapq.heappush(self._heap, (time_s if time_s > now_s else now_s, self._count, function, arguments))
 
     def after(self, delay_s: float, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function(*arguments)`` once ``delay_s`` have passed."""
-        self.at(self.now_s + delay_s, function, *arguments)
+        self._count += 1
+        heapq.heappush(self._heap, (self.now_s + delay_s, self._count, function, arguments))
 
     def run(self, until_s: float, is_over: Callable[[], bool]) -> bool:
         """Let time pass; whether ``is_over`` became true before ``until_s``."""
@@ -49,15 +55,22 @@ class Clock:
         return True
 
     def note(self, what: str, *parts: Any) -> None:
-        """Something happened: it becomes part of the digest. ``parts`` are bytes, or have a stable ``str``."""
-        digest = self._digest
-        digest.update(_TIME.pack(self.now_s))
-        digest.update(what.encode())
-        for part in parts:
-            digest.update(part if isinstance(part, bytes) else str(part).encode())
+        """Something happened: it becomes part of the digest. ``parts`` have a stable ``repr``."""
+        self._digest.update(repr((self.now_s, what, parts)).encode())
         if self.trace is not None:
             shown = " ".join(str(part) for part in parts if not isinstance(part, bytes))
             self.trace.append(f"{self.now_s:9.4f} {what} {shown}")
+
+    def note_message(self, what: str, place: tuple[int, int], header: bytes, message: Message) -> None:
+        """A message was sent or arrived at ``place``. Part of the digest: its header, all but the size of its body.
+
+        A HELLO's process id is in the body, and differs from run to run.
+        """
+        self._digest.update(_PLACE.pack(self.now_s, *place))
+        self._digest.update(header[:_DIGESTED_BYTES])
+        if self.trace is not None:
+            shown = message.worker, message.incarnation, message.key, message.sequence, message.version
+            self.trace.append(f"{self.now_s:9.4f} {what} {place[0]} {place[1]} {message.type.name} {shown}")
 
     @property
     def digest(self) -> str:

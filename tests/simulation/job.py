@@ -112,7 +112,10 @@ class Simulation:
             raise Violation(f"not over {LIVENESS_S:g} s after the last fault: {self._where()}")
 
     def _is_over(self) -> bool:
-        return all(slot.is_done for slot in self.slots) and not any(not zombie.is_dead for zombie in self.zombies)
+        for slot in self.slots:
+            if not slot.is_done:
+                return False
+        return all(zombie.is_dead for zombie in self.zombies)
 
     def _where(self) -> str:
         found = []

@@ -168,7 +168,7 @@ class Network:
         if wire.is_broken:
             self.counts["lost with a connection"] += 1
             return
-        if any(cut.covers(wire, direction) for cut in self.cuts):
+        if self.cuts and any(cut.covers(wire, direction) for cut in self.cuts):
             wire.held[direction].append(frames)
             self.counts["held"] += 1
             return
@@ -187,7 +187,7 @@ class Network:
                 self._carry_at(wire, direction, frames, arrives_s + self._rng.random())
                 return
         wire.last_s[direction] = arrives_s
-        self._carry_at(wire, direction, frames, arrives_s)
+        self._clock.at(arrives_s, self._arrive, wire, direction, frames)
 
     def _carry_at(self, wire: Wire, direction: int, frames: list[bytes], time_s: float) -> None:
         self._clock.at(time_s, self._arrive, wire, direction, frames)

@@ -124,7 +124,7 @@ class ServerProcess:
         shard = self.shards[wire.shard]
         try:
             message = decode(frames)
-            self.clock.note("to shard", self.index, wire.shard, *summary(message))
+            self.clock.note_message("to shard", (self.index, wire.shard), frames[0], message)
             self.witness.before(self, shard, message)
             outgoing = shard.handle(Sender(wire.route, "", ""), message, self.clock.now_s)
         except ProtocolError as error:
@@ -154,11 +154,10 @@ class ServerProcess:
         self._send([Outgoing(route, answer)], self.shards[0])
 
     def _send(self, outgoing: list[Outgoing], shard: Shard) -> None:
-        for one in outgoing:
-            frames = [bytes(frame) for frame in encode(one.message)]
-            self.clock.note("from shard", self.index, shard.index, *summary(one.message))
-            is_urgent = one.message.type in _SAYS_NOTHING_NEW
-            self.answers[shard.index].send(one.route, frames, is_urgent=is_urgent)
+        for route, message, *_ in outgoing:
+            frames = [bytes(frame) for frame in encode(message)]
+            self.clock.note_message("from shard", (self.index, shard.index), frames[0], message)
+            self.answers[shard.index].send(route, frames, is_urgent=message.type in _SAYS_NOTHING_NEW)
 
     def _transmit(self, route: bytes, frames: list[bytes], *, copies: bool = True) -> None:
         """A message leaves: from here on its worker may know what it says."""
@@ -167,8 +166,3 @@ class ServerProcess:
         wire = self.wires.get(route)
         if wire is not None:
             self.network.carry(wire, DOWN, frames)
-
-
-def summary(message: Message) -> tuple[object, ...]:
-    """What is the same in every run of a seed: not a HELLO's process id."""
-    return message.type.name, message.worker, message.incarnation, message.key, message.sequence, message.version

@@ -19,7 +19,6 @@ from psengine.protocol.frames import decode, encode
 from psengine.protocol.messages import Message, MessageType
 from simulation.clock import Clock
 from simulation.network import Network, Socket
-from simulation.server import summary
 
 GOODBYE_S = 1.0
 
@@ -179,6 +178,6 @@ class WorkerProcess:
         except ProtocolError as error:
             membership.garbled(index, error, self.clock.now_s)
         else:
-            self.clock.note("to worker", self.rank, self.number, *summary(message))
+            self.clock.note_message("to worker", (self.rank, self.number), frames[0], message)
             membership.received(index, message, self.clock.now_s)
         self.step()

@@ -76,8 +76,17 @@ class SteppedFlow(Generic[T]):
     def _may_go_on(self, now_s: float) -> bool:
         if isinstance(self._awaited, float):
             return now_s >= self._since_s + self._awaited
-        return self._failure() is not None or all(operation.is_done for operation in self._awaited)
+        is_done = True
+        for operation in self._awaited:
+            if operation.error is not None:
+                return True
+            is_done = is_done and operation.is_done
+        return is_done
 
     def _failure(self) -> PSEngineError | None:
-        operations = () if isinstance(self._awaited, float) else self._awaited
-        return next((operation.error for operation in operations if operation.error is not None), None)
+        if isinstance(self._awaited, float):
+            return None
+        for operation in self._awaited:
+            if operation.error is not None:
+                return operation.error
+        return None

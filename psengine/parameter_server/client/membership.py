@@ -346,7 +346,7 @@ class Membership:
             self._next_look_s = now_s + EMBEDDED_SILENCE_S
             self._look_for_embedded(now_s)
         self._step_recovery(now_s)
-        self._stalls.look(str(self), self.links, now_s)
+        self._stalls.look(self, self.links, now_s)
 
     def _look_for_embedded(self, now_s: float) -> None:
         """An embedded server that ended does not come back: nobody waits for its answers until a deadline."""

@@ -39,11 +39,11 @@ class StallWatch:
         self._what = ""
 
     @Observer("in the log, what this client waits for")
-    def look(self, who: str, links: Sequence[Link], now_s: float) -> None:
+    def look(self, who: object, links: Sequence[Link], now_s: float) -> None:
         """Log where a stall began, lasts or has ended.
 
         Args:
-            who: the client, as lines begin: "worker 1 of job 'default'".
+            who: the client; lines begin with its ``str``, such as "worker 1 of job 'default'".
             links: to all shards.
             now_s: the time.
         """
