@@ -14,6 +14,7 @@ from psengine.errors import PSEngineError
 from psengine.parameter_server.client import recovery
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.membership import Membership as ClientMembership
+from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.client.pushes import Pushes
 from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.capture import Cuts
@@ -420,6 +421,24 @@ def _hears_nothing_while_held(receive: Any) -> Any:
 
 
 _plant("again: a recovery does not hear that it was in vain", Link, "_receive_error", _hears_nothing_while_held)
+
+
+class _EveryLife(set[int]):
+    """All numbers: no life of a server is one that has yet to let this worker in."""
+
+    def __contains__(self, epoch: object) -> bool:
+        return True
+
+
+def _knows_every_life(welcomed: Any) -> Any:
+    def one(self: Ledger, *arguments: Any) -> None:
+        welcomed(self, *arguments)
+        self.epochs = _EveryLife()
+
+    return one
+
+
+_plant("again: a recovery does not hear of one more restart", Ledger, "welcomed", _knows_every_life)
 
 
 def _gives_up_recovering(come_back: Any) -> Any:

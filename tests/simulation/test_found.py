@@ -84,6 +84,19 @@ FOUND = {
         ),
     ),
 }
+FOUND["again: a recovery does not hear of one more restart"] = Scenario(
+    # Worker 1 recovers after a restart of the server, which restarts once more before it has answered. That life's
+    # refusals were taken for those of an old one.
+    seed=496,
+    max_staleness=1,
+    chunks=1,
+    steps=2,
+    think_s=0.05,
+    latency_s=(0.01, 0.16666666666666666),
+    snapshot_s=1.0,
+    keeps_log=True,
+    faults=(Fault("kill server", 1.508, 1.532, 0, 0, 0.636), Fault("kill server", 3.748, 0.356, 0, 0, 0.143)),
+)
 FOUND["again: a recovery that was in vain ends the worker"] = FOUND[
     "again: a recovery does not hear that it was in vain"
 ]

@@ -108,9 +108,7 @@ class Link:
         self._lost_membership = lost_membership
         self._requests: dict[int, Request] = {}
         # Markers: the last that was sent, when, and the last that came back.
-        self._marker = 0
-        self._marked_s = -math.inf
-        self._proven = 0
+        self._marker, self._marked_s, self._proven = 0, -math.inf, 0
         # key -> (exchange, epoch, first marker behind it) of averages sent for a restarted server.
         self._results: dict[int, tuple[int, int, int]] = {}
         # Submission time of the oldest operation that was answered since the last tick.
@@ -312,10 +310,12 @@ class Link:
         if code == ErrorCode.VERSION and operation is None:
             self.fail_all(self._refusal(None, code, text), now_s)
         elif _says_hello_again(operation, code):
-            is_of_this_life = (message.epoch, message.incarnation) == (self.epoch, self._identity.incarnation)
+            own = self.epoch, self._identity.incarnation
+            # A life that has not said WELCOME: the server restarted once more.
+            is_current = (message.epoch, message.incarnation) == own or message.epoch not in self.ledger.epochs
             if not self.is_paused:
                 self._receive_lost_membership(operation, code, text, now_s)
-            elif operation is None and is_of_this_life:  # lost while recovering: what was asked is not answered
+            elif operation is None and is_current:  # lost while recovering: what was asked is not answered
                 for request in [one for one in self._requests.values() if one.is_urgent and one.is_sent]:
                     self._fail(request, self._refusal(request, code, text), now_s)
         elif operation is None:

@@ -51,12 +51,14 @@ class Ledger:
 
     Attributes:
         epoch: the life of the server that acknowledged it; 0 before the first.
+        epochs: the lives of the server that have let this worker in, and 0.
         durability: what the server kept through its end in that life, as WELCOME says it.
         durable_version: the newest version of the job that it said was on its disk.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.epochs = {0}
         self.durability = self._offered = "memory"
         self.durable_version = 0
         self._chunks: dict[int, _Known] = {}
@@ -101,6 +103,7 @@ class Ledger:
     def welcomed(self, epoch: int, durability: str) -> None:
         """A life of the server lets this worker in, and keeps like this what it acknowledges."""
         self._offered = durability
+        self.epochs.add(epoch)
         if not self.epoch:
             self.epoch, self.durability = epoch, durability
 
