@@ -261,7 +261,7 @@ class ApplyingJob:
                 self._live[server.index, shard.index] = members
                 self._came[server.index, shard.index] = set(job.came)
                 gone = {rank: one.member.nonce for rank, one in job.membership._absent.items()}
-                here = {rank: member.nonce for rank, member in job.membership.members.items()}
+                here = {rank: one.nonce for rank, one in job.membership.members.items() if one.phase.was_live}
                 self._processes[server.index, shard.index] = gone | here
         for key, version in self._promised[server.index].items():
             is_there = key in restored and self.chunks[key].version >= version
