@@ -29,6 +29,7 @@ from support.server_process import APPLY, SGD, ServerProcess, running_server
 from psengine.errors import SnapshotError
 from psengine.parameter_server.client.options import READER_RULE, SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
+from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
@@ -231,7 +232,7 @@ class AsyncTrial:
             return
         newest = max(int(path.name.removeprefix("generation-")) for path in self._directory.glob("generation-*"))
         try:
-            shards = read_generation(self._directory / f"generation-{newest:012d}", newest)
+            shards = read_generation(DirectoryDisk(self._directory / f"generation-{newest:012d}"), newest)
         except SnapshotError:
             return
         chunks = [chunk for shard in shards for job in shard for chunk in job.chunks]

@@ -4,126 +4,220 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 ROOM_BYTES = 1 << 40
 
 
-@dataclass
-class _Content:
-    """One file: its bytes, how many are durable, and whether its name is."""
+class Killed(BaseException):
+    """The process that writes has died; it does nothing any more, not even what it does about errors."""
+
+
+@dataclass(eq=False)
+class _File:
+    """Its bytes, and how many of them are durable."""
 
     data: bytearray = field(default_factory=bytearray)
     synced_bytes: int = 0
-    has_durable_name: bool = False
+
+    def lose_power(self, rng: random.Random) -> None:
+        """Of what was not synced, nothing is left, or some, or all of it torn at its end."""
+        rest = len(self.data) - self.synced_bytes
+        kept = self.synced_bytes + (rng.randint(0, rest) if rest and rng.random() < 0.7 else 0)
+        del self.data[kept:]
+        if kept > self.synced_bytes and rng.random() < 0.3:
+            # The file's length was written, and its last block was not.
+            zeros = rng.randint(1, kept - self.synced_bytes)
+            self.data[-zeros:] = bytes(zeros)
+        self.synced_bytes = len(self.data)
 
 
-class SimulatedDisk:
-    """``psengine.parameter_server.server.log.disk.Disk``.
+_Names = dict[str, "_File | _Directory"]
+
+
+@dataclass(eq=False)
+class _Directory:
+    """What is in it; what is in it for certain, and the changes since, of which a loss of power leaves some."""
+
+    names: _Names = field(default_factory=dict)
+    durable: _Names = field(default_factory=dict)
+    changes: list[Callable[[_Names], None]] = field(default_factory=list)
+
+    def change(self, change: Callable[[_Names], None]) -> None:
+        change(self.names)
+        self.changes.append(change)
+
+    def sync(self) -> None:
+        if self.changes:
+            self.durable, self.changes = dict(self.names), []
+
+    def lose_power(self, rng: random.Random) -> None:
+        names = dict(self.durable)
+        for change in self.changes:
+            if rng.random() < 0.5:
+                change(names)
+        self.names = names
+        self.changes = []
+        self.durable = dict(names)
+        for content in names.values():
+            content.lose_power(rng)
+
+
+def _adds(name: str, content: _File | _Directory) -> Callable[[_Names], None]:
+    return lambda names: names.update({name: content})
+
+
+def _removes(name: str) -> Callable[[_Names], None]:
+    def remove(names: _Names) -> None:
+        names.pop(name, None)
+
+    return remove
+
+
+def _renames(old: str, new: str) -> Callable[[_Names], None]:
+    return lambda names: names.update({new: names.pop(old)}) if old in names else None
+
+
+@dataclass(eq=False)
+class _State:
+    """Of a disk and its directories.
 
     Attributes:
         problem: "fsync fails", "disk full", or "" where all is well.
+        calls_left: after so many calls that change something the process dies; None: it lives.
     """
 
-    def __init__(self, rng: random.Random) -> None:
-        self.problem = ""
-        self._rng = rng
-        self._files: dict[str, _Content] = {}
-        self._deleted: dict[str, _Content] = {}  # since names were synced
+    problem: str = ""
+    calls_left: int | None = None
+
+
+class SimulatedDisk:
+    """``psengine.parameter_server.server.log.disk.Disk``."""
+
+    def __init__(self, rng: random.Random, state: _State | None = None, find: Callable[[], Any] | None = None) -> None:
+        self._rng, self.state = rng, state or _State()
+        root = _Directory()
+        self._find: Callable[[], Any] = find or (lambda: root)
+
+    @property
+    def _directory(self) -> _Directory:
+        found = self._find()
+        if not isinstance(found, _Directory):
+            raise FileNotFoundError(errno.ENOENT, "no such directory", "")
+        return found
+
+    def _file(self, name: str) -> _File:
+        found = self._directory.names.get(name)
+        if not isinstance(found, _File):
+            raise FileNotFoundError(errno.ENOENT, "no such file", name)
+        return found
 
     def list(self) -> list[str]:
-        return sorted(self._files)
+        return sorted(self._directory.names)
 
     def create(self, name: str) -> SimulatedFile:
-        if name in self._files:
-            raise FileExistsError(errno.EEXIST, "exists", name)
-        self._deleted.pop(name, None)
-        content = self._files[name] = _Content()
+        self._add(name, content := _File())
         return SimulatedFile(self, name, content)
 
-    def sync_names(self) -> None:
-        self.check(errno.EIO, "fsync fails")
-        self._deleted.clear()
-        for content in self._files.values():
-            content.has_durable_name = True
+    def make_directory(self, name: str) -> SimulatedDisk:
+        self._add(name, _Directory())
+        return self.subdirectory(name)
+
+    def subdirectory(self, name: str) -> SimulatedDisk:
+        return SimulatedDisk(self._rng, self.state, lambda: self._directory.names.get(name))
+
+    def _add(self, name: str, content: _File | _Directory) -> None:
+        self.begin_call()
+        if name in self._directory.names:
+            raise FileExistsError(errno.EEXIST, "exists", name)
+        self._directory.change(_adds(name, content))
+
+    def rename(self, old: str, new: str) -> None:
+        self.begin_call()
+        self._directory.change(_renames(old, new))
 
     def delete(self, name: str) -> None:
-        content = self._files.pop(name, None)
-        if content is not None and content.has_durable_name:
-            self._deleted[name] = content
+        self.begin_call()
+        self._directory.change(_removes(name))
+
+    def sync_names(self) -> None:
+        self.begin_call()
+        self.check(errno.EIO, "fsync fails")
+        self._directory.sync()
 
     def size_bytes(self, name: str) -> int:
-        return len(self._files[name].data)
+        return len(self._file(name).data)
 
     def read(self, name: str, offset: int, size_bytes: int) -> bytes:
-        return bytes(self._files[name].data[offset : offset + size_bytes])
+        return bytes(self._file(name).data[offset : offset + size_bytes])
 
     def free_bytes(self) -> int:
-        return 0 if self.problem == "disk full" else ROOM_BYTES
+        return 0 if self.state.problem == "disk full" else ROOM_BYTES
+
+    def begin_call(self) -> None:
+        """A call that changes something: raise Killed where the process has died."""
+        left = self.state.calls_left
+        if left is not None:
+            if left <= 0:
+                raise Killed
+            self.state.calls_left = left - 1
 
     def check(self, number: int, problem: str) -> None:
         """Raise OSError where the disk has this problem."""
-        if self.problem == problem:
+        if self.state.problem == problem:
             raise OSError(number, problem)
 
     # ---- faults ------------------------------------------------------------------------------------------------
 
     def lose_power(self) -> None:
-        """Of what was not synced, nothing is left, or some, or all of it torn at its end."""
-        rng = self._rng
-        for name, content in list(self._files.items()):
-            if not content.has_durable_name and rng.random() < 0.5:
-                del self._files[name]
-                continue
-            rest = len(content.data) - content.synced_bytes
-            kept = content.synced_bytes + (rng.randint(0, rest) if rest and rng.random() < 0.7 else 0)
-            del content.data[kept:]
-            if kept > content.synced_bytes and rng.random() < 0.3:
-                # The file's length was written, and its last block was not.
-                zeros = rng.randint(1, kept - content.synced_bytes)
-                content.data[-zeros:] = bytes(zeros)
-        for name, content in self._deleted.items():
-            if rng.random() < 0.5 and name not in self._files:
-                self._files[name] = content
-        self._deleted.clear()
-        for content in self._files.values():
-            content.synced_bytes, content.has_durable_name = len(content.data), True
+        """Lose some of what was not synced."""
+        self._directory.lose_power(self._rng)
 
-    def flip_bit(self) -> bool:
-        """One bit of one file becomes another; whether there was any."""
-        names = [name for name in self.list() if self._files[name].data]
-        if not names:
-            return False
-        data = self._files[self._rng.choice(names)].data
-        place = self._rng.randrange(len(data) * 8)
-        data[place // 8] ^= 1 << place % 8
-        return True
+    def flip_bit(self) -> str:
+        """One bit of one file becomes another; the file's path, "" where there is none."""
+        files = [(path, content) for path, content in _files(self._directory, "") if content.data]
+        if not files:
+            return ""
+        path, content = self._rng.choice(files)
+        place = self._rng.randrange(len(content.data) * 8)
+        content.data[place // 8] ^= 1 << place % 8
+        return path
 
     def clear(self) -> None:
         """An empty disk."""
-        self._files.clear()
-        self._deleted.clear()
+        directory = self._directory
+        directory.names, directory.durable, directory.changes = {}, {}, []
+
+
+def _files(directory: _Directory, path: str) -> Iterator[tuple[str, _File]]:
+    for name, content in sorted(directory.names.items()):
+        if isinstance(content, _File):
+            yield path + name, content
+        else:
+            yield from _files(content, f"{path}{name}/")
 
 
 class SimulatedFile:
     """A file of a ``SimulatedDisk``."""
 
-    def __init__(self, disk: SimulatedDisk, name: str, content: _Content) -> None:
+    def __init__(self, disk: SimulatedDisk, name: str, content: _File) -> None:
         self._disk, self._name, self._content = disk, name, content
         self._end = 0
 
     def append(self, pieces: Sequence[Any]) -> None:
-        data = b"".join(bytes(piece) for piece in pieces)
+        self._disk.begin_call()
+        data = b"".join(pieces)
         kept = self._content.data
-        if self._disk.problem == "disk full":
+        if self._disk.state.problem == "disk full":
             kept[self._end :] = data[: len(data) // 2]
             raise OSError(errno.ENOSPC, "no room", self._name)
         kept[self._end :] = data
         self._end += len(data)
 
     def sync(self) -> None:
+        self._disk.begin_call()
         self._disk.check(errno.EIO, "fsync fails")
         self._content.synced_bytes = len(self._content.data)
 

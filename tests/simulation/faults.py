@@ -88,7 +88,7 @@ def _stop_server(world: Simulation, fault: Fault) -> None:
 
 def _bad_disk(world: Simulation, fault: Fault) -> None:
     assert fault.server is not None
-    disk = world.disks[fault.server].files
+    disk = world.disks[fault.server].files.state
     disk.problem = fault.kind
 
     def mend() -> None:
@@ -99,15 +99,9 @@ def _bad_disk(world: Simulation, fault: Fault) -> None:
 
 def _flip_bits(world: Simulation, fault: Fault) -> None:
     assert fault.server is not None
-    disk = world.disks[fault.server]
-    if world.scenario.keeps_log:
-        if disk.files.flip_bit():
-            world.job.damaged(fault.server, None)
-        return
-    intact = [one for one in disk.generations if not one.is_damaged]
-    if len(intact) > 1:
-        intact[-1].is_damaged = True
-        world.job.damaged(fault.server, intact[-2].note)
+    may_lose, note = world.disks[fault.server].flip_bit(has_log=world.scenario.keeps_log)
+    if may_lose:
+        world.job.damaged(fault.server, note)
 
 
 _BEGIN = {

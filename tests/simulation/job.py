@@ -15,11 +15,10 @@ from simulation import faults
 from simulation.applying import ApplyingJob
 from simulation.averaging import AveragingJob
 from simulation.clock import Clock
-from simulation.disk import SimulatedDisk
 from simulation.network import Network
 from simulation.scenario import Scenario
 from simulation.server import ServerProcess
-from simulation.snapshots import SnapshotDisk, Snapshots
+from simulation.snapshots import ServerDisk, Snapshots
 from simulation.violation import Violation, require
 from simulation.worker import WorkerProcess
 
@@ -74,10 +73,7 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.job = ApplyingJob(scenario) if scenario.rule == "apply" else AveragingJob(scenario)
         self.slots = [Slot(rank) for rank in range(scenario.workers)]
-        self.disks = [
-            SnapshotDisk(SimulatedDisk(random.Random(f"disk {index} {scenario.seed}")))
-            for index in range(scenario.servers)
-        ]
+        self.disks = [ServerDisk(random.Random(f"disk {index} {scenario.seed}")) for index in range(scenario.servers)]
         self.zombies: list[WorkerProcess] = []
         self._processes = 0
 
@@ -163,7 +159,11 @@ class Simulation:
             self._start_anew()
             return
         if self.scenario.keeps_log and server.snapshots is not None:
-            server.snapshots.keep_logs(lambda: self.kill_server(index, REST_S, loses_power=True))
+            try:
+                server.snapshots.keep_logs(lambda: self.kill_server(index, REST_S, loses_power=True))
+            except SnapshotError:  # no log begins without a snapshot of what it goes on from
+                self.counts["server cannot write"] += 1
+                self.kill_server(index, REST_S)
 
     def kill_server(self, index: int, rests_s: float, *, loses_power: bool = False) -> None:
         """The server dies, perhaps with its machine, and comes back after ``rests_s``."""
@@ -219,6 +219,7 @@ class Simulation:
             if process is not None and process.error is not None:
                 self.counts[f"worker ended: {type(process.error).__name__}"] += 1
                 is_whole = len(self.network.servers) == 1 and self.scenario.rule == "apply"
+                is_whole = is_whole and not self.job.is_excused(0)
                 is_part = isinstance(process.error, ServerRefusedError) and process.error.code == ErrorCode.BAD_MESSAGE
                 if self._is_lost(process) and (is_part or not is_whole):
                     self._start_anew()
@@ -265,8 +266,7 @@ class Simulation:
         for server in self.network.servers:
             if server.is_up:
                 self.kill_server(server.index, 0.1)
-            self.disks[server.index].generations.clear()
-            self.disks[server.index].files.clear()
+            self.disks[server.index].clear()
             self.job.damaged(server.index, None)
 
     def _end_training(self) -> None:

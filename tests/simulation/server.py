@@ -92,13 +92,15 @@ class ServerProcess:
         """Begin to tick; snapshots, if any, are restored."""
         self.clock.note("server starts", self.index, self.epoch)
         restored = None if self.snapshots is None else self.snapshots.restore()
-        self.witness.server_started(self, None if restored is None else restored.note)
+        self.witness.server_started(self, restored)
         self.clock.after(self._tick_s, self._tick)
 
     def kill(self) -> None:
         """The process ends at once."""
         self.clock.note("server dies", self.index)
         self.is_up = False
+        if self.snapshots is not None:
+            self.snapshots.kill()
         self._waiting.clear()
         for answers in self.answers:
             answers.close()

@@ -1,80 +1,76 @@
-"""A server's snapshots, and the disk that outlives it: ``SnapshotThread``, ``SnapshotStore``, no threads, no files.
+"""A server's snapshots, and the disk that outlives it: ``SnapshotThread`` without its thread.
 
-    capture ─ steps under way are awaited ─ write ─ sync ─ durable        a death before the last leaves the older one
+    capture ─ steps under way are awaited ─ write ─ durable        a death while it is written leaves a part of it, and
+                                                                   the older ones
 
-What is on the disk is bytes: nothing that the server goes on changing.
+What writes, keeps and reads generations is the real ``Generations``, over a simulated disk.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from psengine.errors import SnapshotError
 from psengine.parameter_server.server.core.capture import Capture, Goals
 from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.durability.restoring import _without_unfinished, distribute, recover
 from psengine.parameter_server.server.durability.snapshot_thread import STEPS_DEADLINE_S
 from psengine.parameter_server.server.log.log import LogStart, delete_before
-from psengine.parameter_server.server.snapshots.store import KEPT, ChunkState, JobState, Loaded, LogPlaces
+from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
+from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-from simulation.disk import SimulatedDisk
+from simulation.disk import Killed, SimulatedDisk
 from simulation.logs import SimulatedLog
 
 if TYPE_CHECKING:
     from simulation.server import ServerProcess
 
 LONGEST_WRITE_S = 0.3
+# A snapshot of a simulated job takes about so many calls of the disk.
+CALLS_PER_SNAPSHOT = 16
+_GENERATION = "generation-"
 
 
-@dataclass
-class Generation:
-    """One snapshot.
+class ServerDisk:
+    """The disk of one server, with what the oracle knows of the generations on it.
 
     Attributes:
-        note: what the oracle said when it was captured.
-        is_damaged: bits have flipped; the hash of the file tells.
+        files: snapshots and logs.
+        notes: by generation, what the oracle said when it was captured.
     """
 
-    number: int
-    shards: list[list[JobState]]
-    note: Any
-    places: LogPlaces
-    is_damaged: bool = False
+    def __init__(self, rng: random.Random) -> None:
+        self.files = SimulatedDisk(rng)
+        self.notes: dict[int, Any] = {}
+        self._damaged: set[int] = set()
+
+    def flip_bit(self, *, has_log: bool) -> tuple[bool, Any]:
+        """A bit flips: whether a server may lose by it what its tier promises, and the note of what is left.
+
+        An older generation and the log that goes on from it are as good as the newest one.
+        """
+        name = self.files.flip_bit()
+        if not name.startswith(_GENERATION):
+            return bool(name), None
+        self._damaged.add(_number(name.partition("/")[0]))
+        complete = {_number(one) for one in self.files.list() if one.startswith(_GENERATION)}
+        intact = max(complete - self._damaged, default=None)
+        if intact is None:
+            return True, None
+        return intact != max(complete) and not has_log, self.notes[intact]
+
+    def clear(self) -> None:
+        """A new disk."""
+        self.files.clear()
+        self.notes.clear()
+        self._damaged.clear()
 
 
-@dataclass
-class SnapshotDisk:
-    """The snapshots of one server, and the disk that its log is on. A ``SnapshotStore``, as ``recover`` needs it."""
-
-    files: SimulatedDisk
-    generations: list[Generation] = field(default_factory=list)
-    last: int = 0
-
-    def newest(self) -> Generation | None:
-        """That which can be read."""
-        return next((one for one in reversed(self.generations) if not one.is_damaged), None)
-
-    def load(self) -> Loaded | None:
-        """See ``SnapshotStore``."""
-        newest = self.newest()
-        if newest is None:
-            return None
-        return Loaded(newest.number, [[_copy(job) for job in jobs] for jobs in newest.shards], dict(newest.places))
-
-    def save(self, shards: list[list[JobState]], note: Any, places: LogPlaces) -> int:
-        """Make one more durable."""
-        self.last += 1
-        copies = [[_copy(job) for job in jobs] for jobs in shards]
-        self.generations.append(Generation(self.last, copies, note, dict(places)))
-        del self.generations[:-KEPT]
-        kept = [one.places for one in self.generations if not one.is_damaged]
-        shards_kept = {shard for places in kept for shard in places}
-        needed = {shard: min(places.get(shard, (1, 0))[0] for places in kept) for shard in shards_kept}
-        delete_before(self.files, needed)
-        return self.last
+def _number(name: str) -> int:
+    return int(name.removeprefix(_GENERATION))
 
 
 class SnapshotWitness(Protocol):
@@ -108,15 +104,17 @@ class Snapshots:
     """
 
     def __init__(
-        self, server: ServerProcess, disk: SnapshotDisk, witness: SnapshotWitness, interval_s: float, rng: random.Random
+        self, server: ServerProcess, disk: ServerDisk, witness: SnapshotWitness, interval_s: float, rng: random.Random
     ) -> None:
         self.server, self.disk, self.witness = server, disk, witness
+        self.store = Generations(disk.files)
         self._interval_s, self._rng = interval_s, rng
         self._due_s = server.clock.now_s + interval_s
         self._captures: list[Capture] = []
         self._captured_s = 0.0
         self._note: Any = None
         self._is_torn = False
+        # What is being written, and when that ends.
         self._written: tuple[float, list[list[JobState]]] | None = None
         # Requests that the next snapshot answers, and those that the present one does.
         self._wishes: list[tuple[bytes, Message]] = []
@@ -126,34 +124,55 @@ class Snapshots:
         for shard in server.shards:
             shard.want_snapshot = lambda route, message: self._wishes.append((route, message))
 
-    def restore(self) -> Generation | None:
-        """Take over what is durable, before the first message; the snapshot that it is from. See ``Durability``.
+    def restore(self) -> Any:
+        """Take over what is durable, before the first message; the note of its snapshot. See ``Durability``.
 
         Raises:
             SnapshotError: something is damaged.
         """
-        recovered = recover(self.disk, self.disk.files)  # type: ignore[arg-type]
+        self.disk.files.state.calls_left = None
+        self.store.begin()
+        recovered = recover(self.store)
         for name in recovered.headless:
             self.disk.files.delete(name)
-        newest, shards = self.disk.newest(), self.server.shards
+        loaded, shards = recovered.loaded, self.server.shards
         self._places = recovered.places
-        if newest is None and not any(recovered.records):
+        if loaded is None and not any(recovered.records):
             return None
+        generation = None if loaded is None else loaded.generation
         parts = distribute(_without_unfinished(recovered.shards), len(shards), merge_job_meta)
         for shard, jobs in zip(shards, parts, strict=True):
             shard.restore(jobs, self.server.clock.now_s)
-            shard.durable.note(None if newest is None else newest.number)
-        return newest
+            shard.durable.note(generation)
+        return None if generation is None else self.disk.notes[generation]
 
     def keep_logs(self, fails: Callable[[], None]) -> None:
-        """Begin this life's logs, from a snapshot of all that is there."""
+        """Begin this life's logs, from a snapshot of all that is there.
+
+        Raises:
+            SnapshotError: it could not be written.
+        """
         server = self.server
         if any(shard.jobs.by_number for shard in server.shards):
-            note = self.witness.captured(server)
-            self.disk.save([shard.durable.capture_whole() for shard in server.shards], note, self._places)
+            self._save([shard.durable.capture_whole() for shard in server.shards], self.witness.captured(server))
         for shard, answers in zip(server.shards, server.answers, strict=True):
             start = LogStart(shard.index, *self._places.get(shard.index, (1, 0)), shard.epoch)
             self.logs.append(SimulatedLog(server, shard, answers, self.disk.files, start, self._rng, fails))
+
+    def kill(self) -> None:
+        """The process ends, perhaps while it writes a snapshot."""
+        if self._written is None:
+            return
+        self.disk.files.state.calls_left = self._rng.randrange(CALLS_PER_SNAPSHOT)
+        with suppress(Killed, SnapshotError):
+            self._save(self._written[1], self._note)
+
+    def _save(self, states: list[list[JobState]], note: Any) -> int:
+        self.disk.notes[self.store.last + 1] = note
+        number = self.store.save(states, self._places)
+        with suppress(SnapshotError):
+            delete_before(self.disk.files, self.store.needed_segments())
+        return number
 
     def tick(self) -> None:
         """Some time has passed."""
@@ -169,7 +188,7 @@ class Snapshots:
             if any(shard.durable.has_changed() for shard in self.server.shards):
                 self._capture(now_s)
             else:
-                self._answer(self.disk.generations[-1].number if self.disk.generations else None)
+                self._answer(self.store.newest)
 
     def _capture(self, now_s: float) -> None:
         shards = self.server.shards
@@ -199,44 +218,29 @@ class Snapshots:
         self._end_capture(now_s, [capture.states.result() for capture in captures])
 
     def _end_capture(self, now_s: float, shards: list[list[JobState]]) -> None:
-        states = [[_copy(job) for job in jobs] for jobs in shards]
         self.witness.complete(self.server, self._note, is_torn=self._is_torn)
-        if not any(states) and not self.disk.generations:
+        if not any(shards) and self.store.newest is None:
             self._answer(None)
             return
-        self._written = now_s + self._rng.random() * LONGEST_WRITE_S, states
+        self._written = now_s + self._rng.random() * LONGEST_WRITE_S, shards
 
     def _commit(self, states: list[list[JobState]]) -> None:
         self._written = None
-        disk = self.disk
-        if disk.files.problem:
-            disk.last += 1
+        try:
+            number = self._save(states, self._note)
+        except SnapshotError:
             self._answer(None)
             return
-        disk.save(states, self._note, self._places)
-        self.server.clock.note("snapshot", self.server.index, disk.last)
+        self.server.clock.note("snapshot", self.server.index, number)
         for shard in self.server.shards:
-            shard.durable.note(disk.last)
+            shard.durable.note(number)
         self.witness.durable(self.server, self._note)
-        self._answer(disk.last)
+        self._answer(number)
 
     def _answer(self, generation: int | None) -> None:
         answers, self._answers = self._answers, []
         for route, message in answers:
             self.server.answer_snapshot(route, message, generation)
-
-
-def _copy(job: JobState) -> JobState:
-    """As it comes back from the disk."""
-    chunks = [
-        ChunkState(
-            chunk.key,
-            json.loads(json.dumps(chunk.meta)),
-            {name: tensor.clone() for name, tensor in chunk.tensors.items()},
-        )
-        for chunk in job.chunks
-    ]
-    return JobState(job.name, json.loads(json.dumps(job.meta)), chunks)
 
 
 def snapshot_answer(message: Message, epoch: int, generation: int | None) -> Message:

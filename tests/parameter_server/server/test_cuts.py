@@ -17,6 +17,7 @@ from psengine.errors import SnapshotError
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.parameter_server.server.core.capture import CopyBarrier
+from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.messages import MessageType
 
@@ -193,7 +194,7 @@ def uneven(directory: Path) -> int:
     """Workers whose step the newest generation has in some chunks only, over all shards; -1 where it is gone again."""
     newest = max(int(path.name.removeprefix("generation-")) for path in directory.glob("generation-*"))
     try:
-        shards = read_generation(directory / f"generation-{newest:012d}", newest)
+        shards = read_generation(DirectoryDisk(directory / f"generation-{newest:012d}"), newest)
     except (OSError, SnapshotError):
         return -1
     chunks = [chunk for shard in shards for job in shard for chunk in job.chunks]

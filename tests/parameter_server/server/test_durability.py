@@ -21,7 +21,6 @@ from psengine.parameter_server.server.core.surroundings import ShardSettings
 from psengine.parameter_server.server.durability import snapshot_thread as durability
 from psengine.parameter_server.server.durability.restoring import restore
 from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread
-from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.protocol.messages import MessageType
 
@@ -327,16 +326,10 @@ def test_backups_beyond_the_memory_do_not_keep_a_server_from_starting_again(tmp_
     assert world.shard.jobs.memory_bytes() == 160
     with SnapshotStore(tmp_path / "s") as store:
         store.save([world.shard.durable.capture()])
-        restore(
-            store,
-            DirectoryDisk(store.directory),
-            [shard := Shard(0, 8, ShardSettings(max_memory_bytes=64), world.clocks)],
-        )
+        restore(store, [shard := Shard(0, 8, ShardSettings(max_memory_bytes=64), world.clocks)])
         assert shard.jobs.memory_bytes() == 160
         with pytest.raises(SnapshotError, match=r"expected at most 31 bytes at shard 0, its share, got 32\)"):
-            restore(
-                store, DirectoryDisk(store.directory), [Shard(0, 9, ShardSettings(max_memory_bytes=31), world.clocks)]
-            )
+            restore(store, [Shard(0, 9, ShardSettings(max_memory_bytes=31), world.clocks)])
 
 
 # ---- ipc paths -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from support.processes import forkserver
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.durability.restoring import distribute
-from psengine.parameter_server.server.snapshots.store import ChunkState, JobState, SnapshotStore
+from psengine.parameter_server.server.snapshots.files import ChunkState, JobState
+from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.protocol.messages import DTYPES
 
 SHAPES = {
@@ -219,17 +220,21 @@ def test_no_readable_generation_is_an_error_that_names_all(store):
 
 def test_the_rename_comes_after_every_fsync_and_before_the_last(store, monkeypatch):
     events = []
-    fsync, rename = os.fsync, os.rename
+    rename = os.rename
 
-    def recording_fsync(descriptor):
-        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
+    def recording(sync):
+        def one(descriptor):
+            events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+            sync(descriptor)
+
+        return one
 
     def recording_rename(old, new):
         events.append(f"{Path(old).name} -> {Path(new).name}")
         rename(old, new)
 
-    monkeypatch.setattr(os, "fsync", recording_fsync)
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, recording(getattr(os, name)))
     monkeypatch.setattr(os, "rename", recording_rename)
     store.save(state(1))
     unfinished = "unfinished-000000000001"
@@ -245,17 +250,20 @@ def test_the_rename_comes_after_every_fsync_and_before_the_last(store, monkeypat
 
 @pytest.mark.parametrize("failing", range(5))
 def test_a_failed_fsync_keeps_the_older_generation(store, monkeypatch, failing):
-    fsync = os.fsync
     calls = []
 
-    def failing_fsync(descriptor):
-        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        if len(calls) == failing + 1:
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(descriptor)
+    def failing_once(sync):
+        def one(descriptor):
+            calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            if len(calls) == failing + 1:
+                raise OSError(errno.EIO, "Input/output error")
+            sync(descriptor)
+
+        return one
 
     store.save(state(1))
-    monkeypatch.setattr(os, "fsync", failing_fsync)
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, failing_once(getattr(os, name)))
     with pytest.raises(SnapshotError) as caught:
         store.save(state(2))
     text = str(caught.value)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Contribution, RuleContext
 from psengine.parameter_server.server.rules.statistics import JobStatistics
-from psengine.parameter_server.server.snapshots.store import ChunkState, JobState
+from psengine.parameter_server.server.snapshots.files import ChunkState, JobState
 
 # How long shards wait for each other; one that is busy for longer is cut at another moment.
 BARRIER_S = 1.0

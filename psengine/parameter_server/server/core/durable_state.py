@@ -8,7 +8,7 @@ from typing import Any
 from psengine.parameter_server.server.core.capture import Capture, CopyBarrier, Goals, JobCapture
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
-from psengine.parameter_server.server.snapshots.store import JobState
+from psengine.parameter_server.server.snapshots.files import JobState
 
 
 class DurableState:

@@ -24,7 +24,7 @@ from psengine.parameter_server.server.rules.chunk_store import ChunkStore
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
-from psengine.parameter_server.server.snapshots.store import JobState
+from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import ErrorCode, Message
 

@@ -25,7 +25,7 @@ from psengine.parameter_server.server.core.job_status import status_of
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
 from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, Sender, ShardSettings
-from psengine.parameter_server.server.snapshots.store import JobState
+from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, NOBODY, ErrorCode, Message, MessageType

@@ -32,7 +32,7 @@ def inspect(directory: Path) -> Iterator[str]:
     if not directory.is_dir():
         raise SnapshotError(f"{directory} is no directory (expected the --snapshot-dir of a server)")
     store, disk = SnapshotStore(directory), DirectoryDisk(directory)
-    numbers = store.generations()
+    numbers = store.numbers()
     for number in numbers:
         yield f"generation {number}: {store.path_of(number)}, {_size_of(store.path_of(number)) >> 10} KiB"
     if not numbers:
@@ -40,7 +40,7 @@ def inspect(directory: Path) -> Iterator[str]:
     for shard, found in segments(disk).items():
         for segment in found:
             yield _describe_segment(disk, shard, segment)
-    yield from _describe_recovery(recover(store, disk))
+    yield from _describe_recovery(recover(store))
 
 
 def _describe_segment(disk: DirectoryDisk, shard: int, segment: int) -> str:
@@ -101,13 +101,13 @@ def back_up(directory: Path, target: Path) -> Iterator[str]:
             shutil.rmtree(target)
             target.mkdir(mode=0o700)
     yield f"copied to {target}"
-    yield from _describe_recovery(recover(SnapshotStore(target), DirectoryDisk(target)))
+    yield from _describe_recovery(recover(SnapshotStore(target)))
 
 
 def _copy(directory: Path, target: Path) -> None:
     listed = segments(DirectoryDisk(directory))
     store = SnapshotStore(directory)
-    newest = max(store.generations(), default=None)
+    newest = max(store.numbers(), default=None)
     if newest is not None:
         source = store.path_of(newest)
         shutil.copytree(source, target / source.name)

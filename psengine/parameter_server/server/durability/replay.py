@@ -21,7 +21,7 @@ from psengine.parameter_server.server.core.surroundings import Clocks, ShardSett
 from psengine.parameter_server.server.log.log import segment_name
 from psengine.parameter_server.server.log.reading import LogReader, Placed, start_of
 from psengine.parameter_server.server.log.records import Record, RecordKind
-from psengine.parameter_server.server.snapshots.store import JobState
+from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.protocol.frames import decode
 from psengine.protocol.messages import Message, MessageType
 

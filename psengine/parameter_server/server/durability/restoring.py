@@ -13,10 +13,10 @@ from psengine.parameter_server.server.core.capture import UNDER_WAY
 from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.replay import Replay
-from psengine.parameter_server.server.log.disk import Disk
 from psengine.parameter_server.server.log.log import segments
 from psengine.parameter_server.server.log.reading import LogReader
-from psengine.parameter_server.server.snapshots.store import JobState, Loaded, LogPlaces, SnapshotStore
+from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
+from psengine.parameter_server.server.snapshots.generations import Generations, Loaded
 from psengine.protocol.layout import balance
 
 
@@ -62,14 +62,14 @@ class Recovered:
     notes: list[str]
 
 
-def recover(store: SnapshotStore, disk: Disk) -> Recovered:
+def recover(store: Generations) -> Recovered:
     """Read the newest intact generation, and apply the logs that go on from it; nothing is changed on the disk.
 
     Raises:
         SnapshotError: there are generations and none can be read, or a log is damaged.
     """
     loaded = store.load()
-    found = segments(disk)
+    found = segments(store.disk)
     starts: LogPlaces = {} if loaded is None else loaded.log
     stored = [] if loaded is None else loaded.shards
     count = max([len(stored), *(shard + 1 for shard in found)])
@@ -77,7 +77,7 @@ def recover(store: SnapshotStore, disk: Disk) -> Recovered:
     for shard in range(count):
         replay = Replay(stored[shard] if shard < len(stored) else [])
         segment, first = starts.get(shard, (1, 0))
-        reader = LogReader(disk, shard, segment, first)
+        reader = LogReader(store.disk, shard, segment, first)
         replay.take(reader)
         recovered.shards.append(replay.states(is_whole=not replay.records))
         recovered.records.append(replay.records)
@@ -118,21 +118,21 @@ def _check_memory(shards: Sequence[Shard], parts: Sequence[list[JobState]], gene
             )
 
 
-def restore(store: SnapshotStore, disk: Disk, shards: Sequence[Shard]) -> Restored:
+def restore(store: Generations, shards: Sequence[Shard]) -> Restored:
     """Restore what is durable into ``shards``, which are empty and whose threads have not started.
 
     Raises:
         SnapshotError: see ``recover``; or it does not fit these shards or their memory.
     """
-    recovered = recover(store, disk)
+    recovered = recover(store)
     for name in recovered.headless:
-        disk.delete(name)
+        store.disk.delete(name)
     loaded, records = recovered.loaded, sum(recovered.records)
     if loaded is None and not records:
-        summary = f"durable to {store.directory}, no generation yet"
+        summary = f"durable to {store.disk}, no generation yet"
         return Restored(None, summary, recovered.notes, recovered.places)
     number = None if loaded is None else loaded.generation
-    generation = f"Generation {number or 0} in {store.directory}"
+    generation = f"Generation {number or 0} in {store.disk}"
     try:
         parts = distribute(_without_unfinished(recovered.shards), len(shards), merge_job_meta)
         _check_memory(shards, parts, generation)
@@ -148,7 +148,7 @@ def restore(store: SnapshotStore, disk: Disk, shards: Sequence[Shard]) -> Restor
         for name, job in shard.status(time.monotonic()).jobs.items():
             versions[name] = max(versions.get(name, 0), job.version_max)
     shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
-    summary = f"durable to {store.directory}, {'no generation' if number is None else f'generation {number}'}"
+    summary = f"durable to {store.disk}, {'no generation' if number is None else f'generation {number}'}"
     summary += f" and {records} records of the log ({shown})" if records else f" ({shown})"
     chunks = [chunk for jobs in recovered.shards for job in jobs for chunk in job.chunks]
     is_base = not records and len(recovered.shards) == len(shards) and all(UNDER_WAY in one.meta for one in chunks)

@@ -23,9 +23,9 @@ from psengine.errors import SnapshotError
 from psengine.parameter_server.server.core.capture import CopyBarrier
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.log_thread import LogThread
-from psengine.parameter_server.server.log.disk import Disk
 from psengine.parameter_server.server.log.log import delete_before
-from psengine.parameter_server.server.snapshots.store import JobState, LogPlaces, SnapshotStore
+from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
+from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import SnapshotStatus
 
@@ -85,7 +85,6 @@ class SnapshotThread(threading.Thread):
         self._threads = threads
         self._interval_s = interval_s
         self._note = note
-        self._disk: Disk | None = None
         self._logs: Sequence[LogThread] = ()
         self._places: LogPlaces = {}
         # When ``generation`` was last known to be all that the shards hold.
@@ -95,15 +94,14 @@ class SnapshotThread(threading.Thread):
         self._wishes: list[Future[SnapshotOutcome]] = []
         self._has_ended = False
 
-    def keep_logs(self, disk: Disk, logs: Sequence[LogThread], places: LogPlaces) -> None:
+    def keep_logs(self, logs: Sequence[LogThread], places: LogPlaces) -> None:
         """Before the start: cut these logs, one for each shard, with every snapshot, and delete what is not needed.
 
         Args:
-            disk: where logs are, of this or of an earlier tier.
             logs: none where the server writes none.
             places: where logs begin that are not cut.
         """
-        self._disk, self._logs, self._places = disk, logs, dict(places)
+        self._logs, self._places = logs, dict(places)
 
     def begin(self, *, is_ours: bool = True) -> Future[SnapshotOutcome]:
         """Make durable what is there now, or later. Callable from any thread.
@@ -239,10 +237,8 @@ class SnapshotThread(threading.Thread):
 
     def _delete_segments(self) -> None:
         """Delete segments of logs that no generation needs any more."""
-        if self._disk is None:
-            return
         try:
-            delete_before(self._disk, self.store.needed_segments())
+            delete_before(self.store.disk, self.store.needed_segments())
         except (OSError, SnapshotError) as error:
             logger.warning("older segments of the log could not be deleted: %s", error)
 

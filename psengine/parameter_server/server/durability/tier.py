@@ -16,7 +16,6 @@ from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.log_thread import LogThread
 from psengine.parameter_server.server.durability.restoring import Restored, restore
 from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread
-from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import LogStart, delete_before
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
@@ -42,7 +41,6 @@ class Durability:
         self, directory: Path, stack: ExitStack, *, keeps_log: bool, interval_s: float, note: Callable[[str, str], None]
     ) -> None:
         self._store = stack.enter_context(SnapshotStore(directory))
-        self._disk = DirectoryDisk(directory)
         self._keeps_log = keeps_log
         self._interval_s = interval_s
         self._note = note
@@ -56,7 +54,7 @@ class Durability:
         Raises:
             SnapshotError: there is something, and it cannot be taken over; or no new base could be written for a log.
         """
-        self._restored = restored = restore(self._store, self._disk, shards)
+        self._restored = restored = restore(self._store, shards)
         for text in restored.notes:
             logger.warning("%s", text)
         if restored.notes:
@@ -68,7 +66,7 @@ class Durability:
             generation = self._store.save([shard.durable.capture_whole() for shard in shards], restored.places)
             for shard in shards:
                 shard.durable.note(generation)
-            delete_before(self._disk, self._store.needed_segments())
+            delete_before(self._store.disk, self._store.needed_segments())
             self._restored = Restored(generation, "", [], restored.places)
             return f"{restored.summary}, written as generation {generation}"
         return restored.summary
@@ -78,13 +76,13 @@ class Durability:
         places = self._restored.places
         for thread in threads if self._keeps_log else ():
             start = LogStart(thread.shard.index, *places.get(thread.shard.index, (1, 0)), epoch)
-            log = LogThread(self._disk, start, thread.answers, self._note, lambda: self.snapshots.begin())
+            log = LogThread(self._store.disk, start, thread.answers, self._note, lambda: self.snapshots.begin())
             thread.answers.log = log.log
             thread.shard.jobs.journal.append = log.append
             self.logs.append(log)
         generation = self._restored.generation
         self.snapshots = SnapshotThread(self._store, threads, self._interval_s, generation, self._note)
-        self.snapshots.keep_logs(self._disk, self.logs, places)
+        self.snapshots.keep_logs(self.logs, places)
         for one in (*self.logs, self.snapshots):
             one.start()
 

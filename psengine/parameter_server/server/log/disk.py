@@ -1,13 +1,15 @@
-"""The disk under a server's log, as an interface: a daemon gives a directory, a simulation a disk of its own.
+"""The disk under a server's log and snapshots: a daemon gives a directory, a simulation a disk of its own.
 
 What is certain about a file: a ``sync`` that returned makes every earlier ``append`` durable; ``sync_names`` makes
-durable which names there are. Everything else may be there after a power loss, or not, or in part. A ``sync`` that
-failed says nothing about what is there, and must not be tried again as if it did.
+durable which names there are in its directory: what was created, renamed and deleted. Everything else may be there
+after a power loss, or not, or in part. A ``sync`` that failed says nothing about what is there, and must not be tried
+again as if it did: Linux reports a failed write-back once, to the descriptors that are open then.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +40,7 @@ class DiskFile(Protocol):
 
 
 class Disk(Protocol):
-    """One directory; names are without slashes."""
+    """One directory; names are without slashes. Its ``str`` is what errors call it."""
 
     def list(self) -> list[str]:
         """The names in it."""
@@ -47,10 +49,19 @@ class Disk(Protocol):
         """Open a new, empty file; its name is durable after ``sync_names``."""
 
     def sync_names(self) -> None:
-        """Make durable what was created and deleted."""
+        """Make durable what was created, renamed and deleted."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file or a directory another name, at once."""
 
     def delete(self, name: str) -> None:
-        """Remove a file; nothing where there is none."""
+        """Remove a file, or a directory with all that is in it; nothing where there is none."""
+
+    def make_directory(self, name: str) -> Disk:
+        """A new directory in this one; its name is durable after ``sync_names``."""
+
+    def subdirectory(self, name: str) -> Disk:
+        """A directory in this one, which need not be there yet."""
 
     def size_bytes(self, name: str) -> int:
         """Of a file."""
@@ -72,6 +83,9 @@ class DirectoryDisk:
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
 
+    def __str__(self) -> str:
+        return str(self.directory)
+
     def list(self) -> list[str]:
         return os.listdir(self.directory)
 
@@ -82,11 +96,28 @@ class DirectoryDisk:
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            error.filename = str(self.directory)
+            raise
         finally:
             os.close(descriptor)
 
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self.directory / old, self.directory / new)
+
     def delete(self, name: str) -> None:
-        (self.directory / name).unlink(missing_ok=True)
+        path = self.directory / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def make_directory(self, name: str) -> DirectoryDisk:
+        os.mkdir(self.directory / name, 0o700)
+        return self.subdirectory(name)
+
+    def subdirectory(self, name: str) -> DirectoryDisk:
+        return DirectoryDisk(self.directory / name)
 
     def size_bytes(self, name: str) -> int:
         return (self.directory / name).stat().st_size
