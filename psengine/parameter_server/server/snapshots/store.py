@@ -82,7 +82,7 @@ class SnapshotStore(Generations):
 
     @override
     def save(self, shards: Sequence[list[JobState]], log: LogPlaces | None = None) -> int:
-        """See ``Generations``. SnapshotError also where the directory was replaced, and another server has the new one."""
+        """See ``Generations``; SnapshotError also where the directory was replaced, and another server has it."""
         try:
             self._retake_if_replaced()
         except OSError as error:
