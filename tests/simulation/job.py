@@ -220,8 +220,7 @@ class Simulation:
                 self.counts[f"worker ended: {type(process.error).__name__}"] += 1
                 is_whole = len(self.network.servers) == 1 and self.scenario.rule == "apply"
                 is_whole = is_whole and not self.job.is_excused(0)
-                is_part = isinstance(process.error, ServerRefusedError) and process.error.code == ErrorCode.BAD_MESSAGE
-                if self._is_lost(process) and (is_part or not is_whole):
+                if self._is_lost(process) and not is_whole:
                     self._start_anew()
                     break
                 slot.rest_s = slot.rest_s or REST_S
@@ -248,12 +247,9 @@ class Simulation:
             self._start_worker(slot)
 
     def _is_lost(self, process: WorkerProcess) -> bool:
-        """Whether only an operator can help: servers have lost their part of the job, or got only a part of it.
-
-        The second is of a worker 0 that died between two SEALs: some shards have the job, and the lead does not.
-        """
+        """Whether only an operator can help: servers have lost their part of the job."""
         error = process.error
-        return isinstance(error, ServerRefusedError) and error.code in (ErrorCode.STATE_LOST, ErrorCode.BAD_MESSAGE)
+        return isinstance(error, ServerRefusedError) and error.code == ErrorCode.STATE_LOST
 
     def _start_anew(self) -> None:
         """Start all servers and workers anew, as the error says."""

@@ -18,6 +18,7 @@ from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.client.pushes import Pushes
 from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.capture import Cuts
+from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
@@ -421,6 +422,14 @@ def _hears_nothing_while_held(receive: Any) -> Any:
 
 
 _plant("again: a recovery does not hear that it was in vain", Link, "_receive_error", _hears_nothing_while_held)
+
+
+_plant(
+    "again: a shard that was sealed before worker 0 died takes no values",
+    Job,
+    "check_registering",
+    lambda check: Job._check_initialiser,
+)
 
 
 class _EveryLife(set[int]):

@@ -84,6 +84,16 @@ FOUND = {
         ),
     ),
 }
+FOUND["again: a shard that was sealed before worker 0 died takes no values"] = Scenario(
+    # Worker 0 is killed between the SEALs of two servers. Its next process has to give the values to both, and one
+    # took none any more.
+    seed=24,
+    rule="average",
+    servers=2,
+    steps=3,
+    latency_s=(0.01, 0.3),
+    faults=(Fault("kill worker", 2.081, 0.5, 0, 0, 0.2),),
+)
 FOUND["again: a recovery does not hear of one more restart"] = Scenario(
     # Worker 1 recovers after a restart of the server, which restarts once more before it has answered. That life's
     # refusals were taken for those of an old one.

@@ -158,6 +158,21 @@ def another_shard_says_that_an_exchange_has_ended():
     assert phase_of(world) is JobPhase.RUNNING
 
 
+def the_first_worker_dies_before_it_has_sealed_every_shard():
+    for restarts in (False, True):
+        world, _ = begun(1, exchanges=0)
+        if restarts:
+            world.start(8, world.shard.durable.capture())
+        world.advance(LEASE_S + 1)
+        fresh = Worker(world, 0)
+        assert fresh.hello() == "ready"  # for this shard
+        fresh.register(spec())
+        assert phase_of(world) is JobPhase.NEW
+        assert Worker(world, 1).hello() == "wait"
+        fresh.seal([spec()])
+        assert phase_of(world) is JobPhase.OPEN
+
+
 PLOTS = [
     a_job_runs_loses_all_its_workers_and_begins_anew,
     a_worker_of_a_former_life_brings_the_values_and_goes_on,
@@ -165,6 +180,7 @@ PLOTS = [
     a_snapshot_from_before_the_first_exchange_comes_back,
     a_snapshot_of_a_running_job_comes_back,
     another_shard_says_that_an_exchange_has_ended,
+    the_first_worker_dies_before_it_has_sealed_every_shard,
 ]
 
 

@@ -137,7 +137,7 @@ class Answers:
         return answer
 
     def _register(self, job: Job, member: Member, message: Message) -> list[Reply]:
-        job.check_initialiser(member, f"REGISTER of chunk {message.key}")
+        job.check_registering(member, f"REGISTER of chunk {message.key}")
         job.chunks.register(message)
         job.note_taken(job.chunks.find(message.key), message, 0)
         return [ok(member, message)]

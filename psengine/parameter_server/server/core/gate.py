@@ -24,11 +24,12 @@ def _types(names: str) -> frozenset[MessageType]:
 
 
 _READ = _types("LIST STATUS BYE PULL HEARTBEAT ECHO")
-# Before and after the job has values: rank 0 configures before or after it seals; lost messages are sent again.
+# Before and after the job has values: rank 0 configures before or after it seals; lost messages are sent again; and where
+# a process of rank 0 died after it had sealed some shards, the next one begins anew at all of them.
 # SNAPSHOT has the server write to its disk, so it is not for readers.
-_WORK = _READ | _types("SEAL CONFIGURE STORE JOIN SNAPSHOT PROGRESS")
+_WORK = _READ | _types("REGISTER SEAL CONFIGURE STORE JOIN SNAPSHOT PROGRESS")
 MAY_SEND: dict[Standing, frozenset[MessageType]] = {
-    Standing.GREETED: _WORK | _types("REGISTER"),
+    Standing.GREETED: _WORK,
     Standing.MEMBER: _WORK | _types("PUSH PROBE REPEAT ADMIT RESULT LEAVE"),
     Standing.READER: _READ,
 }

@@ -68,6 +68,7 @@ class Job(ABC):
         self.journal = journal or Journal()
         self.phase = JobPhase.NEW
         self.fingerprint = 0
+        self._registrar = 0  # incarnation of the process that gave values last
         self.expected_workers = 1
         self.came: set[int] = set()
         self.outdated = ""
@@ -202,13 +203,32 @@ class Job(ABC):
             ErrorCode.DUPLICATE_RANK,
         )
 
-    def check_initialiser(self, member: Member, what: str) -> None:
+    def check_registering(self, member: Member, what: str) -> None:
+        """Raise ProtocolError unless this worker may register a chunk now; see ``JobEvent.REOPENED``.
+
+        It seals the lead last, which tells everybody else that there are values: what only it knew of is worth nothing.
+        """
+        rank = member.rank
+        if rank == self.initialiser and member.incarnation != self._registrar:
+            self._registrar = member.incarnation
+            if JobEvent.REOPENED in JOB[self.phase] and self.came <= {rank}:
+                self.advance(JobEvent.REOPENED)
+                if member.phase.is_live:
+                    self.membership.demote(rank)
+                self.chunks.clear()
+                self.journal.members(self)
+        self._check_initialiser(member, what)
+
+    def _check_initialiser(self, member: Member, what: str) -> None:
         """Raise ProtocolError unless this worker may register chunks and seal them now."""
         initialiser = self.initialiser
         if self.is_sealed or member.rank != initialiser:
+            is_lost = self.is_sealed and member.rank == initialiser and self.rule.holds_weights
             raise ProtocolError(
                 f"{what}: job {self.name!r} takes chunks from worker {initialiser} before it is sealed (got worker"
                 f" {member.rank}, {'sealed' if self.is_sealed else 'not sealed'})"
+                + (". Another server has lost its values; start all servers and workers anew." if is_lost else ""),
+                ErrorCode.STATE_LOST if is_lost else ErrorCode.BAD_MESSAGE,
             )
 
     def seal(self, message: Message, member: Member) -> list[Reply]:
@@ -216,7 +236,7 @@ class Job(ABC):
         chunks, fingerprint = message.body["chunks"], message.body["fingerprint"]
         if self.is_sealed and (chunks, fingerprint) == (len(self.chunks), self.fingerprint):
             return []  # the OK was lost
-        self.check_initialiser(member, "SEAL")
+        self._check_initialiser(member, "SEAL")
         if chunks != len(self.chunks):
             raise ProtocolError(
                 f"job {self.name!r} is sealed with all its chunks (expected {len(self.chunks)}, got {chunks})"

@@ -57,6 +57,7 @@ class JobEvent(_State):
     ENDED = "ended"  # an exchange has ended here
     TOLD = "told"  # a worker, with weights of its own, names others: the job is under way
     ORPHANED = "orphaned"  # a worker without weights comes, and nobody who has any is left
+    REOPENED = "reopened"  # a new process of the first worker gives values once more, and no other has been let in
 
 
 JOB: dict[JobPhase, dict[JobEvent, JobPhase]] = {
@@ -66,13 +67,18 @@ JOB: dict[JobPhase, dict[JobEvent, JobPhase]] = {
         JobEvent.ENDED: JobPhase.REBUILDING,  # of a chunk that is here, before all are
     },
     JobPhase.ORPHANED: {JobEvent.SEALED: JobPhase.OPEN},
-    JobPhase.OPEN: {JobEvent.STARTED: JobPhase.RUNNING, JobEvent.ENDED: JobPhase.RUNNING},
+    JobPhase.OPEN: {
+        JobEvent.STARTED: JobPhase.RUNNING,
+        JobEvent.ENDED: JobPhase.RUNNING,
+        JobEvent.REOPENED: JobPhase.NEW,
+    },
     JobPhase.RUNNING: {JobEvent.ENDED: JobPhase.RUNNING, JobEvent.ORPHANED: JobPhase.ORPHANED},
     JobPhase.RESUMING: {JobEvent.ENDED: JobPhase.RUNNING, JobEvent.ORPHANED: JobPhase.ORPHANED},
     JobPhase.RESTORED_OPEN: {
         JobEvent.STARTED: JobPhase.RESTORED_RUNNING,
         JobEvent.ENDED: JobPhase.RESTORED_RUNNING,
         JobEvent.TOLD: JobPhase.RESUMING,
+        JobEvent.REOPENED: JobPhase.NEW,
     },
     JobPhase.RESTORED_RUNNING: {
         JobEvent.ENDED: JobPhase.RESTORED_RUNNING,
