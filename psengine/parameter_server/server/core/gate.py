@@ -24,8 +24,8 @@ def _types(names: str) -> frozenset[MessageType]:
 
 
 _READ = _types("LIST STATUS BYE PULL HEARTBEAT ECHO")
-# Before and after the job has values: rank 0 configures before or after it seals; lost messages are sent again; and where
-# a process of rank 0 died after it had sealed some shards, the next one begins anew at all of them.
+# Before and after the job has values: rank 0 configures before or after it seals; lost messages are sent again; where a
+# process of rank 0 died after it had sealed some shards, the next one begins anew at all of them.
 # SNAPSHOT has the server write to its disk, so it is not for readers.
 _WORK = _READ | _types("REGISTER SEAL CONFIGURE STORE JOIN SNAPSHOT PROGRESS")
 MAY_SEND: dict[Standing, frozenset[MessageType]] = {
