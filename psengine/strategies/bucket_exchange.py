@@ -5,7 +5,7 @@
     summed as packed   values ───────────── all-reduce ────────────────────────────► sum
     summed payload     values ─ encode ─► payload ─ all-reduce ────────────────────► sum, in the payload's dtype
     sliced payloads    values ─ encode ─► payload ─ all-to-all ─► decode each, add ─► sum of this rank's slice ─┐
-                                                                         sum ◄─ decode ◄─ all-gather ◄─ encode ─┘
+                       in pieces                                         sum ◄─ decode ◄─ all-gather ◄─ encode ─┘
     summed in rounds   values ─► P ─ all-reduce ─► Q ─ all-reduce ─► sum
     gathered payloads  values ─ encode ─► payload ─ all-gather ─► decode each, add ─► sum
 
@@ -31,7 +31,10 @@ from psengine.flat_optimizers.finite import is_finite
 from psengine.strategies.exchange import Reduction
 from psengine.tensors.bucket import Bucket
 
-PendingQueue: TypeAlias = "deque[_Pending]"
+PendingQueue: TypeAlias = "deque[_Piece | _Rounds]"
+
+# Payloads that are cut into slices travel in pieces of this size, so that links are busy while slices are summed.
+PIECE_BYTES = int(__import__("os").environ.get("XPIECE", 1024 * 1024))
 
 
 class BucketExchange(ABC):
@@ -113,79 +116,118 @@ class SummedPayload(BucketExchange):
 
 
 class SlicedPayloads(BucketExchange):
-    """Each rank owns a slice: it sums all ranks' payloads of it, and encodes the sum for all.
+    """The bucket travels in pieces. Of each piece every rank owns a slice: it sums all ranks' payloads of it, and
+    encodes the sum for all.
 
-    What the sum's payload leaves out is the owner's second residual.
+    What the sums' payloads leave out are the owner's second residuals. Where pieces and slices are cut decides no bits.
 
     Args:
-        queue: the reductions of this backward whose slices are not summed yet; shared by all buckets. An all-gather
-            begins when its sum is waited for, in the order of buckets, which is the same on every rank.
+        queue: what of this backward has its second operation yet to begin; shared by all buckets. An all-gather begins
+            when a sum is waited for, in the order of buckets and pieces, which is the same on every rank.
     """
 
     def __init__(self, bucket: Bucket, collective: Collective, codec: Codec, queue: PendingQueue) -> None:
         super().__init__(bucket, collective, codec)
         assert codec.slice_numel is not None, "this codec's payloads cannot be cut"
         self._queue = queue
-        ranks, rank, grain = collective.world_size, collective.rank, codec.slice_numel
-        # Slices are alike, so that they can be gathered; the payload is as long as that of all of them.
-        self._slice_numel = -(-bucket.numel // (ranks * grain)) * grain
-        self._first = min(bucket.numel, rank * self._slice_numel)
-        self._own = bucket.flat[self._first : self._first + self._slice_numel]
-        if self._own.dtype.itemsize < torch.float32.itemsize:
-            self._own = self._own.float()  # 16-bit values are added in float32
-        slice_bytes = codec.payload_spec(self._slice_numel, bucket.dtype).numel
-        self._payload = torch.zeros(ranks * slice_bytes, dtype=torch.uint8, device=bucket.device)
-        self._encoded = self._payload[: codec.payload_spec(bucket.numel, bucket.dtype).numel]
-        self._received = torch.empty((ranks, slice_bytes), dtype=torch.uint8, device=bucket.device)
-        self._own_payload = torch.zeros(slice_bytes, dtype=torch.uint8, device=bucket.device)
-        self._own_encoded = self._own_payload[: codec.payload_spec(self._own.numel(), bucket.dtype).numel]
-        self._sizes = [slice_bytes] * ranks
-        self.second_state = codec.make_state(self._own.numel(), bucket.dtype, bucket.device)
+        # Slices of a piece are alike, so that they can be gathered; the payload is as long as that of all of them.
+        row_numel = collective.world_size * codec.slice_numel
+        row_bytes = codec.payload_spec(row_numel, bucket.dtype).numel
+        rows, rows_of_piece = -(-bucket.numel // row_numel), max(1, PIECE_BYTES // row_bytes)
+        payload = torch.zeros(rows * row_bytes, dtype=torch.uint8, device=bucket.device)
+        self._encoded = payload[: codec.payload_spec(bucket.numel, bucket.dtype).numel]
+        self._pieces = []
+        for row in range(0, rows, rows_of_piece):
+            end = min(rows, row + rows_of_piece)
+            places = range(row * row_numel, end * row_numel)
+            self._pieces.append(_Piece(bucket, places, payload[row * row_bytes : end * row_bytes], collective, codec))
 
     @override
     def reduce(self, scale: float) -> Reduction:
         self.has_sent = True
         self._codec.encode(self.bucket.flat, self._encoded, self.state)
-        work = self._collective.all_to_all(self._received, self._payload, self._sizes, what=self.bucket.describe())
-        reduction = _SlicedSum(self, scale, work, self._queue)
-        self._queue.append(reduction)
-        return reduction
-
-    def sum_slice(self, scale: float) -> Work:
-        """Sum this rank's slice of what came, and begin to gather the payloads of all slices."""
-        size = self._own_encoded.numel()
-        self._codec.decode(self._received[0, :size], self._own)
-        for payload in self._received[1:]:
-            self._codec.decode_add(payload[:size], self._own)
-        if scale != 1:
-            self._own.mul_(scale)
-        self._codec.encode(self._own, self._own_encoded, self.second_state)
-        # The all-to-all has read the payload; its memory takes what is gathered.
-        gathered = self._payload.view(self._collective.world_size, -1)
-        return self._collective.all_gather(gathered, self._own_payload, what=self.bucket.describe())
-
-    def decode_all(self) -> torch.Tensor:
-        """The sum of all slices, as every rank decodes it."""
-        self._codec.decode(self._encoded, self.bucket.flat)
-        return self.note_sum(self.bucket.flat)
+        for piece in self._pieces:
+            piece.trade(scale)
+        self._queue.extend(self._pieces)
+        return _SlicedSum(self, self._pieces, self._queue)
 
     @override
     def states(self) -> list[tuple[int, CodecState]]:
-        own = [] if self.second_state is None else [(self._first, self.second_state)]
-        return super().states() + own
+        return super().states() + self._second_states()
+
+    def _second_states(self) -> list[tuple[int, CodecState]]:
+        return [(piece.own_first, piece.state) for piece in self._pieces if piece.state is not None]
 
     @override
     def left_out(self) -> torch.Tensor | None:
-        if self.state is None or self.second_state is None:
+        if self.state is None:
             return None
         whole = self.state.residual.clone()
-        whole[self._first : self._first + self._own.numel()] += self.second_state.residual
+        for first, state in self._second_states():
+            whole[first : first + state.residual.numel()] += state.residual
         return whole
 
     @override
     def take_left_out(self) -> None:
-        if self.second_state is not None:
-            self.second_state.reset()
+        for _, state in self._second_states():
+            state.reset()
+
+
+class _Piece:
+    """A part of a bucket that travels by itself: payloads are traded, this rank's slice is summed, sums are gathered.
+
+    Args:
+        places: of its values in the bucket, of which the last ones may lie behind the bucket's end.
+        payload: of all these places; ``trade`` sends it, and then it takes what is gathered.
+
+    Attributes:
+        own_first: where in the bucket this rank's slice begins.
+        state: of the slice's sum; None where the codec keeps nothing.
+    """
+
+    def __init__(
+        self, bucket: Bucket, places: range, payload: torch.Tensor, collective: Collective, codec: Codec
+    ) -> None:
+        self._collective = collective
+        self._codec = codec
+        self._what = bucket.describe()
+        ranks, slice_numel = collective.world_size, len(places) // collective.world_size
+        self.own_first = min(bucket.numel, places[collective.rank * slice_numel])
+        self._values = bucket.flat[places.start : places.stop]
+        self._own = bucket.flat[self.own_first : self.own_first + slice_numel]
+        if self._own.dtype.itemsize < torch.float32.itemsize:
+            self._own = self._own.float()  # 16-bit values are added in float32
+        self._payload = payload
+        self._encoded = payload[: codec.payload_spec(self._values.numel(), bucket.dtype).numel]
+        self._sizes = [payload.numel() // ranks] * ranks
+        self._received = payload.new_empty((ranks, self._sizes[0]))
+        self._own_payload = payload.new_zeros(self._sizes[0])
+        self._own_encoded = self._own_payload[: codec.payload_spec(self._own.numel(), bucket.dtype).numel]
+        self.state = codec.make_state(self._own.numel(), bucket.dtype, bucket.device)
+
+    def trade(self, scale: float) -> None:
+        """Begin to send each slice to its owner."""
+        self._scale = scale
+        self._work = self._collective.all_to_all(self._received, self._payload, self._sizes, what=self._what)
+
+    def begin_second(self) -> None:
+        """Sum this rank's slice of what came, and begin to gather the payloads of all slices."""
+        self._work.wait()
+        size = self._own_encoded.numel()
+        self._codec.decode(self._received[0, :size], self._own)
+        for payload in self._received[1:]:
+            self._codec.decode_add(payload[:size], self._own)
+        if self._scale != 1:
+            self._own.mul_(self._scale)
+        self._codec.encode(self._own, self._own_encoded, self.state)
+        # The all-to-all has read the payload; its memory takes what is gathered.
+        gathered = self._payload.view(self._collective.world_size, -1)
+        self._work = self._collective.all_gather(gathered, self._own_payload, what=self._what)
+
+    def end(self) -> None:
+        """Decode the sums of all slices, as every rank does."""
+        self._work.wait()
+        self._codec.decode(self._encoded, self._values)
 
 
 class SummedRounds(BucketExchange):
@@ -275,56 +317,39 @@ class _DecodedSum(_Encoded):
         return self._exchange.note_sum(flat if total is flat else flat.copy_(total))
 
 
-class _Pending(_Encoded):
-    """A reduction whose second operation begins in ``wait``, in the order of the queue: the same on every rank."""
+class _TwoOperations(_Encoded):
+    """A reduction of two operations, of which the second begins in a wait."""
 
     def __init__(self, exchange: BucketExchange, queue: PendingQueue) -> None:
         super().__init__(exchange)
         self._queue = queue
-        self._has_begun = False
-
-    @abstractmethod
-    def _begin_second(self) -> None:
-        """Wait for the first operation, and begin the second."""
 
     @abstractmethod
     def _end(self) -> torch.Tensor:
         """Wait for the second operation; the sum."""
 
-    def _begin(self) -> None:
-        self._has_begun = True
-        self._begin_second()
-
     @override
     def wait(self) -> torch.Tensor:
-        while not self._has_begun:
-            self._queue.popleft()._begin()
-        if self._queue:
-            self._queue.popleft()._begin()  # so that it travels while this one is decoded
+        while self._queue:
+            self._queue.popleft().begin_second()  # of later buckets too, so that they travel while this one is decoded
         return self._end()
 
 
-class _SlicedSum(_Pending):
-    """An all-to-all; then this rank's slice is summed, and all slices are gathered."""
+class _SlicedSum(_TwoOperations):
+    """Of each piece an all-to-all; then this rank's slice is summed, and all slices are gathered."""
 
-    def __init__(self, exchange: SlicedPayloads, scale: float, work: Work, queue: PendingQueue) -> None:
+    def __init__(self, exchange: BucketExchange, pieces: Sequence[_Piece], queue: PendingQueue) -> None:
         super().__init__(exchange, queue)
-        self._slices = exchange
-        self._scale = scale
-        self._work = work
-
-    @override
-    def _begin_second(self) -> None:
-        self._work.wait()
-        self._work = self._slices.sum_slice(self._scale)
+        self._pieces = pieces
 
     @override
     def _end(self) -> torch.Tensor:
-        self._work.wait()
-        return self._slices.decode_all()
+        for piece in self._pieces:
+            piece.end()
+        return self._exchange.note_sum(self._exchange.bucket.flat)
 
 
-class _Rounds(_Pending):
+class _Rounds(_TwoOperations):
     """Two all-reduces of what the codec says."""
 
     def __init__(
@@ -346,8 +371,8 @@ class _Rounds(_Pending):
         what = self._exchange.bucket.describe()
         self._work = self._collective.all_reduce(addend, self._scale, what=what)
 
-    @override
-    def _begin_second(self) -> None:
+    def begin_second(self) -> None:
+        """Wait for the first sum, and begin the second."""
         self._work.wait()
         self._sum_of(self._rounds.send(self._summed))
 
