@@ -322,11 +322,35 @@ inline void copy_floats(float* to, const float* from, size_t numel) {
   __builtin_memcpy(to, from, numel * sizeof(float));
 }
 
+// So many values ahead of those that are encoded: a block is read and then written, and between the two the processor
+// would ask memory for nothing.
+constexpr size_t kAhead = 1024;
+// Residuals of so many values leave the cache before the next step, so they are written past it.
+constexpr size_t kStreamFrom = 1 << 20;
+
+template <bool writes>
+inline void prefetch(const float* from, size_t numel) {
+  for (size_t i = 0; i < numel; i += 64 / sizeof(float)) __builtin_prefetch(from + i, writes);
+}
+
 template <class Block>
 void encode_run(uint8_t* payload, const float* values, const float* residual, float* next, size_t numel) {
   size_t i = 0;
-  for (; i + Block::numel <= numel; i += Block::numel, payload += Block::bytes)
-    Block::encode(payload, values + i, residual == nullptr ? nullptr : residual + i, next == nullptr ? nullptr : next + i);
+  for (; i + Block::numel <= numel; i += Block::numel, payload += Block::bytes) {
+    if (i + kAhead + Block::numel <= numel) {
+      prefetch<false>(values + i + kAhead, Block::numel);
+      if (residual != nullptr) prefetch<false>(residual + i + kAhead, Block::numel);
+      if (next != nullptr && numel < kStreamFrom) prefetch<true>(next + i + kAhead, Block::numel);
+    }
+    const float* const left = residual == nullptr ? nullptr : residual + i;
+    if (next == nullptr || numel < kStreamFrom) {
+      Block::encode(payload, values + i, left, next == nullptr ? nullptr : next + i);
+    } else {
+      alignas(64) float kept[Block::numel];
+      Block::encode(payload, values + i, left, kept);
+      stream(next + i, kept, Block::numel, 1.0);
+    }
+  }
   if (i == numel) return;
   const size_t count = numel - i;
   float last[Block::numel] = {}, last_residual[Block::numel] = {}, last_next[Block::numel];

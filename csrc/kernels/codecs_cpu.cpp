@@ -56,6 +56,7 @@ void encode_blocks_(const Tensor& payload, const Tensor& values, const Optional&
     kernels().encode_blocks(form.format, bytes + first / form.numel * form.bytes, from + first,
                             left == nullptr ? nullptr : left + first, kept == nullptr ? nullptr : kept + first,
                             size_t(count));
+    if (kept != nullptr) finish_streaming();
   });
 }
 

@@ -34,7 +34,9 @@ from psengine.tensors.bucket import Bucket
 PendingQueue: TypeAlias = "deque[_Piece | _Rounds]"
 
 # Payloads that are cut into slices travel in pieces of this size, so that links are busy while slices are summed.
-PIECE_BYTES = int(__import__("os").environ.get("XPIECE", 1024 * 1024))
+PIECE_BYTES = 1024 * 1024
+# So many decoded values are still in the cache when they are looked at.
+CACHED_NUMEL = 128 * 1024
 
 
 class BucketExchange(ABC):
@@ -198,7 +200,11 @@ class _Piece:
         if self._own.dtype.itemsize < torch.float32.itemsize:
             self._own = self._own.float()  # 16-bit values are added in float32
         self._payload = payload
-        self._encoded = payload[: codec.payload_spec(self._values.numel(), bucket.dtype).numel]
+        grain = codec.slice_numel or 1
+        step = max(1, CACHED_NUMEL // grain) * grain
+        step_bytes = codec.payload_spec(step, bucket.dtype).numel
+        encoded = payload[: codec.payload_spec(self._values.numel(), bucket.dtype).numel]
+        self._parts = list(zip(encoded.split(step_bytes), self._values.split(step), strict=True))
         self._sizes = [payload.numel() // ranks] * ranks
         self._received = payload.new_empty((ranks, self._sizes[0]))
         self._own_payload = payload.new_zeros(self._sizes[0])
@@ -224,10 +230,14 @@ class _Piece:
         gathered = self._payload.view(self._collective.world_size, -1)
         self._work = self._collective.all_gather(gathered, self._own_payload, what=self._what)
 
-    def end(self) -> None:
-        """Decode the sums of all slices, as every rank does."""
+    def end(self) -> bool:
+        """Decode the sums of all slices, as every rank does; whether all are finite."""
         self._work.wait()
-        self._codec.decode(self._encoded, self._values)
+        finite = True
+        for encoded, values in self._parts:
+            self._codec.decode(encoded, values)
+            finite = finite and is_finite(values)
+        return finite
 
 
 class SummedRounds(BucketExchange):
@@ -344,9 +354,9 @@ class _SlicedSum(_TwoOperations):
 
     @override
     def _end(self) -> torch.Tensor:
-        for piece in self._pieces:
-            piece.end()
-        return self._exchange.note_sum(self._exchange.bucket.flat)
+        finite = [piece.end() for piece in self._pieces]
+        self._exchange.is_spoiled = self._exchange.state is not None and not all(finite)
+        return self._exchange.bucket.flat
 
 
 class _Rounds(_TwoOperations):
