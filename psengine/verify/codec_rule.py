@@ -88,6 +88,9 @@ ARRIVES: dict[str, Callable[..., Arrives]] = {
 }
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SLICE_NUMEL = 512
+# Of the payload of so many values.
+SLICE_BYTES = {"int8": 520, "fp4": 272, "onebit": 68}
+PIECE_BYTES = 1024 * 1024
 
 
 class WithFeedback:
@@ -115,6 +118,7 @@ class Average:
         arrives = ARRIVES[name](**options)
         self.up = [WithFeedback(arrives, keeps=error_feedback) for _ in range(world_size)]
         self.down = None if name == "topk" else WithFeedback(arrives, keeps=error_feedback)
+        self._name = name
 
     def __call__(self, shares: Sequence[Tensor]) -> Tensor:
         first, *others = [codec(share) for codec, share in zip(self.up, shares, strict=True)]
@@ -124,14 +128,21 @@ class Average:
         return total if self.down is None else self.down(total)
 
     def lay_out_anew(self) -> None:
-        """Owners of slices, of whole 512 values, take what was left out of the sum to their own residuals."""
+        """Owners of slices take what was left out of the sum to their own residuals. A bucket is cut into pieces, whose
+        payloads have at most 1 MiB, and each of these into a slice of whole 512 values for each rank.
+        """
         if self.down is None or self.down.residual is None:
             return
         second, self.down.residual = self.down.residual, None
-        numel = -(-len(second) // (SLICE_NUMEL * len(self.up))) * SLICE_NUMEL
-        for rank, codec in enumerate(self.up):
-            assert codec.residual is not None
-            codec.residual[rank * numel : (rank + 1) * numel] += second[rank * numel : (rank + 1) * numel]
+        row_numel = SLICE_NUMEL * len(self.up)
+        rows = max(1, PIECE_BYTES // (SLICE_BYTES[self._name] * len(self.up)))
+        first = 0
+        for piece in second.split(rows * row_numel):
+            slices = piece.split(-(-len(piece) // row_numel) * SLICE_NUMEL)
+            for part, codec in zip(slices, self.up, strict=False):  # the last ranks may have none
+                assert codec.residual is not None
+                codec.residual[first : first + len(part)] += part
+                first += len(part)
 
 
 # ---- the strategy ----------------------------------------------------------------------------------------------------

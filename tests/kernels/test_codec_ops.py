@@ -80,6 +80,20 @@ def test_blocks(table, form, make, generator):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_residual_that_is_larger_than_caches(table, form, generator):
+    """It is written past them, from whole cache lines on."""
+    numel = (1 << 20) + 700
+    values, residual = ordinary(numel, generator), unaligned(numel, torch.float32).copy_(ordinary(numel, generator))
+    payload, expected = (torch.empty(form.payload_bytes(numel), dtype=torch.uint8) for _ in range(2))
+    expected_kept = torch.empty(numel)
+    codec_ops.encode_blocks_reference_(expected, values, form, residual, expected_kept)
+    for kept in (torch.empty(numel), unaligned(numel, torch.float32), residual):  # the last: in place
+        codec_ops.encode_blocks_(payload, values, form, residual, kept)
+        assert torch.equal(payload, expected)
+        assert_same_bits(kept, expected_kept)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_any_bytes_are_decoded_as_the_reference_decodes_them(table, form, generator):
     payload = torch.randint(0, 256, (form.payload_bytes(5000),), dtype=torch.uint8, generator=generator)
     into, expected = ordinary(5000, generator), torch.empty(5000)

@@ -116,15 +116,15 @@ def test_only_wider_floats_are_converted(rank, world_size):
 
 
 def averages(
-    rank: int, world_size: int, codec: str, options: dict[str, Any], weight: float | None
+    rank: int, world_size: int, codec: str, options: dict[str, Any], weight: float | None, numel: int
 ) -> list[torch.Tensor]:
     """One parameter, so that it is alone in its bucket before and after buckets are rebuilt; three steps."""
     generator = torch.Generator().manual_seed(rank)
-    module = Products([torch.zeros(NUMEL)], [torch.zeros(NUMEL)])
+    module = Products([torch.zeros(numel)], [torch.zeros(numel)])
     model = psengine.DistributedDataParallel(module, strategy=f"sync:compress={codec}", **options)
     results = []
     for _ in range(3):
-        module.factors[0] = torch.randn(NUMEL, generator=generator)
+        module.factors[0] = torch.randn(numel, generator=generator)
         model.batch_weight(weight if weight is None else weight * (rank + 1))
         module.zero_grad(set_to_none=not options.get("gradient_as_bucket_view"))
         model().backward()
@@ -134,6 +134,8 @@ def averages(
 
 # Slices of 1,024 values, of 976 and of none.
 NUMEL = 2000
+# Two pieces with "int8", of which the second has slices of 2,560 values, of 2,560 and of 2,024.
+OF_TWO_PIECES = 672 * 3 * 512 + 7144
 
 
 @pytest.mark.parametrize(
@@ -148,8 +150,17 @@ NUMEL = 2000
     ids=str,
 )
 def test_averages_are_those_of_the_rule_on_every_rank(codec, options, weight):
+    averages_are_those_of_the_rule(codec, options, weight, NUMEL)
+
+
+@pytest.mark.parametrize("collective", ["auto", "c10d"])
+def test_a_bucket_that_travels_in_pieces_has_the_same_averages(collective):
+    averages_are_those_of_the_rule("int8", {"collective": collective}, None, OF_TWO_PIECES)
+
+
+def averages_are_those_of_the_rule(codec: str, options: dict[str, Any], weight: float | None, numel: int) -> None:
     world_size = 3
-    results = run_ranks(averages, world_size, codec, options, weight)
+    results = run_ranks(averages, world_size, codec, options, weight, numel)
     rule = Average(codec, world_size)
     for step in range(3):
         if step == 1:
