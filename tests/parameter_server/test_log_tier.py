@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.marks import slow
 from support.server_process import SGD, Peer, ServerFailedError, running_server
 from support.shard_world import APPLY, Worker, World
 from support.shard_world import spec as chunk
@@ -103,7 +102,7 @@ def test_nothing_that_was_acknowledged_is_lost_or_doubled_by_kills(tmp_path):
     assert (lost, doubled) == (0, 0)
 
 
-@slow
+@pytest.mark.slow
 def test_nor_by_forty(tmp_path):
     for seed, interval_s in enumerate((0.0, 0.1)):
         (tmp_path / str(seed)).mkdir()
