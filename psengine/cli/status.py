@@ -74,7 +74,7 @@ def status(
         console = open_console()
         events = [Text("events", "dim"), events_view(overview.events, EVENT_LINES)] if overview.events else []
         tables = jobs_view(overview, console.width, console.options.ascii_only)
-        console.print(Group(servers_table(overview.reports), Text(), tables, *events))
+        console.print(Group(servers_table(overview.reports, console.width), Text(), tables, *events))
         for text in overview.warnings:
             console.print(Text(text, "yellow"), soft_wrap=True)
         for text in problems:

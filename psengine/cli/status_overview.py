@@ -72,6 +72,12 @@ class Overview:
                 is_named = report.error.startswith(report.address)
                 found.append(report.error if is_named else f"{report.address}: {report.error}")
             found += [f"{report.address}: shard {one.index} does not answer: {one.error}" for one in report.status.mute]
+            found += [
+                f"{report.address}: the disk of shard {one.shard}'s log is full: nothing is acknowledged until there is"
+                " room"
+                for one in report.status.logs
+                if one.is_full
+            ]
             if report.is_complete and not report.healthy:
                 found.append(f"{report.address} answers, but a shard of it does not work")
         for name, job in self.jobs.items():

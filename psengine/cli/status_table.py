@@ -18,9 +18,11 @@ from psengine.parameter_server.status_model import Counts, Event, JobStatus, Wor
 PARTS = (("compute", "green", "█", "#"), ("wait", "yellow", "░", "."), ("wire", "blue", "▒", "-"),
          ("apply", "magenta", "▓", "+"))  # fmt: skip
 BAR_WIDTH = 13
+# Narrower, the servers' table has no columns of traffic.
+TRAFFIC_WIDTH = 80
 SPARKS, ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 STATE_STYLES = {"live": "green", "joining": "cyan", "silent": "bold red"}
-ALARMING_EVENTS = {"evicted", "snapshot_failed", "gone", "memory"}
+ALARMING_EVENTS = {"evicted", "snapshot_failed", "gone", "memory", "log_low", "log_full", "log_failed"}
 UNKNOWN = "-"
 
 
@@ -97,26 +99,32 @@ def workers_table(job: JobStatus, width: int, ascii_only: bool = False) -> Rende
 
 
 def servers_table(
-    reports: Sequence[ServerReport], rates: Mapping[Any, tuple[float, float]] | None = None
+    reports: Sequence[ServerReport], width: int, rates: Mapping[Any, tuple[float, float]] | None = None
 ) -> RenderableType:
     """A row for each shard; with ``rates`` (by address and index: bytes in and out a second) those, else totals."""
     table = _table()
-    table.add_column("server", no_wrap=True, overflow="ellipsis", min_width=16)
-    for title in ("shard", "memory", *(("MB/s in", "MB/s out") if rates is not None else ("MB in", "MB out"))):
+    table.add_column("server", overflow="fold")
+    table.add_column("shard", justify="right", no_wrap=True)
+    table.add_column("durability", no_wrap=True)
+    traffic = ("MB in", "MB out") if rates is None else ("MB/s in", "MB/s out")
+    for title in ("memory", *(traffic if width >= TRAFFIC_WIDTH else ())):
         table.add_column(title, justify="right", no_wrap=True)
     for report in reports:
         if report.error:
-            table.add_row(Text(report.address, "bold red"), "", Text("does not answer", "bold red"))
+            table.add_row(Text(report.address, "bold red"), "", "", Text("does not answer", "bold red"))
         rows: list[tuple[RenderableType, ...]] = [
-            (str(shard.index), Text("does not answer", "bold red")) for shard in report.status.mute
+            (str(shard.index), "", Text("does not answer", "bold red")) for shard in report.status.mute
         ]
         for shard in report.status.answering:
             moved = shard_bytes(shard) if rates is None else rates.get((report.address, shard.index))
             cells = [UNKNOWN, UNKNOWN] if moved is None else [_number(amount / 1e6) for amount in moved]
             memory = f"{_megabytes(shard.memory_bytes)} / {_megabytes(shard.max_memory_bytes)}"
-            rows.append((str(shard.index), memory, *cells))
+            tier = shard.durability or UNKNOWN
+            style = "yellow" if tier == "memory" else ""
+            rows.append((str(shard.index), Text(tier, style), memory, *cells))
         for position, row in enumerate(rows):
-            table.add_row(_server_name(report) if position == 0 else "", *row)
+            name = _server_name(report) if position == 0 else ""
+            table.add_row(name, *row[: len(table.columns) - 1])
     return table
 
 

@@ -146,7 +146,7 @@ class View:
         for problem in self.overview.problems:
             yield Text(problem, "red")
         yield Text()
-        yield servers_table(reports, self.rates)
+        yield servers_table(reports, options.max_width, self.rates)
         yield Text()
         if self.job is not None and not jobs and self.overview.is_complete:
             yield Text(f"no job {self.job!r} yet", "dim")

@@ -263,7 +263,10 @@ class SnapshotStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogStatus:
-    """One shard's log, since the server started; records are numbered from the first that the directory ever had."""
+    """One shard's log, since the server started; records are numbered from the first that the directory ever had.
+
+    ``free_bytes``: room on its disk, looked at once a second.
+    """
 
     shard: int
     records: int
@@ -272,6 +275,7 @@ class LogStatus:
     syncs: int
     sync_seconds: float
     is_full: bool
+    free_bytes: int | None = None
     error: str
 
 

@@ -37,7 +37,8 @@ from psengine.cli.status_sources import open_sources
 from psengine.cli.status_table import BAR_WIDTH, jobs_view, servers_table, time_bar
 from psengine.cli.top import Watch
 from psengine.parameter_server.server.transport.authentication import keygen
-from psengine.parameter_server.status_model import Event, MuteShard, to_json
+from psengine.parameter_server.status_model import Event, LogStatus, MuteShard, to_json
+from psengine.protocol.messages import DURABILITY_TIERS
 
 
 def exit_code(arguments):
@@ -340,7 +341,7 @@ def drawn(renderable, width, **options):
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_tables_fit_and_wide_ones_say_more(width):
     shown = overview()
-    text = drawn(servers_table(shown.reports), width) + drawn(jobs_view(shown, width), width)
+    text = drawn(servers_table(shown.reports, width), width) + drawn(jobs_view(shown, width), width)
     assert max(map(len, text.splitlines())) <= width
     assert "2 of 3 workers" in text
     assert "refused 3 (3 not_finite)" in re.sub(r"\s+", " ", text)
@@ -407,6 +408,29 @@ def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_json, in_t
 def test_a_silent_worker_is_a_problem():
     assert overview().problems == []
     assert overview(state="silent").problems == ["job 'a-job': nothing was heard of worker 0, 1"]
+
+
+@pytest.mark.parametrize("tier", [*DURABILITY_TIERS, None])
+def test_the_tier_of_durability_is_in_the_tables(tier, capsys):
+    told = server(replace(shard_with_a_job(), durability=tier), durability=tier)
+    with web_page(json.dumps(to_json(told)).encode()) as url:
+        for command in (["status"], ["top", "--once"]):
+            assert exit_code([*command, "--server-address", url]) == 0
+            header, row = re.search(r"^(server .*)\n(http.*)$", capsys.readouterr().out, re.MULTILINE).groups()
+            assert row[header.index("durability") :].split()[0] == (tier or "-")
+    for width in (60, 80):
+        assert (tier or "-") in drawn(servers_table(overview(told).reports, width), width)
+
+
+def test_a_log_without_room_is_a_problem(capsys):
+    log = LogStatus(
+        shard=0, records=3, durable_records=2, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=True, error=""
+    )
+    with web_page(json.dumps(to_json(server(shard_with_a_job(), logs=(log,)))).encode()) as url:
+        for command in (["status"], ["top", "--once"]):
+            assert exit_code([*command, "--server-address", url]) == 1
+            shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+            assert "the disk of shard 0's log is full: nothing is acknowledged until there is room" in shown
 
 
 # ---- top -----------------------------------------------------------------------------------------------------------

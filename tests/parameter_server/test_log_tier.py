@@ -220,6 +220,36 @@ def test_a_full_disk_stops_acknowledging_says_so_and_goes_on_with_room(tmp_path)
         eventually(lambda: not server.status()["logs"][0]["is_full"])
 
 
+def leave_little_room():
+    def statvfs(path):
+        found = list(real(path)[:10])
+        if os.path.exists(flag):
+            found[4] = (100 << 20) // found[1]
+        return os.statvfs_result(found)
+
+    real, os.statvfs, flag = os.statvfs, statvfs, os.environ["LITTLE"]
+
+
+def test_a_disk_that_fills_up_is_announced_before_it_is_full(tmp_path):
+    flag = tmp_path / "little"
+    options = options_of(tmp_path / "s", environment={"LITTLE": str(flag)}, sabotage=leave_little_room)
+    with running_server(**options) as server, Peer(server.addresses[0]) as peer:
+        peer.make_job(torch.zeros(10))
+        push(peer, 1, 2)
+        eventually(lambda: server.status()["logs"][0]["free_bytes"] is not None)
+        assert not any(event["kind"] == "log_low" for event in server.status()["events"])
+        [before] = (tmp_path / "s").glob("log-*")
+        flag.touch()
+        # Nobody pushes: the room is looked at all the same, and a snapshot lets the older segment go.
+        eventually(lambda: any(event["kind"] == "log_low" for event in server.status()["events"]))
+        eventually(lambda: server.status()["snapshot"]["generation"] == 1)
+        eventually(lambda: not before.exists())
+        [log] = server.status()["logs"]
+        assert (log["is_full"], log["free_bytes"] >> 20) == (False, 100)
+        assert "the log's disk is almost full (expected 1024 MiB of room, got 100)" in server.log()
+        push(peer, 3)
+
+
 @pytest.mark.parametrize("offered", DURABILITY_TIERS)
 @pytest.mark.parametrize("wanted", DURABILITY_TIERS)
 def test_a_job_that_asks_for_more_than_is_offered_is_refused(offered, wanted):

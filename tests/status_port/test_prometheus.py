@@ -24,7 +24,7 @@ from support.statuses import TIMES, server, shard, worker
 from support.waiting import eventually
 
 from psengine.parameter_server.server.status.exposition import render_metrics
-from psengine.parameter_server.status_model import SnapshotStatus
+from psengine.parameter_server.status_model import LogStatus, SnapshotStatus
 from psengine.tracing.training_metrics import Meter, TrainingMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +51,10 @@ def exposition():
     snapshot = SnapshotStatus(
         directory="d", interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error=""
     )
+    log = LogStatus(
+        shard=0, records=3, durable_records=2, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=False, free_bytes=7,
+        error="",
+    )  # fmt: skip
     told = replace(TIMES, step_s=0.25)
     job = shard(worker(0, telemetry=told, staleness={"1": 2}), staleness={"0": 1})
     metrics = TrainingMetrics()
@@ -58,7 +62,7 @@ def exposition():
     meter.step_ended(0.1, 8, world_size=2)
     meter.report(loss=1.0, samples=1)
     metrics._meters[0] = meter
-    return (render_metrics(server(job, snapshot=snapshot))[1] + metrics.render()[2]).decode()
+    return (render_metrics(server(job, snapshot=snapshot, logs=(log,)))[1] + metrics.render()[2]).decode()
 
 
 def test_alerts_ask_only_for_metrics_there_are():

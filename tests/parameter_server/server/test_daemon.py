@@ -108,6 +108,7 @@ def test_the_command_serves_until_sigterm(tmp_path):
         (["--bind", "tcp://0.0.0.0:0"], 2, "need keys"),
         (["--config", "/absent.toml"], 2, "cannot be read"),
         (["--curve-key", "/absent.key", "--allow", "/absent", "--bind", "tcp://127.0.0.1:0"], 2, "/absent.key"),
+        (["--bind", "tcp://127.0.0.1:0", "--durability", "log"], 2, "expected durability snapshot or log with"),
         (["--bind", "tcp://203.0.113.1:0", "--insecure"], 3, "could not be bound"),
         (["--bind", "ipc:///absent/directory/socket"], 3, "could not be bound"),
         (["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", "/absent/directory/below"], 4, "/absent/directory/below"),

@@ -140,6 +140,10 @@ def test_what_is_no_such_value_is_refused(tmp_path, capsys, name, text):
         {"status_port": -1},
         {"max_memory_bytes": 0},
         {"log_format": "xml"},
+        {"durability": "disk"},
+        {"durability": "log"},
+        {"durability": "snapshot"},
+        {"durability": "memory", "snapshot_dir": Path("x")},
         {"bind": "127.0.0.1:7077"},
         {"bind": "tcp://127.0.0.1"},
         {"bind": "tcp://127.0.0.1:99999"},
@@ -154,6 +158,11 @@ def test_what_is_no_such_value_is_refused(tmp_path, capsys, name, text):
 def test_out_of_bounds_is_refused(values):
     with pytest.raises(ConfigurationError, match=r"expected .*got"):
         ServerSettings(**values)
+
+
+@pytest.mark.parametrize(("directory", "tier"), [(None, "memory"), (Path("x"), "snapshot")])
+def test_the_tier_without_an_option_follows_from_the_directory(directory, tier):
+    assert ServerSettings(snapshot_dir=directory).tier == tier
 
 
 @pytest.mark.parametrize(

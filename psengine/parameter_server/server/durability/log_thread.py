@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Of the disk: below this much room people are told, and a snapshot is asked for, after which older segments go.
 LOW_BYTES = 1 << 30
-# How often a full disk is tried again, and the room is looked at.
+# How often a full disk is tried again, and the room is looked at; and the longest that anything waits to be woken.
 LOOK_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -66,6 +66,7 @@ class LogThread(threading.Thread):
         self.syncs = 0
         self.sync_s = 0.0
         self.is_full = False
+        self.free_bytes: int | None = None  # when the room was looked at last
         self.error = ""
 
     # ---- in the shard's thread ---------------------------------------------------------------------------------
@@ -103,6 +104,7 @@ class LogThread(threading.Thread):
             syncs=self.syncs,
             sync_seconds=round(self.sync_s, 3),
             is_full=self.is_full,
+            free_bytes=self.free_bytes,
             error=self.error,
         )
 
@@ -116,7 +118,8 @@ class LogThread(threading.Thread):
         with self._changed:
             self._has_written = True
             self._changed.notify_all()
-        syncing.join()
+        while syncing.is_alive():
+            syncing.join(LOOK_S)
         self._writer.close()
 
     def _guarded(self, loop: Callable[[], None]) -> None:
@@ -139,19 +142,19 @@ class LogThread(threading.Thread):
     def _write_all(self) -> None:
         marked = -1
         while not self._has_failed:
+            self._look_at_room()
             with self._changed:
                 batch = self.log.pending()
                 is_idle = batch is None and self._written == self.log.durable
                 if batch is None and (not is_idle or marked == self._written):
                     if self._ends:
                         return
-                    self._changed.wait()
+                    self._changed.wait(LOOK_S)
                     continue
             if batch is None:
                 marked = self._written
                 self._mark(marked)
                 continue
-            self._look_at_room()
             # An older segment is whole before the next one exists.
             if batch.is_new and not self._await_synced():
                 return
@@ -165,13 +168,17 @@ class LogThread(threading.Thread):
     def _await_synced(self) -> bool:
         """Wait until all that was written is durable; whether it is."""
         with self._changed:
-            self._changed.wait_for(lambda: self._has_failed or not self._has_unsynced)
+            self._wait_until(lambda: self._has_failed or not self._has_unsynced)
             return not self._has_failed
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        while not self._changed.wait_for(is_so, LOOK_S):
+            pass
 
     def _sync_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._has_unsynced or self._has_written or self._has_failed)
+                self._wait_until(lambda: self._has_unsynced or self._has_written or self._has_failed)
                 if self._has_failed or not self._has_unsynced:
                     return
                 upto = self._written
@@ -201,6 +208,7 @@ class LogThread(threading.Thread):
                 if error.errno not in _FULL:
                     raise
                 self._tell_full(error)
+                self._look_at_room()
                 with self._changed:
                     if self._changed.wait_for(lambda: self._ends, LOOK_S):
                         return False  # nobody was told of these records
@@ -227,7 +235,7 @@ class LogThread(threading.Thread):
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
-        free_bytes = self._disk.free_bytes()
+        self.free_bytes = free_bytes = self._disk.free_bytes()
         was_low, self._is_low = self._is_low, free_bytes < LOW_BYTES
         if self._is_low and not was_low:
             text = (

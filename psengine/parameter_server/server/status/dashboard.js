@@ -12,7 +12,7 @@ function showHealth() {
   const pill = $("health");
   const [kind, text] = isSilent ? ["bad", "✕ no answer since " + Math.floor(silentMs / 1000) + " s"]
     : paused ? ["", "❚❚ paused"] : !status ? ["", "connecting"]
-    : muteText(status) ? ["bad", "✕ " + muteText(status)] : status.is_draining ? ["", "draining: no worker is let in"] : status.healthy ? ["good", "✓ serving"] : ["bad", "✕ a shard does not work"];
+    : muteText(status) ? ["bad", "✕ " + muteText(status)] : list(status.logs).some((log) => log.is_full) ? ["bad", "✕ log full: nothing is acknowledged"] : status.is_draining ? ["", "draining: no worker is let in"] : status.healthy ? ["good", "✓ serving"] : ["bad", "✕ a shard does not work"];
   flag(pill, "class", "pill " + kind);
   write(pill, text);
 }
@@ -20,17 +20,20 @@ function showFacts() {
   const snapshot = status.snapshot;
   const shards = list(status.shards).filter((shard) => isNumber(shard.memory_bytes));
   const sum = (field) => shards.reduce((total, shard) => total + shard[field], 0);
-  const durable = !snapshot ? "NO: when this server ends, the models of async jobs are lost (start it with --snapshot-dir)"
+  const durable = !snapshot ? "when this server ends, the models of async jobs are LOST (start it with --snapshot-dir)"
     : !isNumber(snapshot.generation) ? "no generation yet"
     : "generation " + snapshot.generation + (isNumber(snapshot.age_s) ? ", " + duration(snapshot.age_s) + " old" : ", from before this start");
+  const failed = snapshot && snapshot.failures ? " (" + snapshot.failures + " failed: " + snapshot.last_error + ")" : "";
   const facts = [
     ["at", list(status.addresses).join("  ")],
     ["up", duration(status.uptime_s)],
-    ["durable", durable + (snapshot && snapshot.failures ? " (" + snapshot.failures + " failed: " + snapshot.last_error + ")" : "")],
+    ["durability", (status.durability || UNKNOWN) + ": " + durable + failed],
     ["memory", shards.length ? bytes(sum("memory_bytes")) + " of " + bytes(sum("max_memory_bytes")) : UNKNOWN],
     ["process", (status.host ? status.host + ":" : "") + status.pid],
     ["version", String(status.software || UNKNOWN)],
   ];
+  const logs = list(status.logs), room = logs.map((log) => log.free_bytes).filter(isNumber);
+  if (logs.length) facts.push(["log", bytes(logs.reduce((total, log) => total + log.written_bytes, 0)) + " written, " + (room.length ? bytes(Math.min(...room)) : UNKNOWN) + " free"]);
   if (status.refused_connections) facts.push(["refused connections", whole(status.refused_connections)]);
   sync($("facts"), facts, (fact) => fact[0],
     (fact) => html("div", {}, html("dt", {}, fact[0]), html("dd", {})),
@@ -195,7 +198,7 @@ function showTime(job) {
 }
 
 // ---- events --------------------------------------------------------------------------------------------------------
-const EVENT_LOOKS = { evicted: ["bad", "✕"], fenced: ["bad", "✕"], snapshot_failed: ["bad", "✕"], memory: ["bad", "!"], refused: ["warn", "▲"], late: ["warn", "▲"], lost: ["bad", "!"], torn: ["warn", "▲"], stood_still: ["warn", "▲"], draining: ["warn", "▲"], joined: ["good", "●"], started: ["good", "●"], restored: ["good", "●"], left: ["", "○"], snapshot: ["", "▣"] };
+const EVENT_LOOKS = { evicted: ["bad", "✕"], fenced: ["bad", "✕"], snapshot_failed: ["bad", "✕"], memory: ["bad", "!"], log_low: ["bad", "!"], log_full: ["bad", "✕"], log_failed: ["bad", "✕"], log_room: ["good", "●"], refused: ["warn", "▲"], late: ["warn", "▲"], lost: ["bad", "!"], torn: ["warn", "▲"], stood_still: ["warn", "▲"], draining: ["warn", "▲"], joined: ["good", "●"], started: ["good", "●"], restored: ["good", "●"], left: ["", "○"], snapshot: ["", "▣"] };
 function showEvents() {
   const seen = new Map();
   const events = [...list(status.events)].reverse().slice(0, 200).map((event) => {

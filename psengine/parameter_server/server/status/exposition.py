@@ -127,6 +127,8 @@ def _of_logs(logs: Sequence[LogStatus]) -> Iterator[Any]:
     yield _gauge("log_waiting_records", "Not durable, and so not acknowledged.", ["shard"], waiting)
     full = by_shard(lambda log: float(log.is_full))
     yield _gauge("log_full", "Whether the disk is full, so that nothing is acknowledged.", ["shard"], full)
+    free = [([str(log.shard)], float(log.free_bytes)) for log in logs if log.free_bytes is not None]
+    yield _gauge("log_free_bytes", "Room on the log's disk.", ["shard"], free)
 
 
 def _gauge(name: str, text: str, labels: list[str], samples: Samples) -> Any:
