@@ -14,7 +14,7 @@ from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.core import exchanges
 from psengine.parameter_server.server.core.capture import UNDER_WAY, chunk_state
 from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.life import JobPhase
+from psengine.parameter_server.server.core.life import JobEvent, JobPhase
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
 from psengine.parameter_server.server.core.surroundings import Clocks, ShardSettings
@@ -139,6 +139,8 @@ class Replay:
     def _end(self, job: Job, record: Record) -> None:
         content = json.loads(bytes(record.frames[0]))
         _note_reached(job, content["key"], content["version"])
+        if job.is_sealed:
+            job.advance(JobEvent.ENDED)  # who comes without the job's state has to join from here on
 
     def _drop(self, job: Job, record: Record) -> None:
         self._jobs.drop(job)

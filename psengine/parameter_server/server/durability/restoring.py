@@ -144,9 +144,10 @@ def restore(store: Generations, shards: Sequence[Shard]) -> Restored:
             f"{generation} cannot be taken over (expected one of this version of psengine, got: {error!r})."
         ) from error
     versions: dict[str, int] = {}
-    for shard in shards:
-        for name, job in shard.status(time.monotonic()).jobs.items():
-            versions[name] = max(versions.get(name, 0), job.version_max)
+    for jobs in parts:
+        for job in jobs:
+            # An averaging job itself begins at 0: its workers say where they are.
+            versions[job.name] = max([versions.get(job.name, 0), *(chunk.meta["version"] for chunk in job.chunks)])
     shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
     summary = f"durable to {store.disk}, {'no generation' if number is None else f'generation {number}'}"
     summary += f" and {records} records of the log ({shown})" if records else f" ({shown})"

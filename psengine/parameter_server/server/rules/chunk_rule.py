@@ -145,7 +145,9 @@ class ChunkRule(ABC):
 
     def to_meta(self) -> dict[str, Any]:
         """What a snapshot keeps beside the tensors; JSON-able."""
-        return self.outcome.to_meta()
+        meta = self.outcome.to_meta()
+        # Averages go on at whatever number workers say, and none may have said anything yet.
+        return {**meta, "version": max(meta["version"], self._restored_version)}
 
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot's state."""
