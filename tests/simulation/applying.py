@@ -1,13 +1,12 @@
 """A job whose servers step, and its oracle, which shares no code with the shard.
 
-Push n of a chunk adds 4^(n mod 26) to element n // 26 (float64, SGD, rate 1, from zeros). As one number in base 4 the
-chunk's values name each update: digit 0 is lost, 2 is doubled. Of n pushes each has a bit, so a set of updates is one
-integer, and "is contained in" an and-not.
+Push n of a chunk adds 4^(n mod 26) to element n // 26 (float64, SGD, rate 1, from zeros); under a codec it has another
+mark, see ``marks.py``. As one number in base 4 the chunk's values name each update: digit 0 is lost, 2 is doubled. Of n
+pushes each has a bit, so a set of updates is one integer, and "is contained in" an and-not.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,9 @@ from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import Message, MessageType
 from simulation.answers import SentAnswers
+from simulation.marks import MOST, Marks, marks_for
+from simulation.payloads import decoded
+from simulation.told_weights import Place, ToldWeights
 from simulation.violation import require
 
 if TYPE_CHECKING:
@@ -30,27 +32,16 @@ if TYPE_CHECKING:
     from simulation.server import ServerProcess
     from simulation.worker import WorkerProcess
 
-DIGITS = 26
-NUMEL = 6
-_ELEMENT = struct.Struct(f"<{NUMEL}d")
-_TWOS = int("aa" * (DIGITS * 2 // 8 + 1) * NUMEL, 16)
+_TWOS = int("aa" * (MOST // 4), 16)
 SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 
-def layout(chunks: int) -> list[ChunkSpec]:
+def layout(chunks: int, numel: int, dtype: torch.dtype) -> list[ChunkSpec]:
     """The model."""
     return [
-        ChunkSpec(key, ChunkKind.PARAMETER, torch.float64, NUMEL, (Segment(f"p{key}", (NUMEL,), (1,), 0, NUMEL),))
+        ChunkSpec(key, ChunkKind.PARAMETER, dtype, numel, (Segment(f"p{key}", (numel,), (1,), 0, numel),))
         for key in range(chunks)
     ]
-
-
-def set_of(values: list[float]) -> int:
-    """The updates in a chunk's values: bit 2 n for push n."""
-    found = 0
-    for index, value in enumerate(values):
-        found |= int(value) << (2 * DIGITS * index)
-    return found
 
 
 @dataclass
@@ -107,7 +98,9 @@ class ApplyingJob:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.specs = layout(scenario.chunks)
+        self.marks: Marks = marks_for(scenario.codec)
+        self.specs = layout(scenario.chunks, self.marks.numel, self.marks.dtype)
+        self._told = ToldWeights(scenario.codec, self.marks.numel, self.marks.dtype)
         self.rule: dict[str, Any] = {
             "name": "apply",
             "max_staleness": scenario.max_staleness,
@@ -141,10 +134,10 @@ class ApplyingJob:
         """Train."""
         session, membership = process.session, process.membership
         welcome = yield from handshake.enter(membership)
-        weights = [torch.zeros(NUMEL, dtype=torch.float64) for _ in self.specs]
+        weights = [torch.zeros(self.marks.numel, dtype=self.marks.dtype) for _ in self.specs]
         yield from join.take_part(membership, welcome.state, self.specs, lambda spec: weights[spec.key])
         process.has_state = True
-        body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, NUMEL, 0]]}
+        body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, self.marks.numel, 0]]}
         yield [session.configure(spec.key, body) for spec in self.specs]
         yield [session.pull(spec.key, [weights[spec.key]]) for spec in self.specs]
         for spec in self.specs:
@@ -162,10 +155,8 @@ class ApplyingJob:
     def _push(self, process: WorkerProcess, key: int, step: int, landing: torch.Tensor) -> tuple[int, Push]:
         chunk, session = self.chunks[key], process.session
         number = len(chunk.pushes)
-        require(number < DIGITS * NUMEL, "the simulation has too few digits")
-        gradient = torch.zeros(NUMEL, dtype=torch.float64)
-        gradient[number // DIGITS] = -(4.0 ** (number % DIGITS))
-        push = session.push(key, gradient, [landing], [SGD])
+        require(number < MOST, "the simulation has too few digits")
+        push = session.push(key, -self.marks.mark(number), [landing], [SGD])
         chunk.pushes.append(PushRecord(process.rank, process.number, step, push.sequence))
         return number, push
 
@@ -183,9 +174,13 @@ class ApplyingJob:
             if result.refused is None:
                 is_there = chunk.applied >> (2 * number) & 1
                 require(is_there, "push {} of chunk {} was acknowledged, and not applied", number, push.key)
-            self._check_landed(process, push.key, landing, result.version)
+            self._check_landed(process, push.key, landing, result.version, push.sequence)
+        residual = process.session.residual(push.key)
+        require(residual is None or not residual.any(), "chunk {} has a residual: {}", push.key, residual)
 
-    def _check_landed(self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int) -> None:
+    def _check_landed(
+        self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int, sequence: int = 0
+    ) -> None:
         link = process.membership.links[process.membership.chunks.shard_of[key]]
         if link.epoch != self.epochs.get(key):
             return  # of a life of the server that has ended
@@ -193,7 +188,12 @@ class ApplyingJob:
         known = self._seen.get(seen, 0)
         require(version >= known, "chunk {} fell from version {} to {} at worker {}", key, known, version, process.rank)
         self._seen[seen] = version
-        found = set_of(landing.tolist())
+        if sequence and self._told.are_differences:
+            place = Place(link.epoch, key, process.rank, process.membership.identity.incarnation)
+            is_told = self._told.has_told(place, sequence, version, landing)
+            require(is_told, "worker {} holds what version {} of chunk {} was not", process.rank, version, key)
+            return
+        found = self.marks.updates(landing)
         expected = self.chunks[key].states.get(version)
         require(
             found == expected,
@@ -271,7 +271,7 @@ class ApplyingJob:
 
     def _take_restored(self, key: int, epoch: int, rule: Any) -> None:
         chunk = self.chunks[key]
-        version, found = rule.version, set_of(rule.outcome.values.tolist())
+        version, found = rule.version, self.marks.updates(rule.outcome.values)
         require(
             chunk.states.get(version) == found,
             "chunk {} came back as version {} with {:x}, expected {:x}",
@@ -319,6 +319,7 @@ class ApplyingJob:
             if members != known:
                 self._note_members(place, members, job.chunks.rules)
             if message is not None and message.type is MessageType.PUSH:
+                self._told.said(server.epoch, message)
                 self._check_push(place, shard, message)
             if message is not None and message.type is MessageType.REGISTER and _is_taken(outgoing):
                 self.epochs[message.key] = server.epoch
@@ -360,9 +361,9 @@ class ApplyingJob:
         chunk = self.chunks[message.key]
         if self._sequence_of(shard, message) != self._last_sequence:
             chunk.clocks[message.worker] = chunk.clocks.get(message.worker, 0) + 1
-        values = _ELEMENT.unpack(message.payload)
-        pushed = set_of([-value for value in values])
-        found = set_of(rule.outcome.values.tolist())
+        gradient = decoded(self.scenario.codec, message.payload, self.marks.numel)
+        pushed = self.marks.updates(torch.from_numpy(-gradient))
+        found = self.marks.updates(rule.outcome.values)
         added = found - chunk.applied
         if not added:
             return
@@ -389,10 +390,14 @@ class ApplyingJob:
 
     def _check_updated(self, server: ServerProcess, shard: Shard, message: Message) -> None:
         chunk = self.chunks[message.key]
-        found = set_of(message.payload.tolist())
+        found = chunk.applied
+        if self._told.are_differences:
+            self._told.updated(server.epoch, message, self.marks.weights(found), chunk.version)
+        else:
+            found = self._found_in(message)
         require(not found & _TWOS, "chunk {} has an update twice: {:x}", message.key, found)
         require(
-            (message.version, found) == (chunk.version, chunk.applied),
+            self._told.are_differences or (message.version, found) == (chunk.version, chunk.applied),
             "chunk {} was answered as version {} with {:x}, expected version {} with {:x}",
             message.key,
             message.version,
@@ -400,6 +405,19 @@ class ApplyingJob:
             chunk.version,
             chunk.applied,
         )
+        self._check_lead(server, shard, message)
+
+    def _found_in(self, message: Message) -> int:
+        """The updates in an answer."""
+        values = message.payload
+        assert isinstance(values, torch.Tensor)
+        if values.dtype is not self.marks.dtype:
+            values = torch.from_numpy(decoded(self.scenario.codec, values, self.marks.numel))
+        return self.marks.updates(values)
+
+    def _check_lead(self, server: ServerProcess, shard: Shard, message: Message) -> None:
+        """No worker is answered while it is too far ahead."""
+        chunk = self.chunks[message.key]
         bound = self.scenario.max_staleness
         if bound is None or message.body.get("refused"):
             return

@@ -3,6 +3,8 @@
 A contribution has 4^rank in element 0, a number of its own in element 1, and numbers of very different sizes in the
 others, whose sum depends on the order of addition. So an average names who took part, with which contribution; the
 oracle adds those in the order of ranks and compares bits. Whoever takes part must hold the same model.
+
+Under a codec a contribution has 12 in one element, which is its own: every codec keeps averages of 1 to 4 of them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from simulation.server import ServerProcess
     from simulation.worker import WorkerProcess
 
-NUMEL = 6
+NUMEL, CODED_NUMEL = 6, 256
+CODED_VALUE = 12.0  # divisible by the numbers of workers
 STATE_BLOB = "worker_state"
 MAX_REJOINS = 8  # as in strategies/servers/sync.py
 
@@ -66,11 +69,15 @@ class AveragingJob:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.specs = layout(scenario.chunks)
+        self._numel = CODED_NUMEL if scenario.codec else NUMEL
+        self._dtype = torch.float32 if scenario.codec not in ("", "fp32") else torch.float64
+        self.specs = layout(scenario.chunks, self._numel, self._dtype)
         self.rule: dict[str, Any] = {"name": "average", "quorum": scenario.quorum}
         self.answered = 0
         self._rng = random.Random(f"values {scenario.seed}")
-        self._tags = itertools.count(1)
+        self._tags = [itertools.count(1) for _ in self.specs]
+        # (life of a server, chunk, exchange) -> its average, as it travels.
+        self._averages: dict[tuple[int, int, int], bytes] = {}
         self._steps_done: dict[int, int] = defaultdict(int)
         # (chunk, exchange, rank) -> contributions that were made to it.
         # (life of a server, chunk, exchange) whose average a worker brought: the server does not know who took part.
@@ -91,7 +98,7 @@ class AveragingJob:
     def program(self, process: WorkerProcess, think_s: Callable[[], float]) -> Flow[None]:
         """Train."""
         membership = process.membership
-        replica = Replica([torch.zeros(NUMEL, dtype=torch.float64) for _ in self.specs])
+        replica = Replica([torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs])
         welcome = yield from handshake.enter(membership)
         state = yield from join.take_part(
             membership, welcome.state, self.specs, lambda spec: replica.values[spec.key].clone()
@@ -128,7 +135,7 @@ class AveragingJob:
             yield from self._serve_joiner(process, replica)
         except FencedError:
             sits_out = yield from self._rejoin(process, replica)
-        landings = [torch.zeros(NUMEL, dtype=torch.float64) for _ in self.specs]
+        landings = [torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs]
         while True:
             try:
                 pushes = [self._push(process, replica, spec.key, landings[spec.key], sits_out) for spec in self.specs]
@@ -160,6 +167,7 @@ class AveragingJob:
     def _rejoin(self, process: WorkerProcess, replica: Replica) -> Flow[bool]:
         """Whether the worker has another's state now, and has to sit the step out."""
         state = yield from join.rejoin(process.membership)
+        process.session.reset_codecs()  # as ``WorkerSession.rejoin``
         if state != "joined":
             return False
         yield from self._take_values(process, replica, whole=True)
@@ -172,13 +180,18 @@ class AveragingJob:
         session.keep_result(key)
         if sits_out:
             return session.push(key, None, [landing]), None
-        draw = self._rng.random
-        sizes = (1e-8, 1.0, 1e8, 1e16)
-        values = (4.0**process.rank, float(next(self._tags)), *((draw() - 0.5) * size for size in sizes))
-        made = Contribution(process.rank, values, replica.digest())
-        push = session.push(key, torch.tensor(values, dtype=torch.float64), [landing])
+        made = Contribution(process.rank, self._draw_values(process.rank, key), replica.digest())
+        push = session.push(key, torch.tensor(made.values, dtype=self._dtype), [landing])
         self._made[key, push.sequence, process.rank].append(made)
         return push, made
+
+    def _draw_values(self, rank: int, key: int) -> tuple[float, ...]:
+        tag = next(self._tags[key])
+        if self.scenario.codec:
+            require(tag < CODED_NUMEL, "the simulation has too few elements")
+            return (*[0.0] * tag, CODED_VALUE, *[0.0] * (CODED_NUMEL - tag - 1))
+        draw = self._rng.random
+        return (4.0**rank, float(tag), *((draw() - 0.5) * size for size in (1e-8, 1.0, 1e8, 1e16)))
 
     # ---- the oracle --------------------------------------------------------------------------------------------
 
@@ -213,8 +226,16 @@ class AveragingJob:
         self._sent.check(server.epoch, message, outgoing)
         if message is not None and message.type is MessageType.RESULT:
             self._supplied.add((server.epoch, message.key, message.sequence))
+        for one in outgoing:
+            if one.message.type is MessageType.UPDATED:
+                self._check_same(server.epoch, one.message)
         for job in shard.jobs.by_number.values():
             members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
+            if not members:
+                # Who comes back goes on from its own state, and may end an exchange anew that others had.
+                for key in job.chunks.rules:
+                    for known in [one for one in self._averages if one[:2] == (server.epoch, key)]:
+                        del self._averages[known]
             pushed = self._pushed[server.epoch, shard.index]
             for rank, nonce, key in [known for known in pushed if members.get(known[0]) != known[1]]:
                 del pushed[rank, nonce, key]
@@ -225,6 +246,14 @@ class AveragingJob:
                 pushed[place] = max(message.sequence, pushed.get(place, 0))
             if self.scenario.quorum is None:
                 self._check_complete(server, pushed, outgoing)
+
+    def _check_same(self, epoch: int, message: Message) -> None:
+        """All workers get the same bytes."""
+        assert isinstance(message.payload, torch.Tensor)
+        data = message.payload.view(torch.uint8).numpy().tobytes()
+        known = self._averages.setdefault((epoch, message.key, message.sequence), data)
+        where = f"the average of exchange {message.sequence} of chunk {message.key}"
+        require(known == data, "{} has other bytes for worker {}", where, message.worker)
 
     def _check_complete(
         self, server: ServerProcess, pushed: dict[tuple[int, int, int], int], outgoing: list[Outgoing]
@@ -244,6 +273,8 @@ class AveragingJob:
     ) -> None:
         result = push.wait()
         self.answered += 1
+        residual = process.session.residual(push.key)
+        require(residual is None or not residual.any(), "chunk {} has a residual: {}", push.key, residual)
         assert push.answer is not None
         where = f"exchange {push.sequence} of chunk {push.key} at worker {process.rank}"
         parts = self._parts_of(push, landing.tolist(), where)
@@ -258,6 +289,8 @@ class AveragingJob:
         """The contributions that this average consists of."""
         if not any(average):
             return []
+        if self.scenario.codec:
+            return self._marked_parts_of(push, average, where)
         for count in range(1, self.scenario.workers + 1):
             found = average[0] * count
             ranks = [rank for rank in range(self.scenario.workers) if round(found) >> (2 * rank) & 1]
@@ -269,6 +302,16 @@ class AveragingJob:
                     return list(parts)
         require(False, "{} is no average of contributions to it in the order of ranks: {}", where, average)
         return []
+
+    def _marked_parts_of(self, push: Push, average: list[float], where: str) -> list[Contribution]:
+        """The same, of contributions that have an element each."""
+        tags = [place for place, value in enumerate(average) if value]
+        candidates = [one for rank in range(self.scenario.workers) for one in self._made[push.key, push.sequence, rank]]
+        parts = [one for one in candidates if any(one.values[tag] for tag in tags)]
+        ranks = [one.rank for one in parts]
+        is_average = len(parts) == len(tags) == len(set(ranks)) and _average(tuple(parts)) == average
+        require(is_average, "{} is no average of contributions to it: {} at {}", where, ranks, tags)
+        return parts
 
 
 def _average(parts: tuple[Contribution, ...]) -> list[float]:

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
+from psengine.codecs.registry import resolve_codec
 from psengine.errors import ServerRefusedError, SnapshotError
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.server.core.surroundings import ShardSettings
@@ -189,6 +190,7 @@ class Simulation:
             addresses=[f"tcp://10.0.0.{index}:0" for index in range(scenario.servers)],
             job="job",
             rule=self.job.rule,
+            codec=resolve_codec(scenario.codec or None),
             rank=slot.rank,
             world_size=scenario.workers,
             timeout_s=TIMEOUT_S,

@@ -25,6 +25,7 @@ class Scenario:
     Attributes:
         seed: of every draw that is made while it runs.
         rule: "average" or "apply".
+        codec: of gradients and of the answers to them; "" has none.
         quorum: of "average"; None waits for all.
         max_staleness: of "apply"; None is unbounded.
         steps: of each worker ("apply"), or of the job ("average").
@@ -36,6 +37,7 @@ class Scenario:
 
     seed: int
     rule: str = "apply"
+    codec: str = ""
     quorum: int | None = None
     max_staleness: int | None = None
     workers: int = 2
@@ -79,6 +81,11 @@ KINDS = {
     "bits flip": (1, 0.0, 0.0),  # of the newest snapshot
 }
 FAULTY_S = 4.0
+# "topk" keeps a part of the differences to several updates, and all that is in an average.
+CODECS = {
+    "apply": ("bf16", "fp16", "fp32", "int8", "fp4", "onebit", "topk:ratio=0.01"),
+    "average": ("bf16", "fp16", "fp32", "int8", "fp4", "topk:ratio=0.02"),
+}
 
 
 def draw(seed: int) -> Scenario:
@@ -108,7 +115,8 @@ def draw(seed: int) -> Scenario:
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     keeps_log = scenario.snapshot_s is not None and rng.random() < 0.6
     faults = sorted((_draw_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
-    return replace(scenario, keeps_log=keeps_log, faults=tuple(faults))
+    codec = rng.choice(CODECS[rule]) if rng.random() < 0.4 else ""
+    return replace(scenario, keeps_log=keeps_log, faults=tuple(faults), codec=codec)
 
 
 def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
