@@ -28,6 +28,8 @@ from psengine.parameter_server.server.rules.average import AverageOutcome
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import Progress, Reply
+from psengine.parameter_server.server.rules.held_weights import HeldWeights
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.rules.together import Together
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
@@ -280,6 +282,46 @@ def _any_result(send: Any) -> Any:
 
 
 _plant("a worker returns another average than it had", ClientMembership, "_send_result", _any_result)
+
+# ---- codecs ------------------------------------------------------------------------------------------------
+
+
+def _encodes_again(answer: Any) -> Any:
+    def one(self: HeldWeights, rank: int, sequence: int, version: int, weights: Any, *, repeated: bool) -> Any:
+        known = self._held.get(rank)
+        if known is not None and known.sequence == sequence:
+            known.sequence -= 1
+        return answer(self, rank, sequence, version, weights, repeated=False)
+
+    return one
+
+
+_plant("a repeated difference is another one", HeldWeights, "answer", _encodes_again)
+
+
+def _encodes_for_each(answer: Any) -> Any:
+    def one(self: AverageOutcome, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
+        reply = answer(self, rank, sequence, repeated=repeated)
+        if repeated and self.payloads.encodes_answers and reply.payload is not None:
+            reply.payload = reply.payload.clone().fill_(0)
+        return reply
+
+    return one
+
+
+_plant("a repeated average is another one", AverageOutcome, "answer", _encodes_for_each)
+
+
+def _all_arrives(encode_difference: Any) -> Any:
+    def one(self: ChunkPayloads, weights: Any, held: Any) -> Any:
+        payload = encode_difference(self, weights, held)
+        held.copy_(weights)
+        return payload
+
+    return one
+
+
+_plant("a server forgets what a difference leaves out", ChunkPayloads, "encode_difference", _all_arrives)
 
 # ---- clients -----------------------------------------------------------------------------------------------
 
