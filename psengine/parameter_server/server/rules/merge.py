@@ -68,7 +68,9 @@ class Merge(Each):
             self._take(contribution)
             if reason == "abstained":
                 self._idle.add(rank)
-            return [self._answer(rank, sequence), *self._merge_if_complete()]
+            # First the merge, which may write over the values that the answer brings.
+            merged = self._merge_if_complete()
+            return [self._answer(rank, sequence), *merged]
         self._refused.pop(rank, None)
         self._idle.discard(rank)
         self._gathered.add(contribution, self.context.live_ranks())
@@ -164,6 +166,7 @@ class Merge(Each):
         merge = {
             "contributions": [one._replace(values=None) for one in here.values()],
             "has_quorum": self._has_quorum,
+            "idle": sorted(self._idle),
             "window": self._window.to_meta(),
         }
         given = {f"contribution/{rank}": one.values for rank, one in here.items() if one.values is not None}
@@ -179,6 +182,7 @@ class Merge(Each):
             values = tensors.get(f"contribution/{one.rank}")
             self._gathered.add(one._replace(values=values, absent=absent, is_borrowed=False), ())
         self._has_quorum = merge["has_quorum"]
+        self._idle = set(merge["idle"])
         self._window.restore(merge["window"])
 
     @override
