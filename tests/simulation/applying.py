@@ -100,7 +100,8 @@ class ApplyingJob:
         self.scenario = scenario
         self.marks: Marks = marks_for(scenario.codec)
         self.specs = layout(scenario.chunks, self.marks.numel, self.marks.dtype)
-        self._told = ToldWeights(scenario.codec, self.marks.numel, self.marks.dtype)
+        has_codec_down = "" if scenario.rule == "merge" else scenario.codec
+        self._told = ToldWeights(has_codec_down, self.marks.numel, self.marks.dtype)
         self.rule: dict[str, Any] = {
             "name": "apply",
             "max_staleness": scenario.max_staleness,
@@ -132,6 +133,20 @@ class ApplyingJob:
 
     def program(self, process: WorkerProcess, think_s: Callable[[], float]) -> Flow[None]:
         """Train."""
+        session = process.session
+        weights = yield from self._enter(process)
+        while not self.is_done(process.rank):
+            yield think_s()
+            session.begin_step([spec.key for spec in self.specs], is_whole=True)
+            step = self.steps_done[process.rank]
+            pushes = [self._push(process, spec.key, step, weights[spec.key]) for spec in self.specs]
+            yield [push for _, push in pushes]
+            for number, push in pushes:
+                self._check_answer(process, number, push, weights[push.key])
+            self.steps_done[process.rank] = step + 1
+
+    def _enter(self, process: WorkerProcess) -> Flow[list[torch.Tensor]]:
+        """Take part, with the servers' weights."""
         session, membership = process.session, process.membership
         welcome = yield from handshake.enter(membership)
         weights = [torch.zeros(self.marks.numel, dtype=self.marks.dtype) for _ in self.specs]
@@ -142,15 +157,7 @@ class ApplyingJob:
         yield [session.pull(spec.key, [weights[spec.key]]) for spec in self.specs]
         for spec in self.specs:
             self._check_landed(process, spec.key, weights[spec.key], session.version(spec.key))
-        while not self.is_done(process.rank):
-            yield think_s()
-            session.begin_step([spec.key for spec in self.specs], is_whole=True)
-            step = self.steps_done[process.rank]
-            pushes = [self._push(process, spec.key, step, weights[spec.key]) for spec in self.specs]
-            yield [push for _, push in pushes]
-            for number, push in pushes:
-                self._check_answer(process, number, push, weights[push.key])
-            self.steps_done[process.rank] = step + 1
+        return weights
 
     def _push(self, process: WorkerProcess, key: int, step: int, landing: torch.Tensor) -> tuple[int, Push]:
         chunk, session = self.chunks[key], process.session
@@ -174,12 +181,12 @@ class ApplyingJob:
             if result.refused is None:
                 is_there = chunk.applied >> (2 * number) & 1
                 require(is_there, "push {} of chunk {} was acknowledged, and not applied", number, push.key)
-            self._check_landed(process, push.key, landing, result.version, push.sequence)
+            self._check_landed(process, push.key, landing, result.version, push.answer)
         residual = process.session.residual(push.key)
         require(residual is None or not residual.any(), "chunk {} has a residual: {}", push.key, residual)
 
     def _check_landed(
-        self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int, sequence: int = 0
+        self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int, answer: Message | None = None
     ) -> None:
         link = process.membership.links[process.membership.chunks.shard_of[key]]
         if link.epoch != self.epochs.get(key):
@@ -188,9 +195,9 @@ class ApplyingJob:
         known = self._seen.get(seen, 0)
         require(version >= known, "chunk {} fell from version {} to {} at worker {}", key, known, version, process.rank)
         self._seen[seen] = version
-        if sequence and self._told.are_differences:
-            place = Place(link.epoch, key, process.rank, process.membership.identity.incarnation)
-            is_told = self._told.has_told(place, sequence, version, landing)
+        if answer is not None and self._told.are_differences:
+            place = Place(link.epoch, key, process.rank, answer.incarnation)
+            is_told = self._told.has_told(place, answer.sequence, version, landing)
             require(is_told, "worker {} holds what version {} of chunk {} was not", process.rank, version, key)
             return
         found = self.marks.updates(landing)
@@ -318,9 +325,7 @@ class ApplyingJob:
             members = {rank: job.membership.members[rank].nonce for rank in live}
             if members != known:
                 self._note_members(place, members, job.chunks.rules)
-            if message is not None and message.type is MessageType.PUSH:
-                self._told.said(server.epoch, message)
-                self._check_push(place, shard, message)
+            self._check_changes(server, shard, message, job)
             if message is not None and message.type is MessageType.REGISTER and _is_taken(outgoing):
                 self.epochs[message.key] = server.epoch
                 chunk = self.chunks[message.key]
@@ -352,6 +357,12 @@ class ApplyingJob:
         self._live[place] = members
         self._came[place].update(members)
         self._processes[place].update(members)
+
+    def _check_changes(self, server: ServerProcess, shard: Shard, message: Message | None, job: Any) -> None:
+        """What the chunks' values are now."""
+        if message is not None and message.type is MessageType.PUSH:
+            self._told.said(server.epoch, message)
+            self._check_push((server.index, shard.index), shard, message)
 
     def _check_push(self, place: tuple[int, int], shard: Shard, message: Message) -> None:
         job = shard.jobs.by_number[message.job]

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 def begin(world: Simulation, fault: Fault) -> None:
     """Let it happen; its end is scheduled."""
+    if fault.server is not None:
+        fault = fault._replace(server=fault.server % len(world.network.servers))  # a shrunk job has fewer
     world.clock.note("fault", *fault)
     world.counts[fault.kind] += 1
     _BEGIN[fault.kind](world, fault)

@@ -9,6 +9,7 @@ from functools import partial
 
 from psengine.codecs.registry import resolve_codec
 from psengine.errors import ServerRefusedError, SnapshotError
+from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.server.core.surroundings import ShardSettings
 from psengine.protocol.messages import ErrorCode
@@ -16,6 +17,7 @@ from simulation import faults
 from simulation.applying import ApplyingJob
 from simulation.averaging import AveragingJob
 from simulation.clock import Clock
+from simulation.merging import MergingJob
 from simulation.network import Network
 from simulation.scenario import Scenario
 from simulation.server import ServerProcess
@@ -26,6 +28,7 @@ from simulation.worker import WorkerProcess
 # Once nothing fails any more, everything has to end within this time, and no operation may run into its deadline.
 LIVENESS_S = 90.0
 TIMEOUT_S = 300.0
+JOBS = {"apply": ApplyingJob, "average": AveragingJob, "merge": MergingJob}
 OPERATOR_S = 0.25
 REST_S = 0.3
 
@@ -72,7 +75,7 @@ class Simulation:
         self._rng = random.Random(f"world {scenario.seed}")
         self.network = Network(self.clock, random.Random(f"network {scenario.seed}"), scenario.latency_s)
         self.counts: Counter[str] = Counter()
-        self.job = ApplyingJob(scenario) if scenario.rule == "apply" else AveragingJob(scenario)
+        self.job = JOBS[scenario.rule](scenario)
         self.slots = [Slot(rank) for rank in range(scenario.workers)]
         self.disks = [ServerDisk(random.Random(f"disk {index} {scenario.seed}")) for index in range(scenario.servers)]
         self.zombies: list[WorkerProcess] = []
@@ -186,11 +189,12 @@ class Simulation:
 
     def _start_worker(self, slot: Slot) -> None:
         scenario = self.scenario
+        codec = resolve_codec(scenario.codec or None)
         options = SessionOptions(
             addresses=[f"tcp://10.0.0.{index}:0" for index in range(scenario.servers)],
             job="job",
             rule=self.job.rule,
-            codec=resolve_codec(scenario.codec or None),
+            codec=only_gradients(codec) if scenario.rule == "merge" else codec,
             rank=slot.rank,
             world_size=scenario.workers,
             timeout_s=TIMEOUT_S,
@@ -220,9 +224,10 @@ class Simulation:
             slot.process = None
             if process is not None and process.error is not None:
                 self.counts[f"worker ended: {type(process.error).__name__}"] += 1
-                is_whole = len(self.network.servers) == 1 and self.scenario.rule == "apply"
+                is_whole = len(self.network.servers) == 1 and self.scenario.rule != "average"
                 is_whole = is_whole and not self.job.is_excused(0)
-                if self._is_lost(process) and not is_whole:
+                is_part = isinstance(process.error, ServerRefusedError) and process.error.code == ErrorCode.BAD_MESSAGE
+                if self._is_lost(process) and (is_part or not is_whole):
                     self._start_anew()
                     break
                 slot.rest_s = slot.rest_s or REST_S
@@ -241,7 +246,7 @@ class Simulation:
         first = self.slots[0]
         if first.is_done and lead.is_up and not any(job.is_sealed for job in lead.shards[0].jobs.by_number.values()):
             waits = [slot for slot in self.slots if slot.process is not None and not slot.process.has_state]
-            if waits and self.scenario.rule == "apply":
+            if waits and self.scenario.rule != "average":
                 first.is_done, first.process, first.rest_s = False, None, REST_S
 
     def _start_if_needed(self, slot: Slot) -> None:

@@ -24,9 +24,10 @@ class Scenario:
 
     Attributes:
         seed: of every draw that is made while it runs.
-        rule: "average" or "apply".
+        rule: "average", "apply" or "merge".
         codec: of gradients and of the answers to them; "" has none.
-        quorum: of "average"; None waits for all.
+        quorum: of "average", where None waits for all, and of "merge".
+        grace: of "merge".
         max_staleness: of "apply"; None is unbounded.
         steps: of each worker ("apply"), or of the job ("average").
         shards: of each server.
@@ -39,6 +40,7 @@ class Scenario:
     rule: str = "apply"
     codec: str = ""
     quorum: int | None = None
+    grace: float = 0.0
     max_staleness: int | None = None
     workers: int = 2
     servers: int = 1
@@ -84,6 +86,7 @@ FAULTY_S = 4.0
 # "topk" keeps a part of the differences to several updates, and all that is in an average.
 CODECS = {
     "apply": ("bf16", "fp16", "fp32", "int8", "fp4", "onebit", "topk:ratio=0.01"),
+    "merge": ("bf16", "fp16", "fp32", "int8", "fp4", "topk:ratio=0.01"),
     "average": ("bf16", "fp16", "fp32", "int8", "fp4", "topk:ratio=0.02"),
 }
 
@@ -115,8 +118,11 @@ def draw(seed: int) -> Scenario:
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     keeps_log = scenario.snapshot_s is not None and rng.random() < 0.6
     faults = sorted((_draw_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
-    codec = rng.choice(CODECS[rule]) if rng.random() < 0.4 else ""
-    return replace(scenario, keeps_log=keeps_log, faults=tuple(faults), codec=codec)
+    scenario = replace(scenario, keeps_log=keeps_log, faults=tuple(faults))
+    if rule == "apply" and rng.random() < 0.3:
+        quorum, grace = rng.choice((1, 2, 2, 3)), rng.choice((0.0, 0.25, 0.25, 1.0, 4.0))
+        scenario = replace(scenario, rule="merge", max_staleness=None, quorum=quorum, grace=grace)
+    return replace(scenario, codec=rng.choice(CODECS[scenario.rule]) if rng.random() < 0.4 else "")
 
 
 def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:

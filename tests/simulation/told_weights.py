@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 
 
 class Place(NamedTuple):
-    """A worker's copy of a chunk."""
+    """A worker's copy of a chunk. An incarnation may end while its process, and what that holds, live on."""
 
     epoch: int
     key: int
@@ -46,7 +46,8 @@ class ToldWeights:
         self._codec, self._numel, self._dtype = codec, numel, dtype
         self.are_differences = codec.partition(":")[0] in ("int8", "fp4", "onebit", "topk")
         self._said: dict[Place, int | None] = {}
-        self._last: dict[Place, int] = {}
+        # By life of a server, chunk and worker: where its last answer went, and the number of that.
+        self._last: dict[tuple[int, int, int], tuple[Place, int]] = {}
         self._told: dict[tuple[Place, int], list[Told]] = {}
 
     def said(self, epoch: int, push: Message) -> None:
@@ -68,16 +69,10 @@ class ToldWeights:
             values = payload.numpy().copy()
             require(np.array_equal(values, weights), "{} brings weights that are not the servers'", where)
         else:
-            said, last = self._said.get(place), self._last.get(place)
-            require(
-                said is not None and said == last,
-                "{} is a difference from answer {}, the worker holds {}",
-                where,
-                last,
-                said,
-            )
-            assert last is not None
-            held = self._told[place, last][-1].values
+            said, last = self._said.get(place), self._last.get(place[:3], (place, None))
+            is_held = said is not None and said == last[1]
+            require(is_held, "{} is a difference from answer {}, the worker holds {}", where, last[1], said)
+            held = self._told[last][-1].values  # type: ignore[index]
             brought = decoded(self._codec, payload, self._numel)
             expected = kept(self._codec, weights - held, payload.nbytes)
             require(
@@ -89,7 +84,7 @@ class ToldWeights:
             )
             values = held + brought
         told.append(Told(message.version, values, data))
-        self._last[place] = message.sequence
+        self._last[place[:3]] = place, message.sequence
 
     def has_told(self, place: Place, sequence: int, version: int, landed: torch.Tensor) -> bool:
         """Whether the answer to this push brought these weights, with this version."""
