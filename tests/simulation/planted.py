@@ -28,7 +28,9 @@ from psengine.parameter_server.server.rules.average import AverageOutcome
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import Progress, Reply
+from psengine.parameter_server.server.rules.grace import GraceWindow
 from psengine.parameter_server.server.rules.held_weights import HeldWeights
+from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.rules.together import Together
@@ -283,6 +285,27 @@ def _any_result(send: Any) -> Any:
 
 _plant("a worker returns another average than it had", ClientMembership, "_send_result", _any_result)
 
+# ---- servers that merge ------------------------------------------------------------------------------------
+
+_plant(
+    "a merge does not wait for its window",
+    GraceWindow,
+    "is_over",
+    lambda is_over: lambda self, present, live, now_s: True,
+)
+_plant(
+    "a merge does not wait for its quorum",
+    Merge,
+    "_absent",
+    lambda absent: lambda self: absent(self)[:-1],
+)
+_plant(
+    "a merge forgets which pushes it took",
+    Merge,
+    "_take",
+    lambda take: lambda self, contribution: None,
+)
+
 # ---- codecs ------------------------------------------------------------------------------------------------
 
 
@@ -504,6 +527,31 @@ def _gives_up_recovering(come_back: Any) -> Any:
 
 
 _plant("again: a recovery that was in vain ends the worker", recovery, "_come_back", _gives_up_recovering)
+
+
+def _answers_first(gather: Any) -> Any:
+    def one(self: Merge, contribution: Any) -> list[Reply]:
+        version = self.progress.version
+        replies = gather(self, contribution)
+        if replies and replies[0].body.get("refused") == "abstained":
+            replies[0].version = version
+        return replies
+
+    return one
+
+
+_plant("again: who abstains gets newer weights than their version", Merge, "_gather", _answers_first)
+
+
+def _waits_for_the_idle(go_on: Any) -> Any:
+    def one(self: Merge, meta: Any, tensors: Any) -> None:
+        go_on(self, meta, tensors)
+        self._idle.clear()
+
+    return one
+
+
+_plant("again: a recovery waits for workers that abstained", Merge, "go_on", _waits_for_the_idle)
 
 
 def _level(came: Any) -> Any:

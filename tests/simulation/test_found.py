@@ -83,6 +83,27 @@ FOUND = {
             Fault("kill worker", 2.771, 0.143, 0, 0, 0.03),
         ),
     ),
+    # A worker abstains while the other waits, so a merge waits for nobody any more. The server made the answer to the
+    # one that abstains, then merged, which wrote over the weights that this answer was about to bring.
+    "again: who abstains gets newer weights than their version": Scenario(
+        seed=57, rule="merge", quorum=3, grace=0.25, steps=6, latency_s=(0.01, 0.16666666666666666)
+    ),
+    # Worker 1 abstains, so worker 0 is merged alone. The snapshot that the log goes on from did not say who had
+    # abstained: the recovery merged worker 0 together with worker 1's next push, and had other weights than before.
+    "again: a recovery waits for workers that abstained": Scenario(
+        seed=159,
+        rule="merge",
+        codec="fp16",
+        quorum=3,
+        grace=0.25,
+        steps=6,
+        think_s=0.05,
+        latency_s=(0.0005, 0.002),
+        tick_s=0.2,
+        snapshot_s=0.3,
+        keeps_log=True,
+        faults=(Fault("kill server", 1.915, 0.115, 0, 0, 0.147),),
+    ),
 }
 FOUND["again: a shard that was sealed before worker 0 died takes no values"] = Scenario(
     # Worker 0 is killed between the SEALs of two servers. Its next process has to give the values to both, and one
