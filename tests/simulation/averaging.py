@@ -37,17 +37,19 @@ if TYPE_CHECKING:
 
 NUMEL, CODED_NUMEL = 6, 256
 CODED_VALUE = 12.0  # divisible by the numbers of workers
+WEIGHTS = (1.0, 1.0, 2.0, 8.0)  # of batches; powers of two: products with them are exact
 STATE_BLOB = "worker_state"
 MAX_REJOINS = 8  # as in strategies/servers/sync.py
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """One push: who made it, from which model."""
+    """One push: who made it, from which model, and what its gradient counts."""
 
     rank: int
     values: tuple[float, ...]
     base: int  # digest of the replica
+    weight: float = 1.0
 
 
 @dataclass
@@ -180,8 +182,9 @@ class AveragingJob:
         session.keep_result(key)
         if sits_out:
             return session.push(key, None, [landing]), None
-        made = Contribution(process.rank, self._draw_values(process.rank, key), replica.digest())
-        push = session.push(key, torch.tensor(made.values, dtype=self._dtype), [landing])
+        weight = self._rng.choice(WEIGHTS) if self.scenario.weighs else None
+        made = Contribution(process.rank, self._draw_values(process.rank, key), replica.digest(), weight or 1.0)
+        push = session.push(key, torch.tensor(made.values, dtype=self._dtype), [landing], weight=weight)
         self._made[key, push.sequence, process.rank].append(made)
         return push, made
 
@@ -291,6 +294,8 @@ class AveragingJob:
             return []
         if self.scenario.codec:
             return self._marked_parts_of(push, average, where)
+        if self.scenario.weighs:
+            return self._weighed_parts_of(push, average, where)
         for count in range(1, self.scenario.workers + 1):
             found = average[0] * count
             ranks = [rank for rank in range(self.scenario.workers) if round(found) >> (2 * rank) & 1]
@@ -301,6 +306,16 @@ class AveragingJob:
                 if _average(parts) == average:
                     return list(parts)
         require(False, "{} is no average of contributions to it in the order of ranks: {}", where, average)
+        return []
+
+    def _weighed_parts_of(self, push: Push, average: list[float], where: str) -> list[Contribution]:
+        """The same, of contributions that weigh differently."""
+        candidates = [[None, *self._made[push.key, push.sequence, rank]] for rank in range(self.scenario.workers)]
+        for choice in itertools.product(*candidates):
+            parts = tuple(one for one in choice if one is not None)
+            if parts and _average(parts) == average:
+                return list(parts)
+        require(False, "{} is no weighted average of contributions to it: {}", where, average)
         return []
 
     def _marked_parts_of(self, push: Push, average: list[float], where: str) -> list[Contribution]:
@@ -316,7 +331,8 @@ class AveragingJob:
 
 def _average(parts: tuple[Contribution, ...]) -> list[float]:
     """Of these, added one after the other."""
-    totals = list(parts[0].values)
+    totals = [value * parts[0].weight for value in parts[0].values]
     for part in parts[1:]:
-        totals = [total + value for total, value in zip(totals, part.values, strict=True)]
-    return [total / len(parts) for total in totals]
+        totals = [total + value * part.weight for total, value in zip(totals, part.values, strict=True)]
+    weight = sum(part.weight for part in parts)
+    return [total / weight for total in totals]

@@ -285,6 +285,13 @@ def _any_result(send: Any) -> Any:
 
 _plant("a worker returns another average than it had", ClientMembership, "_send_result", _any_result)
 
+_plant(
+    "a gradient's weight is forgotten",
+    ContributionSet,
+    "_combine_weighted",
+    lambda combine: lambda self, tensors, weights: combine(self, tensors, [1.0] * len(weights)),
+)
+
 # ---- servers that merge ------------------------------------------------------------------------------------
 
 _plant(

@@ -28,6 +28,7 @@ class Scenario:
         codec: of gradients and of the answers to them; "" has none.
         quorum: of "average", where None waits for all, and of "merge".
         grace: of "merge".
+        weighs: under "average", whether gradients weigh differently.
         max_staleness: of "apply"; None is unbounded.
         steps: of each worker ("apply"), or of the job ("average").
         shards: of each server.
@@ -41,6 +42,7 @@ class Scenario:
     codec: str = ""
     quorum: int | None = None
     grace: float = 0.0
+    weighs: bool = False
     max_staleness: int | None = None
     workers: int = 2
     servers: int = 1
@@ -122,7 +124,9 @@ def draw(seed: int) -> Scenario:
     if rule == "apply" and rng.random() < 0.3:
         quorum, grace = rng.choice((1, 2, 2, 3)), rng.choice((0.0, 0.25, 0.25, 1.0, 4.0))
         scenario = replace(scenario, rule="merge", max_staleness=None, quorum=quorum, grace=grace)
-    return replace(scenario, codec=rng.choice(CODECS[scenario.rule]) if rng.random() < 0.4 else "")
+    codec = rng.choice(CODECS[scenario.rule]) if rng.random() < 0.4 else ""
+    weighs = rule == "average" and not codec and rng.random() < 0.4
+    return replace(scenario, codec=codec, weighs=weighs)
 
 
 def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
