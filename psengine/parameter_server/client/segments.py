@@ -314,7 +314,7 @@ class WorkerSegments:
             former = self._attachments.pop(address, None)
             if former is not None:
                 former.end()
-            path = passing_path(local_sockets.way_to(address))
+            path = self._path_to(address)
             if path is None:
                 if local_sockets.is_loopback(address):
                     self._tell(address, "this user's server has no Unix socket there (another container's /tmp?)")
@@ -326,7 +326,7 @@ class WorkerSegments:
                 return
             try:
                 offer = Offer(invitation.member, invitation.token, arena.mapping.size_bytes, places)
-                stream, lent = pass_segment(path, offer, arena.descriptor)
+                stream, lent = self._pass(path, offer, arena.descriptor)
             except (OSError, ProtocolError) as error:
                 self._tell(address, str(error))
                 invitation.not_before_s = now_s() + invitation.wait_s
@@ -338,6 +338,14 @@ class WorkerSegments:
             )
             total = sum(place.size_bytes for place in places.values())
             logger.info("%s shares memory with this worker: %d chunks of %d bytes in all", address, len(places), total)
+
+    def _path_to(self, address: str) -> str | None:
+        """Where the shard at ``address`` takes segments; None where that is nowhere."""
+        return passing_path(local_sockets.way_to(address))
+
+    def _pass(self, path: str, offer: Offer, descriptor: int) -> tuple[socket.socket, Lent | None]:
+        """See ``pass_segment``."""
+        return pass_segment(path, offer, descriptor)
 
     def _find_places(self, specs: Sequence[ChunkSpec]) -> dict[int, Place]:
         """Those of these chunks for which there is memory."""
