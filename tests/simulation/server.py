@@ -9,6 +9,7 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
+from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.server.transport.shard_thread import _SAYS_NOTHING_NEW
 from psengine.protocol.frames import decode, encode, refusal
 from psengine.protocol.messages import Message, MessageType
@@ -55,6 +56,7 @@ class ServerProcess:
         is_up: it has not been killed.
         is_paused: it neither reads nor answers; messages wait.
         wires: by routing id, the connections that it knows.
+        segments: of each shard, the memory that workers share with it.
         failures: what it would have logged as its own bugs.
     """
 
@@ -78,6 +80,7 @@ class ServerProcess:
         self._tick_s = tick_s
         clocks = Clocks(wall_s=lambda: WALL_S + wall_s + clock.now_s, measure_s=lambda: clock.now_s)
         self.shards = [Shard(number, epoch, settings, clocks) for number in range(len(addresses))]
+        self.segments = [ShardSegments() for _ in addresses]
         exit_ = _Exit(self._transmit)
         self.answers = [HeldAnswers(exit_) for _ in self.shards]  # type: ignore[arg-type]
         for shard in self.shards:
@@ -127,6 +130,8 @@ class ServerProcess:
         try:
             message = decode(frames)
             self.clock.note_message("to shard", (self.index, wire.shard), frames[0], message)
+            if message.type is MessageType.PUSH:
+                self.segments[wire.shard].find(message)
             self.witness.before(self, shard, message)
             outgoing = shard.handle(Sender(wire.route, "", ""), message, self.clock.now_s)
         except ProtocolError as error:
@@ -136,7 +141,7 @@ class ServerProcess:
                 self._send([Outgoing(wire.route, answer)], shard)
             return
         self.witness.after(self, shard, message, outgoing)
-        self._send(outgoing, shard)
+        self._send(outgoing, shard, may_share=message.type is not MessageType.REPEAT)
 
     def _tick(self) -> None:
         if not self.is_up:
@@ -146,6 +151,7 @@ class ServerProcess:
                 outgoing = shard.tick(self.clock.now_s)
                 self.witness.after(self, shard, None, outgoing)
                 self._send(outgoing, shard)
+                self.segments[shard.index].keep_members(shard)
             if self.snapshots is not None:
                 self.snapshots.tick()
         self.clock.after(self._tick_s, self._tick)
@@ -155,11 +161,17 @@ class ServerProcess:
         answer = snapshot_answer(message, self.epoch, generation)
         self._send([Outgoing(route, answer)], self.shards[0])
 
-    def _send(self, outgoing: list[Outgoing], shard: Shard) -> None:
-        for route, message, *_ in outgoing:
-            frames = [bytes(frame) for frame in encode(message)]
-            self.clock.note_message("from shard", (self.index, shard.index), frames[0], message)
-            self.answers[shard.index].send(route, frames, is_urgent=message.type in _SAYS_NOTHING_NEW)
+    def _send(self, outgoing: list[Outgoing], shard: Shard, *, may_share: bool = True) -> None:
+        segments = self.segments[shard.index]
+        for one in outgoing:
+            if one.message.type is MessageType.WELCOME:
+                segments.sign(one.message)
+            elif one.message.type is MessageType.UPDATED and may_share and segments.put(one.message, one.pins):
+                self.network.counts["answers in shared memory"] += 1
+            frames = [bytes(frame) for frame in encode(one.message)]
+            self.clock.note_message("from shard", (self.index, shard.index), frames[0], one.message)
+            is_urgent = one.message.type in _SAYS_NOTHING_NEW
+            self.answers[shard.index].send(one.route, frames, is_urgent=is_urgent)
 
     def _transmit(self, route: bytes, frames: list[bytes], *, copies: bool = True) -> None:
         """A message leaves: from here on its worker may know what it says."""
