@@ -123,6 +123,8 @@ class ApplyingJob:
         self._departures: list[tuple[int, int]] = []  # (server, rank), in their order
         # By server, the versions that its newest intact snapshot has at least.
         self._promised: dict[int, dict[int, int]] = defaultdict(dict)
+        # By process and chunk, the answer that it reads in the server's memory.
+        self._lent: dict[tuple[int, int], torch.Tensor] = {}
         self._last_sequence = 0  # of the sender of the message under way
 
     # ---- a worker ----------------------------------------------------------------------------------------------
@@ -163,12 +165,22 @@ class ApplyingJob:
         chunk, session = self.chunks[key], process.session
         number = len(chunk.pushes)
         require(number < MOST, "the simulation has too few digits")
-        push = session.push(key, -self.marks.mark(number), [landing], [SGD])
+        self._check_lent(process, key, landing)
+        push = session.push(key, -self.marks.mark(number), [landing], [SGD], reads_in_place=number % 3 > 0)
         chunk.pushes.append(PushRecord(process.rank, process.number, step, push.sequence))
         return number, push
 
+    def _check_lent(self, process: WorkerProcess, key: int, landed: torch.Tensor) -> None:
+        """An answer in the server's memory stays as it was until the next push."""
+        lent = self._lent.pop((process.number, key), None)
+        is_same = lent is None or torch.equal(lent, landed)
+        require(is_same, "the answer of chunk {} changed while worker {} read it", key, process.rank)
+
     def _check_answer(self, process: WorkerProcess, number: int, push: Push, landing: torch.Tensor) -> None:
         result = push.wait()
+        if push.lent is not None:
+            landing.copy_(push.lent)
+            self._lent[process.number, push.key] = push.lent
         chunk = self.chunks[push.key]
         self.answered += 1
         if result.refused is not None:

@@ -87,6 +87,8 @@ class AveragingJob:
         self._ended: set[tuple[int, int, int]] = set()
         # (life of a server, shard) -> (rank, nonce, chunk) of live workers -> the last exchange that they pushed.
         self._pushed: dict[tuple[int, int], dict[tuple[int, int, int], int]] = defaultdict(dict)
+        # By process and chunk, the average that it reads in the server's memory, and what that was.
+        self._lent: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent = SentAnswers()
         self._excused: set[int] = set()
         self._made: dict[tuple[int, int, int], list[Contribution]] = defaultdict(list)
@@ -179,12 +181,17 @@ class AveragingJob:
         self, process: WorkerProcess, replica: Replica, key: int, landing: torch.Tensor, sits_out: bool
     ) -> tuple[Push, Contribution | None]:
         session = process.session
+        lent, landed = self._lent.pop((process.number, key), (landing, landing))
+        is_same = torch.equal(lent, landed)
+        require(is_same, "the answer of chunk {} changed while worker {} read it", key, process.rank)
         session.keep_result(key)
         if sits_out:
             return session.push(key, None, [landing]), None
         weight = self._rng.choice(WEIGHTS) if self.scenario.weighs else None
         made = Contribution(process.rank, self._draw_values(process.rank, key), replica.digest(), weight or 1.0)
-        push = session.push(key, torch.tensor(made.values, dtype=self._dtype), [landing], weight=weight)
+        push = session.push(
+            key, torch.tensor(made.values, dtype=self._dtype), [landing], weight=weight, reads_in_place=True
+        )
         self._made[key, push.sequence, process.rank].append(made)
         return push, made
 
@@ -276,6 +283,9 @@ class AveragingJob:
     ) -> None:
         result = push.wait()
         self.answered += 1
+        if push.lent is not None:
+            landing.copy_(push.lent)
+            self._lent[process.number, push.key] = push.lent, landing
         residual = process.session.residual(push.key)
         require(residual is None or not residual.any(), "chunk {} has a residual: {}", push.key, residual)
         assert push.answer is not None

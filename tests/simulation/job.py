@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
+from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.errors import ServerRefusedError, SnapshotError
 from psengine.parameter_server.chunk_codecs import only_gradients
@@ -20,6 +21,7 @@ from simulation.clock import Clock
 from simulation.merging import MergingJob
 from simulation.network import Network
 from simulation.scenario import Scenario
+from simulation.segments import SimulatedSegments
 from simulation.server import ServerProcess
 from simulation.snapshots import ServerDisk, Snapshots
 from simulation.violation import Violation, require
@@ -146,6 +148,8 @@ class Simulation:
             self._rng.choice((-30.0, 0.0, 0.0, 30.0)),
             scenario.tick_s,
         )
+        for segments in server.segments:
+            segments.is_open = scenario.shares > 0
         if scenario.snapshot_s is not None:
             server.snapshots = Snapshots(server, self.disks[index], self.job, scenario.snapshot_s, self._rng)
         return server
@@ -210,8 +214,14 @@ class Simulation:
             scenario.tick_s,
             _place_of,
             partial(self.job.program, think_s=lambda: scenario.think_s * self._rng.random()),
+            self._segments_of(slot.rank, codec),
         )
         self._processes += 1
+
+    def _segments_of(self, rank: int, codec: Codec) -> SimulatedSegments | None:
+        if rank >= self.scenario.shares:
+            return None
+        return SimulatedSegments(self.clock, self.network.servers, _place_of, codec)
 
     def _operate(self) -> None:
         """Look after processes that have ended."""

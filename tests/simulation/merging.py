@@ -154,7 +154,10 @@ class MergingJob(ApplyingJob):
         values = -self.marks.mark(number)
         if self.marks.numel > MOST:
             values[MOST:] = torch.tensor([(self._rng.random() - 0.5) * size for size in SIZES])
-        push = process.session.push(key, values if weight else None, [landing], [SGD], weight=weight)
+        self._check_lent(process, key, landing)
+        push = process.session.push(
+            key, values if weight else None, [landing], [SGD], weight=weight, reads_in_place=number % 3 > 0
+        )
         records.append(PushRecord(process.rank, process.number, step, push.sequence))
         self._made[key].append(Made(values.numpy(), weight))
         return number, push

@@ -32,6 +32,7 @@ class Scenario:
         max_staleness: of "apply"; None is unbounded.
         steps: of each worker ("apply"), or of the job ("average").
         shards: of each server.
+        shares: how many workers, from rank 0 on, share memory with the servers.
         snapshot_s: from one snapshot to the next; None keeps none.
         keeps_log: an update is acknowledged once it is on the disk.
         think_s: the longest time between two steps of a worker.
@@ -49,6 +50,7 @@ class Scenario:
     shards: int = 1
     chunks: int = 2
     steps: int = 6
+    shares: int = 0
     think_s: float = 0.4
     latency_s: tuple[float, float] = (0.001, 0.02)
     lease_s: float = 2.0
@@ -126,7 +128,8 @@ def draw(seed: int) -> Scenario:
         scenario = replace(scenario, rule="merge", max_staleness=None, quorum=quorum, grace=grace)
     codec = rng.choice(CODECS[scenario.rule]) if rng.random() < 0.4 else ""
     weighs = rule == "average" and not codec and rng.random() < 0.4
-    return replace(scenario, codec=codec, weighs=weighs)
+    shares = rng.choice((workers, workers, 1)) if not codec and rng.random() < 0.5 else 0
+    return replace(scenario, codec=codec, weighs=weighs, shares=shares)
 
 
 def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:

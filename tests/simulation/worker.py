@@ -10,6 +10,7 @@ from typing import Any
 
 from psengine.errors import ProtocolError, PSEngineError, ServerError
 from psengine.parameter_server.client import join
+from psengine.parameter_server.client.connection import _OF_SEGMENTS, Connection
 from psengine.parameter_server.client.flow import Flow, SteppedFlow
 from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.options import SessionOptions
@@ -19,6 +20,7 @@ from psengine.protocol.frames import decode, encode
 from psengine.protocol.messages import Message, MessageType
 from simulation.clock import Clock
 from simulation.network import Network, Socket
+from simulation.segments import SimulatedSegments
 
 GOODBYE_S = 1.0
 
@@ -31,6 +33,7 @@ class WorkerProcess:
         rank: the worker's, which processes before and after this one have too.
         program: makes the flow that trains.
         finds: turns an address into (server, shard).
+        segments: the memory that it shares with servers.
 
     Attributes:
         is_dead: killed, or ended.
@@ -41,7 +44,7 @@ class WorkerProcess:
     """
 
     is_own_thread = False
-    segments = None
+    _look_into = Connection._look_into
 
     def __init__(
         self,
@@ -54,12 +57,15 @@ class WorkerProcess:
         tick_s: float,
         finds: Callable[[str], tuple[int, int]],
         program: Callable[[WorkerProcess], Flow[None]],
+        segments: SimulatedSegments | None = None,
     ) -> None:
         self.clock, self.number, self.rank = clock, number, rank
         self.is_dead = self.is_stopped = self.has_finished = self.has_state = False
         self.error: PSEngineError | None = None
         self._network, self._tick_s, self._finds = network, tick_s, finds
         self._sockets: list[Socket] = []
+        self._addresses: list[str] = []
+        self.segments = segments
         self._waiting: list[tuple[int, list[bytes]]] = []
         runtime = Runtime(
             now_s=lambda: clock.now_s,
@@ -104,6 +110,7 @@ class WorkerProcess:
         self.clock.note("worker dies", self.rank, self.number)
         self.is_dead = True
         self._waiting.clear()
+        self._leave_segments()
 
     def stop(self) -> None:
         """Stop, as by SIGSTOP."""
@@ -117,6 +124,10 @@ class WorkerProcess:
         waiting, self._waiting = self._waiting, []
         for index, frames in waiting:
             self.receive(index, frames)
+
+    def _leave_segments(self) -> None:
+        if self.segments is not None:
+            self.segments.died()
 
     def _tick(self) -> None:
         if self.is_dead:
@@ -138,6 +149,9 @@ class WorkerProcess:
         if not program.is_over or self.is_dead:
             return
         self.is_dead = True
+        if self.segments is not None:
+            self.segments.close()
+        self._leave_segments()
         if program.error is None:
             self.has_finished = True
         elif isinstance(program.error, PSEngineError):
@@ -157,9 +171,12 @@ class WorkerProcess:
 
     def open(self, address: str, *, carries_payloads: bool = True) -> None:
         server, shard = self._finds(address)
+        self._addresses.append(address)
         self._sockets.append(self._network.open(self, len(self._sockets), server, shard))
 
     def send(self, index: int, message: Message) -> bool:
+        if self.segments is not None and message.type is MessageType.PUSH:
+            self.segments.place(self._addresses[index], message)
         return self._sockets[index].send([bytes(frame) for frame in encode(message)])
 
     def close(self) -> None:
@@ -179,5 +196,7 @@ class WorkerProcess:
             membership.garbled(index, error, self.clock.now_s)
         else:
             self.clock.note_message("to worker", (self.rank, self.number), frames[0], message)
-            membership.received(index, message, self.clock.now_s)
+            is_of_segments = message.in_segment or message.type in _OF_SEGMENTS
+            if self.segments is None or not is_of_segments or self._look_into(index, message):  # type: ignore[misc]
+                membership.received(index, message, self.clock.now_s)
         self.step()

@@ -1,0 +1,133 @@
+"""The memory that a worker shares with servers: the real places in real memory; its stream to a shard is simulated.
+
+worker   offer ─► attached at once, or refused        END: payloads travel from now on; it may still be reading
+         end of the stream ─► soon after, the shard hears that nobody reads        a death ends all its streams
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from psengine.codecs.base import Codec
+from psengine.errors import ProtocolError
+from psengine.parameter_server.client.segments import WorkerSegments
+from psengine.parameter_server.segments.memory import SegmentMapping
+from psengine.parameter_server.segments.offer import (
+    ANSWER_BYTES,
+    LENT_BYTES,
+    Offer,
+    answer_text_bytes,
+    read_lent_table,
+    read_offer,
+)
+from psengine.parameter_server.segments.passing import END, Lent
+from psengine.parameter_server.server.transport.segments import WorkerSegment
+from simulation.clock import Clock
+
+if TYPE_CHECKING:
+    from simulation.server import ServerProcess
+
+HEARS_S = 0.02
+
+
+class Stream:
+    """A worker's end: it has ended for the shard once the worker and the reader of the lent memory have closed it."""
+
+    def __init__(self, clock: Clock, server: ServerProcess, shard: int, segment: WorkerSegment) -> None:
+        self._clock, self._server, self._shard, self._segment = clock, server, shard, segment
+        self._is_closed = self._has_ended = False
+        self.is_read = False  # whether something refers to the lent memory
+
+    def send(self, data: bytes) -> None:
+        """The worker's last word."""
+        assert data == END
+        self._tell(reads_on=True)
+
+    def close(self) -> None:
+        """The worker's descriptor."""
+        self._is_closed = True
+        self._look()
+
+    def read_no_more(self) -> None:
+        """The reader's descriptor."""
+        self.is_read = False
+        self._look()
+
+    def died(self) -> None:
+        """The kernel closes both."""
+        self._is_closed, self.is_read = True, False
+        self._look()
+
+    def _look(self) -> None:
+        if self._is_closed and not self.is_read and not self._has_ended:
+            self._has_ended = True
+            self._tell(reads_on=False)
+
+    def _tell(self, *, reads_on: bool) -> None:
+        self._clock.after(HEARS_S, self._hear, reads_on)
+
+    def _hear(self, reads_on: bool) -> None:
+        server = self._server
+        if server.is_paused and server.is_up:
+            self._tell(reads_on=reads_on)
+        elif server.is_up:
+            server.segments[self._shard].forget(self._segment, reads_on=reads_on)
+
+
+class SimulatedSegments(WorkerSegments):
+    """Those of one worker.
+
+    Args:
+        servers: of all, those that are up now.
+        finds: turns an address into (server, shard).
+    """
+
+    def __init__(
+        self, clock: Clock, servers: list[ServerProcess], finds: Callable[[str], tuple[int, int]], codec: Codec
+    ) -> None:
+        super().__init__(is_wanted=True, codec=codec)
+        self._clock, self._servers, self._finds = clock, servers, finds
+        self._streams: list[Stream] = []
+
+    def died(self) -> None:
+        """The process has ended."""
+        for stream in self._streams:
+            stream.died()
+
+    def _path_to(self, address: str) -> str | None:
+        return address
+
+    def _pass(self, path: str, offer: Offer, descriptor: int) -> tuple[socket.socket, Lent | None]:
+        index, shard = self._finds(path)
+        server = self._servers[index]
+        if not server.is_up or server.is_paused:
+            raise TimeoutError("timed out")
+        offer_there = read_offer(offer.to_bytes())
+        segment = WorkerSegment(offer_there, SegmentMapping(descriptor, offer_there.size_bytes))
+        reason = server.segments[shard].attach(server.shards[shard], segment)
+        if reason:
+            raise ProtocolError(reason)
+        stream = Stream(self._clock, server, shard, segment)
+        self._streams.append(stream)
+        data, descriptors = segment.accepted()
+        assert answer_text_bytes(data[:ANSWER_BYTES]) is None
+        table = read_lent_table(data[ANSWER_BYTES:], offer)
+        if not descriptors:
+            return stream, None  # type: ignore[return-value]
+        assert len(data) > ANSWER_BYTES + LENT_BYTES
+        copy = os.dup(descriptors[0])
+        try:
+            mapping = SegmentMapping(copy, table.size_bytes, is_written=False)
+        finally:
+            os.close(copy)
+        stream.is_read = True
+        keeper = weakref.finalize(mapping.memory, stream.read_no_more)
+        keeper.atexit = False
+        lent = Lent(mapping.tensor(0, table.size_bytes, torch.uint8), table, keeper)  # type: ignore[arg-type]
+        return stream, lent  # type: ignore[return-value]
