@@ -35,6 +35,7 @@ from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.rules.together import Together
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
+from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.protocol.messages import ErrorCode, MessageType
 from simulation import snapshots
 from simulation.job import run
@@ -312,6 +313,40 @@ _plant(
     "_take",
     lambda take: lambda self, contribution: None,
 )
+
+# ---- shared memory -----------------------------------------------------------------------------------------
+
+_plant(
+    "weights are written over while a worker reads them",
+    StepOutcome,
+    "_next_memory",
+    lambda next_memory: lambda self: self._memories[0] if self._memories else next_memory(self),
+)
+
+
+def _frees_places(keep_members: Any) -> Any:
+    def one(self: ShardSegments, shard: Any) -> None:
+        before = dict(self._segments)
+        keep_members(self, shard)
+        for key, segment in before.items():
+            for read in tuple(segment.reads) if key not in self._segments else ():
+                segment.leave(read)
+
+    return one
+
+
+_plant("who loses its membership reads no more", ShardSegments, "keep_members", _frees_places)
+
+
+def _gives_a_borrowed_gradient(combine: Any) -> Any:
+    def one(self: ContributionSet) -> Any:
+        self.by_rank = {rank: given._replace(is_borrowed=False) for rank, given in self.by_rank.items()}
+        return combine(self)
+
+    return one
+
+
+_plant("an average is the worker's own memory", ContributionSet, "combine", _gives_a_borrowed_gradient)
 
 # ---- codecs ------------------------------------------------------------------------------------------------
 
