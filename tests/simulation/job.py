@@ -18,6 +18,7 @@ from simulation import faults
 from simulation.applying import ApplyingJob
 from simulation.averaging import AveragingJob
 from simulation.clock import Clock
+from simulation.memory_limit import MemoryLimit
 from simulation.merging import MergingJob
 from simulation.network import Network
 from simulation.scenario import Scenario
@@ -80,6 +81,7 @@ class Simulation:
         self.job = JOBS[scenario.rule](scenario)
         self.slots = [Slot(rank) for rank in range(scenario.workers)]
         self.disks = [ServerDisk(random.Random(f"disk {index} {scenario.seed}")) for index in range(scenario.servers)]
+        self.memory = MemoryLimit(scenario, sum(spec.size_bytes for spec in self.job.specs))
         self.zombies: list[WorkerProcess] = []
         self._processes = 0
 
@@ -136,11 +138,12 @@ class Simulation:
             heartbeat_s=scenario.heartbeat_s,
             durability=scenario.durability,
             software="simulated",
+            max_memory_bytes=self.memory.limit_bytes,
         )
         server = ServerProcess(
             self.clock,
             self.network,
-            self.job,
+            self.memory.witness(self.job),
             index,
             [f"tcp://10.0.0.{index}:{shard}" for shard in range(scenario.shards)],
             self._rng.getrandbits(32) << 8 | index,
@@ -232,12 +235,14 @@ class Simulation:
             if process is not None and not process.is_dead:
                 continue
             slot.process = None
+            if process is not None and self.memory.has_refused(process.error):
+                self._give_up()
+                break
             if process is not None and process.error is not None:
                 self.counts[f"worker ended: {type(process.error).__name__}"] += 1
                 is_whole = len(self.network.servers) == 1 and self.scenario.rule != "average"
                 is_whole = is_whole and not self.job.is_excused(0)
-                is_part = isinstance(process.error, ServerRefusedError) and process.error.code == ErrorCode.BAD_MESSAGE
-                if self._is_lost(process) and (is_part or not is_whole):
+                if self._is_lost(process) and not is_whole:
                     self._start_anew()
                     break
                 slot.rest_s = slot.rest_s or REST_S
@@ -267,6 +272,15 @@ class Simulation:
         """Whether only an operator can help: servers have lost their part of the job."""
         error = process.error
         return isinstance(error, ServerRefusedError) and error.code == ErrorCode.STATE_LOST
+
+    def _give_up(self) -> None:
+        """The servers have too little memory for the job: it ends, and a person reads why."""
+        self.counts["ended for lack of memory"] += 1
+        for process in [*(slot.process for slot in self.slots), *self.zombies]:
+            if process is not None and not process.is_dead:
+                process.kill()
+        for slot in self.slots:
+            slot.is_done, slot.process = True, None
 
     def _start_anew(self) -> None:
         """Start all servers and workers anew, as the error says."""

@@ -32,6 +32,7 @@ class Scenario:
         max_staleness: of "apply"; None is unbounded.
         steps: of each worker ("apply"), or of the job ("average").
         shards: of each server.
+        room: how many times the model fits a shard's limit of memory; None has room for everything.
         shares: how many workers, from rank 0 on, share memory with the servers.
         snapshot_s: from one snapshot to the next; None keeps none.
         keeps_log: an update is acknowledged once it is on the disk.
@@ -50,6 +51,7 @@ class Scenario:
     shards: int = 1
     chunks: int = 2
     steps: int = 6
+    room: float | None = None
     shares: int = 0
     think_s: float = 0.4
     latency_s: tuple[float, float] = (0.001, 0.02)
@@ -129,11 +131,18 @@ def draw(seed: int) -> Scenario:
     codec = rng.choice(CODECS[scenario.rule]) if rng.random() < 0.4 else ""
     weighs = rule == "average" and not codec and rng.random() < 0.4
     shares = rng.choice((workers, workers, 1)) if not codec and rng.random() < 0.5 else 0
-    return replace(scenario, codec=codec, weighs=weighs, shares=shares)
+    room = rng.choice((0.5, 1.0, *[2.0, 3.0, 4.0, 8.0] * 2)) if rng.random() < 0.1 else None
+    scenario = replace(scenario, codec=codec, weighs=weighs, shares=shares, room=room)
+    if shares and rng.random() < 0.5:
+        # Noise spares these workers; who reads a place may die, stop or be replaced.
+        kind = rng.choice(("kill worker", "stop worker", "stop worker", "zombie"))
+        more = _draw_fault(rng, scenario, kind)
+        scenario = replace(scenario, faults=tuple(sorted((*faults, more), key=lambda fault: fault.at_s)))
+    return scenario
 
 
-def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
-    kind = rng.choices(list(KINDS), [weight for weight, _, _ in KINDS.values()])[0]
+def _draw_fault(rng: random.Random, scenario: Scenario, kind: str = "") -> Fault:
+    kind = kind or rng.choices(list(KINDS), [weight for weight, _, _ in KINDS.values()])[0]
     _, shortest_s, longest_s = KINDS[kind]
     return Fault(
         kind,
