@@ -25,6 +25,7 @@ from psengine.parameter_server.server.core.weights_in_workers import AveragingJo
 from psengine.parameter_server.server.durability.replay import Replay
 from psengine.parameter_server.server.log.log import SegmentWriter
 from psengine.parameter_server.server.rules.average import AverageOutcome
+from psengine.parameter_server.server.rules.chunk_store import ChunkStore
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import Progress, Reply
@@ -291,6 +292,15 @@ _plant(
     ContributionSet,
     "_combine_weighted",
     lambda combine: lambda self, tensors, weights: combine(self, tensors, [1.0] * len(weights)),
+)
+
+_plant(
+    "memory is taken without a limit",
+    ChunkStore,
+    "register",
+    lambda register: (
+        lambda self, message: (setattr(self, "_take_memory", lambda size_bytes, what: None), register(self, message))[1]
+    ),
 )
 
 # ---- servers that merge ------------------------------------------------------------------------------------
