@@ -35,6 +35,8 @@ _EXAMPLES = """
 
   psengine verify train.py:target --strategy sync-server --world-size 3
 
+  psengine verify train.py:target --strategy sync-server:compress=int8
+
   psengine verify train.py:target --strategy async:staleness_scaling=inverse --against sync --rtol 0.1
 
   psengine verify train.py:target --strategy native     is it reproducible at all?
@@ -75,7 +77,7 @@ def verify(
     """Train under native DDP and under psengine from the same seed; find the first difference.
 
     Both run in the same processes, in turn, and draw the same random numbers. After each step losses, buffers,
-    gradients and parameters are compared, to the bit.
+    gradients and parameters are compared, to the bit. Local strategies and codecs are compared with their rule.
     """
     from psengine.verify import RankFailedError, Settings, compare, compare_zoo
     from psengine.verify.target import check_name

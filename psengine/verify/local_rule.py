@@ -1,12 +1,11 @@
 """What "local" and "diloco" compute, and the same over servers, for one process that holds all replicas.
 
-An oracle: it shares the cut of a model into fragments with the strategies, and nothing else. Papers: Lin et al. 2018
-(arXiv 1808.07217), Douillard et al. 2023 (arXiv 2311.08105), Douillard et al. 2025 (arXiv 2501.18512).
+An oracle: it shares the cut of a model into fragments and buckets with the strategies, and nothing else. Papers:
+Lin et al. 2018 (arXiv 1808.07217), Douillard et al. 2023 (2311.08105), Douillard et al. 2025 (2501.18512).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,18 @@ import torch
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
+from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import resolve_codec
-from psengine.collectives.ring_order import add_in_ring_order
 from psengine.errors import ConfigurationError
-from psengine.strategies.local.fragments import cut
-from psengine.verify.codec_rule import ARRIVES, CASTS, Average
+from psengine.strategies.local.fragments import FRAGMENT_BUCKET_BYTES, cut
+from psengine.tensors.bucket_plan import plan_buckets
+from psengine.verify.averages import AtServers, Average, Over, OverCollective
+from psengine.verify.codec_rule import CollectiveRule
+from psengine.verify.codec_values import check_has_rule
+from psengine.verify.parts import Part, elements, gather, in_memory_order, pieces_of, scatter, whole
 from psengine.verify.rule import Layout, MakeRule, Replicas, Rule
+
+COLLECTIVE = OverCollective()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +33,8 @@ class RuleOptions:
     """The strategies' options. ``outer_lr=None`` averages parameters.
 
     Attributes:
-        mean: the average of equally shaped values, one of each replica.
-        codec: of what travels, with a rule in ``codec_rule``; None: values travel as they are.
+        over: where values are averaged.
+        codec: of what travels; it has a rule, see ``codec_values.check_has_rule``.
         buffers: what replicas do with their buffers at the end of a round: "average", "lowest" (all take rank 0's) or
             "own".
     """
@@ -41,9 +46,13 @@ class RuleOptions:
     keep: float = 0.0
     outer_lr: float | None = None
     outer_momentum: float = 0.0
-    mean: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda values: mean_over_collective(values)
-    codec: Codec | None = None
+    over: Over = COLLECTIVE
+    codec: Codec = IDENTITY
     buffers: str = "average"
+
+
+# Averages of parameters, as a step on their differences, which is how they travel under a codec.
+AS_DIFFERENCES = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
 
 def of_collective(strategy: Any, world_size: int) -> MakeRule:
@@ -53,47 +62,39 @@ def of_collective(strategy: Any, world_size: int) -> MakeRule:
         ConfigurationError: the codec has no rule.
     """
     given = strategy.__getstate__()  # the arguments that make an equal strategy
-    codec = resolve_codec(given.pop("compress"))
-    if codec.is_lossless:
-        return _maker(RuleOptions(**given))
-    if codec.name not in (*ARRIVES, *CASTS):
-        raise ConfigurationError(
-            f"verify has no rule of codec {codec.name!r} (expected one of {sorted([*ARRIVES, *CASTS])}). Fix: --against"
-            " native, and compare losses."
-        )
-    differences_travel = {"outer_lr": 1.0, "outer_momentum": 0.0}
-    return _maker(RuleOptions(codec=codec, **differences_travel | given))
+    codec = _codec_of(given)
+    return _maker(RuleOptions(codec=codec, **given if codec.is_lossless else AS_DIFFERENCES | given))
 
 
 def of_servers(strategy: Any, world_size: int) -> MakeRule:
     """The rule of "local-server" and "diloco-server".
 
     Raises:
-        ConfigurationError: a merge does not wait for all workers, so its result follows from when they arrive.
+        ConfigurationError: the codec has no rule, or a merge does not wait for all workers, so its result follows from
+            when they arrive.
     """
     given = strategy.__getstate__()
-    codec = resolve_codec(given["compress"])
-    if not codec.is_lossless:
-        raise ConfigurationError(
-            f"the rule of {strategy.name!r} has no codecs (expected no compress, got {codec}). Fix: leave out compress,"
-            " or --against native, and compare losses."
-        )
+    codec, every = _codec_of(given), given["every"]
     if strategy.name == "local-server":
-        return _maker(RuleOptions(every=given["every"], mean=mean_at_server, buffers="lowest"))
+        outer: dict[str, Any] = {} if codec.is_lossless else AS_DIFFERENCES
+        return _maker(RuleOptions(every=every, over=AtServers(), codec=codec, buffers="lowest", **outer))
     if given["quorum"] < world_size:
         raise ConfigurationError(
             "what a merge of a part of the workers computes depends on when they arrive (expected a quorum of all"
             f" {world_size} ranks, got quorum={given['quorum']}). Fix: --strategy diloco-server:quorum={world_size}"
         )
-    outer = {name: given[name] for name in ("outer_lr", "outer_momentum")}
-    return _maker(RuleOptions(every=given["every"], mean=mean_at_server, buffers="own", **outer))
+    outer = {name: given[name] for name in AS_DIFFERENCES}
+    return _maker(RuleOptions(every=every, over=AtServers(answers=False), codec=codec, buffers="own", **outer))
+
+
+def _codec_of(given: dict[str, Any]) -> Codec:
+    codec = resolve_codec(given.pop("compress"))
+    check_has_rule(codec)
+    return codec
 
 
 def _maker(options: RuleOptions) -> MakeRule:
-    def make(replicas: Replicas, layout: Layout) -> Rule:
-        return LocalRule(replicas, options)
-
-    return make
+    return lambda replicas, layout: LocalRule(replicas, options, layout)
 
 
 class LocalRule(Rule):
@@ -102,30 +103,31 @@ class LocalRule(Rule):
     Args:
         replicas: the modules; mutated.
         options: of the rule.
+        layout: of the training that is compared: of gradients in the warm-up, and of the chunks that servers average
+            and step. Over a collective the parameters of a fragment travel in buckets that the rule plans itself, and
+            without ``layout`` gradients do too.
     """
 
-    def __init__(self, replicas: Replicas, options: RuleOptions) -> None:
+    def __init__(self, replicas: Replicas, options: RuleOptions, layout: Layout | None = None) -> None:
         self._replicas = replicas
         self._options = options
         self.averages_gradients = options.warm_up > 0
         self._step = 0
-        # By fragment: of each replica the parameters of one dtype, which travel as one array.
-        self._groups: list[list[list[list[torch.nn.Parameter]]]] = []
+        # By fragment: what travels together.
+        self._groups: list[list[Sequence[Part]]] = []
         trained = {name: one for name, one in replicas[0].named_parameters() if one.requires_grad}
-        for part in cut(trained, options.fragments):
-            dtypes = dict.fromkeys(one.dtype for one in part.values())
-            self._groups.append(
-                [
-                    [
-                        [replica.get_parameter(name) for name, one in part.items() if one.dtype == dtype]
-                        for replica in replicas
-                    ]
-                    for dtype in dtypes
-                ]
-            )
+        for fragment in cut(trained, options.fragments):
+            names, tensors = list(fragment), list(fragment.values())
+            plans = plan_buckets(tensors, [FRAGMENT_BUCKET_BYTES], [False] * len(tensors))
+            self._groups.append([whole([names[index] for index in plan], replicas[0]) for plan in plans])
+        buckets = [parts for groups in self._groups for parts in groups]
+        layout = layout or (lambda: buckets)
+        self._warm_up = CollectiveRule(replicas, layout, IDENTITY)
+        if isinstance(options.over, AtServers):
+            self._groups = [list(layout())]
         # By fragment and group.
         self._agreed: list[list[torch.Tensor]] = []
-        self._codecs = [[self._average_of() for _ in groups] for groups in self._groups]
+        self._averages = [[self._average_of(parts) for parts in groups] for groups in self._groups]
         self._momenta: list[list[torch.Tensor | None]] = [[None] * len(groups) for groups in self._groups]
         # (step at which they are used, fragment, the averages of its groups)
         self._sent: list[tuple[int, int, list[torch.Tensor]]] = []
@@ -133,28 +135,23 @@ class LocalRule(Rule):
             self._begin()
 
     def _begin(self) -> None:
-        self._agreed = [[_flat(replicas[0]) for replicas in groups] for groups in self._groups]
+        self._agreed = [[self._values(self._replicas[0], parts) for parts in groups] for groups in self._groups]
+
+    def _values(self, replica: torch.nn.Module, parts: Sequence[Part]) -> torch.Tensor:
+        flats = {part.name: replica.get_parameter(part.name) for part in parts}
+        return gather({name: elements(parameter, parameter) for name, parameter in flats.items()}, parts)
 
     @override
-    @torch.no_grad()
     def before_forward(self) -> None:
-        """In the warm-up replicas have rank 0's buffers, as native DDP's."""
+        """In the warm-up as under "sync"."""
         if self._step < self._options.warm_up:
-            self._copy_buffers()
+            self._warm_up.before_forward()
 
     @override
-    @torch.no_grad()
     def before_step(self) -> None:
-        """In the warm-up gradients are averaged."""
+        """In the warm-up as under "sync"."""
         if self._step < self._options.warm_up:
-            for parameters in zip(*(replica.parameters() for replica in self._replicas), strict=True):
-                if any(p.grad is not None for p in parameters):
-                    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters]
-                    average = self._options.mean(gradients)
-                    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
-                        average = average.to_sparse(1)
-                    for parameter in parameters:
-                        parameter.grad = average.clone()
+            self._warm_up.before_step()
 
     @override
     @torch.no_grad()
@@ -169,11 +166,11 @@ class LocalRule(Rule):
         for fragment, groups in enumerate(self._groups):
             if step % options.every == (fragment + 1) * options.every // options.fragments % options.every:
                 averages = []
-                for group, replicas in enumerate(groups):
-                    values = [_flat(parameters) for parameters in replicas]
+                for group, parts in enumerate(groups):
+                    values = [self._values(replica, parts) for replica in self._replicas]
                     if options.outer_lr is not None:
                         values = [self._agreed[fragment][group] - value for value in values]
-                    averages.append(self._codecs[fragment][group](values))
+                    averages.append(self._averages[fragment][group](options.over.addends(values)))
                 self._sent.append((step + options.overlap, fragment, averages))
         for entry in [entry for entry in self._sent if entry[0] == step]:
             self._sent = [one for one in self._sent if one is not entry]
@@ -185,15 +182,14 @@ class LocalRule(Rule):
             elif options.buffers == "lowest":
                 self._copy_buffers()
 
-    def _average_of(self) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-        """The average of values that travel, with residuals of their own."""
-        codec = self._options.codec
-        if codec is None:
-            return self._options.mean
-        if codec.name in CASTS:
-            return functools.partial(mean_of_casts, dtype=CASTS[codec.name])
-        average = Average(codec.name, len(self._replicas), **codec.options)
-        return lambda values: average([value * (1.0 / len(values)) for value in values]).to(values[0].dtype)
+    def _average_of(self, parts: Sequence[Part]) -> Average:
+        dtype = self._replicas[0].get_parameter(parts[0].name).dtype
+        pieces = pieces_of(parts, self._replicas[0])
+        return self._options.over.average(self._options.codec, len(self._replicas), dtype, pieces)
+
+    def _mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        over = self._options.over
+        return over.average(IDENTITY, len(values), values[0].dtype, [])(over.addends(values))
 
     def _use(self, fragment: int, group: int, average: torch.Tensor) -> None:
         options = self._options
@@ -202,27 +198,38 @@ class LocalRule(Rule):
         else:
             agreed, keep = self._outer_step(fragment, group, average), options.keep if options.overlap else 0.0
         self._agreed[fragment][group] = agreed
-        for parameters in self._groups[fragment][group]:
-            values = agreed.split([parameter.numel() for parameter in parameters])
-            for parameter, value in zip(parameters, values, strict=True):
-                shaped = value.view(parameter.shape)
-                parameter.copy_(torch.lerp(parameter, shaped, 1.0 - keep) if keep else shaped)
+        parts = self._groups[fragment][group]
+        for replica in self._replicas:
+            parameters = {part.name: replica.get_parameter(part.name) for part in parts}
+            flats = {name: elements(parameter, parameter) for name, parameter in parameters.items()}
+            scatter(agreed, parts, flats)
+            for name, parameter in parameters.items():
+                values = in_memory_order(flats[name], parameter)
+                parameter.copy_(torch.lerp(parameter, values, 1.0 - keep) if keep else values)
 
     def _outer_step(self, fragment: int, group: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Nesterov's step, as Sutskever et al. write it and torch.optim.SGD takes it."""
+        """Nesterov's step, as Sutskever et al. write it and torch.optim.SGD takes it: over a collective of all that
+        travels together, at servers of each parameter. torch rounds the last elements of a 16-bit tensor otherwise.
+        """
         rate, momentum = self._options.outer_lr, self._options.outer_momentum
         assert rate is not None, "checked by the caller"
+        at_servers = isinstance(self._options.over, AtServers)
+        sizes = [part.numel for part in self._groups[fragment][group]] if at_servers else [len(gradient)]
         if momentum:
             last = self._momenta[fragment][group]
-            velocity = gradient.clone() if last is None else last.mul(momentum).add(gradient)
+            velocity = (
+                gradient.clone()
+                if last is None
+                else _of_each(last, sizes, gradient, lambda v, g: v.mul(momentum).add(g))
+            )
             self._momenta[fragment][group] = velocity
-            gradient = gradient.add(velocity, alpha=momentum)
-        return self._agreed[fragment][group].add(gradient, alpha=-rate)
+            gradient = _of_each(gradient, sizes, velocity, lambda g, v: g.add(v, alpha=momentum))
+        return _of_each(self._agreed[fragment][group], sizes, gradient, lambda a, g: a.add(g, alpha=-rate))
 
     def _average_buffers(self) -> None:
         for group in self._buffer_groups():
             if group[0][0].is_floating_point():
-                average = self._options.mean([_flat(buffers) for buffers in group])
+                average = self._mean([_flat(buffers) for buffers in group])
                 for buffers in group:
                     for buffer, value in zip(buffers, average.split([b.numel() for b in buffers]), strict=True):
                         buffer.copy_(value.view(buffer.shape))
@@ -239,31 +246,15 @@ class LocalRule(Rule):
             yield [[b for b in replica.buffers() if b.dtype == dtype] for replica in self._replicas]
 
 
-def mean_over_collective(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their shares are rounded, then added in the order of gloo's all-reduce; 1-D, or with two replicas any shape."""
-    shares = [value * (1.0 / len(values)) for value in values]
-    total = torch.empty_like(shares[0])
-    add_in_ring_order(shares, total)
-    return total
-
-
-def mean_of_casts(values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """``mean_over_collective`` of shares that are rounded to ``dtype``, where that is narrower."""
-    if dtype.itemsize >= values[0].dtype.itemsize:
-        return mean_over_collective(values)
-    shares = [(value * (1.0 / len(values))).to(dtype) for value in values]
-    total = torch.empty_like(shares[0])
-    add_in_ring_order(shares, total)
-    return total.to(values[0].dtype)
-
-
-def mean_at_server(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Values are added in the order of ranks, in float32 at least, and their sum is divided."""
-    dtype = torch.promote_types(values[0].dtype, torch.float32)
-    total = values[0].to(dtype)
-    for value in values[1:]:
-        total = total + value
-    return (total / len(values)).to(values[0].dtype)
+def _of_each(
+    one: torch.Tensor,
+    sizes: Sequence[int],
+    other: torch.Tensor,
+    make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What ``make`` makes of pairs of pieces that are tensors by themselves."""
+    pairs = zip(one.split(list(sizes)), other.split(list(sizes)), strict=True)
+    return torch.cat([make(a.clone(), b.clone()) for a, b in pairs])
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,9 +14,12 @@ from typing import TypeAlias
 
 import torch
 
+from psengine.verify.parts import Part
+
 Replicas: TypeAlias = Sequence[torch.nn.Module]
-# Names of the parameters of each bucket of the training that is compared with the rule, in the step it took last.
-Layout: TypeAlias = Callable[[], Sequence[Sequence[str]]]
+# The parts of parameters that travel together, by bucket or chunk, in the last step of the training that
+# is compared with the rule; the same object until they are laid out anew.
+Layout: TypeAlias = Callable[[], Sequence[Sequence[Part]]]
 
 
 class Rule:

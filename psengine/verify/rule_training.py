@@ -10,12 +10,13 @@ Nothing travels between ranks after the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from psengine.strategies.registry import resolve_strategy
+from psengine.verify.parts import Part
 from psengine.verify.ranks import Place, become_rank_0s
 from psengine.verify.rule import Layout
 from psengine.verify.rules import PREFIX, rule_of
@@ -81,8 +82,8 @@ class RuleTraining:
         """Those of this rank's replica; see ``Training``."""
         return self._own.tensors(kind)
 
-    def layout(self) -> list[list[str]]:
-        """Nobody's buckets: one for all parameters."""
+    def layout(self) -> Sequence[Sequence[Part]]:
+        """Nobody's buckets: one for the parameters of each dtype."""
         return self._own.layout()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
-from psengine.verify import codec_rule, local_rule
+from psengine.verify import async_rule, codec_rule, local_rule
 from psengine.verify.rule import MakeRule
 
 NATIVE, AUTO = "native", "auto"
@@ -17,6 +17,8 @@ PREFIX = "the rule of "
 # depend on more than the rule knows, such as the order in which workers arrive.
 RULES: dict[str, Callable[[Strategy, int], MakeRule | None]] = {
     "sync": codec_rule.of_collective,
+    "sync-server": codec_rule.of_servers,
+    "async": async_rule.of_servers,
     "local": local_rule.of_collective,
     "diloco": local_rule.of_collective,
     "local-server": local_rule.of_servers,

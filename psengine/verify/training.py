@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
+from psengine.strategies.servers.base import ServerStrategy
+from psengine.verify.parts import Part, whole
 from psengine.verify.ranks import Place
 from psengine.verify.rules import NATIVE
 from psengine.verify.target import NativeDistributedDataParallel, Target, TargetError, type_of
@@ -57,6 +59,9 @@ class Training:
         self._place = place
         self._optimizer: Any = None
         self._batch: Any = None
+        # What the parts of ``layout`` follow from.
+        self._laid_out_by: object = None
+        self._parts: list[list[Part]] = []
         target.model.to(place.device)
         self._strategy: Strategy | None = None
         if exchange is None:
@@ -152,11 +157,29 @@ class Training:
         """The plain model."""
         return self._target.model
 
-    def layout(self) -> list[list[str]]:
-        """Names of the parameters of each bucket in the last step; elsewhere one bucket for all."""
+    def layout(self) -> Sequence[Sequence[Part]]:
+        """See ``rule.Layout``; without a wrapper of ours a bucket for the parameters of each dtype."""
+        if isinstance(self._strategy, ServerStrategy):
+            laid_out_by: object = self._strategy.chunks
+        elif isinstance(self._wrapped, DistributedDataParallel):
+            laid_out_by = self._wrapped.reducer.buckets
+        else:
+            laid_out_by = self
+        if laid_out_by is not self._laid_out_by:
+            self._laid_out_by, self._parts = laid_out_by, self._find_parts()
+        return self._parts
+
+    def _find_parts(self) -> list[list[Part]]:
+        if isinstance(self._strategy, ServerStrategy):
+            specs = [spec for chunks in self._strategy.chunks.of_bucket for spec, _, _ in chunks]
+            return [[Part(one.name, one.start, one.numel) for one in spec.segments] for spec in specs]
         if isinstance(self._wrapped, DistributedDataParallel):
-            return [list(bucket.names) for bucket in self._wrapped.reducer.buckets]
-        return [[name for name, parameter in self.module.named_parameters() if parameter.requires_grad]]
+            return [whole(bucket.names, self.module) for bucket in self._wrapped.reducer.buckets]
+        trained = {name: one.dtype for name, one in self.module.named_parameters() if one.requires_grad}
+        by_dtype = [
+            [name for name, own in trained.items() if own == dtype] for dtype in dict.fromkeys(trained.values())
+        ]
+        return [whole(names, self.module) for names in by_dtype]
 
     def close(self) -> None:
         """Leave servers and let go of the wrapper."""

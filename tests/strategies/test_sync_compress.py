@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as Native
 import psengine
 from psengine.errors import ConfigurationError, NonFiniteGradientError
 from psengine.strategies.registry import resolve_strategy
-from psengine.verify.codec_rule import Average
+from psengine.verify.averages import SlicedAverage
 
 
 def compress(dtype, bucket):
@@ -161,7 +161,7 @@ def test_a_bucket_that_travels_in_pieces_has_the_same_averages(collective):
 def averages_are_those_of_the_rule(codec: str, options: dict[str, Any], weight: float | None, numel: int) -> None:
     world_size = 3
     results = run_ranks(averages, world_size, codec, options, weight, numel)
-    rule = Average(codec, world_size)
+    rule = SlicedAverage(codec, world_size)
     for step in range(3):
         if step == 1:
             rule.lay_out_anew()  # buckets are rebuilt

@@ -1,0 +1,202 @@
+"""The average of values, one of each replica, as a collective or a server makes it.
+
+over a collective   share ─ + residual ─ what arrives ─┐                     residual: what does not
+                    share ─ + residual ─ what arrives ─┴─► sum ─ + residual ─ what arrives ─► the average of all
+at a server         values ─ + residual ─ what arrives ─┐
+                    values ─ + residual ─ what arrives ─┴─► sum / W ─ + residual ─ what arrives ─► the average of all
+
+Over a collective casts are summed as they are, "topk" sends all of the sum, and "powersgd" sums factors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from psengine.codecs.base import Codec
+from psengine.collectives.ring_order import add_in_ring_order
+from psengine.verify.codec_values import ARRIVES, CASTS, Factors, Pieces, Sender, WithFeedback, is_covered, sender
+
+SLICE_NUMEL = 512
+# Of the payload of so many values.
+SLICE_BYTES = {"int8": 520, "fp4": 272, "onebit": 68}
+PIECE_BYTES = 1024 * 1024
+
+
+class Average(ABC):
+    """Of values of the same elements, time after time.
+
+    Attributes:
+        up: of each replica what it sends.
+    """
+
+    up: Sequence[Sender] = ()
+
+    @abstractmethod
+    def __call__(self, addends: Sequence[Tensor]) -> Tensor:
+        """The average, in the addends' dtype; addends are ``Over.addends``."""
+
+    def lay_out_anew(self) -> None:  # noqa: B027 - most have one residual for each replica
+        """Its elements will be exchanged with others: all that was left out goes to the residuals of ``up``."""
+
+    def spare(self, first: int, end: int) -> None:
+        """What was sent last of these elements did not count."""
+        for one in self.up:
+            one.spare(first, end)
+
+
+class CastSum(Average):
+    """Shares are added in another dtype, in the order of gloo's all-reduce."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    @override
+    def __call__(self, addends: Sequence[Tensor]) -> Tensor:
+        payloads = [share.to(self._dtype) for share in addends]
+        total = torch.empty_like(payloads[0])
+        add_in_ring_order(payloads, total)
+        return total.to(addends[0].dtype)
+
+
+class SlicedAverage(Average):
+    """What arrives of each share is added in the order of ranks, and so is what arrives of the sum: owners of slices
+    send it. Of "topk" all of the sum arrives.
+    """
+
+    def __init__(self, name: str, world_size: int, *, error_feedback: bool = True, **options: Any) -> None:
+        arrives = ARRIVES[name](**options)
+        self.up: Sequence[Sender] = [WithFeedback(arrives, keeps=error_feedback) for _ in range(world_size)]
+        self.down = None if name == "topk" else WithFeedback(arrives, keeps=error_feedback)
+        self._name = name
+
+    @override
+    def __call__(self, addends: Sequence[Tensor]) -> Tensor:
+        first, *others = [one(share) for one, share in zip(self.up, addends, strict=True)]
+        total = first
+        for arrived in others:
+            total = total + arrived
+        return (total if self.down is None else self.down(total)).to(addends[0].dtype)
+
+    @override
+    def lay_out_anew(self) -> None:
+        """Owners of slices take what was left out of the sum to their own residuals. A bucket is cut into pieces, whose
+        payloads have at most 1 MiB, and each of these into a slice of whole 512 values for each rank.
+        """
+        if self.down is None or self.down.residual is None:
+            return
+        second, self.down.residual = self.down.residual, None
+        row_numel = SLICE_NUMEL * len(self.up)
+        rows = max(1, PIECE_BYTES // (SLICE_BYTES[self._name] * len(self.up)))
+        first = 0
+        for piece in second.split(rows * row_numel):
+            slices = piece.split(-(-len(piece) // row_numel) * SLICE_NUMEL)
+            for part, one in zip(slices, self.up, strict=False):  # the last ranks may have none
+                assert one.residual is not None, "shares were sent before their sum"
+                one.residual[first : first + len(part)] += part
+                first += len(part)
+
+    @override
+    def spare(self, first: int, end: int) -> None:
+        super().spare(first, end)
+        if self.down is not None:
+            self.down.spare(first, end)
+
+
+class FactoredSum(Average):
+    """The factors of "powersgd" are summed, so that the average is what is factored."""
+
+    def __init__(self, world_size: int, pieces: Pieces, *, rank: int = 4, error_feedback: bool = True) -> None:
+        self.up = [Sender(keeps=error_feedback) for _ in range(world_size)]
+        self._factors = Factors(pieces, rank)
+        self._sum = CastSum(torch.float32)
+
+    @override
+    def __call__(self, addends: Sequence[Tensor]) -> Tensor:
+        factors = self._factors
+        corrected = [one.corrected(share) for one, share in zip(self.up, addends, strict=True)]
+        bases = factors.bases(self._sum([factors.left(values) for values in corrected]))
+        rights = [factors.right(values, bases) for values in corrected]
+        right = self._sum(rights)
+        factors.begin_at(right)
+        for one, values, own in zip(self.up, corrected, rights, strict=True):
+            one.keep(factors.left_out(values, bases, own))
+        return factors.product(bases, right).to(addends[0].dtype)
+
+
+class ServerAverage(Average):
+    """What arrives is added in the order of ranks, in float32 at least, and the sum is divided.
+
+    Args:
+        codec: of what replicas send.
+        answers: whether the average is encoded too.
+    """
+
+    def __init__(
+        self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces, *, answers: bool = True
+    ) -> None:
+        self.up = [sender(codec, dtype, pieces) for _ in range(world_size)]
+        self._down = sender(codec, dtype, pieces) if answers else Sender(keeps=False)
+
+    @override
+    def __call__(self, addends: Sequence[Tensor]) -> Tensor:
+        dtype = addends[0].dtype
+        first, *others = [one(values).to(dtype) for one, values in zip(self.up, addends, strict=True)]
+        total = first.to(torch.promote_types(dtype, torch.float32))
+        for arrived in others:
+            total = total + arrived
+        return self._down((total / len(addends)).to(dtype)).to(dtype)
+
+
+class Over(ABC):
+    """Where values are averaged."""
+
+    @abstractmethod
+    def addends(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """What is added of each replica's values."""
+
+    @abstractmethod
+    def average(self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces) -> Average:
+        """Of values under a codec that has a rule, see ``check_has_rule``."""
+
+
+class OverCollective(Over):
+    """Shares are rounded before they are added."""
+
+    @override
+    def addends(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return [one * (1.0 / len(values)) for one in values]
+
+    @override
+    def average(self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces) -> Average:
+        if not is_covered(codec, dtype):
+            return CastSum(dtype)
+        if codec.name in CASTS:
+            return CastSum(CASTS[codec.name])
+        if codec.name == "powersgd":
+            return FactoredSum(world_size, pieces, **codec.options)
+        return SlicedAverage(codec.name, world_size, **codec.options)
+
+
+class AtServers(Over):
+    """Servers know how many contribute.
+
+    Args:
+        answers: whether they encode averages.
+    """
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self._answers = answers
+
+    @override
+    def addends(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return list(values)
+
+    @override
+    def average(self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces) -> Average:
+        return ServerAverage(codec, world_size, dtype, pieces, answers=self._answers)
