@@ -137,6 +137,8 @@ class CodecRule(Rule):
                     one.residual = torch.cat([kept[part] for part in bucket])
 
     def _copy_buffers(self) -> None:
+        if not self.exchanges_buffers:
+            return
         for buffers in zip(*(replica.buffers() for replica in self._replicas), strict=True):
             for buffer in buffers[1:]:
                 buffer.copy_(buffers[0])

@@ -81,7 +81,7 @@ def of_servers(strategy: Any, world_size: int) -> MakeRule:
     if given["quorum"] < world_size:
         raise ConfigurationError(
             "what a merge of a part of the workers computes depends on when they arrive (expected a quorum of all"
-            f" {world_size} ranks, got quorum={given['quorum']}). Fix: --strategy diloco-server:quorum={world_size}"
+            f" {world_size} ranks, got quorum={given['quorum']}). Fix: quorum={world_size}"
         )
     outer = {name: given[name] for name in AS_DIFFERENCES}
     return _maker(RuleOptions(every=every, over=AtServers(answers=False), codec=codec, buffers="own", **outer))
@@ -145,6 +145,7 @@ class LocalRule(Rule):
     def before_forward(self) -> None:
         """In the warm-up as under "sync"."""
         if self._step < self._options.warm_up:
+            self._warm_up.exchanges_buffers = self.exchanges_buffers
             self._warm_up.before_forward()
 
     @override
@@ -176,7 +177,7 @@ class LocalRule(Rule):
             self._sent = [one for one in self._sent if one is not entry]
             for group, average in enumerate(entry[2]):
                 self._use(entry[1], group, average)
-        if step % options.every == 0:
+        if step % options.every == 0 and self.exchanges_buffers:
             if options.buffers == "average":
                 self._average_buffers()
             elif options.buffers == "lowest":

@@ -27,9 +27,12 @@ class Rule:
 
     Attributes:
         averages_gradients: whether replicas exchange anything between backward and an optimizer's step.
+        exchanges_buffers: whether replicas exchange buffers where the strategy does; the wrapper's
+            ``forward_sync_buffers``.
     """
 
     averages_gradients = False
+    exchanges_buffers = True
 
     def before_forward(self) -> None:
         """Replicas begin a step."""

@@ -57,6 +57,9 @@ class RuleTraining:
         make = rule_of(strategy, place.world_size)
         assert make is not None, "native DDP is trained by Training"
         self._rule = make([replica.module for replica in self._replicas], layout or self.layout)
+        options = target.ddp_options
+        both = (options.get("forward_sync_buffers"), options.get("broadcast_buffers"))
+        self._rule.exchanges_buffers = next((given for given in both if given is not None), True)
         if self._rule.averages_gradients and self._own.needs_closure:
             raise RefusedError(
                 f"{exchange.name} averages gradients between backward and the optimizer's step (expected an optimizer"

@@ -8,7 +8,7 @@ import torch
 
 from psengine.errors import ConfigurationError
 from psengine.specification import Specification
-from psengine.strategies.registry import resolve_strategy
+from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.verify.ranks import MAX_RANKS
 from psengine.verify.rules import AUTO, NATIVE, PREFIX, reference_of, rule_of
 
@@ -74,6 +74,8 @@ class Settings:
             is_over_servers(exchange)
             has_rule = not exchange.startswith(PREFIX) or rule_of(exchange.removeprefix(PREFIX), self.world_size)
         except ConfigurationError as error:
+            if exchange.removeprefix(PREFIX).partition(":")[0] in STRATEGIES:
+                raise
             raise ConfigurationError(f"{error} ({NATIVE!r} is native DDP)") from error
         if not has_rule:
             raise ConfigurationError(

@@ -141,6 +141,10 @@ def in_chunks():
     return made(model=InChunks())
 
 
+def own_buffers():
+    return made(options={"forward_sync_buffers": False})
+
+
 def lbfgs():
     return made(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=2))
 

@@ -152,6 +152,12 @@ def test_the_zoo_follows_the_rule_of_async_with_one_worker(codec):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sync:compress=int8", "sync-server:compress=int8", "local:every=2,warm_up=1"])
+def test_replicas_keep_their_buffers_where_the_wrapper_says_so(strategy):
+    assert compare(f"{TARGETS}:own_buffers", Settings(strategy=strategy, steps=3)).verdict == "bitwise equal"
+
+
+@pytest.mark.slow
 def test_a_codec_without_error_feedback_is_another_rule():
     against = "the rule of sync:compress=int8,error_feedback=false"
     found = compare(f"{TARGETS}:plain", Settings(strategy="sync:compress=int8", against=against, steps=3))
