@@ -8,21 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from attacks.hostile_client import idle_dealers, look_around, resident_bytes
 from harness.tables import Table
-from support.server_process import SGD, running_server
+from support.server_process import APPLY, SGD, running_server
 
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
-APPLY = {"name": "apply"}
 SAMPLES = 12
+PAUSE_S = 1.0  # of a client after each push
 
 
 def _layout(numel: int) -> list[ChunkSpec]:
     return [ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, numel, (Segment("p", (numel,), (1,), 0, numel),))]
 
 
-def _push_until(session: WorkerSession, rank: int, numel: int, end_s: float, pause_s: float) -> int:
+def _enter(session: WorkerSession, numel: int) -> None:
+    session.start()
+    session.enter(_layout(numel), lambda one: torch.zeros(one.numel))
+
+
+def _push_until(session: WorkerSession, rank: int, numel: int, end_s: float) -> int:
     """Pushes of a one in element ``rank``; how many were acknowledged."""
     gradient = torch.zeros(numel)
     gradient[rank] = 1.0
@@ -30,7 +35,7 @@ def _push_until(session: WorkerSession, rank: int, numel: int, end_s: float, pau
     while time.monotonic() < end_s:
         session.push(0, gradient.clone(), []).wait()
         pushes += 1
-        time.sleep(pause_s)
+        time.sleep(PAUSE_S)
     return pushes
 
 
@@ -38,34 +43,29 @@ def stand_in_crowd(idle: int, active: int, minutes: float) -> Table:
     """Element r of the weights counts worker r's pushes."""
     options = {"insecure": True, "lease_s": 30.0}
     with running_server(**options) as server, idle_dealers(server.addresses[0], idle):
-        sessions = []
-        try:
-            for rank in range(active):
-                session = WorkerSession(
-                    SessionOptions(
-                        addresses=(server.addresses[0],),
-                        job="crowd",
-                        rule=APPLY,
-                        rank=rank,
-                        world_size=active,
-                        timeout_s=60.0,
-                    )
+        sessions = [
+            WorkerSession(
+                SessionOptions(
+                    addresses=(server.addresses[0],),
+                    job="crowd",
+                    rule=APPLY,
+                    rank=rank,
+                    world_size=active,
+                    timeout_s=60.0,
                 )
-                session.start()
-                sessions.append(session)
+            )
+            for rank in range(active)
+        ]
+        try:
             with ThreadPoolExecutor(active) as pool:
-                entering = [
-                    pool.submit(session.enter, _layout(active), lambda one: torch.zeros(one.numel))
-                    for session in sessions
-                ]
-                for entered in entering:
+                for entered in [pool.submit(_enter, session, active) for session in sessions]:
                     entered.result()
                 body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, active, 0]]}
                 wait_all([session.configure(0, body) for session in sessions])
                 began_s = time.monotonic()
                 end_s = began_s + 60 * minutes
                 pushing = [
-                    pool.submit(_push_until, session, rank, active, end_s, 0.5) for rank, session in enumerate(sessions)
+                    pool.submit(_push_until, session, rank, active, end_s) for rank, session in enumerate(sessions)
                 ]
                 memory, health, newcomer_s = [], [], []
                 for sample in range(SAMPLES):

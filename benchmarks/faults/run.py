@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from argparse import Namespace
@@ -14,7 +15,7 @@ _ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks"), str(Path(__file__).parent)]
 
 from attacks.averaging_kills import AVERAGE, run_sync  # noqa: E402
-from attacks.bad_links import WORKERS, run_lossy, run_slow  # noqa: E402
+from attacks.bad_links import STEPS, WORKERS, run_lossy, run_slow  # noqa: E402
 from attacks.kill_loop import Counters, run_async, run_forgetful  # noqa: E402
 from harness.command_line import at_least, parser_of, some_of  # noqa: E402
 from harness.record import Record  # noqa: E402
@@ -67,12 +68,13 @@ def links(options: Namespace) -> Table:
 
 
 def lossy(options: Namespace) -> Table:
-    steps = max(1, round(options.pushes / 2 / WORKERS / LOSSY_CHUNKS))
+    steps = min(STEPS, max(1, options.pushes // 2 // WORKERS // LOSSY_CHUNKS))
+    trainings = math.ceil(options.pushes / 2 / WORKERS / LOSSY_CHUNKS / steps)
     rows = [
-        row(f"{strategy}, lossy proxy", run_lossy(1, options.seed, rule, steps, LOSSY_CHUNKS))
+        row(f"{strategy}, lossy proxy", run_lossy(trainings, options.seed, rule, steps, LOSSY_CHUNKS))
         for strategy, rule in (("async", APPLY), ("sync-server", AVERAGE))
     ]
-    return Table(f"{steps * WORKERS * LOSSY_CHUNKS} pushes a row", COLUMNS, rows)
+    return Table(f"{trainings * steps * WORKERS * LOSSY_CHUNKS} pushes a row", COLUMNS, rows)
 
 
 def power(options: Namespace) -> Table:
