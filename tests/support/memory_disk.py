@@ -14,6 +14,7 @@ class MemoryDisk:
         self.syncs = 0
         self.capacity_bytes = 1 << 40
         self.sync_error = 0  # an errno
+        self.names_error = 0  # likewise, of names
 
     def list(self):
         return sorted(self.files)
@@ -24,7 +25,8 @@ class MemoryDisk:
         return MemoryFile(self, name)
 
     def sync_names(self):
-        pass
+        if self.names_error:
+            raise OSError(self.names_error, "sync failed")
 
     def delete(self, name):
         self.files.pop(name, None)

@@ -231,6 +231,17 @@ def test_a_failed_sync_is_no_durability():
     assert read(log.disk.after_power_loss())[0] == [0]
 
 
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_name_that_was_not_synced_is_no_full_disk(error):
+    """The records are in the file: another try would write them twice."""
+    disk = MemoryDisk()
+    log = ShardLog(LogStart(0, 1, 0, 7))
+    disk.names_error = error
+    with pytest.raises(OSError, match="its name could not be made durable") as failure:
+        SegmentWriter(disk, 0).write(log.pending())
+    assert failure.value.errno == errno.EIO
+
+
 def test_a_directory_writes_many_pieces_and_names_the_file_in_errors(tmp_path):
     disk = DirectoryDisk(tmp_path)
     file = disk.create("a")

@@ -21,6 +21,7 @@ A daemon runs ``SegmentWriter`` in a thread (``durability/log_thread.py``). A si
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -147,17 +148,23 @@ class SegmentWriter:
         self._shard = shard
         self._file: DiskFile | None = None
         self._segment = -1
+        self._name = ""
 
     def write(self, batch: Batch) -> None:
         """Write a batch's records."""
         if batch.segment != self._segment:
             self.close()
-            self._file = self._disk.create(segment_name(self._shard, batch.segment))
+            self._name = segment_name(self._shard, batch.segment)
+            self._file = self._disk.create(self._name)
             self._segment = batch.segment
         assert self._file is not None
         self._file.append(batch.pieces())
         if batch.is_new:
-            self._disk.sync_names()
+            try:
+                self._disk.sync_names()
+            except OSError as error:
+                # A sync that failed, not a lack of room for records: they are written, and it is not tried again.
+                raise OSError(errno.EIO, f"its name could not be made durable: {error}", self._name) from error
 
     def sync(self) -> None:
         """Make durable what was written."""
