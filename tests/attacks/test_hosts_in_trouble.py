@@ -175,7 +175,7 @@ SERVER_ROADS = (
     ],
 )
 def test_a_cut_link_that_heals_leaves_the_weights_as_they_would_be(tmp_path, strategies, collective):
-    with crew(tmp_path, strategies, steps=12, pause_s=0.05, collective=collective) as trained:
+    with crew(tmp_path, strategies, steps=12, pause_s=0.15, collective=collective) as trained:
         for strategy in strategies:
             trained.await_step(strategy, 3)
             trained.hosts[1].cut()
