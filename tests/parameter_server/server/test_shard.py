@@ -170,7 +170,7 @@ class TestRefusals:
         "wrong job": (lambda w: w.push(0, 2, torch.ones(4), job=12345), ErrorCode.NOT_MEMBER),
         "wrong epoch": (lambda w: w.push(0, 2, torch.ones(4), epoch=99), ErrorCode.NOT_MEMBER),
         "unknown rank": (lambda w: w.push(0, 2, torch.ones(4), worker=7), ErrorCode.NOT_MEMBER),
-        "register late": (lambda w: [w.register(spec(0, 4))], ErrorCode.BAD_MESSAGE),
+        "register late": (lambda w: [w.register(spec(0, 4))], ErrorCode.STATE_LOST),
         "seal otherwise": (lambda w: w.seal([spec(0, 4)]), ErrorCode.BAD_MESSAGE),
         "another optimizer": (lambda w: [w.configure(0, 4, "Adagrad", [ADAGRAD])], ErrorCode.RULE_MISMATCH),
         "other runs": (lambda w: [w.configure(0, 4, runs=[[0, 2, 0], [2, 4, 0]])], ErrorCode.RULE_MISMATCH),

@@ -217,18 +217,20 @@ class Job(ABC):
                     self.membership.demote(rank)
                 self.chunks.clear()
                 self.journal.members(self)
+        if self.is_sealed and rank == self.initialiser and self.rule.holds_weights:
+            raise ProtocolError(
+                f"{what}: job {self.name!r} has values here; another server has lost its own. Fix: start all anew.",
+                ErrorCode.STATE_LOST,
+            )
         self._check_initialiser(member, what)
 
     def _check_initialiser(self, member: Member, what: str) -> None:
         """Raise ProtocolError unless this worker may register chunks and seal them now."""
         initialiser = self.initialiser
         if self.is_sealed or member.rank != initialiser:
-            is_lost = self.is_sealed and member.rank == initialiser and self.rule.holds_weights
             raise ProtocolError(
                 f"{what}: job {self.name!r} takes chunks from worker {initialiser} before it is sealed (got worker"
                 f" {member.rank}, {'sealed' if self.is_sealed else 'not sealed'})"
-                + (". Another server has lost its values; start all servers and workers anew." if is_lost else ""),
-                ErrorCode.STATE_LOST if is_lost else ErrorCode.BAD_MESSAGE,
             )
 
     def seal(self, message: Message, member: Member) -> list[Reply]:
