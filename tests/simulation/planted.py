@@ -14,6 +14,7 @@ from psengine.errors import PSEngineError
 from psengine.parameter_server.client import recovery
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.membership import Membership as ClientMembership
+from psengine.parameter_server.client.operation import Operation
 from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.client.pushes import Pushes
 from psengine.parameter_server.server.core.admission import Admissions
@@ -527,6 +528,40 @@ def _keeps_the_number(ask: Any) -> Any:
 
 
 _plant("again: a push that was fenced is taken for a repeat", Together, "_ask_for_result", _keeps_the_number)
+
+
+def _takes_any_join(join: Any) -> Any:
+    def one(self: Admissions, rank: int, request: int, live: Any) -> Any:
+        self._joins.pop(rank, None)
+        return join(self, rank, request, live)
+
+    return one
+
+
+def _gives_up_nothing(abandon: Any) -> Any:
+    return lambda self: None
+
+
+def _joins_twice(stack: ExitStack) -> None:
+    stack.enter_context(mock.patch.object(Admissions, "join", _takes_any_join(Admissions.join)))
+    stack.enter_context(mock.patch.object(Operation, "abandon", _gives_up_nothing(Operation.abandon)))
+
+
+PLANTED["again: a JOIN that was given up is answered, and not the one that counts"] = _joins_twice
+
+
+def _supplies_any(ask: Any) -> Any:
+    def one(self: Together, sequence: int) -> list[Reply]:
+        quorum, self._quorum = self._quorum, None
+        try:
+            return ask(self, sequence)
+        finally:
+            self._quorum = quorum
+
+    return one
+
+
+_plant("again: an average without its contributors is taken under a quorum", Together, "_ask_for_result", _supplies_any)
 
 
 def _hears_nothing_while_held(receive: Any) -> Any:

@@ -34,7 +34,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, faults=faults[:half])
     for index in range(len(faults)):
         yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
-    for name, least in (("servers", 1), ("shards", 1), ("chunks", 1), ("steps", 1)):
+    servers = 1 + max((fault.server or 0 for fault in faults), default=0)  # those that faults name
+    for name, least in (("servers", servers), ("shards", 1), ("chunks", 1), ("steps", 1)):
         value = getattr(scenario, name)
         if value > least:
             yield replace(scenario, **{name: least})

@@ -105,6 +105,34 @@ FOUND = {
         faults=(Fault("kill server", 1.915, 0.115, 0, 0, 0.147),),
     ),
 }
+FOUND["again: a JOIN that was given up is answered, and not the one that counts"] = Scenario(
+    # Worker 0's JOIN is refused at one server, and so made anew at both. The other took the first one for the later,
+    # answered that, and had worker 1 give its state again, which waited for worker 0 at the first.
+    seed=248,
+    rule="average",
+    quorum=2,
+    servers=2,
+    think_s=1.0,
+    latency_s=(0.01, 0.08333333333333333),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    tick_s=0.2,
+    faults=(Fault("kill worker", 2.737, 0.649, 0, 1, 0.37), Fault("kill server", 3.847, 1.086, 0, 1, 0.717)),
+)
+FOUND["again: an average without its contributors is taken under a quorum"] = Scenario(
+    # An exchange ended without worker 2; the server restarts, and another worker brings the average. Nobody knew who was
+    # in it, and worker 2 was told that it was.
+    seed=7,
+    rule="average",
+    quorum=1,
+    workers=3,
+    chunks=1,
+    steps=3,
+    latency_s=(0.01, 0.08333333333333333),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    faults=(Fault("kill server", 1.795, 0.226, 0, 0, 0.072),),
+)
 FOUND["again: a shard that was sealed before worker 0 died takes no values"] = Scenario(
     # Worker 0 is killed between the SEALs of two servers. Its next process has to give the values to both, and one
     # took none any more.

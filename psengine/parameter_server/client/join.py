@@ -141,6 +141,8 @@ def join(membership: Membership) -> Flow[str]:
             if not lost_meanwhile or now_s() >= deadline_s:
                 raise
             logger.warning("joining job %r again: %s", options.job, error)
+        for request in requests:
+            request.abandon()  # a shard that takes it after the next JOIN would answer it, and not that one
         membership.pause()
         state = (yield from enter(membership)).state
         if state != "join":

@@ -392,8 +392,6 @@ class Membership:
         if message.key not in self.kept or last is None or last.sequence != message.sequence or not last.destinations:
             text = "%s asks for an average that this worker does not have: %d of chunk %d"
             logger.warning(text, link.address, message.sequence, message.key)
-            if last is not None and last.sequence > message.sequence:
-                link.tell_progress()  # the server takes it for one exchange behind
             return
         # ``result`` is a copy: the next answer may overwrite the values while they are being sent.
         link.send_result(Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result()))

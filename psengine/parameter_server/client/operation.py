@@ -10,6 +10,7 @@ has a hundred chunks and one thread that waits for them.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -183,6 +184,10 @@ class Operation:
         for lock in self.waiters:
             release(lock)
         return None
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more: its link drops it at the next tick."""
+        self.timeout_s = self.deadline_s = -math.inf
 
     def fail(self, error: PSEngineError) -> None:
         """I/O thread: end it without an answer."""

@@ -37,14 +37,16 @@ class Admissions:
     def is_admitted(self, rank: int, incarnation: int, request: int) -> bool:
         """Whether this JOIN is answered already: its OK was lost, or ADMIT came before it."""
         admission = self._admitted.get(rank)
-        if admission is None or admission.incarnation != incarnation or admission.join not in (None, request):
+        if admission is None or admission.incarnation != incarnation:
             return False
-        admission.join = request
+        if admission.join is not None and request > admission.join:
+            return False
+        admission.join = max(request, admission.join or 0)
         return True
 
     def join(self, rank: int, request: int, live: Sequence[int]) -> int | None:
         """A worker waits for state; the rank to ask for it, None if it has to wait for its turn."""
-        self._joins[rank] = request
+        self._joins[rank] = max(request, self._joins.get(rank, 0))  # an older one may come late
         self.pushed(rank)
         if self.one_at_a_time and any(one.is_reading for one in self._admitted.values()):
             return None

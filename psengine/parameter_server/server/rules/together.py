@@ -239,10 +239,12 @@ class Together(ChunkRule):
     def _ask_for_result(self, sequence: int) -> list[Reply]:
         """The exchange ended before this server started; a worker that is one exchange further has its average."""
         waiting, progress = self._contributors(sequence), self.progress
+        # With a quorum nobody knows which of those who wait took part in it.
+        sources = self.context.live_ranks() if self._quorum is None else ()
         one_ahead = [
             rank
-            for rank in self.context.live_ranks()
-            if (progress.last_sequence.get(rank, 0) == sequence + 1 and progress.said(rank) <= sequence)
+            for rank in sources
+            if progress.last_sequence.get(rank, 0) == sequence + 1
             or (progress.said(rank) == sequence and rank not in waiting)
         ]
         if one_ahead:
