@@ -291,7 +291,7 @@ class AveragingJob:
         assert push.answer is not None
         where = f"exchange {push.sequence} of chunk {push.key} at worker {process.rank}"
         parts = self._parts_of(push, landing.tolist(), where)
-        # Without a quorum too few faults were found that matter: see "Known" in README.md.
+        # Without a quorum: see "Known" in README.md.
         is_supplied = (push.answer.epoch, push.key, push.sequence) in self._supplied and self.scenario.quorum is None
         if made is not None and not push.answer.body.get("late") and not is_supplied:
             require(made in parts, "{} was acknowledged, and its contribution is not in the average", where)

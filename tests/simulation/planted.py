@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from psengine.errors import PSEngineError
-from psengine.parameter_server.client import recovery
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.membership import Membership as ClientMembership
 from psengine.parameter_server.client.operation import Operation
@@ -21,6 +19,7 @@ from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.capture import Cuts
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.journal import Journal
+from psengine.parameter_server.server.core.life import JobPhase
 from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
 from psengine.parameter_server.server.durability.replay import Replay
@@ -517,17 +516,16 @@ def _forgets_the_replaced(greet: Any) -> Any:
 _plant("again: a process that was replaced may come back", Membership, "greet", _forgets_the_replaced)
 
 
-def _keeps_the_number(ask: Any) -> Any:
-    def one(self: Together, sequence: int) -> list[Reply]:
-        before = dict(self.progress.last_sequence)
-        replies = ask(self, sequence)
-        self.progress.last_sequence.update(before)
-        return replies
-
-    return one
-
-
-_plant("again: a push that was fenced is taken for a repeat", Together, "_ask_for_result", _keeps_the_number)
+_plant(
+    "again: a job without live workers gets its chunks from worker 0",
+    AveragingJob,
+    "initialiser",
+    lambda initialiser: property(
+        lambda self: (
+            self.membership.live_ranks[0] if self.phase is JobPhase.REBUILDING and self.membership.live_ranks else 0
+        )
+    ),
+)
 
 
 def _takes_any_join(join: Any) -> Any:
@@ -600,20 +598,6 @@ def _knows_every_life(welcomed: Any) -> Any:
 
 
 _plant("again: a recovery does not hear of one more restart", Ledger, "welcomed", _knows_every_life)
-
-
-def _gives_up_recovering(come_back: Any) -> Any:
-    def one(membership: Any) -> Any:
-        try:
-            return (yield from come_back(membership))
-        except PSEngineError as error:
-            error.code = ErrorCode.STATE_LOST  # type: ignore[attr-defined]
-            raise
-
-    return one
-
-
-_plant("again: a recovery that was in vain ends the worker", recovery, "_come_back", _gives_up_recovering)
 
 
 def _answers_first(gather: Any) -> Any:

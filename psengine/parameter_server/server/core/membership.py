@@ -119,6 +119,8 @@ class Membership:
     # By rank, the nonces of processes that newer ones have replaced. What became of their exchanges is not known any
     # more: the rank's numbers are those of the newer ones, even once these are gone.
     _replaced: dict[int, list[int]] = field(default_factory=dict)
+    # Ranks that were here, in this life of the server, and went.
+    _went: set[int] = field(default_factory=set)
 
     def greet(self, hello: Message, user_id: str, route: bytes, progress: int, now_s: float) -> Greeting | str:
         """A worker says HELLO; it becomes a member, not live yet.
@@ -230,6 +232,7 @@ class Membership:
         """The worker is gone; with ``forget`` (it said goodbye) another process may take the rank at once."""
         member = self.members.pop(rank, None)
         if member is not None:
+            self._went.add(rank)
             self._claims.pop(rank, None)
             member.advance(MemberEvent.LEFT)
             if not forget and member.phase is not MemberPhase.ABSENT:
@@ -295,10 +298,13 @@ class Membership:
     def expect(self, ranks: Iterable[int], now_s: float) -> None:
         """Wait one lease for workers that a restarted server is told of; they will say HELLO themselves.
 
-        One that the snapshot has as a worker about to enter has entered since, or nobody would name it.
+        One that the snapshot has as a worker about to enter has entered since, or nobody would name it. One that was
+        put out since the restart is not waited for, and has to join: it may name itself.
         """
         for rank in ranks:
             member = self.members.get(rank)
+            if member is None and rank in self._went:
+                continue
             if member is None:
                 phase = after(MEMBER, MemberPhase.ABSENT, MemberEvent.TOLD)
                 self.members[rank] = Member(rank, 0, 0, "", b"", phase, now_s, "expected")

@@ -45,9 +45,12 @@ class AveragingJob(Job):
     @property
     @override
     def initialiser(self) -> int:
-        """0, or the lowest that is left of a job that is under way."""
-        live = self.membership.live_ranks
-        return live[0] if self.phase is JobPhase.REBUILDING and live else 0
+        """0, or the lowest that is left of a job that is under way; one whose lease ran out if no other is."""
+        if self.phase is not JobPhase.REBUILDING:
+            return 0
+        members = self.membership.members
+        survivors = (rank for rank, member in members.items() if member.phase.was_live)
+        return min(self.membership.live_ranks or survivors, default=0)
 
     # ---- coming ------------------------------------------------------------------------------------------------
 
@@ -192,6 +195,8 @@ class AveragingJob(Job):
         replies = [Reply(MessageType.OK, member.rank, message.sequence, body={"lost": [0, 0, 0]})]
         for key, _, sequence, *_ in message.body["chunks"]:
             rule = self.chunks.find(key)
+            if sequence and JobEvent.STARTED in JOB[self.phase]:
+                self._start()  # before this server did: who lacks that exchange has to join
             if member.phase.is_live:
                 replies += rule.note_answered(member.rank, sequence)
         return [*replies, *self._release()]
