@@ -11,6 +11,8 @@ from simulation.planted import PLANTED, seeds_until_found
 from simulation.scenario import draw
 
 LIMIT = 1000
+# ``test_found.py`` has a scenario for each of the others.
+BUGS = sorted(name for name in PLANTED if not name.startswith("again:"))
 # Found by the first few seeds.
 QUICK = (
     "the first push of a worker is taken for a repeat",
@@ -29,13 +31,11 @@ def quiet():
 
 
 def test_there_are_enough_to_say_something():
-    assert len(PLANTED) >= 25
-    assert set(QUICK) <= set(PLANTED)
+    assert len(BUGS) >= 25
+    assert set(QUICK) <= set(BUGS)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(PLANTED)]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BUGS])
 def test_a_planted_bug_is_found(name):
     seeds, violation = seeds_until_found(name, LIMIT)
     assert 0 < seeds <= LIMIT
