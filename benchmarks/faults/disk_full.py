@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from harness.tables import Table
 from support.server_process import APPLY, SGD, running_server
+from support.waiting import eventually
 
 from psengine.parameter_server.client.options import READER_RULE, SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
@@ -94,6 +95,8 @@ def _fill_one(tier: str) -> list[Any]:
             pusher = Pusher(session)
             pusher.start()
             pusher.await_more(20)
+            # Without a first snapshot there would be no job to come back.
+            eventually(lambda: server.status()["snapshot"]["generation"], "a snapshot")
             _fill(folder)
             before = pusher.acknowledged
             # Snapshots make room and take it again: the disk is kept full.
