@@ -38,6 +38,7 @@ CHUNKS = 8
 SHARDS = 2
 LEASE_S = 1.0
 PATIENCE_S = 30.0
+SNAPSHOTS_S = 90.0  # two of them: each waits 10 s for the steps of a worker that was killed in the middle of one
 
 
 @dataclass
@@ -202,9 +203,11 @@ class AsyncTrial:
     def _await_generation(self) -> None:
         """Until a snapshot that began after now is durable."""
         before = self.server.status()["snapshot"]["generation"] or 0
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + SNAPSHOTS_S
         while (self.server.status()["snapshot"]["generation"] or 0) < before + 2:
-            assert time.monotonic() < deadline_s, "no snapshot was written"
+            if time.monotonic() > deadline_s:
+                said = "\n".join(self.server.log().splitlines()[-20:])
+                raise AssertionError(f"no snapshot was written: {self.server.status()['snapshot']}\n{said}")
             time.sleep(0.02)
 
     def _pause(self) -> list[tuple[int, int]]:
