@@ -63,6 +63,13 @@ class ToldWeights:
         data = payload.view(torch.uint8).numpy().tobytes()
         if any((one.version, one.payload) == (message.version, data) for one in told):
             return  # the same answer again
+        former = self._last.get(place[:3])
+        if former is not None and former[1] == message.sequence:
+            again = [one for one in self._told[former] if (one.version, one.payload) == (message.version, data)]
+            if again:  # to the process's next incarnation, which this shard let in while it knew the former
+                told.append(again[-1])
+                self._last[place[:3]] = place, message.sequence
+                return
         where = f"the answer to push {message.sequence} of chunk {message.key} to worker {message.worker}"
         require(message.version == version, "{} has version {}, expected {}", where, message.version, version)
         if payload.dtype is self._dtype and payload.numel() == self._numel:
