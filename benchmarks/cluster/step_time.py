@@ -40,6 +40,7 @@ START = {
     "gloo host_s": 1e-9,
     "servers host_s": 1e-9,
     "operation_s": 1e-3,
+    "value_s": 3e-10,
 }
 FIRST_FACTOR, LAST_FACTOR = 1.6, 1.001
 
@@ -119,6 +120,7 @@ def constants_of(values: Mapping[str, float]) -> Constants:
         gathers=Road(efficiency=values["gathers efficiency"], host_s=values["gloo host_s"]),
         servers=Road(efficiency=values["servers efficiency"], host_s=values["servers host_s"]),
         operation_s=values["operation_s"],
+        value_s=values["value_s"],
         message_s=CONSTANTS.message_s,
     )
 

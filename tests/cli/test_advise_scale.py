@@ -105,6 +105,7 @@ IDEAL = Constants(
     gathers=Road(efficiency=1.0, host_s=0.0),
     servers=Road(efficiency=1.0, host_s=0.0),
     operation_s=0.0,
+    value_s=0.0,
     message_s=0.0,
 )
 

@@ -20,6 +20,7 @@ CONSTANTS = Constants(
     gathers=Road(efficiency=0.69, host_s=4.2e-10),
     servers=Road(efficiency=1.0, host_s=1.15e-9),
     operation_s=0.0073,
+    value_s=0.0,
     message_s=0.0002,
 )
 # What benchmarks/cluster/step_time.py found with them, and the most hosts of its measurements.

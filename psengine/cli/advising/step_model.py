@@ -43,7 +43,8 @@ class Constants:
         ring: all-reduces of gloo.
         gathers: its all-to-alls and all-gathers.
         servers: psengine's parameter servers.
-        operation_s: of each stage of a bucket, whatever its size.
+        operation_s: a core's time for each stage of a bucket, whatever its size.
+        value_s: a core's time for a byte of values that is packed and unpacked.
         message_s: software's part of a message that another one waits for.
     """
 
@@ -51,6 +52,7 @@ class Constants:
     gathers: Road
     servers: Road
     operation_s: float
+    value_s: float
     message_s: float
 
 
@@ -116,14 +118,15 @@ def _end_s(
 
     def on_link_s(stage: Stage, size: float) -> float:
         byte_s = 1 / (road.efficiency * network.bytes_per_s) + road.host_s * network.sharing
-        return stage.sent * size * byte_s + stage.messages * latency_s + constants.operation_s
+        return stage.sent * size * byte_s + stage.messages * latency_s + constants.operation_s * network.sharing
 
     first, *more = traffic.stages
     total = sum(buckets)
     core_s, link_s = (1 - BACKWARD) * compute_s, 0.0
     arrived: list[float] = []
     for size in buckets:
-        core_s += BACKWARD * compute_s * size / total + first.coding_s * size * network.sharing
+        packed_s = (constants.value_s / 2 + first.coding_s) * size * network.sharing
+        core_s += BACKWARD * compute_s * size / total + packed_s
         link_s = max(link_s, core_s) + on_link_s(first, size)
         arrived.append(link_s)
     for stage in more:
@@ -133,5 +136,5 @@ def _end_s(
             link_s = max(link_s, core_s) + on_link_s(stage, size)
             arrived.append(link_s)
     for size, ready_s in zip(buckets, arrived, strict=True):
-        core_s = max(core_s, ready_s) + traffic.after_s * size * network.sharing
+        core_s = max(core_s, ready_s) + (constants.value_s / 2 + traffic.after_s) * size * network.sharing
     return core_s
