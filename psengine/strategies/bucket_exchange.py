@@ -34,8 +34,9 @@ from psengine.tensors.bucket import Bucket
 
 PendingQueue: TypeAlias = "deque[Piece | _Rounds]"
 
-# Payloads that are cut into slices travel in pieces of this size, so that links are busy while slices are summed.
-PIECE_BYTES = 1024 * 1024
+# Payloads that are cut into slices travel in pieces, so that links are busy while slices are summed. A slice of a piece
+# is one message between two ranks; of this size its own costs are small whatever the number of ranks.
+SLICE_BYTES = 256 * 1024
 
 
 class BucketExchange(ABC):
@@ -134,7 +135,7 @@ class SlicedPayloads(BucketExchange):
         # Slices of a piece are alike, so that they can be gathered; the payload is as long as that of all of them.
         row_numel = collective.world_size * codec.slice_numel
         row_bytes = codec.payload_spec(row_numel, bucket.dtype).numel
-        rows, rows_of_piece = -(-bucket.numel // row_numel), max(1, PIECE_BYTES // row_bytes)
+        rows, rows_of_piece = -(-bucket.numel // row_numel), max(1, SLICE_BYTES * collective.world_size // row_bytes)
         payload = torch.zeros(rows * row_bytes, dtype=torch.uint8, device=bucket.device)
         self._encoded = payload[: codec.payload_spec(bucket.numel, bucket.dtype).numel]
         self._pieces = []

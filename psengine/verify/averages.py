@@ -25,7 +25,7 @@ from psengine.verify.codec_values import ARRIVES, CASTS, Factors, Pieces, Sender
 SLICE_NUMEL = 512
 # Of the payload of so many values.
 SLICE_BYTES = {"int8": 520, "fp4": 272, "onebit": 68}
-PIECE_BYTES = 1024 * 1024
+MOST_BYTES = 256 * 1024
 
 
 class Average(ABC):
@@ -85,14 +85,14 @@ class SlicedAverage(Average):
 
     @override
     def lay_out_anew(self) -> None:
-        """Owners of slices take what was left out of the sum to their own residuals. A bucket is cut into pieces, whose
-        payloads have at most 1 MiB, and each of these into a slice of whole 512 values for each rank.
+        """Owners of slices take what was left out of the sum to their own residuals. A bucket is cut into pieces, and
+        each of these into a slice of whole 512 values for each rank, whose payload has at most 256 KiB.
         """
         if self.down is None or self.down.residual is None:
             return
         second, self.down.residual = self.down.residual, None
         row_numel = SLICE_NUMEL * len(self.up)
-        rows = max(1, PIECE_BYTES // (SLICE_BYTES[self._name] * len(self.up)))
+        rows = max(1, MOST_BYTES // SLICE_BYTES[self._name])
         first = 0
         for piece in second.split(rows * row_numel):
             slices = piece.split(-(-len(piece) // row_numel) * SLICE_NUMEL)

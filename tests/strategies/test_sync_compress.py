@@ -135,7 +135,7 @@ def averages(
 # Slices of 1,024 values, of 976 and of none.
 NUMEL = 2000
 # Two pieces with "int8", of which the second has slices of 2,560 values, of 2,560 and of 2,024.
-OF_TWO_PIECES = 672 * 3 * 512 + 7144
+OF_TWO_PIECES = 504 * 3 * 512 + 7144
 
 
 @pytest.mark.parametrize(
