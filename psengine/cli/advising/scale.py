@@ -16,11 +16,11 @@ from psengine.errors import ConfigurationError
 from psengine.specification import Specification
 
 CONSTANTS = Constants(
-    ring=Road(efficiency=1.0, host_s=4.2e-10),
-    gathers=Road(efficiency=0.69, host_s=4.2e-10),
-    servers=Road(efficiency=1.0, host_s=1.15e-9),
-    operation_s=0.0073,
-    value_s=0.0,
+    ring=Road(efficiency=1.0, host_s=3.7e-10),
+    gathers=Road(efficiency=0.92, host_s=3.7e-10),
+    servers=Road(efficiency=1.0, host_s=5.7e-10),
+    operation_s=0.0015,
+    value_s=6.0e-10,
     message_s=0.0002,
 )
 # What benchmarks/cluster/step_time.py found with them, and the most hosts of its measurements.
