@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.full_disk import fill_up
 from support.server_process import SGD, Peer, ServerFailedError, running_server
 from support.shard_world import APPLY, Worker, World
 from support.shard_world import spec as chunk
@@ -191,15 +192,6 @@ def test_a_sync_that_fails_ends_the_server_and_acknowledges_nothing(tmp_path):
         assert peer.request("PUSH", key=0, sequence=2, payload=torch.ones(10), timeout_s=1.0) is None
         assert server.wait() == 5
         assert "the log of shard 0 cannot be written any more" in server.log()
-
-
-def fill_up():
-    def write(descriptor, pieces, offset):
-        if os.path.exists(flag):
-            raise OSError(28, "No space left on device")
-        return real(descriptor, pieces, offset)
-
-    real, os.pwritev, flag = os.pwritev, write, os.environ["FULL"]
 
 
 def test_a_full_disk_stops_acknowledging_says_so_and_goes_on_with_room(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from support.fault_workers import crew
+from support.full_disk import fill_up
 from support.mute_shards import mute_while
 from support.server_process import Peer, running_server
 from support.waiting import eventually
@@ -141,15 +141,6 @@ def test_a_diverged_worker_is_an_alarm_and_a_paused_page_shows_the_other_range()
         empty = ("One sample a minute: lines begin with the second.", "No loss was finite.")
         assert text_of(driver, "#loss .empty") in empty
         assert driver.execute_script("return window.violations") == []
-
-
-def fill_up():
-    def write(descriptor, pieces, offset):
-        if os.path.exists(flag):
-            raise OSError(28, "No space left on device")
-        return real(descriptor, pieces, offset)
-
-    real, os.pwritev, flag = os.pwritev, write, os.environ["FULL"]
 
 
 def test_the_head_says_how_durable_the_server_is_and_that_its_log_is_full(tmp_path):
