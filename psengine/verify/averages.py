@@ -50,6 +50,14 @@ class Average(ABC):
             one.spare(first, end)
 
 
+def _in_rank_order(values: Sequence[Tensor]) -> Tensor:
+    """Their sum, added one after the other."""
+    total, *others = values
+    for one in others:
+        total = total + one
+    return total
+
+
 class CastSum(Average):
     """Shares are added in another dtype, in the order of gloo's all-reduce."""
 
@@ -77,10 +85,7 @@ class SlicedAverage(Average):
 
     @override
     def __call__(self, addends: Sequence[Tensor]) -> Tensor:
-        first, *others = [one(share) for one, share in zip(self.up, addends, strict=True)]
-        total = first
-        for arrived in others:
-            total = total + arrived
+        total = _in_rank_order([one(share) for one, share in zip(self.up, addends, strict=True)])
         return (total if self.down is None else self.down(total)).to(addends[0].dtype)
 
     @override
@@ -147,9 +152,7 @@ class ServerAverage(Average):
     def __call__(self, addends: Sequence[Tensor]) -> Tensor:
         dtype = addends[0].dtype
         first, *others = [one(values).to(dtype) for one, values in zip(self.up, addends, strict=True)]
-        total = first.to(torch.promote_types(dtype, torch.float32))
-        for arrived in others:
-            total = total + arrived
+        total = _in_rank_order([first.to(torch.promote_types(dtype, torch.float32)), *others])
         return self._down((total / len(addends)).to(dtype)).to(dtype)
 
 
