@@ -156,9 +156,10 @@ class ApplyingJob:
         process.has_state = True
         body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, self.marks.numel, 0]]}
         yield [session.configure(spec.key, body) for spec in self.specs]
-        yield [session.pull(spec.key, [weights[spec.key]]) for spec in self.specs]
-        for spec in self.specs:
-            self._check_landed(process, spec.key, weights[spec.key], session.version(spec.key))
+        pulls = [session.pull(spec.key, [weights[spec.key]]) for spec in self.specs]
+        yield pulls
+        for spec, pull in zip(self.specs, pulls, strict=True):
+            self._check_landed(process, spec.key, weights[spec.key], session.version(spec.key), pull.reply())
         return weights
 
     def _push(self, process: WorkerProcess, key: int, step: int, landing: torch.Tensor) -> tuple[int, Push]:
@@ -198,17 +199,16 @@ class ApplyingJob:
         require(residual is None or not residual.any(), "chunk {} has a residual: {}", push.key, residual)
 
     def _check_landed(
-        self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int, answer: Message | None = None
+        self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int, answer: Message
     ) -> None:
-        link = process.membership.links[process.membership.chunks.shard_of[key]]
-        if link.epoch != self.epochs.get(key):
+        if answer.epoch != self.epochs.get(key):
             return  # of a life of the server that has ended
-        seen = process.number, key, link.epoch
+        seen = process.number, key, answer.epoch
         known = self._seen.get(seen, 0)
         require(version >= known, "chunk {} fell from version {} to {} at worker {}", key, known, version, process.rank)
         self._seen[seen] = version
-        if answer is not None and self._told.are_differences:
-            place = Place(link.epoch, key, process.rank, answer.incarnation)
+        if answer.type is MessageType.UPDATED and self._told.are_differences:
+            place = Place(answer.epoch, key, process.rank, answer.incarnation)
             is_told = self._told.has_told(place, answer.sequence, version, landing)
             require(is_told, "worker {} holds what version {} of chunk {} was not", process.rank, version, key)
             return
@@ -338,7 +338,7 @@ class ApplyingJob:
             if members != known:
                 self._note_members(place, members, job.chunks.rules)
             self._check_changes(server, shard, message, job)
-            if message is not None and message.type is MessageType.REGISTER and _is_taken(outgoing):
+            if message is not None and message.type is MessageType.REGISTER and is_taken(outgoing):
                 self.epochs[message.key] = server.epoch
                 chunk = self.chunks[message.key]
                 chunk.applied, chunk.states, chunk.clocks = 0, {0: 0}, {}
@@ -460,6 +460,6 @@ class ApplyingJob:
         )
 
 
-def _is_taken(outgoing: list[Outgoing]) -> bool:
+def is_taken(outgoing: list[Outgoing]) -> bool:
     """Whether a request was answered by OK."""
     return bool(outgoing) and outgoing[0].message.type is MessageType.OK

@@ -21,7 +21,7 @@ from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.protocol.messages import Message, MessageType
-from simulation.applying import SGD, ApplyingJob, Cut, PushRecord, layout
+from simulation.applying import SGD, ApplyingJob, Cut, PushRecord, is_taken, layout
 from simulation.marks import MOST
 from simulation.payloads import Values, decoded
 from simulation.violation import require
@@ -166,11 +166,10 @@ class MergingJob(ApplyingJob):
         return number, push
 
     def _check_landed(
-        self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int, answer: Message | None = None
+        self, process: WorkerProcess, key: int, landing: torch.Tensor, version: int, answer: Message
     ) -> None:
         super()._check_landed(process, key, landing, version, answer)
-        link = process.membership.links[process.membership.chunks.shard_of[key]]
-        if link.epoch == self.epochs.get(key):
+        if answer.epoch == self.epochs.get(key):
             is_whole = np.array_equal(landing.numpy(), self._weights[key][version])
             require(is_whole, "worker {} got other weights as version {} of chunk {}", process.rank, version, key)
 
@@ -199,7 +198,7 @@ class MergingJob(ApplyingJob):
                     window.forget(rank)
                     window.here.pop(rank, None)
         super().after(server, shard, message, outgoing)
-        if message is not None and message.type is MessageType.REGISTER:
+        if message is not None and message.type is MessageType.REGISTER and is_taken(outgoing):
             self._weights[message.key] = {0: self._zeros}
 
     def _check_changes(self, server: ServerProcess, shard: Shard, message: Message | None, job: Any) -> None:

@@ -45,14 +45,17 @@ class ToldWeights:
     def __init__(self, codec: str, numel: int, dtype: torch.dtype) -> None:
         self._codec, self._numel, self._dtype = codec, numel, dtype
         self.are_differences = codec.partition(":")[0] in ("int8", "fp4", "onebit", "topk")
-        self._said: dict[Place, int | None] = {}
+        self._said: dict[Place, tuple[int, int | None]] = {}  # (number of the push, what was said with it)
         # By life of a server, chunk and worker: where its last answer went, and the number of that.
         self._last: dict[tuple[int, int, int], tuple[Place, int]] = {}
         self._told: dict[tuple[Place, int], list[Told]] = {}
 
     def said(self, epoch: int, push: Message) -> None:
-        """A worker has pushed: it says whose answer it holds."""
-        self._said[Place(epoch, push.key, push.worker, push.incarnation)] = push.body.get("held")
+        """A worker has pushed: it says whose answer it holds. A push that is overtaken says it of long ago."""
+        place = Place(epoch, push.key, push.worker, push.incarnation)
+        known = self._said.get(place)
+        if known is None or push.sequence >= known[0]:
+            self._said[place] = push.sequence, push.body.get("held")
 
     def updated(self, epoch: int, message: Message, weights: Values, version: int) -> None:
         """An answer leaves, while the servers have ``weights``."""
@@ -77,7 +80,7 @@ class ToldWeights:
             require(np.array_equal(values, weights), "{} brings weights that are not the servers'", where)
         else:
             said, last = self._said.get(place), self._last.get(place[:3], (place, None))
-            is_held = said is not None and said == last[1]
+            is_held = said is not None and said[1] is not None and said[1] == last[1]
             require(is_held, "{} is a difference from answer {}, the worker holds {}", where, last[1], said)
             held = self._told[last][-1].values  # type: ignore[index]
             brought = decoded(self._codec, payload, self._numel)

@@ -127,7 +127,7 @@ class ChunkRule(ABC):
 
     def can_catch_up(self, rank: int) -> bool:
         """Whether every answer that worker ``rank`` may lack is still here."""
-        return self.outcome.can_answer(self.progress.last_sequence.get(rank, 0) + 1, self.version)
+        return self.outcome.can_answer(self.progress.reached(rank) + 1, self.version)
 
     def store(self, values: torch.Tensor, version: int) -> None:
         """STORE: overwrite what PULL reads; ``version``: as the worker says."""
