@@ -257,9 +257,8 @@ class Simulation:
 
     def _see_to_values(self) -> None:
         """Worker 0 gives a job its values: where servers have lost them, and workers wait, it starts once more."""
-        lead = self.network.servers[0]
         first = self.slots[0]
-        if first.is_done and lead.is_up and not any(job.is_sealed for job in lead.shards[0].jobs.by_number.values()):
+        if first.is_done and any(server.is_up and not server.has_values for server in self.network.servers):
             waits = [slot for slot in self.slots if slot.process is not None and not slot.process.has_state]
             if waits and self.scenario.rule != "average":
                 first.is_done, first.process, first.rest_s = False, None, REST_S

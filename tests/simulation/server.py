@@ -91,6 +91,11 @@ class ServerProcess:
         """The life's number."""
         return self.shards[0].epoch
 
+    @property
+    def has_values(self) -> bool:
+        """Whether every shard has a job whose values are there."""
+        return all(any(job.is_sealed for job in shard.jobs.by_number.values()) for shard in self.shards)
+
     def start(self) -> None:
         """Begin to tick; snapshots, if any, are restored."""
         self.clock.note("server starts", self.index, self.epoch)
