@@ -389,6 +389,7 @@ SCHEMAS: dict[MessageType, Check] = {
             "blocked_s": number(0.0, MAX_COUNTED),
             "samples": integer(0, MAX_COUNTED),
             "loss": nullable(_finite),
+            "waits": _unsigned,
         },
     ),
     MessageType.HEARTBEAT_ACK: record({"members": _ranks, "durable_version": nullable(_unsigned)}),

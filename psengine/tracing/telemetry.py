@@ -31,9 +31,13 @@ class Telemetry:
 
     Args:
         now_s: a clock that never goes back.
+
+    Attributes:
+        is_blocked: this worker's training waits for servers, and has pushed all that it can before it has answers.
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
+        self.is_blocked = False
         self._now_s = now_s
         self._lock = threading.Lock()
         self._steps = 0
@@ -51,9 +55,11 @@ class Telemetry:
     def blocked(self) -> Iterator[None]:
         """Inside, this worker's training waits for servers."""
         began_s = self._now_s()
+        self.is_blocked = True
         try:
             yield
         finally:
+            self.is_blocked = False
             self._unfinished_blocked_s += self._now_s() - began_s
 
     def was_blocked(self, seconds: float) -> None:

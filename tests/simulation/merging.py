@@ -74,6 +74,7 @@ class Window:
 
     Attributes:
         here: who waits for a merge, with the number of the push.
+        exchanges: by rank, the exchange that its push was.
         idle: who abstained last.
         last_s, interval_s: by rank, its last arrival, and the time between two.
         end_s: when the window that is open ends; None where there is none.
@@ -81,6 +82,7 @@ class Window:
     """
 
     here: dict[int, int] = field(default_factory=dict)
+    exchanges: dict[int, int] = field(default_factory=dict)
     idle: set[int] = field(default_factory=set)
     last_s: dict[int, float] = field(default_factory=dict)
     interval_s: dict[int, float] = field(default_factory=dict)
@@ -132,6 +134,8 @@ class MergingJob(ApplyingJob):
         # Of the event under way: messages, and ranks whose process went, came or was replaced.
         self._outgoing: list[Outgoing] = []
         self._changed: set[int] = set()
+        # By (life of a server, shard) and rank, what its last heartbeat said that it waits for.
+        self._waits: dict[tuple[int, int], dict[int, int | None]] = defaultdict(dict)
 
     # ---- a worker; follows strategies/local/diloco_server.py -------------------------------------------------------
 
@@ -143,7 +147,8 @@ class MergingJob(ApplyingJob):
             step = self.steps_done[process.rank]
             weight = 0.0 if self._rng.random() < ABSTAINS else self._rng.choice(WEIGHTS)
             pushes = [self._push_weighed(process, spec.key, step, weights[spec.key], weight) for spec in self.specs]
-            yield [push for _, push in pushes]
+            with process.session.telemetry.blocked():
+                yield [push for _, push in pushes]
             for number, push in pushes:
                 self._check_answer(process, number, push, weights[push.key])
             self.steps_done[process.rank] = step + 1
@@ -193,6 +198,7 @@ class MergingJob(ApplyingJob):
             members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
             changed = {rank for rank in known.keys() | members.keys() if known.get(rank) != members.get(rank)}
             self._changed = changed
+            self._note_waits(self._waits[server.epoch, shard.index], message, outgoing)
             for window in (self._windows[server.epoch, key] for key in job.chunks.rules):
                 for rank in changed:
                     window.forget(rank)
@@ -200,6 +206,31 @@ class MergingJob(ApplyingJob):
         super().after(server, shard, message, outgoing)
         if message is not None and message.type is MessageType.REGISTER and is_taken(outgoing):
             self._weights[message.key] = {0: self._zeros}
+
+    def _note_waits(self, waits: dict[int, int | None], message: Message | None, outgoing: list[Outgoing]) -> None:
+        for rank in self._changed:
+            waits.pop(rank, None)
+        if message is None:
+            return
+        if message.type is MessageType.PUSH:
+            waits.pop(message.worker, None)
+        elif any(one.message.type is MessageType.HEARTBEAT_ACK for one in outgoing):
+            waits[message.worker] = message.body.get("waits")
+        elif message.type is MessageType.HELLO:
+            waits.pop(message.body["rank"], None)
+
+    def _stuck(self, server: ServerProcess, shard: Shard) -> set[int]:
+        """Who waits for other merges than those of this shard, or for ones here that lack others.
+
+        A worker may have got what it waits for from another shard, which this one hears with its next message.
+        """
+        here = [self._windows[server.epoch, key] for job in shard.jobs.by_number.values() for key in job.chunks.rules]
+        waits = self._waits[server.epoch, shard.index]
+        return {
+            rank
+            for rank, numbers in waits.items()
+            if numbers == sum(window.exchanges[rank] for window in here if rank in window.here)
+        }
 
     def _check_changes(self, server: ServerProcess, shard: Shard, message: Message | None, job: Any) -> None:
         push = message if message is not None and message.type is MessageType.PUSH else None
@@ -212,6 +243,7 @@ class MergingJob(ApplyingJob):
             if push is not None and number is not None and (number in merged or push.worker in gathered):
                 window.arrived(push.worker, server.clock.now_s)
                 window.here[push.worker] = number
+                window.exchanges[push.worker] = push.sequence
             self._check_window(server, shard, key, merged, is_tick=message is None)
             for rank in [rank for rank in window.here if rank not in gathered]:
                 del window.here[rank]
@@ -267,11 +299,12 @@ class MergingJob(ApplyingJob):
         return numbers
 
     def _check_window(self, server: ServerProcess, shard: Shard, key: int, merged: list[int], *, is_tick: bool) -> None:
-        """A merge has its quorum, and its window is over; and no later."""
+        """A merge has its quorum, and its window is over; and no later. It has all who can come if these are fewer."""
         window, now_s, place = self._windows[server.epoch, key], server.clock.now_s, (server.index, shard.index)
         live, came = set(self._live[place]), self._came[place]
         missing = set(range(self.scenario.workers)) - came if len(came) < self.scenario.workers else set()
         absent = (live | missing) - window.here.keys() - window.idle
+        absent -= self._stuck(server, shard)
         assert self.scenario.quorum is not None
         # A process that is replaced is gone before the next one is here: a merge in between has not got to wait for it.
         may_come = absent - self._changed if merged else absent

@@ -25,6 +25,7 @@ from psengine.parameter_server.server.core.weights_in_workers import AveragingJo
 from psengine.parameter_server.server.durability.replay import Replay
 from psengine.parameter_server.server.log.log import SegmentWriter
 from psengine.parameter_server.server.rules.average import AverageOutcome
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.each import Each
@@ -525,6 +526,19 @@ _plant(
             self.membership.live_ranks[0] if self.phase is JobPhase.REBUILDING and self.membership.live_ranks else 0
         )
     ),
+)
+
+
+_plant(
+    "again: a worker catches up on averages that nobody has",
+    ChunkRule,
+    "can_catch_up",
+    lambda can_catch_up: (
+        lambda self, rank, reached: self.outcome.can_answer(self.progress.last_sequence.get(rank, 0) + 1, self.version)
+    ),
+)
+_plant(
+    "again: merges of several chunks wait for each other", Job, "_is_stuck", lambda is_stuck: lambda self, rank: False
 )
 
 

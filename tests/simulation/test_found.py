@@ -157,6 +157,44 @@ FOUND["again: a recovery does not hear of one more restart"] = Scenario(
     keeps_log=True,
     faults=(Fault("kill server", 1.508, 1.532, 0, 0, 0.636), Fault("kill server", 3.748, 0.356, 0, 0, 0.143)),
 )
+FOUND["again: a worker catches up on averages that nobody has"] = Scenario(
+    # Worker 1 has contributed to exchange 3 and is cut off from its answer. The others end exchange 4, which lets the
+    # server forget 3, and leave. The server let worker 1 go on after 3, whose average it asked for without end.
+    seed=2636,
+    rule="average",
+    codec="topk:ratio=0.02",
+    workers=3,
+    servers=2,
+    shards=2,
+    chunks=1,
+    steps=4,
+    think_s=1.0,
+    latency_s=(0.0005, 0.002),
+    snapshot_s=1.0,
+    keeps_log=True,
+    faults=(
+        Fault("break", 1.658, 0.935, 1, 0, 0.324),
+        Fault("cut", 2.016, 3.272, 1, 1, 0.636),
+        Fault("clog", 2.995, 2.398, 1, 0, 0.218),
+    ),
+)
+FOUND["again: merges of several chunks wait for each other"] = Scenario(
+    # Two servers merge in different orders, and each of two workers waits for a merge that only the other can complete.
+    seed=20358,
+    rule="merge",
+    quorum=2,
+    grace=0.25,
+    workers=3,
+    servers=2,
+    steps=3,
+    latency_s=(0.0005, 0.002),
+    lease_s=4.0,
+    heartbeat_s=1.0,
+    tick_s=0.2,
+    snapshot_s=1.0,
+    keeps_log=True,
+    faults=(Fault("kill server", 1.707, 0.318, 2, 0, 0.144),),
+)
 
 
 @pytest.fixture(autouse=True)

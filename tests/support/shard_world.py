@@ -244,8 +244,8 @@ class Worker:
     def pull(self, key, **body):
         return self.ask(MessageType.PULL, key=key, body=body)
 
-    def heartbeat(self):
-        self.send(MessageType.HEARTBEAT, sequence=0)
+    def heartbeat(self, **body):
+        self.send(MessageType.HEARTBEAT, sequence=0, body=body)
         for answer in self.take(MessageType.HEARTBEAT_ACK):
             self.members = answer.body["members"]
 

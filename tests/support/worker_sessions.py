@@ -13,10 +13,13 @@ from psengine.protocol.layout import ChunkSpec
 from support.shard_world import AVERAGE, spec
 
 
-def entered(address: str, rank: int, specs: Sequence[ChunkSpec] = (), **options: Any) -> WorkerSession:
-    """Worker ``rank`` of an averaging job whose chunks (by default one, of four elements) begin as zeros."""
+def entered(
+    addresses: str | Sequence[str], rank: int, specs: Sequence[ChunkSpec] = (), **options: Any
+) -> WorkerSession:
+    """Worker ``rank`` of a job whose chunks begin as zeros; by default it averages, and has one chunk."""
     options = {"job": "job", "rule": AVERAGE, "timeout_s": 20.0, **options}
-    session = WorkerSession(SessionOptions(addresses=(address,), rank=rank, **options))
+    addresses = (addresses,) if isinstance(addresses, str) else addresses
+    session = WorkerSession(SessionOptions(addresses=addresses, rank=rank, **options))
     session.start()
     session.enter(specs or [spec(0, 4)], lambda one: torch.zeros(one.numel, dtype=one.dtype))
     return session

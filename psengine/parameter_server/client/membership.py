@@ -337,11 +337,13 @@ class Membership:
         if beats:
             self.next_heartbeat_s = now_s + self.heartbeat_s
             telemetry = self.telemetry.to_body()
+            says_waits = self.options.merges and self.telemetry.is_blocked
         for link in tuple(self.links):
             link.tick(now_s)
             if beats and not link.is_paused:
+                body = telemetry | {"waits": link.pushes.open_numbers} if says_waits else telemetry
                 # The answer has the same number: it tells whether the heartbeat followed an average.
-                link.send(Message(MessageType.HEARTBEAT, sequence=int(self.contributors > 0), body=telemetry))
+                link.send(Message(MessageType.HEARTBEAT, sequence=int(self.contributors > 0), body=body))
         if self.options.is_embedded and now_s >= self._next_look_s:
             self._next_look_s = now_s + EMBEDDED_SILENCE_S
             self._look_for_embedded(now_s)

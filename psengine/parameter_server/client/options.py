@@ -58,6 +58,11 @@ class SessionOptions:
         return (self.rule or READER_RULE)["name"] == "average"
 
     @property
+    def merges(self) -> bool:
+        """Whether the job's servers merge what a quorum of its workers brings."""
+        return (self.rule or READER_RULE)["name"] == "merge"
+
+    @property
     def whole_rule(self) -> dict[str, Any]:
         """The rule as HELLO says it."""
         rule = self.rule or READER_RULE

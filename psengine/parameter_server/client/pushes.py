@@ -175,6 +175,11 @@ class Pushes:
         """The pushes that have not ended, by key and then in their order."""
         return [push for line in self._lines.values() for push in line]
 
+    @property
+    def open_numbers(self) -> int:
+        """The sum of the numbers of the exchanges that have not ended; see HEARTBEAT in docs/protocol.md."""
+        return sum(push.sequence for push in self.open())
+
     def last_answered(self, key: int) -> Push | None:
         """The chunk's push that was answered last."""
         return self._answered.get(key)

@@ -93,6 +93,49 @@ def test_nobody_waits_for_a_worker_that_abstained_until_it_brings_something():
     assert [rank for rank, _, _ in answers(*workers)] == [0, 1, 2]
 
 
+def stuck_in_a_ring() -> tuple[World, list[Worker]]:
+    """Three workers, three chunks, merges of two: each worker waits for the merge that only the two others have had."""
+    world = World(codec=False)
+    rule = {"name": "merge", "quorum": 2, "grace": 0}
+    workers = [Worker(world, rank, rule=rule, world_size=3) for rank in range(3)]
+    workers[0].initialise([spec(key, NUMEL) for key in range(3)], dict.fromkeys(range(3), torch.ones(NUMEL)))
+    for key in range(3):
+        workers[0].configure(key, NUMEL, groups=[NESTEROV])
+    for worker in workers[1:]:
+        assert worker.hello() == "ready"
+    for key in range(3):
+        for worker in (workers[key], workers[(key + 1) % 3], workers[(key + 2) % 3]):
+            worker.push(key, 1, difference(worker.rank, 1), body={"weight": 8.0})
+    for worker in workers:
+        assert len(worker.take(MessageType.UPDATED)) == 2
+    return world, workers
+
+
+def test_of_workers_that_wait_for_each_other_in_different_merges_one_goes_on_without_a_quorum():
+    world, workers = stuck_in_a_ring()
+    workers[0].heartbeat(waits=1)
+    world.advance(0.2)
+    assert not answers(*workers)  # another may bring something to each merge
+    workers[1].heartbeat(waits=1)
+    world.advance(0.2)
+    assert [(rank, version) for rank, version, _ in answers(*workers)] == [(2, 2)]
+    world.advance(0.2)
+    assert not answers(*workers)  # they can wait for worker 2 now
+    for key in range(3):
+        workers[2].push(key, 2, difference(2, 2), body={"weight": 8.0})
+    assert [(rank, version) for rank, version, _ in answers(*workers)] == [(0, 2), (1, 2), (2, 3), (2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("waits", [0, 2, 3])
+def test_a_worker_whose_push_is_on_its_way_or_was_answered_is_waited_for(waits):
+    """Its numbers are not those of the exchanges that are open here."""
+    world, workers = stuck_in_a_ring()
+    for worker in workers:
+        worker.heartbeat(waits=waits)
+    world.advance(0.2)
+    assert not answers(*workers)
+
+
 def test_a_window_waits_for_a_worker_that_is_expected():
     world, workers = start(3, quorum=3, grace=0.5)
     for sequence in (1, 2):  # rounds of four seconds, in which worker 2 comes a second after the others

@@ -168,6 +168,7 @@ class Answers:
 
     def _heartbeat(self, job: Job, member: Member, message: Message) -> list[Reply]:
         member.telemetry.hear(message.body, self._jobs.now_s)
+        job.hear_waits(member, message.body.get("waits"))
         return [_reply(MessageType.HEARTBEAT_ACK, member, message, body=self._heartbeat_body(job))]
 
     def _heartbeat_body(self, job: Job) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class DurableState:
                 continue  # its first worker registers the chunks again
             job = self._jobs.make(state.name, state.meta["rule"])
             job.restore_meta(state.meta, self._jobs.now_s)
+            job.membership.forget_waits()
             for chunk in state.chunks:
                 job.chunks.rules[chunk.key] = job.chunks.restore_rule(chunk.meta, chunk.tensors)
             self._jobs.add(job)

@@ -79,6 +79,7 @@ class Job(ABC):
         context = RuleContext(
             live_ranks=lambda: self.membership.live_ranks,
             missing_ranks=self.missing_ranks,
+            is_stuck=self._is_stuck,
             statistics=self.statistics,
             now_s=now_s,
             exchange_ended=lambda: self.advance(JobEvent.ENDED),
@@ -129,6 +130,22 @@ class Job(ABC):
         if len(here) >= self.expected_workers:
             return ()
         return tuple(rank for rank in range(self.expected_workers) if rank not in here)
+
+    def _is_stuck(self, rank: int) -> bool:
+        """Whether a worker says that it waits, and every exchange that it has open at this shard is here, unanswered.
+
+        What it waits for besides is at other shards. Where it has got that since, its next push or heartbeat says so.
+        """
+        member = self.membership.members.get(rank)
+        if member is None or member.waits is None:
+            return False
+        return member.waits == sum(rule.open_exchange(rank) for rule in self.rules)
+
+    def hear_waits(self, member: Member, waits: int | None) -> None:
+        """A heartbeat says what its worker waits for: see ``Member.waits``."""
+        if waits != member.waits and self.rule.kind.gathering.minds_who_is_stuck:
+            member.waits = waits
+            self.journal.members(self)  # merges come about by it
 
     def is_awaited(self, rank: int | None, nonce: int) -> bool:
         """Whether a process belongs to the job as it is: exchanges wait for its rank, or it was a worker before."""

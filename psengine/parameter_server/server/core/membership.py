@@ -42,6 +42,8 @@ class Member:
     late: int = 0
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)  # what its steps are made of
     version: int | None = None  # where workers hold the weights: the last exchange that it has of every chunk, if any
+    # While it waits for answers, the sum of the numbers of its exchanges that are open at this shard; see ``is_stuck``.
+    waits: int | None = None
     data_route: bytes = b""  # as ``route``, of everything else; b"" where nothing else came yet
 
     def route_of(self, type: MessageType) -> bytes:
@@ -61,7 +63,8 @@ class Member:
         """For a snapshot."""
         names = ("rank", "incarnation", "nonce", "user_id", "host", "pid")
         phases = {"is_live": self.phase.is_live, "was_live": self.phase.was_live}
-        return {**{name: getattr(self, name) for name in names}, **phases}
+        waits = {} if self.waits is None else {"waits": self.waits}
+        return {**{name: getattr(self, name) for name in names}, **phases, **waits}
 
     @staticmethod
     def from_meta(meta: Mapping[str, Any], now_s: float) -> Member:
@@ -70,7 +73,7 @@ class Member:
         if meta["is_live"]:
             phase = MemberPhase.LIVE
         identity = meta["rank"], meta["incarnation"], meta["nonce"], meta["user_id"]
-        return Member(*identity, b"", phase, now_s, meta["host"], meta["pid"])
+        return Member(*identity, b"", phase, now_s, meta["host"], meta["pid"], waits=meta.get("waits"))
 
 
 @dataclass(slots=True)
@@ -262,6 +265,11 @@ class Membership:
         """The job goes on from one worker: all who are gone have to join, however far they were."""
         for gone in self._absent.values():
             gone.progress = -1
+
+    def forget_waits(self) -> None:
+        """The server has restarted: what workers wait for comes again."""
+        for member in self.members.values():
+            member.waits = None
 
     def begin_anew(self) -> None:
         """The job begins anew: all who were live are survivors of its former life."""

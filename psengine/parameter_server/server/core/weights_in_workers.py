@@ -82,7 +82,8 @@ class AveragingJob(Job):
             self._admissions.forget(rank)
             return "join", []
         if member.phase.was_live:
-            if greeting.progress >= 0 and all(rule.can_catch_up(rank) for rule in self.rules):
+            reached = member.version or 0
+            if greeting.progress >= 0 and all(rule.can_catch_up(rank, reached) for rule in self.rules):
                 return "ready", self.let_in(member)
             if membership.may_others_be_ahead(rank, greeting.progress, now_s):
                 return "wait", []

@@ -100,6 +100,7 @@ class Replay:
         for job in list(self._jobs.by_number.values()):
             if not job.is_sealed:
                 self._jobs.drop(job)  # its first worker registers the chunks again
+            job.membership.forget_waits()
             for key, rule in job.chunks.rules.items():
                 state = chunk_state(rule)
                 job.chunks.rules[key] = job.chunks.restore_rule(state.meta, state.tensors)

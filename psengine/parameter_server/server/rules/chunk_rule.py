@@ -33,6 +33,8 @@ class ChunkRule(ABC):
 
     # Whether a single contribution is complete.
     is_single: ClassVar[bool]
+    # Whether an exchange may end without workers that are stuck in others.
+    minds_who_is_stuck: ClassVar[bool] = False
 
     def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
         self.outcome = outcome
@@ -104,6 +106,10 @@ class ChunkRule(ABC):
     def waiting(self) -> dict[int, list[int]]:
         """Per rank whose answer is held, the ranks it waits for."""
 
+    def open_exchange(self, rank: int) -> int:
+        """The number of the exchange that worker ``rank`` has contributed to and that has not ended; 0 without."""
+        return 0
+
     @abstractmethod
     def clocks(self) -> dict[int, int]:
         """Per worker, how many steps it has taken; for people."""
@@ -125,9 +131,9 @@ class ChunkRule(ABC):
         """
         raise ProtocolError(f"{self.spec.describe()}: the result of exchange {sequence} was not asked for")
 
-    def can_catch_up(self, rank: int) -> bool:
-        """Whether every answer that worker ``rank`` may lack is still here."""
-        return self.outcome.can_answer(self.progress.reached(rank) + 1, self.version)
+    def can_catch_up(self, rank: int, reached: int) -> bool:
+        """Whether every answer that worker ``rank`` may lack is still here; it has those to ``reached``, it says."""
+        return self.outcome.can_answer(max(reached, self.progress.reached(rank)) + 1, self.version)
 
     def store(self, values: torch.Tensor, version: int) -> None:
         """STORE: overwrite what PULL reads; ``version``: as the worker says."""

@@ -107,6 +107,8 @@ class RuleContext:
     # Expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
     missing_ranks: Callable[[], tuple[int, ...]]
     statistics: JobStatistics  # counters, mutated by the rules
+    # Whether this worker brings nothing to any chunk before an exchange of another one has ended.
+    is_stuck: Callable[[int], bool] = lambda rank: False
     now_s: Callable[[], float] = lambda: 0.0  # the time that the shard was given last
     exchange_ended: Callable[[], None] = lambda: None  # called whenever an exchange of trained values has ended
     # Called with a contribution to a chunk that does not count: "late", or why it was refused.

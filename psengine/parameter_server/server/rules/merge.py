@@ -31,9 +31,14 @@ from psengine.protocol.messages import ErrorCode
 class Merge(Each):
     """See the module's text. The chunk's version counts merges.
 
+    Chunks are merged one by one, so merges may have different workers. Where all are stuck, each in a merge that lacks
+    the others, each of these merges goes on without its quorum.
+
     A contribution counts as taken (``last_sequence``) once it was merged: one that a snapshot, or a worker that left,
     cut off is sent again.
     """
+
+    minds_who_is_stuck = True
 
     def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
         super().__init__(outcome, context, options)
@@ -84,7 +89,8 @@ class Merge(Each):
     def _absent(self) -> list[int]:
         """Workers whose contribution may come."""
         known = (*self.context.live_ranks(), *self.context.missing_ranks())
-        return [rank for rank in known if rank not in self._gathered.by_rank and rank not in self._idle]
+        gone = self._gathered.by_rank.keys() | self._idle
+        return [rank for rank in known if rank not in gone and not self.context.is_stuck(rank)]
 
     def _merge_if_complete(self) -> list[Reply]:
         here, live, now_s = self._gathered.by_rank, self.context.live_ranks(), self.context.now_s()
@@ -142,6 +148,11 @@ class Merge(Each):
         if rank in self._gathered.by_rank:
             self._gathered.remove(rank)
         return [*replies, *self._merge_if_complete()]
+
+    @override
+    def open_exchange(self, rank: int) -> int:
+        known = self._gathered.by_rank.get(rank)
+        return 0 if known is None else known.sequence
 
     @override
     def waiting(self) -> dict[int, list[int]]:
