@@ -1,0 +1,131 @@
+"""Bugs of servers that apply updates, or merge them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psengine.parameter_server.server.rules.each import Each
+from psengine.parameter_server.server.rules.exchange import Reply
+from psengine.parameter_server.server.rules.grace import GraceWindow
+from psengine.parameter_server.server.rules.merge import Merge
+from psengine.parameter_server.server.rules.step import StepOutcome
+from psengine.protocol.messages import MessageType
+from simulation.planted.registry import plant
+
+
+def _window_off_by_one(gather: Any) -> Any:
+    def one(self: Each, contribution: Any) -> list[Reply]:
+        known = self.progress.last_sequence
+        if known.get(contribution.rank) == contribution.sequence:
+            known[contribution.rank] -= 1
+        return gather(self, contribution)
+
+    return one
+
+
+def _takes_new_numbers_only_in_order(gather: Any) -> Any:
+    def one(self: Each, contribution: Any) -> list[Reply]:
+        self.progress.last_sequence.setdefault(contribution.rank, 1)
+        return gather(self, contribution)
+
+    return one
+
+
+def _answers_before_it_applies(conclude: Any) -> Any:
+    def one(self: StepOutcome, sequence: int, update: Any) -> None:
+        if sequence % 5:
+            conclude(self, sequence, update)
+
+    return one
+
+
+plant("the window of numbers is off by one", Each, "_gather", _window_off_by_one)
+plant("the first push of a worker is taken for a repeat", Each, "_gather", _takes_new_numbers_only_in_order)
+plant("every fifth update is acknowledged and dropped", StepOutcome, "conclude", _answers_before_it_applies)
+
+
+def _probe_repeats(probe: Any) -> Any:
+    def one(self: Each, rank: int, sequence: int) -> list[Reply]:
+        replies = probe(self, rank, sequence)
+        if replies and replies[0].type is MessageType.SENT:
+            return [self._answer(rank, sequence, repeated=True)]
+        return replies
+
+    return one
+
+
+plant("a probe repeats the answer", Each, "probe", _probe_repeats)
+plant(
+    "a probe of a push that is here says missing, and forgets it",
+    Each,
+    "probe",
+    lambda probe: (
+        lambda self, rank, sequence: (
+            self.progress.last_sequence.__setitem__(rank, sequence - 1),
+            probe(self, rank, sequence),
+        )[1]
+    ),
+)
+
+
+def _lead_minus_one(lead: Any) -> Any:
+    return lambda self, rank: lead(self, rank) - 1
+
+
+plant("the staleness bound is off by one", Each, "_lead", _lead_minus_one)
+
+
+def _clock_of_a_newcomer(came: Any) -> Any:
+    def one(self: Each, rank: int, *, is_new_process: bool) -> list[Reply]:
+        replies = came(self, rank, is_new_process=is_new_process)
+        self._clocks[rank] = max(self._clocks.values())
+        return replies
+
+    return one
+
+
+plant("a newcomer starts level with the fastest", Each, "worker_came", _clock_of_a_newcomer)
+plant(
+    "a new process goes on with the numbers of its predecessor",
+    Each,
+    "worker_came",
+    lambda came: lambda self, rank, *, is_new_process: came(self, rank, is_new_process=False),
+)
+plant(
+    "a worker that comes back begins its numbers anew",
+    Each,
+    "worker_came",
+    lambda came: lambda self, rank, *, is_new_process: came(self, rank, is_new_process=True),
+)
+
+
+def _old_version(answer: Any) -> Any:
+    def one(self: StepOutcome, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
+        reply = answer(self, rank, sequence, repeated=repeated)
+        reply.version -= repeated
+        return reply
+
+    return one
+
+
+plant("a repeated answer has the version before", StepOutcome, "answer", _old_version)
+
+
+plant(
+    "a merge does not wait for its window",
+    GraceWindow,
+    "is_over",
+    lambda is_over: lambda self, present, live, now_s: True,
+)
+plant(
+    "a merge does not wait for its quorum",
+    Merge,
+    "_absent",
+    lambda absent: lambda self: absent(self)[:-1],
+)
+plant(
+    "a merge forgets which pushes it took",
+    Merge,
+    "_take",
+    lambda take: lambda self, contribution: None,
+)

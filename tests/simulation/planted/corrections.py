@@ -1,0 +1,193 @@
+"""Corrections of bugs that the simulator has found, undone: ``test_found.py`` has a scenario for each."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.operation import Operation
+from psengine.parameter_server.client.progress import Ledger
+from psengine.parameter_server.server.core.admission import Admissions
+from psengine.parameter_server.server.core.job import Job
+from psengine.parameter_server.server.core.life import JobPhase
+from psengine.parameter_server.server.core.membership import Membership
+from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.each import Each
+from psengine.parameter_server.server.rules.exchange import Reply
+from psengine.parameter_server.server.rules.merge import Merge
+from psengine.parameter_server.server.rules.together import Together
+from psengine.protocol.messages import ErrorCode
+from simulation.planted.registry import PLANTED, plant
+
+
+def _forgets_the_replaced(greet: Any) -> Any:
+    def one(self: Membership, *arguments: Any) -> Any:
+        self._replaced.clear()
+        return greet(self, *arguments)
+
+    return one
+
+
+plant("again: a process that was replaced may come back", Membership, "greet", _forgets_the_replaced)
+
+
+plant(
+    "again: a job without live workers gets its chunks from worker 0",
+    AveragingJob,
+    "initialiser",
+    lambda initialiser: property(
+        lambda self: (
+            self.membership.live_ranks[0] if self.phase is JobPhase.REBUILDING and self.membership.live_ranks else 0
+        )
+    ),
+)
+
+
+plant(
+    "again: a worker catches up on averages that nobody has",
+    ChunkRule,
+    "can_catch_up",
+    lambda can_catch_up: (
+        lambda self, rank, reached: self.outcome.can_answer(self.progress.last_sequence.get(rank, 0) + 1, self.version)
+    ),
+)
+plant(
+    "again: merges of several chunks wait for each other",
+    Job,
+    "_is_stuck",
+    lambda is_stuck: lambda self, rank: False,
+)
+
+
+def _takes_any_join(join: Any) -> Any:
+    def one(self: Admissions, rank: int, request: int, live: Any) -> Any:
+        self._joins.pop(rank, None)
+        return join(self, rank, request, live)
+
+    return one
+
+
+def _gives_up_nothing(abandon: Any) -> Any:
+    return lambda self: None
+
+
+def _joins_twice(stack: ExitStack) -> None:
+    stack.enter_context(mock.patch.object(Admissions, "join", _takes_any_join(Admissions.join)))
+    stack.enter_context(mock.patch.object(Operation, "abandon", _gives_up_nothing(Operation.abandon)))
+
+
+PLANTED["again: a JOIN that was given up is answered, and not the one that counts"] = _joins_twice
+
+
+def _supplies_any(ask: Any) -> Any:
+    def one(self: Together, sequence: int) -> list[Reply]:
+        quorum, self._quorum = self._quorum, None
+        try:
+            return ask(self, sequence)
+        finally:
+            self._quorum = quorum
+
+    return one
+
+
+plant("again: an average without its contributors is taken under a quorum", Together, "_ask_for_result", _supplies_any)
+
+
+def _hears_nothing_while_held(receive: Any) -> Any:
+    def one(self: Link, message: Any, now_s: float) -> None:
+        lost = message.body.get("code") in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
+        if not (self.is_paused and lost):
+            receive(self, message, now_s)
+
+    return one
+
+
+plant("again: a recovery does not hear that it was in vain", Link, "_receive_error", _hears_nothing_while_held)
+
+
+plant(
+    "again: a shard that was sealed before worker 0 died takes no values",
+    Job,
+    "check_registering",
+    lambda check: Job._check_initialiser,
+)
+
+
+class _EveryLife(set[int]):
+    """All numbers: no life of a server is one that has yet to let this worker in."""
+
+    def __contains__(self, epoch: object) -> bool:
+        return True
+
+
+def _knows_every_life(welcomed: Any) -> Any:
+    def one(self: Ledger, *arguments: Any) -> None:
+        welcomed(self, *arguments)
+        self.epochs = _EveryLife()
+
+    return one
+
+
+plant("again: a recovery does not hear of one more restart", Ledger, "welcomed", _knows_every_life)
+
+
+def _answers_first(gather: Any) -> Any:
+    def one(self: Merge, contribution: Any) -> list[Reply]:
+        version = self.progress.version
+        replies = gather(self, contribution)
+        if replies and replies[0].body.get("refused") == "abstained":
+            replies[0].version = version
+        return replies
+
+    return one
+
+
+plant("again: who abstains gets newer weights than their version", Merge, "_gather", _answers_first)
+
+
+def _waits_for_the_idle(go_on: Any) -> Any:
+    def one(self: Merge, meta: Any, tensors: Any) -> None:
+        go_on(self, meta, tensors)
+        self._idle.clear()
+
+    return one
+
+
+plant("again: a recovery waits for workers that abstained", Merge, "go_on", _waits_for_the_idle)
+
+
+def _level(came: Any) -> Any:
+    def one(self: Each, rank: int, *, is_new_process: bool) -> list[Reply]:
+        own, bound = self._clocks.get(rank, 0), self._max_staleness
+        others = [self._clocks.get(other, 0) for other in self.context.live_ranks() if other != rank]
+        self._max_staleness = None if bound is None else -1
+        try:
+            came(self, rank, is_new_process=is_new_process)
+        finally:
+            self._max_staleness = bound
+        self._clocks[rank] = min(others, default=own)
+        return self._release()
+
+    return one
+
+
+plant("again: a worker that comes back to one shard is level with the slowest", Each, "worker_came", _level)
+
+
+def _counts_for_its_predecessor(late: Any) -> Any:
+    def one(self: Together, contribution: Any) -> list[Reply]:
+        ended = dict(self._ended)
+        replies = late(self, contribution)
+        self._ended.update({known: ranks for known, ranks in ended.items() if known in self._ended})
+        for reply in replies:
+            if contribution.rank in ended.get(reply.sequence, ()):
+                reply.body.pop("late", None)
+        return replies
+
+    return one
+
+
+plant("again: a process counts for its predecessor", Together, "_answer_late", _counts_for_its_predecessor)

@@ -1,0 +1,41 @@
+"""The bugs by name, each a monkeypatch of the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from simulation.job import run
+from simulation.scenario import draw
+
+Patch = Callable[[ExitStack], None]
+PLANTED: dict[str, Patch] = {}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Inside, the product has this bug."""
+    with ExitStack() as stack:
+        PLANTED[name](stack)
+        yield
+
+
+def plant(name: str, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
+    """Register: ``make`` turns what ``owner.attribute`` is into what it is with the bug."""
+
+    def patch(stack: ExitStack) -> None:
+        stack.enter_context(mock.patch.object(owner, attribute, make(getattr(owner, attribute))))
+
+    PLANTED[name] = patch
+
+
+def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
+    """After how many seeds a planted bug is found, and by what; (0, "") where it is not within ``limit``."""
+    with planted(name):
+        for seed in range(limit):
+            violation = run(draw(seed)).violation
+            if violation:
+                return seed + 1, violation
+    return 0, ""
