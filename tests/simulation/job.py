@@ -96,6 +96,10 @@ class Simulation:
             violation = f"{type(error).__name__}: {error}"
             if self.clock.trace is not None:
                 raise
+        finally:
+            for server in self.network.servers:
+                if server.is_up:
+                    server.release()
         counts = self.counts + self.network.counts
         clock = self.clock
         return Result(violation, clock.digest, clock.events, self.job.answered, clock.now_s, counts, clock.trace)

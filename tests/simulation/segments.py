@@ -80,6 +80,11 @@ class Stream:
             server.segments[self._shard].forget(self._segment, reads_on=reads_on)
 
 
+def _end_reading(stream: weakref.ref[Stream]) -> None:
+    if (known := stream()) is not None:
+        known.read_no_more()
+
+
 class SimulatedSegments(WorkerSegments):
     """Those of one worker.
 
@@ -127,7 +132,8 @@ class SimulatedSegments(WorkerSegments):
         finally:
             os.close(copy)
         stream.is_read = True
-        keeper = weakref.finalize(mapping.memory, stream.read_no_more)
+        # A strong reference here would keep the whole simulation for ever.
+        keeper = weakref.finalize(mapping.memory, _end_reading, weakref.ref(stream))
         keeper.atexit = False
         lent = Lent(mapping.tensor(0, table.size_bytes, torch.uint8), table, keeper)  # type: ignore[arg-type]
         return stream, lent  # type: ignore[return-value]

@@ -110,6 +110,10 @@ class ServerProcess:
         if self.snapshots is not None:
             self.snapshots.kill()
         self._waiting.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Close what the operating system gave it; nothing is sent any more."""
         for answers in self.answers:
             answers.close()
 

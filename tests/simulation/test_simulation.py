@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+
 import pytest
 
 from simulation.job import run
@@ -34,6 +38,24 @@ def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters(monkeyp
     scenario = Scenario(seed=1, workers=2, steps=8, faults=(Fault("stop worker", 0.5, 0.3, 1, 0, 0.1), noise))
     assert "applied twice" in run(scenario).violation
     assert shrink(scenario).faults == (noise,)
+
+
+@pytest.fixture
+def quiet():
+    """No records: pytest would keep what they refer to."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_a_run_keeps_no_descriptor_open(quiet):
+    """A process of the runner runs some hundred thousand seeds."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for seed in range(20):
+        run(draw(seed))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_seed_is_the_same_scenario_everywhere():
