@@ -237,14 +237,14 @@ class ApplyingJob:
         return server in self._excused
 
     def captured(self, server: ServerProcess) -> Cut:
-        """See ``SnapshotWitness``."""
-        versions = {
-            key: self.chunks[key].version
-            for shard in server.shards
-            for job in shard.jobs.kept()
-            for key in job.chunks.rules
-        }
-        return Cut(versions, len(self._departures))
+        """See ``SnapshotWitness``.
+
+        Nothing is promised of a job that only some shards have: worker 0 is giving it its values, nobody else was told
+        that there are any, and a restart leaves it out.
+        """
+        kept = [shard.jobs.kept() for shard in server.shards]
+        keys = [key for jobs in kept for job in jobs for key in job.chunks.rules] if all(kept) else []
+        return Cut({key: self.chunks[key].version for key in keys}, len(self._departures))
 
     def complete(self, server: ServerProcess, note: Cut, *, is_torn: bool) -> None:
         """See ``SnapshotWitness``."""
