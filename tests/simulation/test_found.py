@@ -195,6 +195,25 @@ FOUND["again: merges of several chunks wait for each other"] = Scenario(
     keeps_log=True,
     faults=(Fault("kill server", 1.707, 0.318, 2, 0, 0.144),),
 )
+FOUND["again: updates count for the server that a worker greeted first"] = Scenario(
+    # Worker 1 waits for the job's first values while the server restarts, and the next life lets it in. It loses its
+    # lease, comes back, and reports the updates that this life had acknowledged as those of the life before. The server
+    # took itself for one with an older state, and refused the job from then on.
+    seed=16398,
+    rule="merge",
+    quorum=1,
+    grace=1.0,
+    workers=4,
+    chunks=1,
+    shares=1,
+    latency_s=(0.0005, 0.002),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    tick_s=0.2,
+    snapshot_s=1.0,
+    keeps_log=True,
+    faults=(Fault("fsync fails", 0.439, 0.498, 3, 0, 0.052), Fault("stop worker", 3.917, 3.393, 1, 0, 0.791)),
+)
 
 
 @pytest.fixture(autouse=True)

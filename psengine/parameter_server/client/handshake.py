@@ -56,6 +56,9 @@ def enter(membership: Membership) -> Flow[Welcome]:
             " have theirs. Start all of the job's servers with --snapshot-dir, or all of them and the workers anew.",
             ErrorCode.STATE_LOST,
         )
+    if not membership.is_welcome:
+        for link in membership.links:
+            link.ledger.settle(link.epoch)  # what is acknowledged from here on is of this life of the server
     membership.resume()
     return welcome
 

@@ -50,8 +50,8 @@ class Ledger:
     """The exchanges that a shard acknowledged, by chunk. Used by the I/O thread, read while everything is held.
 
     Attributes:
-        epoch: the life of the server that acknowledged it; 0 before the first.
-        epochs: the lives of the server that have let this worker in, and 0.
+        epoch: the life of the server that acknowledged it; 0 before this worker takes part.
+        epochs: the lives of the server that have said WELCOME to this worker, and 0.
         durability: what the server kept through its end in that life, as WELCOME says it.
         durable_version: the newest version of the job that it said was on its disk.
     """
@@ -101,14 +101,12 @@ class Ledger:
         return min((known.sequence for known in tuple(self._chunks.values())), default=None)
 
     def welcomed(self, epoch: int, durability: str) -> None:
-        """A life of the server lets this worker in, and keeps like this what it acknowledges."""
+        """A life of the server says WELCOME, and keeps like this what it acknowledges; it may say "wait"."""
         self._offered = durability
         self.epochs.add(epoch)
-        if not self.epoch:
-            self.epoch, self.durability = epoch, durability
 
     def settle(self, epoch: int) -> None:
-        """The server has counted its losses: begin anew for its life ``epoch``."""
+        """The server has counted its losses, or there were none yet: begin anew for its life ``epoch``."""
         self.epoch, self.durability = epoch, self._offered
         for known in self._chunks.values():
             known.unused, known.version, known.asked_version = [], 0, 0

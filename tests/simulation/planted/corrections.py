@@ -62,6 +62,17 @@ plant(
 )
 
 
+def _begins_with_a_life_before(settle: Any) -> Any:
+    def one(self: Ledger, epoch: int) -> None:
+        before = () if self.epoch else self.epochs - {0, epoch}
+        settle(self, min(before, default=epoch))
+
+    return one
+
+
+plant("again: updates count for the server that a worker greeted first", Ledger, "settle", _begins_with_a_life_before)
+
+
 def _takes_any_join(join: Any) -> Any:
     def one(self: Admissions, rank: int, request: int, live: Any) -> Any:
         self._joins.pop(rank, None)
