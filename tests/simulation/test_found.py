@@ -214,6 +214,22 @@ FOUND["again: updates count for the server that a worker greeted first"] = Scena
     keeps_log=True,
     faults=(Fault("fsync fails", 0.439, 0.498, 3, 0, 0.052), Fault("stop worker", 3.917, 3.393, 1, 0, 0.791)),
 )
+FOUND["again: who goes with others is merged for want of them"] = Scenario(
+    # Nothing arrives from either worker, and both leases run out at once. Worker 1's push was here: the server let
+    # worker 0 go first, then waited for nobody any more, and merged the push of a worker that was gone, too.
+    seed=5749,
+    rule="merge",
+    codec="fp4",
+    quorum=3,
+    grace=0.25,
+    chunks=1,
+    steps=2,
+    latency_s=(0.0005, 0.002),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    snapshot_s=1.0,
+    faults=(Fault("cut", 0.888, 2.206, 0, 0, 0.93),),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -73,6 +73,18 @@ def _begins_with_a_life_before(settle: Any) -> Any:
 plant("again: updates count for the server that a worker greeted first", Ledger, "settle", _begins_with_a_life_before)
 
 
+def _merges_without_those_told_first(left: Any) -> Any:
+    def one(self: Merge, rank: int) -> list[Reply]:
+        known = {*self.context.live_ranks(), *self._gathered.by_rank} - {rank}
+        with mock.patch.object(self.context, "live_ranks", return_value=tuple(sorted(known))):
+            return left(self, rank)
+
+    return one
+
+
+plant("again: who goes with others is merged for want of them", Merge, "worker_left", _merges_without_those_told_first)
+
+
 def _takes_any_join(join: Any) -> Any:
     def one(self: Admissions, rank: int, request: int, live: Any) -> Any:
         self._joins.pop(rank, None)

@@ -141,12 +141,16 @@ class Merge(Each):
 
     @override
     def worker_left(self, rank: int) -> list[Reply]:
-        """Its contribution that is not merged yet is dropped; it has to send it again."""
+        """Its contribution that is not merged yet is dropped; it has to send it again.
+
+        Workers whose leases run out together are all gone when the chunk is told of the first: the last of them are not
+        merged for want of the others.
+        """
         replies = super().worker_left(rank)
         self._window.forget(rank)
         self._idle.discard(rank)
-        if rank in self._gathered.by_rank:
-            self._gathered.remove(rank)
+        for gone in self._gathered.by_rank.keys() - set(self.context.live_ranks()):
+            self._gathered.remove(gone)
         return [*replies, *self._merge_if_complete()]
 
     @override
