@@ -41,12 +41,12 @@ class Slot:
     """A rank, and the process that has it.
 
     Attributes:
-        rest_s: how long after a death the next process starts.
+        rest_s: how long after a death the next process starts; None: nothing has died since.
     """
 
     rank: int
     process: WorkerProcess | None = None
-    rest_s: float = 0.0
+    rest_s: float | None = None
     is_done: bool = False
 
 
@@ -234,7 +234,7 @@ class Simulation:
         """Look after processes that have ended."""
         for slot in self.slots:
             process = slot.process
-            if slot.is_done or (process is None and not slot.rest_s):
+            if slot.is_done or (process is None and slot.rest_s is None):
                 continue
             if process is not None and not process.is_dead:
                 continue
@@ -253,7 +253,7 @@ class Simulation:
             if process is not None and process.has_finished:
                 slot.is_done = True
                 continue
-            rests_s, slot.rest_s = slot.rest_s or REST_S, 0.0
+            rests_s, slot.rest_s = slot.rest_s or REST_S, None
             self.clock.after(rests_s, self._start_if_needed, slot)
         self._see_to_values()
         self._end_training()
