@@ -260,12 +260,21 @@ class Simulation:
         self.clock.after(OPERATOR_S, self._operate)
 
     def _see_to_values(self) -> None:
-        """Worker 0 gives a job its values: where servers have lost them, and workers wait, it starts once more."""
-        first = self.slots[0]
-        if first.is_done and any(server.is_up and not server.has_values for server in self.network.servers):
-            waits = [slot for slot in self.slots if slot.process is not None and not slot.process.has_state]
-            if waits and self.scenario.rule != "average":
-                first.is_done, first.process, first.rest_s = False, None, REST_S
+        """Where servers have lost a job, or what they knew of a worker, those that are trained start once more.
+
+        Worker 0 gives the job its values. A quorum and a bound wait for all that have never come, by the rules' own
+        words; nobody but an operator knows that there is nothing left to come.
+        """
+        if self.scenario.rule == "average":
+            return
+        waits = any(slot.process is not None and not slot.process.has_state for slot in self.slots)
+        for server in self.network.servers:
+            is_whole = self.scenario.keeps_log and not self.job.is_excused(server.index)
+            if not server.is_up or is_whole or not (waits or server.has_values):
+                continue
+            for slot in self.slots:
+                if slot.is_done and not server.has_met(slot.rank):
+                    slot.is_done, slot.process, slot.rest_s = False, None, REST_S
 
     def _start_if_needed(self, slot: Slot) -> None:
         if not slot.is_done and slot.process is None:

@@ -96,6 +96,10 @@ class ServerProcess:
         """Whether every shard has a job whose values are there."""
         return all(any(job.is_sealed for job in shard.jobs.by_number.values()) for shard in self.shards)
 
+    def has_met(self, rank: int) -> bool:
+        """Whether every shard has a job that this worker has taken part in."""
+        return all(any(rank in job.came for job in shard.jobs.by_number.values()) for shard in self.shards)
+
     def start(self) -> None:
         """Begin to tick; snapshots, if any, are restored."""
         self.clock.note("server starts", self.index, self.epoch)
