@@ -279,9 +279,10 @@ class ApplyingJob:
                 members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
                 self._live[server.index, shard.index] = members
                 self._came[server.index, shard.index] = set(job.came)
-                gone = {rank: one.member.nonce for rank, one in job.membership._absent.items()}
-                here = {rank: one.nonce for rank, one in job.membership.members.items() if one.phase.was_live}
-                self._processes[server.index, shard.index] = gone | here
+                membership = job.membership
+                known = {rank: one.member for rank, one in membership._absent.items()} | membership.members
+                processes = {rank: one.nonce for rank, one in known.items() if one.phase.was_live}
+                self._processes[server.index, shard.index] = processes
         for key, version in self._promised[server.index].items():
             is_there = key in restored and self.chunks[key].version >= version
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
