@@ -183,8 +183,8 @@ class MergingJob(ApplyingJob):
     def _check_cut(self, restored: set[int], before: dict[int, int], note: Cut) -> None:
         """Nothing is promised: a merge of one chunk may have other workers than that of another."""
 
-    def _take_restored(self, key: int, epoch: int, rule: Any) -> None:
-        super()._take_restored(key, epoch, rule)
+    def _take_restored(self, key: int, epoch: int, rule: Any, note: Cut | None) -> None:
+        super()._take_restored(key, epoch, rule, note)
         known = self._weights[key]
         is_whole = np.array_equal(rule.outcome.values.numpy(), known[rule.version])
         require(is_whole, "chunk {} came back as version {} with other weights", key, rule.version)
