@@ -11,22 +11,16 @@ from simulation.planted import planted
 from simulation.scenario import Fault, Scenario
 
 FOUND = {
-    # Worker 2 is stopped, another process gets its rank and ends its training; then the first one goes on. It heard
-    # that its push had counted, by the numbers of the other, or began its numbers anew.
+    # Worker 1 is stopped, another process gets its rank and ends its training; then the first one goes on. It heard
+    # that its push had counted, by the numbers of the other.
     "again: a process that was replaced may come back": Scenario(
-        seed=22,
-        rule="average",
+        seed=2457,
+        max_staleness=0,
         workers=3,
-        chunks=3,
-        steps=3,
-        think_s=0.05,
-        latency_s=(0.01, 0.16666666666666666),
-        snapshot_s=1.0,
-        keeps_log=True,
-        faults=(
-            Fault("kill worker", 0.252, 0.18, 0, 0, 0.28),
-            Fault("zombie", 2.266, 4.436, 2, 0, 0.141),
-        ),
+        chunks=1,
+        steps=5,
+        think_s=1.0,
+        faults=(Fault("zombie", 2.568, 5.162, 1, 0, 0.746),),
     ),
     # Nothing arrives between worker 1 and one of two servers, which puts it out. It came back level with worker 0
     # there, and behind it at the other server: each waited for the other's next step.
@@ -229,6 +223,34 @@ FOUND["again: who goes with others is merged for want of them"] = Scenario(
     heartbeat_s=0.25,
     snapshot_s=1.0,
     faults=(Fault("cut", 0.888, 2.206, 0, 0, 0.93),),
+)
+FOUND["again: a job that begins anew waits for worker 0 where another has its state"] = Scenario(
+    # Worker 2 is stopped, worker 1 dies, worker 0 ends its training. A new process of worker 1 begins the job anew and
+    # is told to wait for worker 0; so was worker 2, which came back with its state.
+    seed=7141,
+    rule="average",
+    quorum=2,
+    workers=3,
+    chunks=1,
+    steps=5,
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    snapshot_s=0.3,
+    keeps_log=True,
+    faults=(
+        Fault("stop worker", 1.321, 3.585, 2, 0, 0.96),
+        Fault("disk full", 1.325, 2.059, 2, 0, 0.073),
+        Fault("kill worker", 2.323, 1.324, 1, 0, 0.85),
+    ),
+)
+FOUND["again: a worker that returns with state is taken for one without, because a new one had its rank"] = Scenario(
+    # Worker 1 is stopped, and a new process wants its rank; the server restarts. It has never heard of the first one,
+    # which comes back once the new one is gone, has the only state, and was told to wait for somebody with state.
+    seed=5887,
+    rule="average",
+    chunks=1,
+    steps=5,
+    faults=(Fault("zombie", 1.853, 1.184, 1, 0, 0.521), Fault("kill server", 2.946, 1.54, 1, 0, 0.262)),
 )
 
 

@@ -260,6 +260,11 @@ def test_every_transition_of_a_worker_is_reached(taken):
     for phase, make in made.items():
         assert make().membership.members[0].phase is phase
         assert make().greet(0, 2, claims=True).phase is MemberPhase.NEWCOMER
+        returned = make().greet(0, 2, claims=True, knows_members=True).phase
+        if phase is MemberPhase.EXPECTED:
+            assert returned is MemberPhase.LIVE
+        else:  # state of a life that this server knows nothing of
+            assert (returned is MemberPhase.SURVIVOR) == (phase is MemberPhase.NEWCOMER)
         again = make().greet(0, 1, knows_members=True).phase
         assert again is (MemberPhase.LIVE if phase is MemberPhase.EXPECTED else phase)
         room = make()

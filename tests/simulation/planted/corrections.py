@@ -11,7 +11,7 @@ from psengine.parameter_server.client.operation import Operation
 from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.life import JobPhase
+from psengine.parameter_server.server.core.life import MEMBER, JobPhase, MemberEvent, MemberPhase
 from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
@@ -83,6 +83,19 @@ def _merges_without_those_told_first(left: Any) -> Any:
 
 
 plant("again: who goes with others is merged for want of them", Merge, "worker_left", _merges_without_those_told_first)
+
+
+plant(
+    "again: a job that begins anew waits for worker 0 where another has its state",
+    AveragingJob,
+    "initialiser",
+    lambda initialiser: property(lambda self: 0 if self.phase is JobPhase.ORPHANED else initialiser.fget(self)),
+)
+PLANTED["again: a worker that returns with state is taken for one without, because a new one had its rank"] = (
+    lambda stack: stack.enter_context(
+        mock.patch.dict(MEMBER[MemberPhase.NEWCOMER], {MemberEvent.KNEW_OTHERS: MemberPhase.NEWCOMER})
+    )
+)
 
 
 def _takes_any_join(join: Any) -> Any:

@@ -22,7 +22,7 @@ class JobPhase(_State):
 
     NEW = "new"  # nobody has brought values yet
     REBUILDING = "rebuilding"  # it ran before this server did: its workers are to bring the values again
-    ORPHANED = "orphaned"  # its workers are gone, and the weights with them: the next worker brings values anew
+    ORPHANED = "orphaned"  # its workers are gone, and the weights with them: the next worker brings values
     OPEN = "open"  # its values are here, and no exchange has ended
     RUNNING = "running"  # an exchange has ended
     RESUMING = "resuming"  # it ran before this server did: for a lease it awaits all ranks that its workers name
@@ -113,7 +113,7 @@ class MemberEvent(_State):
     """Events of a worker."""
 
     CAME = "came"  # a process says HELLO that has never been live
-    KNEW_OTHERS = "knew others"  # the same of one that was live where nobody here knows of
+    KNEW_OTHERS = "knew others"  # the same of one that says it was live, of which nobody here knows
     TOLD = "told"  # another worker names it
     HEARD = "heard"  # it says HELLO, or says it again
     ADMITTED = "admitted"  # exchanges wait for it from here on
@@ -124,7 +124,12 @@ class MemberEvent(_State):
 
 def _any_time(phase: MemberPhase) -> dict[MemberEvent, MemberPhase]:
     """A worker says HELLO again, is replaced by a new process, or goes, in any phase."""
-    return {MemberEvent.CAME: MemberPhase.NEWCOMER, MemberEvent.HEARD: phase, MemberEvent.LEFT: phase}
+    return {
+        MemberEvent.CAME: MemberPhase.NEWCOMER,
+        MemberEvent.KNEW_OTHERS: MemberPhase.NEWCOMER,  # its rank went to a process that was live after it
+        MemberEvent.HEARD: phase,
+        MemberEvent.LEFT: phase,
+    }
 
 
 MEMBER: dict[MemberPhase, dict[MemberEvent, MemberPhase]] = {
@@ -140,6 +145,7 @@ MEMBER: dict[MemberPhase, dict[MemberEvent, MemberPhase]] = {
     },
     MemberPhase.NEWCOMER: {
         **_any_time(MemberPhase.NEWCOMER),
+        MemberEvent.KNEW_OTHERS: MemberPhase.SURVIVOR,
         MemberEvent.TOLD: MemberPhase.LIVE,  # a snapshot has it as about to enter: it has entered since
         MemberEvent.ADMITTED: MemberPhase.LIVE,
         MemberEvent.ORPHANED: MemberPhase.NEWCOMER,

@@ -162,10 +162,9 @@ class Membership:
             replaced = self._replaced.setdefault(rank, [])
             replaced.append(previous.nonce)
             del replaced[:-MAX_REPLACED]
-        if previous is None:
-            event = MemberEvent.KNEW_OTHERS if knows_members else MemberEvent.CAME
-        else:
-            event = MemberEvent.HEARD if same_process else MemberEvent.CAME
+        event = MemberEvent.KNEW_OTHERS if knows_members else MemberEvent.CAME
+        if same_process:
+            event = MemberEvent.HEARD
         phase = after(MEMBER, previous.phase if previous is not None else MemberPhase.ABSENT, event)
         known = previous.incarnation if previous is not None else 0
         if not incarnation:

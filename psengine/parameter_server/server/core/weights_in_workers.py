@@ -45,8 +45,8 @@ class AveragingJob(Job):
     @property
     @override
     def initialiser(self) -> int:
-        """0, or the lowest that is left of a job that is under way; one whose lease ran out if no other is."""
-        if self.phase is not JobPhase.REBUILDING:
+        """0, or the lowest that has state of a job that was under way; one whose lease ran out if no other is."""
+        if self.phase not in (JobPhase.REBUILDING, JobPhase.ORPHANED):
             return 0
         members = self.membership.members
         survivors = (rank for rank, member in members.items() if member.phase.was_live)
