@@ -199,6 +199,7 @@ FOUND["again: updates count for the server that a worker greeted first"] = Scena
     grace=1.0,
     workers=4,
     chunks=1,
+    steps=7,
     shares=1,
     latency_s=(0.0005, 0.002),
     lease_s=1.0,
