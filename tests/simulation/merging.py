@@ -212,12 +212,11 @@ class MergingJob(ApplyingJob):
             waits.pop(rank, None)
         if message is None:
             return
-        if message.type is MessageType.PUSH:
-            waits.pop(message.worker, None)
-        elif any(one.message.type is MessageType.HEARTBEAT_ACK for one in outgoing):
+        if any(one.message.type is MessageType.HEARTBEAT_ACK for one in outgoing):
             waits[message.worker] = message.body.get("waits")
-        elif message.type is MessageType.HELLO:
-            waits.pop(message.body["rank"], None)
+        for one in outgoing:
+            if one.message.type is MessageType.WELCOME:
+                waits.pop(one.message.worker, None)
 
     def _stuck(self, server: ServerProcess, shard: Shard) -> set[int]:
         """Who waits for other merges than those of this shard, or for ones here that lack others.
@@ -238,17 +237,19 @@ class MergingJob(ApplyingJob):
             if self.epochs.get(key) != server.epoch:
                 continue  # about to be noted
             window, gathered = self._windows[server.epoch, key], rule.waiting()
-            number = self._number_of(push, window) if push is not None and push.key == key else None
+            waits = self._waits[server.epoch, shard.index]
+            number = self._number_of(push, window, waits) if push is not None and push.key == key else None
             merged = self._merged(server, shard, key, rule) if rule.version != self.chunks[key].version else []
             if push is not None and number is not None and (number in merged or push.worker in gathered):
                 window.arrived(push.worker, server.clock.now_s)
                 window.here[push.worker] = number
                 window.exchanges[push.worker] = push.sequence
+                waits.pop(push.worker, None)
             self._check_window(server, shard, key, merged, is_tick=message is None)
             for rank in [rank for rank in window.here if rank not in gathered]:
                 del window.here[rank]
 
-    def _number_of(self, push: Message, window: Window) -> int | None:
+    def _number_of(self, push: Message, window: Window, waits: dict[int, int | None]) -> int | None:
         """The number of a push that has arrived as its worker made it; None where it abstains, or is a repeat."""
         rank, made = push.worker, self._made[push.key]
         if push.payload is None:
@@ -259,6 +260,7 @@ class MergingJob(ApplyingJob):
             )
             if is_answered:
                 window.idle.add(rank)
+                waits.pop(rank, None)
             return None
         values = decoded(self.scenario.codec, push.payload, self.marks.numel)
         number = int(np.flatnonzero(values)[0])
