@@ -28,6 +28,7 @@ from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.protocol.messages import Message, MessageType
 from simulation.answers import SentAnswers
 from simulation.applying import layout
+from simulation.quorum import Quorum
 from simulation.violation import require
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class AveragingJob:
         self._ended: set[tuple[int, int, int]] = set()
         # (life of a server, shard) -> (rank, nonce, chunk) of live workers -> the last exchange that they pushed.
         self._pushed: dict[tuple[int, int], dict[tuple[int, int, int], int]] = defaultdict(dict)
+        self._quorum = None if scenario.quorum is None else Quorum(scenario.quorum)
         # By process and chunk, the average that it reads in the server's memory, and what that was.
         self._lent: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._sent = SentAnswers()
@@ -254,8 +256,16 @@ class AveragingJob:
             if sender is not None and sender.rank in members and sender.incarnation == message.incarnation:
                 place = sender.rank, sender.nonce, message.key
                 pushed[place] = max(message.sequence, pushed.get(place, 0))
-            if self.scenario.quorum is None:
+                if self._quorum is not None and message.payload is not None:
+                    self._quorum.take((server.epoch, message.key, message.sequence), *place[:2])
+            if self._quorum is None:
                 self._check_complete(server, pushed, outgoing)
+                continue
+            for one in outgoing:
+                if one.message.type is MessageType.UPDATED:
+                    self._quorum.end((server.epoch, one.message.key, one.message.sequence), members, pushed)
+            if message is None:
+                self._quorum.tick(server.epoch, members, pushed)
 
     def _check_same(self, epoch: int, message: Message) -> None:
         """All workers get the same bytes."""

@@ -18,6 +18,7 @@ from simulation import faults
 from simulation.applying import ApplyingJob
 from simulation.averaging import AveragingJob
 from simulation.clock import Clock
+from simulation.leases import Leases
 from simulation.memory_limit import MemoryLimit
 from simulation.merging import MergingJob
 from simulation.network import Network
@@ -82,6 +83,7 @@ class Simulation:
         self.slots = [Slot(rank) for rank in range(scenario.workers)]
         self.disks = [ServerDisk(random.Random(f"disk {index} {scenario.seed}")) for index in range(scenario.servers)]
         self.memory = MemoryLimit(scenario, sum(spec.size_bytes for spec in self.job.specs))
+        self.witness = Leases(self.memory.witness(self.job), scenario)
         self.zombies: list[WorkerProcess] = []
         self._processes = 0
 
@@ -147,7 +149,7 @@ class Simulation:
         server = ServerProcess(
             self.clock,
             self.network,
-            self.memory.witness(self.job),
+            self.witness,
             index,
             [f"tcp://10.0.0.{index}:{shard}" for shard in range(scenario.shards)],
             self._rng.getrandbits(32) << 8 | index,

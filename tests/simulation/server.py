@@ -55,6 +55,7 @@ class ServerProcess:
     Attributes:
         is_up: it has not been killed.
         is_paused: it neither reads nor answers; messages wait.
+        pauses: when each pause that is over began and ended.
         wires: by routing id, the connections that it knows.
         segments: of each shard, the memory that workers share with it.
         failures: what it would have logged as its own bugs.
@@ -74,6 +75,8 @@ class ServerProcess:
     ) -> None:
         self.clock, self.network, self.witness, self.index = clock, network, witness, index
         self.is_up, self.is_paused = True, False
+        self.pauses: list[tuple[float, float]] = []
+        self._paused_s = 0.0
         self.wires: dict[bytes, Wire] = {}
         self.snapshots: Snapshots | None = None
         self._waiting: list[tuple[Wire, list[bytes]]] = []
@@ -123,13 +126,15 @@ class ServerProcess:
 
     def pause(self) -> None:
         """Stop, as by SIGSTOP."""
-        self.is_paused = True
+        if not self.is_paused:
+            self.is_paused, self._paused_s = True, self.clock.now_s
 
     def resume(self) -> None:
         """Go on: time has leapt."""
         if not self.is_up or not self.is_paused:
             return
         self.is_paused = False
+        self.pauses.append((self._paused_s, self.clock.now_s))
         waiting, self._waiting = self._waiting, []
         for wire, frames in waiting:
             self.receive(wire, frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from psengine.parameter_server.server.rules.average import AverageOutcome
@@ -51,3 +52,45 @@ plant(
     "_combine_weighted",
     lambda combine: lambda self, tensors, weights: combine(self, tensors, [1.0] * len(weights)),
 )
+
+
+def _quorum_of(change: Callable[[int], int]) -> Callable[[Any], Any]:
+    def make(is_quorum: Any) -> Any:
+        def one(self: Together, *arguments: Any) -> bool:
+            quorum = self._quorum
+            self._quorum = None if quorum is None else change(quorum)
+            try:
+                return is_quorum(self, *arguments)
+            finally:
+                self._quorum = quorum
+
+        return one
+
+    return make
+
+
+plant("an average's quorum is one too small", Together, "_is_quorum", _quorum_of(lambda quorum: max(1, quorum - 1)))
+plant("an average's quorum is one too large", Together, "_is_quorum", _quorum_of(lambda quorum: quorum + 1))
+
+
+def _counts_the_absent(is_quorum: Any) -> Any:
+    def one(self: Together, gathered: Any, sequence: int, missing: Any, live: Any) -> bool:
+        return self._quorum is not None and len(gathered.by_rank) >= min(self._quorum, len(live))
+
+    return one
+
+
+plant("workers without a gradient fill the quorum", Together, "_is_quorum", _counts_the_absent)
+
+
+def _says_it_counts(answer_late: Any) -> Any:
+    def one(self: Together, contribution: Any) -> list[Reply]:
+        replies = answer_late(self, contribution)
+        for reply in replies:
+            reply.body.pop("late", None)
+        return replies
+
+    return one
+
+
+plant("a late gradient is said to count", Together, "_answer_late", _says_it_counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from psengine.parameter_server.server.core.admission import Admissions
+from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
 from psengine.parameter_server.server.rules.exchange import Progress, Reply
@@ -37,6 +38,24 @@ plant("every process of a rank gets the same incarnation", Membership, "greet", 
 
 
 plant("leases never run out", Membership, "expired", lambda expired: lambda self, now_s: [])
+plant(
+    "a lease is half as long",
+    Membership,
+    "expired",
+    lambda expired: lambda self, now_s: expired(self, now_s + self.lease_s / 2),
+)
+plant(
+    "a lease is twice as long",
+    Membership,
+    "expired",
+    lambda expired: lambda self, now_s: expired(self, now_s - self.lease_s),
+)
+plant(
+    "a pause of a server counts as its workers' silence",
+    Job,
+    "stood_still",
+    lambda stood_still: lambda self, pause_s: None,
+)
 plant(
     "a joiner goes on one exchange too late",
     Progress,
