@@ -24,11 +24,13 @@ from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation.disk import Killed, SimulatedDisk
 from simulation.logs import SimulatedLog
+from simulation.violation import require
 
 if TYPE_CHECKING:
     from simulation.server import ServerProcess
 
 LONGEST_WRITE_S = 0.3
+KEPT = 2
 # A snapshot of a simulated job takes about so many calls of the disk.
 CALLS_PER_SNAPSHOT = 16
 _GENERATION = "generation-"
@@ -45,6 +47,7 @@ class ServerDisk:
     def __init__(self, rng: random.Random) -> None:
         self.files = SimulatedDisk(rng)
         self.notes: dict[int, Any] = {}
+        self._saved = 0
         self._damaged: set[int] = set()
 
     def flip_bit(self, *, has_log: bool) -> tuple[bool, Any]:
@@ -62,8 +65,15 @@ class ServerDisk:
             return True, None
         return intact != max(complete) and not has_log, self.notes[intact]
 
+    def saved(self) -> None:
+        """A generation is complete: the one before is kept, to fall back on."""
+        self._saved += 1
+        complete = [name for name in self.files.list() if name.startswith(_GENERATION)]
+        require(len(complete) >= min(KEPT, self._saved), "of {} snapshots only {} are there", self._saved, complete)
+
     def clear(self) -> None:
         """A new disk."""
+        self._saved = 0
         self.files.clear()
         self.notes.clear()
         self._damaged.clear()
@@ -170,6 +180,7 @@ class Snapshots:
     def _save(self, states: list[list[JobState]], note: Any) -> int:
         self.disk.notes[self.store.last + 1] = note
         number = self.store.save(states, self._places)
+        self.disk.saved()
         with suppress(SnapshotError):
             delete_before(self.disk.files, self.store.needed_segments())
         return number

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 from psengine.parameter_server.server.core.capture import Cuts
+from psengine.parameter_server.server.core.durable_state import DurableState
 from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.durability.replay import Replay
+from psengine.parameter_server.server.log import records
 from psengine.parameter_server.server.log.log import SegmentWriter
+from psengine.parameter_server.server.log.reading import DamagedLogError, LogReader
 from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.step import StepOutcome
+from psengine.parameter_server.server.snapshots import files, generations
+from psengine.parameter_server.server.snapshots.files import write_generation
+from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.protocol.messages import MessageType
 from simulation import snapshots
@@ -56,6 +64,50 @@ class _Uncopied:
         return shown
 
 
+def _deletes_first(save: Any) -> Any:
+    def one(self: Generations, *arguments: Any) -> int:
+        for number in self.numbers():
+            self._discard("generation", number)
+        return save(self, *arguments)
+
+    return one
+
+
+plant("the older snapshots are deleted before the next one is there", Generations, "save", _deletes_first)
+plant("a single snapshot is kept", generations, "KEPT", lambda kept: 1)
+
+
+@contextmanager
+def _unsynced_file(disk: Any, name: str) -> Iterator[Any]:
+    file = disk.create(name)
+    yield file
+    file.close()
+
+
+def _renames_only(write: Any) -> Any:
+    def one(self: Generations, number: int, *content: Any) -> None:
+        unfinished = f"unfinished-{number:012d}"
+        write_generation(self.disk.make_directory(unfinished), number, *content)
+        self.disk.rename(unfinished, f"generation-{number:012d}")
+
+    return one
+
+
+plant("a snapshot's files are not synced", files, "_new_file", lambda new_file: _unsynced_file)
+plant("a snapshot's name is not synced", Generations, "_write", _renames_only)
+
+
+def _says_so_at_once(note_captured: Any) -> Any:
+    def one(self: DurableState) -> None:
+        note_captured(self)
+        self._version = dict(self._captured_version)
+
+    return one
+
+
+plant("a version is called durable when its snapshot begins", DurableState, "_note_captured", _says_so_at_once)
+
+
 def _at_once(send: Any) -> Any:
     def one(self: HeldAnswers, route: bytes, frames: Any, *, pins: Any = None, is_urgent: bool = False) -> None:
         send(self, route, frames, pins=pins, is_urgent=True)
@@ -83,3 +135,33 @@ plant(
     "delete_before",
     lambda delete: lambda disk, starts: delete(disk, {shard: first + 1 for shard, first in starts.items()}),
 )
+
+
+def _without_its_name(write: Any) -> Any:
+    def one(self: SegmentWriter, batch: Any) -> None:
+        with mock.patch.object(self._disk, "sync_names"):
+            write(self, batch)
+
+    return one
+
+
+def _ignores_its_failure(sync: Any) -> Any:
+    def one(self: SegmentWriter) -> None:
+        with suppress(OSError):
+            sync(self)
+
+    return one
+
+
+def _damage(check_rest: Any) -> Any:
+    def one(self: LogReader, file: Any, name: str, offset: int) -> None:
+        if file.size_bytes > offset:
+            raise DamagedLogError(name, offset, "its last record is torn")
+
+    return one
+
+
+plant("a segment's name is not synced", SegmentWriter, "write", _without_its_name)
+plant("a log goes on after an fsync that failed", SegmentWriter, "sync", _ignores_its_failure)
+plant("a log's records are not checked", records, "_digest", lambda digest: lambda header, frames: 0)
+plant("a torn record is taken for damage", LogReader, "_check_rest", _damage)

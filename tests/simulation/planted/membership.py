@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
@@ -90,9 +89,3 @@ def _missed_nothing(place: Any) -> Any:
 
 
 plant("a worker that comes back has missed nothing", AveragingJob, "_place", _missed_nothing)
-plant(
-    "a donor is asked for each JOIN anew",
-    Admissions,
-    "admit",
-    lambda admit: lambda self, rank, incarnation, given: True,
-)
