@@ -284,9 +284,10 @@ class MergingJob(ApplyingJob):
         where = f"merge {rule.version} of chunk {key}"
         require(numbers, "{} has no new push", where)
         require(len(ranks) == len(set(ranks)), "{} has a worker twice: {}", where, ranks)
-        newest = self._newest[server.index, shard.index]
+        newest, here = self._newest[server.index, shard.index], self._windows[server.epoch, key].here
         for number, rank in zip(numbers, ranks, strict=True):
-            is_newest = made[number].incarnation >= newest.get(rank, 0)
+            # A process that says HELLO again has a new incarnation, and its push waits as before.
+            is_newest = here.get(rank) == number or made[number].incarnation >= newest.get(rank, 0)
             require(is_newest, "{} has push {} of a former process of worker {}", where, number, rank)
             require(not chunk.pushes[number].is_refused, "push {} of chunk {} was refused, and merged", number, key)
         total = np.zeros_like(before)
