@@ -253,6 +253,56 @@ FOUND["again: a worker that returns with state is taken for one without, because
     steps=5,
     faults=(Fault("zombie", 1.853, 1.184, 1, 0, 0.521), Fault("kill server", 2.946, 1.54, 1, 0, 0.262)),
 )
+# Planted bugs that few seeds find.
+FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
+    seed=35,
+    chunks=3,
+    steps=3,
+    think_s=0.05,
+    latency_s=(0.01, 0.33),
+    heartbeat_s=0.25,
+    snapshot_s=0.3,
+    faults=(Fault("kill server", 2.589, 0.2, 0, 0, 0.9),),
+)
+FOUND["rarely: answers that left because of time are not logged"] = Scenario(
+    seed=7,
+    rule="merge",
+    quorum=2,
+    grace=0.25,
+    workers=3,
+    chunks=1,
+    think_s=0.05,
+    latency_s=(0.001, 0.05),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    snapshot_s=1.0,
+    keeps_log=True,
+    faults=(Fault("kill server", 1.578, 0.2, 0, 0, 0.545),),
+)
+FOUND["rarely: who came and who left is not logged"] = Scenario(
+    seed=0,
+    chunks=1,
+    steps=2,
+    think_s=0.05,
+    latency_s=(0.01, 0.16),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    snapshot_s=1.0,
+    keeps_log=True,
+    faults=(Fault("zombie", 1.421, 4.07, 1, 0, 0.782), Fault("kill server", 2.928, 0.2, 0, 0, 0.932)),
+)
+FOUND["rarely: a restart forgets which processes were replaced"] = Scenario(
+    seed=375,
+    chunks=1,
+    steps=8,
+    think_s=0.05,
+    latency_s=(0.001, 0.05),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    snapshot_s=0.3,
+    keeps_log=True,
+    faults=(Fault("zombie", 1.164, 3.328, 1, 0, 0.485), Fault("kill server", 3.036, 0.2, 0, 0, 0.693)),
+)
 
 
 @pytest.fixture(autouse=True)

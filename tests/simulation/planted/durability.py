@@ -10,6 +10,7 @@ from unittest import mock
 from psengine.parameter_server.server.core.capture import Cuts
 from psengine.parameter_server.server.core.durable_state import DurableState
 from psengine.parameter_server.server.core.journal import Journal
+from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.durability.replay import Replay
 from psengine.parameter_server.server.log import records
 from psengine.parameter_server.server.log.log import SegmentWriter
@@ -24,7 +25,9 @@ from psengine.protocol.messages import MessageType
 from simulation import snapshots
 from simulation.planted.registry import plant
 
-plant("a snapshot does not await steps under way", Cuts, "awaited", lambda awaited: lambda self, goals, ranks: {})
+plant(
+    "rarely: a snapshot does not await steps under way", Cuts, "awaited", lambda awaited: lambda self, goals, ranks: {}
+)
 
 
 def _without(*names: str) -> Callable[[Any], Any]:
@@ -165,3 +168,21 @@ plant("a segment's name is not synced", SegmentWriter, "write", _without_its_nam
 plant("a log goes on after an fsync that failed", SegmentWriter, "sync", _ignores_its_failure)
 plant("a log's records are not checked", records, "_digest", lambda digest: lambda header, frames: 0)
 plant("a torn record is taken for damage", LogReader, "_check_rest", _damage)
+plant(
+    "rarely: answers that left because of time are not logged",
+    Journal,
+    "tick",
+    lambda tick: lambda self, job: None,
+)
+plant(
+    "rarely: who came and who left is not logged",
+    Journal,
+    "members",
+    lambda members: lambda self, job, *, came=None, left=None: members(self, job),
+)
+plant(
+    "rarely: a restart forgets which processes were replaced",
+    Membership,
+    "to_meta",
+    lambda to_meta: lambda self: {**to_meta(self), "replaced": {}},
+)

@@ -1,4 +1,8 @@
-"""The bugs by name, each a monkeypatch of the product."""
+"""The bugs by name, each a monkeypatch of the product.
+
+Those whose name begins with "again:" undo a correction of a bug that the simulator has found. Those with "rarely:" are
+found by less than one seed in a thousand. ``test_found.py`` has a scenario for each of both.
+"""
 
 from __future__ import annotations
 
