@@ -277,6 +277,7 @@ class ApplyingJob:
         for shard in server.shards:
             place = server.index, shard.index
             self._newest[place], self._live[place], self._came[place] = {}, {}, set()
+            self._processes[place] = {}
             for key, epoch in list(self.epochs.items()):
                 if epoch >> 8 == server.index:
                     self.epochs[key] = -1
@@ -355,8 +356,12 @@ class ApplyingJob:
 
     def after(self, server: ServerProcess, shard: Shard, message: Message | None, outgoing: list[Outgoing]) -> None:
         """See ``ServerWitness``."""
+        place = server.index, shard.index
+        if message is not None and message.type is MessageType.HELLO:
+            rank, took_part = message.body["rank"], message.body.get("members") or ()
+            if rank in took_part:  # in a life of the server that this one knows nothing of
+                self._processes[place].setdefault(rank, message.body["nonce"])
         for job in shard.jobs.by_number.values():
-            place = server.index, shard.index
             live = job.membership.live_ranks
             known = self._live[place]
             members = {rank: job.membership.members[rank].nonce for rank in live}

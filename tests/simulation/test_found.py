@@ -253,6 +253,20 @@ FOUND["again: a worker that returns with state is taken for one without, because
     steps=5,
     faults=(Fault("zombie", 1.853, 1.184, 1, 0, 0.521), Fault("kill server", 2.946, 1.54, 1, 0, 0.262)),
 )
+FOUND["again: a process of a former life counts for one that has ended"] = Scenario(
+    # The server loses the job, worker 0 is stopped, another process gets its rank, gives the job its values again, and
+    # ends its training. Then the first one goes on, which this life of the server has never met: its push had the number
+    # of one of the other process, and was taken for a repeat of that.
+    seed=59716,
+    max_staleness=0,
+    workers=1,
+    chunks=1,
+    steps=5,
+    shares=1,
+    think_s=0.05,
+    latency_s=(0.0005, 0.002),
+    faults=(Fault("kill server", 0.662, 0.584, 0, 0, 0.343), Fault("zombie", 1.073, 2.063, 0, 0, 0.184)),
+)
 # Planted bugs that few seeds find.
 FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     seed=35,

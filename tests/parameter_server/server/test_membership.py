@@ -113,6 +113,15 @@ class TestClaims:
         assert greeting.member.incarnation == first.incarnation + 5
         assert room.greet(0, 11, incarnation=first.incarnation) == "replaced"
 
+    def test_a_process_of_a_former_life_does_not_follow_one_that_has_ended(self, room):
+        room.enter(0, 12)
+        room.membership.remove(0, progress=0, now_s=room.now_s, forget=True)
+        restarted = Room()
+        restarted.membership.restore(room.membership.to_meta(), restarted.now_s)
+        for one in (room, restarted):
+            assert one.greet(0, 11, knows_members=True) == "replaced"
+            assert one.greet(0, 13).member.rank == 0  # a new one
+
 
 class TestIncarnations:
     def test_they_grow_with_each_process_even_if_the_wall_clock_goes_back(self, room):

@@ -26,6 +26,7 @@ from simulation.planted.registry import PLANTED, plant
 def _forgets_the_replaced(greet: Any) -> Any:
     def one(self: Membership, *arguments: Any) -> Any:
         self._replaced.clear()
+        self._ended.clear()
         return greet(self, *arguments)
 
     return one
@@ -96,6 +97,17 @@ PLANTED["again: a worker that returns with state is taken for one without, becau
         mock.patch.dict(MEMBER[MemberPhase.NEWCOMER], {MemberEvent.KNEW_OTHERS: MemberPhase.NEWCOMER})
     )
 )
+
+
+def _forgets_the_ended(greet: Any) -> Any:
+    def one(self: Membership, *arguments: Any) -> Any:
+        self._ended.clear()
+        return greet(self, *arguments)
+
+    return one
+
+
+plant("again: a process of a former life counts for one that has ended", Membership, "greet", _forgets_the_ended)
 
 
 def _takes_any_join(join: Any) -> Any:

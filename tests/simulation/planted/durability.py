@@ -184,5 +184,5 @@ plant(
     "rarely: a restart forgets which processes were replaced",
     Membership,
     "to_meta",
-    lambda to_meta: lambda self: {**to_meta(self), "replaced": {}},
+    lambda to_meta: lambda self: {**to_meta(self), "replaced": {}, "ended": []},
 )

@@ -125,4 +125,5 @@ def merge_members(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             known = replaced.setdefault(rank, [])
             known.extend(nonce for nonce in nonces if nonce not in known)
     present = {kind: [entry for k, entry in newest.values() if k == kind] for kind in ("members", "absent")}
-    return {**present, "replaced": replaced}
+    ended = {rank for meta in metas for rank in meta.get("ended", ())}
+    return {**present, "replaced": replaced, "ended": sorted(ended)}

@@ -124,6 +124,8 @@ class Membership:
     _replaced: dict[int, list[int]] = field(default_factory=dict)
     # Ranks that were here, in this life of the server, and went.
     _went: set[int] = field(default_factory=set)
+    # Ranks whose last process took part and said goodbye: their numbers are those of that process.
+    _ended: set[int] = field(default_factory=set)
 
     def greet(self, hello: Message, user_id: str, route: bytes, progress: int, now_s: float) -> Greeting | str:
         """A worker says HELLO; it becomes a member, not live yet.
@@ -144,9 +146,11 @@ class Membership:
         holder, absence = self.members.get(rank), self._absent.get(rank)
         if holder is not None and holder.user_id != user_id and not holder.is_expected:
             return "denied"
-        if nonce in self._replaced.get(rank, ()):
-            return "replaced"
         previous = holder or (absence.member if absence is not None else None)
+        # A process of a former life of the server, which this one has never met.
+        is_late = previous is None and knows_members and rank in self._ended
+        if is_late or nonce in self._replaced.get(rank, ()):
+            return "replaced"
         is_awaited = holder is not None and holder.is_expected and knows_members
         is_known = previous is not None and previous.incarnation > 0 and previous.nonce == nonce
         same_process = is_known or is_awaited
@@ -235,6 +239,8 @@ class Membership:
         member = self.members.pop(rank, None)
         if member is not None:
             self._went.add(rank)
+            if forget and member.phase.was_live:
+                self._ended.add(rank)
             self._claims.pop(rank, None)
             member.advance(MemberEvent.LEFT)
             if not forget and member.phase is not MemberPhase.ABSENT:
@@ -328,6 +334,7 @@ class Membership:
             "members": [member.to_meta() for member in self.members.values() if not member.is_expected],
             "absent": [gone.member.to_meta() for gone in self._absent.values()],
             "replaced": {str(rank): list(nonces) for rank, nonces in self._replaced.items()},
+            "ended": sorted(self._ended),
         }
 
     def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
@@ -336,4 +343,5 @@ class Membership:
         self._absent = {m["rank"]: _Absence(Member.from_meta(m, now_s), -1, now_s) for m in meta["absent"]}
         # Snapshots of older versions do not have them.
         self._replaced = {int(rank): list(nonces) for rank, nonces in meta.get("replaced", {}).items()}
+        self._ended = set(meta.get("ended", ()))
         self._recount()
