@@ -130,6 +130,7 @@ class Snapshots:
         self._wishes: list[tuple[bytes, Message]] = []
         self._answers: list[tuple[bytes, Message]] = []
         self._places: LogPlaces = {}
+        self._has_replayed = False
         self.logs: list[SimulatedLog] = []
         for shard in server.shards:
             shard.want_snapshot = lambda route, message: self._wishes.append((route, message))
@@ -146,7 +147,7 @@ class Snapshots:
         for name in recovered.headless:
             self.disk.files.delete(name)
         loaded, shards = recovered.loaded, self.server.shards
-        self._places = recovered.places
+        self._places, self._has_replayed = recovered.places, any(recovered.records)
         if loaded is None and not any(recovered.records):
             return None
         generation = None if loaded is None else loaded.generation
@@ -157,13 +158,15 @@ class Snapshots:
         return None if generation is None else self.disk.notes[generation]
 
     def keep_logs(self, fails: Callable[[], None]) -> None:
-        """Begin this life's logs, from a snapshot of all that is there.
+        """Begin this life's logs, from a snapshot of all that is there; also where a replay left no job.
+
+        What was replayed may not be durable, because the last life may have died before its fsync.
 
         Raises:
             SnapshotError: it could not be written.
         """
         server = self.server
-        if any(shard.jobs.by_number for shard in server.shards):
+        if self._has_replayed or any(shard.jobs.by_number for shard in server.shards):
             self._save([shard.durable.capture_whole() for shard in server.shards], self.witness.captured(server))
         for shard, answers in zip(server.shards, server.answers, strict=True):
             start = LogStart(shard.index, *self._places.get(shard.index, (1, 0)), shard.epoch)
