@@ -255,8 +255,8 @@ FOUND["again: a worker that returns with state is taken for one without, because
 )
 FOUND["again: a process of a former life counts for one that has ended"] = Scenario(
     # The server loses the job, worker 0 is stopped, another process gets its rank, gives the job its values again, and
-    # ends its training. Then the first one goes on, which this life of the server has never met: its push had the number
-    # of one of the other process, and was taken for a repeat of that.
+    # ends its training. Then the first one goes on, which this life of the server has never met: its push had the
+    # number of one of the other process, and was taken for a repeat of that.
     seed=59716,
     max_staleness=0,
     workers=1,
