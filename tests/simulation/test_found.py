@@ -267,6 +267,25 @@ FOUND["again: a process of a former life counts for one that has ended"] = Scena
     latency_s=(0.0005, 0.002),
     faults=(Fault("kill server", 0.662, 0.584, 0, 0, 0.343), Fault("zombie", 1.073, 2.063, 0, 0, 0.184)),
 )
+FOUND["again: a worker is asked for an average that a later one has overwritten"] = Scenario(
+    # Worker 1 was put out, and takes part again after a restart of the server with the state that it had. Worker 2 said
+    # that it had the average which worker 1 lacks, has had a later one since, and was asked for it for ever.
+    seed=8239,
+    rule="average",
+    workers=3,
+    chunks=3,
+    steps=5,
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    snapshot_s=0.3,
+    keeps_log=True,
+    faults=(
+        Fault("clog", 1.235, 2.311, 1, 0, 0.569),
+        Fault("stop worker", 1.302, 1.268, 1, 0, 0.733),
+        Fault("cut", 2.42, 1.735, 2, 0, 0.278),
+        Fault("fsync fails", 3.665, 1.699, 0, 0, 0.012),
+    ),
+)
 # Planted bugs that few seeds find.
 FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     seed=35,

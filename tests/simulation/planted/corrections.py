@@ -16,10 +16,10 @@ from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.each import Each
-from psengine.parameter_server.server.rules.exchange import Reply
+from psengine.parameter_server.server.rules.exchange import Progress, Reply
 from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.together import Together
-from psengine.protocol.messages import ErrorCode
+from psengine.protocol.messages import ErrorCode, MessageType
 from simulation.planted.registry import PLANTED, plant
 
 
@@ -108,6 +108,30 @@ def _forgets_the_ended(greet: Any) -> Any:
 
 
 plant("again: a process of a former life counts for one that has ended", Membership, "greet", _forgets_the_ended)
+
+
+plant(
+    "again: a worker is asked for an average that a later one has overwritten",
+    Progress,
+    "answered",
+    lambda answered: lambda self, rank: self.said(rank) or answered(self, rank),
+)
+
+
+def _waits_for_the_rest(fence: Any) -> Any:
+    def one(self: Link, error: Any, now_s: float) -> None:
+        joins = [request for request in self._requests.values() if request.message.type is MessageType.JOIN]
+        for request in joins:
+            del self._requests[request.message.sequence]
+        fence(self, error, now_s)
+        self._requests.update({request.message.sequence: request for request in joins})
+
+    return one
+
+
+plant(
+    "again: a JOIN goes on after a recovery, where other shards have answered it", Link, "fence", _waits_for_the_rest
+)
 
 
 def _takes_any_join(join: Any) -> Any:

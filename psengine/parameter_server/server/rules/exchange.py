@@ -138,10 +138,13 @@ class Progress:
         """The last exchange whose answer worker ``rank`` says it has; 0 where it said nothing."""
         return self._said.get(rank, 0)
 
+    def answered(self, rank: int) -> int:
+        """The last exchange whose answer is known to have come to worker ``rank``: it says so, or has pushed since."""
+        return max(self.said(rank), self.last_sequence.get(rank, 0) - 1)
+
     def reached(self, rank: int) -> int:
-        """The last exchange whose answer worker ``rank`` is known to have."""
-        pushed = self.last_sequence.get(rank, 0)
-        return max(self.said(rank), self._given.get(rank, 0), pushed - 1)
+        """The same, or that of the state which the worker was given, if that is later."""
+        return max(self.answered(rank), self._given.get(rank, 0))
 
     def is_past(self, rank: int, sequence: int) -> bool:
         """Whether worker ``rank`` has, or had, the answer of that exchange: it says so, or has pushed since."""

@@ -241,12 +241,7 @@ class Together(ChunkRule):
         waiting, progress = self._contributors(sequence), self.progress
         # With a quorum nobody knows which of those who wait took part in it.
         sources = self.context.live_ranks() if self._quorum is None else ()
-        one_ahead = [
-            rank
-            for rank in sources
-            if progress.last_sequence.get(rank, 0) == sequence + 1
-            or (progress.said(rank) == sequence and rank not in waiting)
-        ]
+        one_ahead = [rank for rank in sources if rank not in waiting and progress.answered(rank) == sequence]
         if one_ahead:
             return [self._reply(MessageType.RESULT_WANTED, one_ahead[0], sequence)]
         # Nobody has it: who waits for it has to start from somebody else's state. It pushes this exchange again where
