@@ -286,6 +286,25 @@ FOUND["again: a worker is asked for an average that a later one has overwritten"
         Fault("fsync fails", 3.665, 1.699, 0, 0, 0.012),
     ),
 )
+FOUND["again: a worker that has to rejoin deposits its state for another"] = Scenario(
+    # One shard has no chunks, and does not know that exchanges have ended: it took worker 1 for one with state, though
+    # it has to join, and had it give worker 0 its state. That overwrote what worker 2 had deposited.
+    seed=7149,
+    rule="average",
+    quorum=2,
+    workers=3,
+    shards=2,
+    chunks=1,
+    steps=3,
+    think_s=1.0,
+    latency_s=(0.01, 0.16666666666666666),
+    snapshot_s=0.3,
+    faults=(
+        Fault("stop worker", 1.175, 3.852, 1, 0, 0.134),
+        Fault("stop server", 1.825, 0.992, 1, 0, 0.435),
+        Fault("kill worker", 2.624, 2.061, 0, 0, 0.642),
+    ),
+)
 # Planted bugs that few seeds find.
 FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     seed=35,

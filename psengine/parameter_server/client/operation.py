@@ -169,7 +169,7 @@ class Operation:
     @property
     def is_of_a_live_worker(self) -> bool:
         """Whether a worker that has to rejoin may not ask it: it would pass on a state that misses updates."""
-        return self.message.type in (MessageType.PUSH, MessageType.ADMIT)
+        return self.message.type in (MessageType.PUSH, MessageType.STORE, MessageType.ADMIT)
 
     def finish(self, answer: Message, now_s: float) -> PSEngineError | None:
         """I/O thread: take the answer and copy its payload; return why that is not possible."""

@@ -134,6 +134,14 @@ plant(
 )
 
 
+plant(
+    "again: a worker that has to rejoin deposits its state for another",
+    Operation,
+    "is_of_a_live_worker",
+    lambda is_of: property(lambda self: self.message.type is not MessageType.STORE and is_of.fget(self)),
+)
+
+
 def _takes_any_join(join: Any) -> Any:
     def one(self: Admissions, rank: int, request: int, live: Any) -> Any:
         self._joins.pop(rank, None)
