@@ -305,6 +305,32 @@ FOUND["again: a worker that has to rejoin deposits its state for another"] = Sce
         Fault("kill worker", 2.624, 2.061, 0, 0, 0.642),
     ),
 )
+FOUND["again: a worker is let in by an ADMIT for a JOIN that it has given up"] = Scenario(
+    # Worker 0 joins, and its donor is out for a moment: its JOIN is refused, and made anew. An ADMIT for the first one
+    # let it in at one shard. The donor waited for it there, and it waited for the donor at the other.
+    seed=5202,
+    rule="average",
+    codec="fp16",
+    servers=2,
+    steps=4,
+    latency_s=(0.001, 0.05),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    faults=(Fault("kill worker", 1.124, 1.203, 0, 1, 0.468), Fault("stop worker", 2.453, 1.24, 1, 0, 0.456)),
+)
+FOUND["again: a JOIN goes on after a recovery, where other shards have answered it"] = Scenario(
+    # Worker 2 joins, and nothing arrives between it and one server, which puts it out. It said HELLO again and sent its
+    # JOIN there alone: the donor waited for it at the other server, and it waited for the donor here.
+    seed=17754,
+    rule="average",
+    workers=3,
+    servers=2,
+    chunks=3,
+    steps=4,
+    latency_s=(0.0005, 0.002),
+    tick_s=0.2,
+    faults=(Fault("kill server", 0.716, 0.363, 0, 0, 0.387), Fault("clog", 2.944, 3.967, 2, 0, 0.339)),
+)
 # Planted bugs that few seeds find.
 FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     seed=35,

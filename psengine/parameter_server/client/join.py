@@ -144,9 +144,9 @@ def join(membership: Membership) -> Flow[str]:
         for request in requests:
             request.abandon()  # a shard that takes it after the next JOIN would answer it, and not that one
         membership.pause()
-        state = (yield from enter(membership)).state
-        if state != "join":
-            return state
+        welcome = yield from enter(membership)
+        if "join" not in welcome.states:
+            return welcome.state
 
 
 def admit(membership: Membership, joiner: StateRequest) -> Flow[None]:

@@ -236,9 +236,9 @@ class Link:
         self.pushes.pump(now_s)
 
     def fence(self, error: FencedError, now_s: float) -> None:
-        """End the operations of a live worker: this one has to rejoin."""
+        """End the operations of a live worker: this one has to rejoin. A JOIN under way is made anew at all shards."""
         for operation in reversed(self.open_operations()):
-            if operation.is_of_a_live_worker:
+            if operation.is_of_a_live_worker or operation.message.type is MessageType.JOIN:
                 self._fail(operation, error, now_s)
 
     def fail_all(self, error: PSEngineError, now_s: float) -> None:

@@ -142,6 +142,14 @@ plant(
 )
 
 
+plant(
+    "again: a worker is let in by an ADMIT for a JOIN that it has given up",
+    Membership,
+    "is_said_anew",
+    lambda is_said_anew: lambda self, hello, user_id: False,
+)
+
+
 def _takes_any_join(join: Any) -> Any:
     def one(self: Admissions, rank: int, request: int, live: Any) -> Any:
         self._joins.pop(rank, None)

@@ -76,6 +76,10 @@ class Admissions:
         if rank in self._admitted:
             self._admitted[rank].is_reading = False
 
+    def is_reading(self, rank: int) -> bool:
+        """Whether this worker was let in, and may still be reading what was deposited for it."""
+        return rank in self._admitted and self._admitted[rank].is_reading
+
     def unread_from(self, donor: int) -> list[int]:
         """Workers that this one let in, and that have not pushed yet."""
         return sorted(rank for rank, one in self._admitted.items() if one.is_reading and one.admit[0] == donor)

@@ -45,6 +45,7 @@ class Member:
     # While it waits for answers, the sum of the numbers of its exchanges that are open at this shard; see ``is_stuck``.
     waits: int | None = None
     data_route: bytes = b""  # as ``route``, of everything else; b"" where nothing else came yet
+    hello: int = 0  # the id of its newest HELLO, which may come twice
 
     def route_of(self, type: MessageType) -> bytes:
         """The connection for a message of this type; b"" without one."""
@@ -172,10 +173,13 @@ class Membership:
         phase = after(MEMBER, previous.phase if previous is not None else MemberPhase.ABSENT, event)
         known = previous.incarnation if previous is not None else 0
         if not incarnation:
-            incarnation = known if is_present and known else max(known + 1, self.wall_clock_ms())
+            # Who is not live joins anew after each HELLO: an ADMIT that it was promised before does not count.
+            goes_on = is_present and known and (phase.is_live or not self.is_said_anew(hello, user_id))
+            incarnation = known if goes_on else max(known + 1, self.wall_clock_ms())
         member = Member(rank, incarnation, nonce, user_id, route, phase, now_s, body["host"], body["pid"])
-        member.version = body.get("version")
+        member.version, member.hello = body.get("version"), hello.sequence
         if holder is not None and is_present:
+            member.hello = max(member.hello, holder.hello)
             member.pushes, member.refused, member.late = holder.pushes, holder.refused, holder.late
             member.telemetry = holder.telemetry
             if holder.data_route != holder.route:  # a connection of its own, of which HELLO says nothing
@@ -190,6 +194,14 @@ class Membership:
             replaced_live=holder is not None and holder.phase.is_live and not is_present,
             knows_members=knows_members,
         )
+
+    def is_said_anew(self, hello: Message, user_id: str) -> bool:
+        """Whether a member says HELLO once more, and this one is neither repeated nor late."""
+        rank, nonce = hello.body.get("rank"), hello.body["nonce"]
+        holder = None if rank is None else self.members.get(rank)
+        if holder is None or (holder.nonce, holder.user_id) != (nonce, user_id):
+            return False
+        return hello.sequence > holder.hello
 
     def _rank_of(self, nonce: int) -> int:
         gone = [absence.member for absence in self._absent.values()]

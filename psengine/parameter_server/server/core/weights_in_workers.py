@@ -69,6 +69,29 @@ class AveragingJob(Job):
             self.membership.expect(members, now_s)
 
     @override
+    def greet(
+        self, message: Message, user_id: str, route: bytes, now_s: float
+    ) -> tuple[str, Member | None, list[Reply]]:
+        """A worker that was let in here, and says HELLO once more before it has the state, has to join anew.
+
+        Another shard may not have let it in. Its donor, which that shard waits for, waits for it here.
+        """
+        body, replies = message.body, list[Reply]()
+        rank = -1 if body.get("rank") is None else body["rank"]
+        has_state = rank in (body.get("members") or ())
+        if self._admissions.is_reading(rank) and not has_state and self.membership.is_said_anew(message, user_id):
+            replies = self._demote(rank)
+            self._admissions.forget(rank)
+        state, member, more = super().greet(message, user_id, route, now_s)
+        return state, member, [*replies, *more]
+
+    def _demote(self, rank: int) -> list[Reply]:
+        if rank not in self.membership.live_ranks:
+            return []
+        self.membership.demote(rank)
+        return self._leave_exchanges(rank)
+
+    @override
     def _place(self, greeting: Greeting, member: Member, now_s: float) -> tuple[str, list[Reply]]:
         rank, membership = member.rank, self.membership
         if rank in self._without_state and not greeting.knows_members:
@@ -144,11 +167,9 @@ class AveragingJob(Job):
         if not others:
             raise ProtocolError(f"job {self.name!r} has no live worker with state to give", ErrorCode.NOT_MEMBER)
         donor = self._admissions.join(rank, request, others)
-        replies: list[Reply] = []
         if member.phase.is_live:
             self._start()  # another shard says so, where this worker missed something
-            self.membership.demote(rank)
-            replies = self._leave_exchanges(rank)
+        replies = self._demote(rank)
         if donor is not None:
             wanted = {"rank": rank, "incarnation": member.incarnation}
             replies.append(Reply(MessageType.STATE_WANTED, donor, 0, body=wanted))
@@ -257,8 +278,6 @@ class AveragingJob(Job):
         replies = []
         for joiner in self._admissions.unread_from(rank):
             self._admissions.forget(joiner)
-            if joiner in self.membership.live_ranks:
-                self.membership.demote(joiner)
-                replies += self._leave_exchanges(joiner)
+            replies += self._demote(joiner)
         self._leaving.pop(rank, None)
         return [*replies, *super().left(rank), *self._release()]
