@@ -342,21 +342,6 @@ FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     snapshot_s=0.3,
     faults=(Fault("kill server", 2.589, 0.2, 0, 0, 0.9),),
 )
-FOUND["rarely: answers that left because of time are not logged"] = Scenario(
-    seed=7,
-    rule="merge",
-    quorum=2,
-    grace=0.25,
-    workers=3,
-    chunks=1,
-    think_s=0.05,
-    latency_s=(0.001, 0.05),
-    lease_s=1.0,
-    heartbeat_s=0.25,
-    snapshot_s=1.0,
-    keeps_log=True,
-    faults=(Fault("kill server", 1.578, 0.2, 0, 0, 0.545),),
-)
 FOUND["rarely: who came and who left is not logged"] = Scenario(
     seed=0,
     chunks=1,

@@ -129,9 +129,7 @@ def _waits_for_the_rest(fence: Any) -> Any:
     return one
 
 
-plant(
-    "again: a JOIN goes on after a recovery, where other shards have answered it", Link, "fence", _waits_for_the_rest
-)
+plant("again: a JOIN goes on after a recovery, where other shards have answered it", Link, "fence", _waits_for_the_rest)
 
 
 plant(

@@ -169,12 +169,6 @@ plant("a log goes on after an fsync that failed", SegmentWriter, "sync", _ignore
 plant("a log's records are not checked", records, "_digest", lambda digest: lambda header, frames: 0)
 plant("a torn record is taken for damage", LogReader, "_check_rest", _damage)
 plant(
-    "rarely: answers that left because of time are not logged",
-    Journal,
-    "tick",
-    lambda tick: lambda self, job: None,
-)
-plant(
     "rarely: who came and who left is not logged",
     Journal,
     "members",

@@ -29,7 +29,6 @@ class Restored:
         summary: how durable the server is, for people.
         notes: newer generations, and ends of logs, that were left out, and why.
         places: where this life of the server begins each shard's log.
-        is_base: whether a log may go on from the generation as it is.
         records: how many of the log were applied to it.
     """
 
@@ -37,8 +36,12 @@ class Restored:
     summary: str
     notes: list[str]
     places: LogPlaces = field(default_factory=dict)
-    is_base: bool = True
     records: int = 0
+
+    @property
+    def is_something(self) -> bool:
+        """Whether the directory had a generation or a log, which may be empty."""
+        return self.generation is not None or bool(self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +154,7 @@ def restore(store: Generations, shards: Sequence[Shard]) -> Restored:
     shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
     summary = f"durable to {store.disk}, {'no generation' if number is None else f'generation {number}'}"
     summary += f" and {records} records of the log ({shown})" if records else f" ({shown})"
-    chunks = [chunk for jobs in recovered.shards for job in jobs for chunk in job.chunks]
-    is_base = not records and len(recovered.shards) == len(shards) and all(UNDER_WAY in one.meta for one in chunks)
-    return Restored(number, summary, recovered.notes, recovered.places, is_base, records)
+    return Restored(number, summary, recovered.notes, recovered.places, records)
 
 
 def distribute(

@@ -61,8 +61,9 @@ class Durability:
             self._note("snapshot_failed", "; ".join(restored.notes))
         if restored.generation is not None or restored.records:
             self._note("restored", f"taken over: {restored.summary}")
-        if restored.records or (self._keeps_log and not restored.is_base):
-            # What was replayed is not replayed again, and the next life begins with as many shards as there are.
+        if restored.records or (self._keeps_log and restored.is_something):
+            # What was read may not be durable yet, because the last life may have died before its fsync: a log goes on
+            # from a generation of its own life, which also has as many shards as there are, and is not replayed again.
             generation = self._store.save([shard.durable.capture_whole() for shard in shards], restored.places)
             for shard in shards:
                 shard.durable.note(generation)
