@@ -134,6 +134,10 @@ class ApplyingJob:
         # By process and chunk, the answer that it reads in the server's memory.
         self._lent: dict[tuple[int, int], torch.Tensor] = {}
         self._last_sequence = 0  # of the sender of the message under way
+        # By (life of a server, shard) and rank, what its last heartbeat said that it waits for.
+        self._waits: dict[tuple[int, int], dict[int, int | None]] = defaultdict(dict)
+        # By (life of a server, chunk) and rank, its exchange that is here and not answered.
+        self._unanswered: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
 
     # ---- a worker ----------------------------------------------------------------------------------------------
 
@@ -150,7 +154,8 @@ class ApplyingJob:
             session.begin_step([spec.key for spec in self.specs], is_whole=True)
             step = self.steps_done[process.rank]
             pushes = [self._push(process, spec.key, step, weights[spec.key]) for spec in self.specs]
-            yield [push for _, push in pushes]
+            with session.telemetry.blocked():
+                yield [push for _, push in pushes]
             for number, push in pushes:
                 self._check_answer(process, number, push, weights[push.key])
             self.steps_done[process.rank] = step + 1
@@ -367,6 +372,8 @@ class ApplyingJob:
             members = {rank: job.membership.members[rank].nonce for rank in live}
             if members != known:
                 self._note_members(place, members, job.chunks.rules)
+            gone = {rank for rank in known.keys() | members.keys() if known.get(rank) != members.get(rank)}
+            self._note_waits(server, shard, gone, message, outgoing)
             self._check_changes(server, shard, message, job)
             if message is not None and message.type is MessageType.REGISTER and is_taken(outgoing):
                 self.epochs[message.key] = server.epoch
@@ -414,6 +421,9 @@ class ApplyingJob:
         chunk = self.chunks[message.key]
         if self._sequence_of(shard, message) != self._last_sequence:
             chunk.clocks[message.worker] = chunk.clocks.get(message.worker, 0) + 1
+            epoch = self.epochs[message.key]
+            self._unanswered[epoch, message.key][message.worker] = message.sequence
+            self._waits[epoch, shard.index].pop(message.worker, None)
         gradient = decoded(self.scenario.codec, message.payload, self.marks.numel)
         pushed = self.marks.updates(torch.from_numpy(-gradient))
         found = self.marks.updates(rule.outcome.values)
@@ -469,25 +479,57 @@ class ApplyingJob:
         return self.marks.updates(values)
 
     def _check_lead(self, server: ServerProcess, shard: Shard, message: Message) -> None:
-        """No worker is answered while it is too far ahead."""
-        chunk = self.chunks[message.key]
+        """No worker is answered while it is too far ahead of one that can go on without that; others count as level."""
+        chunk, rank = self.chunks[message.key], message.worker
+        self._unanswered[server.epoch, message.key].pop(rank, None)
         bound = self.scenario.max_staleness
         if bound is None or message.body.get("refused"):
             return
         place = server.index, shard.index
         live, clocks = self._live[place], chunk.clocks
-        slowest = min((clocks.get(rank, 0) for rank in live), default=0)
-        if len(self._came[place]) < self.scenario.workers:
-            slowest = 0
-        lead = clocks.get(message.worker, 0) - slowest
-        require(
-            lead <= bound,
-            "worker {} is {} steps ahead in chunk {} (bound {})",
-            message.worker,
-            lead,
-            message.key,
-            bound,
-        )
+        own = clocks.get(rank, 0)
+        slower = {other for other in live if own - clocks.get(other, 0) > bound}
+        are_all_here = own <= bound or len(self._came[place]) >= self.scenario.workers
+        is_stuck = slower <= self._stuck(server, shard)
+        where = "worker {} is {} steps ahead of workers {} in chunk {} (bound {})"
+        lead = own - min((clocks.get(other, 0) for other in live), default=0)
+        require(are_all_here and is_stuck, where, rank, lead, sorted(slower), message.key, bound)
+        clocks.update(dict.fromkeys(slower, own))
+
+    # ---- who is stuck ------------------------------------------------------------------------------------------
+
+    def _note_waits(
+        self,
+        server: ServerProcess,
+        shard: Shard,
+        gone: set[int],
+        message: Message | None,
+        outgoing: list[Outgoing],
+    ) -> None:
+        """A message came; workers ``gone`` are replaced, or came, or went."""
+        waits = self._waits[server.epoch, shard.index]
+        for rank in gone:
+            waits.pop(rank, None)
+            for key in self.epochs:
+                self._unanswered[server.epoch, key].pop(rank, None)
+        for one in outgoing:
+            if one.message.type is MessageType.WELCOME:
+                waits.pop(one.message.worker, None)
+            elif one.message.type is MessageType.HEARTBEAT_ACK:
+                assert message is not None
+                waits[message.worker] = message.body.get("waits")
+
+    def _stuck(self, server: ServerProcess, shard: Shard) -> set[int]:
+        """Who waits for answers of other shards, or for ones of this shard that are held.
+
+        A worker may have got what it waits for from another shard, which this one hears with its next message.
+        """
+        keys = [key for job in shard.jobs.by_number.values() for key in job.chunks.rules]
+        waits = self._waits[server.epoch, shard.index]
+        return {rank for rank, numbers in waits.items() if numbers == self._sum_of_open(server.epoch, keys, rank)}
+
+    def _sum_of_open(self, epoch: int, keys: list[int], rank: int) -> int:
+        return sum(self._unanswered[epoch, key].get(rank, 0) for key in keys)
 
 
 def is_taken(outgoing: list[Outgoing]) -> bool:

@@ -134,8 +134,6 @@ class MergingJob(ApplyingJob):
         # Of the event under way: messages, and ranks whose process went, came or was replaced.
         self._outgoing: list[Outgoing] = []
         self._changed: set[int] = set()
-        # By (life of a server, shard) and rank, what its last heartbeat said that it waits for.
-        self._waits: dict[tuple[int, int], dict[int, int | None]] = defaultdict(dict)
 
     # ---- a worker; follows strategies/local/diloco_server.py -------------------------------------------------------
 
@@ -198,7 +196,6 @@ class MergingJob(ApplyingJob):
             members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
             changed = {rank for rank in known.keys() | members.keys() if known.get(rank) != members.get(rank)}
             self._changed = changed
-            self._note_waits(self._waits[server.epoch, shard.index], message, outgoing)
             for window in (self._windows[server.epoch, key] for key in job.chunks.rules):
                 for rank in changed:
                     window.forget(rank)
@@ -207,29 +204,9 @@ class MergingJob(ApplyingJob):
         if message is not None and message.type is MessageType.REGISTER and is_taken(outgoing):
             self._weights[message.key] = {0: self._zeros}
 
-    def _note_waits(self, waits: dict[int, int | None], message: Message | None, outgoing: list[Outgoing]) -> None:
-        for rank in self._changed:
-            waits.pop(rank, None)
-        if message is None:
-            return
-        if any(one.message.type is MessageType.HEARTBEAT_ACK for one in outgoing):
-            waits[message.worker] = message.body.get("waits")
-        for one in outgoing:
-            if one.message.type is MessageType.WELCOME:
-                waits.pop(one.message.worker, None)
-
-    def _stuck(self, server: ServerProcess, shard: Shard) -> set[int]:
-        """Who waits for other merges than those of this shard, or for ones here that lack others.
-
-        A worker may have got what it waits for from another shard, which this one hears with its next message.
-        """
-        here = [self._windows[server.epoch, key] for job in shard.jobs.by_number.values() for key in job.chunks.rules]
-        waits = self._waits[server.epoch, shard.index]
-        return {
-            rank
-            for rank, numbers in waits.items()
-            if numbers == sum(window.exchanges[rank] for window in here if rank in window.here)
-        }
+    def _sum_of_open(self, epoch: int, keys: list[int], rank: int) -> int:
+        windows = [self._windows[epoch, key] for key in keys]
+        return sum(window.exchanges[rank] for window in windows if rank in window.here)
 
     def _check_changes(self, server: ServerProcess, shard: Shard, message: Message | None, job: Any) -> None:
         push = message if message is not None and message.type is MessageType.PUSH else None

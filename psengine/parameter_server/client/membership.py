@@ -337,7 +337,7 @@ class Membership:
         if beats:
             self.next_heartbeat_s = now_s + self.heartbeat_s
             telemetry = self.telemetry.to_body()
-            says_waits = self.options.merges and self.telemetry.is_blocked
+            says_waits = self.options.has_answers_held and self.telemetry.is_blocked
         for link in tuple(self.links):
             link.tick(now_s)
             if beats and not link.is_paused:

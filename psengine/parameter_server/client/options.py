@@ -58,9 +58,10 @@ class SessionOptions:
         return (self.rule or READER_RULE)["name"] == "average"
 
     @property
-    def merges(self) -> bool:
-        """Whether the job's servers merge what a quorum of its workers brings."""
-        return (self.rule or READER_RULE)["name"] == "merge"
+    def has_answers_held(self) -> bool:
+        """Whether an answer may wait for other workers, chunk by chunk."""
+        rule = self.rule or READER_RULE
+        return rule["name"] == "merge" or rule.get("max_staleness") is not None
 
     @property
     def whole_rule(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -197,6 +199,22 @@ class TestBound:
         else:
             assert Worker(world, 1, rule=slow.rule).claim(fast) == "ready"
         assert list(fast.updates()) == [2]
+
+    def test_workers_that_wait_for_each_other_in_different_chunks_go_on(self):
+        world = World()
+        specs = [spec(0, 6), spec(1, 6)]
+        workers = team(world, 2, specs, values=dict.fromkeys(range(2), torch.zeros(6)), rule=rule(max_staleness=0))
+        for worker, key in itertools.product(workers, range(2)):
+            worker.configure(key, 6)
+        workers[0].push(0, 1, torch.ones(6))  # ahead in chunk 0
+        workers[1].push(1, 1, torch.ones(6))  # and the other one in chunk 1
+        workers[0].heartbeat(waits=1)
+        world.advance(0.2)
+        assert not workers[0].updates()  # worker 1 may bring something
+        assert list(workers[1].updates()) == [1]
+        workers[1].push(0, 1, torch.ones(6))
+        assert list(workers[0].updates()) == [1]
+        assert rule_of(world, 0).clocks() == rule_of(world, 1).clocks() == {0: 1, 1: 1}
 
     def test_a_newcomer_starts_level_with_the_slowest(self):
         world, workers = fleet(2, max_staleness=1)

@@ -15,7 +15,6 @@ from psengine.parameter_server.server.core.life import MEMBER, JobPhase, MemberE
 from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
-from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import Progress, Reply
 from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.together import Together
@@ -55,12 +54,11 @@ plant(
         lambda self, rank, reached: self.outcome.can_answer(self.progress.last_sequence.get(rank, 0) + 1, self.version)
     ),
 )
-plant(
+for name in (
     "again: merges of several chunks wait for each other",
-    Job,
-    "_is_stuck",
-    lambda is_stuck: lambda self, rank: False,
-)
+    "again: chunks that disagree about who is ahead wait for each other",
+):
+    plant(name, Job, "_is_stuck", lambda is_stuck: lambda self, rank: False)
 
 
 def _begins_with_a_life_before(settle: Any) -> Any:
@@ -243,24 +241,6 @@ def _waits_for_the_idle(go_on: Any) -> Any:
 
 
 plant("again: a recovery waits for workers that abstained", Merge, "go_on", _waits_for_the_idle)
-
-
-def _level(came: Any) -> Any:
-    def one(self: Each, rank: int, *, is_new_process: bool) -> list[Reply]:
-        own, bound = self._clocks.get(rank, 0), self._max_staleness
-        others = [self._clocks.get(other, 0) for other in self.context.live_ranks() if other != rank]
-        self._max_staleness = None if bound is None else -1
-        try:
-            came(self, rank, is_new_process=is_new_process)
-        finally:
-            self._max_staleness = bound
-        self._clocks[rank] = min(others, default=own)
-        return self._release()
-
-    return one
-
-
-plant("again: a worker that comes back to one shard is level with the slowest", Each, "worker_came", _level)
 
 
 def _counts_for_its_predecessor(late: Any) -> Any:

@@ -28,6 +28,7 @@ class Each(ChunkRule):
     """See the module's text. The chunk's version counts the contributions that changed it."""
 
     is_single = True
+    minds_who_is_stuck = True
 
     def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
         super().__init__(outcome, context, options)
@@ -93,7 +94,7 @@ class Each(ChunkRule):
             return []  # answered long ago
         if self._held.get(rank) == sequence:
             return [self._pending(rank, sequence), *self._release()]
-        if self._max_staleness is not None and self._lead(rank) > self._max_staleness:
+        if self._slower(rank):
             self._held[rank] = sequence  # restored from a snapshot, which keeps no held answers
             return [self._pending(rank, sequence)]
         return [self._reply(MessageType.SENT, rank, sequence)]
@@ -115,16 +116,39 @@ class Each(ChunkRule):
             return clock
         return clock - min((self._clocks.get(r, 0) for r in self.context.live_ranks()), default=0)
 
-    def _release(self) -> list[Reply]:
-        """Answers that may leave now. The comparison is <=: a clock may jump over the one waited for."""
+    def _slower(self, rank: int) -> list[int]:
+        """The workers that worker ``rank`` is too far ahead of; those that have yet to come are at 0."""
         if self._max_staleness is None:
             return []
-        free = [rank for rank in self._held if self._lead(rank) <= self._max_staleness]
+        allowed = self._clocks.get(rank, 0) - self._max_staleness
+        slower = {other for other in self.context.live_ranks() if self._clocks.get(other, 0) < allowed}
+        return sorted(slower.union(self.context.missing_ranks() if allowed > 0 else ()))
+
+    def _release(self) -> list[Reply]:
+        """Answers that may leave now.
+
+        Chunks may disagree about who is ahead: workers come to shards one after the other, and a restart goes back to
+        different steps of different workers. So a worker that is slower here may be stuck in another chunk until this
+        answer has left. It counts as level then, and is not waited for again.
+        """
         replies = []
-        for rank in sorted(free):
+        for rank in sorted(self._held):
+            slower = self._slower(rank)
+            if not all(map(self.context.is_stuck, slower)):
+                continue
+            for other in slower:
+                self._clocks[other] = self._clocks[rank]
             self.context.statistics.count_lead(max(0, self._lead(rank)))
             replies.append(self._answer(rank, self._held.pop(rank)))
         return replies
+
+    @override
+    def tick(self) -> list[Reply]:
+        return self._release()
+
+    @override
+    def open_exchange(self, rank: int) -> int:
+        return self._held.get(rank, 0)
 
     @override
     def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
@@ -155,14 +179,7 @@ class Each(ChunkRule):
 
     @override
     def waiting(self) -> dict[int, list[int]]:
-        if self._max_staleness is None or not self._held:
-            return {}
-        clocks = {rank: self._clocks.get(rank, 0) for rank in self.context.live_ranks()}
-        clocks.update(dict.fromkeys(self.context.missing_ranks(), 0))
-        return {
-            rank: sorted(r for r in clocks if self._clocks.get(rank, 0) - clocks[r] > self._max_staleness)
-            for rank in self._held
-        }
+        return {rank: self._slower(rank) for rank in self._held}
 
     @override
     def clocks(self) -> dict[int, int]:
