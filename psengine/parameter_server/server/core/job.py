@@ -234,7 +234,9 @@ class Job(ABC):
                     self.membership.demote(rank)
                 self.chunks.clear()
                 self.journal.members(self)
-        if self.is_sealed and rank == self.initialiser and self.rule.holds_weights:
+        # Others have read the values that are here, and perhaps pushed what they made of them.
+        have_others_read = self.rule.holds_weights or not self.has_started
+        if self.is_sealed and rank == self.initialiser and have_others_read:
             raise ProtocolError(
                 f"{what}: job {self.name!r} has values here; another server has lost its own. Fix: start all anew.",
                 ErrorCode.STATE_LOST,
