@@ -483,7 +483,7 @@ class ApplyingJob:
         chunk, rank = self.chunks[message.key], message.worker
         self._unanswered[server.epoch, message.key].pop(rank, None)
         bound = self.scenario.max_staleness
-        if bound is None or message.body.get("refused"):
+        if bound is None:
             return
         place = server.index, shard.index
         live, clocks = self._live[place], chunk.clocks
