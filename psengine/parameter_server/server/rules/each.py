@@ -131,16 +131,18 @@ class Each(ChunkRule):
         different steps of different workers. So a worker that is slower here may be stuck in another chunk until this
         answer has left. It counts as level then, and is not waited for again.
         """
-        replies = []
+        free = [rank for rank in sorted(self._held) if not self._slower(rank)]
+        replies = [self._let_go(rank) for rank in free]
         for rank in sorted(self._held):
             slower = self._slower(rank)
-            if not all(map(self.context.is_stuck, slower)):
-                continue
-            for other in slower:
-                self._clocks[other] = self._clocks[rank]
-            self.context.statistics.count_lead(max(0, self._lead(rank)))
-            replies.append(self._answer(rank, self._held.pop(rank)))
+            if all(map(self.context.is_stuck, slower)):
+                self._clocks.update(dict.fromkeys(slower, self._clocks[rank]))
+                replies.append(self._let_go(rank))
         return replies
+
+    def _let_go(self, rank: int) -> Reply:
+        self.context.statistics.count_lead(max(0, self._lead(rank)))
+        return self._answer(rank, self._held.pop(rank))
 
     @override
     def tick(self) -> list[Reply]:
