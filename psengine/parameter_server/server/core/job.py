@@ -17,7 +17,7 @@ from psengine.parameter_server.server.core.capture import Cuts, chunk_state
 from psengine.parameter_server.server.core.events import JobRecord
 from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, after
-from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
+from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership, rank_taken
 from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore
@@ -132,17 +132,14 @@ class Job(ABC):
         return tuple(rank for rank in range(self.expected_workers) if rank not in here)
 
     def _is_stuck(self, rank: int) -> bool:
-        """Whether a worker says that it waits, and every exchange that it has open at this shard is here, unanswered.
-
-        What it waits for besides is at other shards. Where it has got that since, its next push or heartbeat says so.
-        """
+        """Whether a worker says that it waits, and every exchange that it has open at this shard is here, unanswered."""
         member = self.membership.members.get(rank)
         if member is None or member.waits is None:
             return False
         return member.waits == sum(rule.open_exchange(rank) for rule in self.rules)
 
     def hear_waits(self, member: Member, waits: int | None) -> None:
-        """A heartbeat says what its worker waits for: see ``Member.waits``."""
+        """See ``Member.waits``."""
         if waits != member.waits and self.rule.kind.gathering.minds_who_is_stuck:
             member.waits = waits
             self.journal.members(self)  # merges come about by it
@@ -179,7 +176,7 @@ class Job(ABC):
         if greeting == "wait":
             return "wait", None, []
         if isinstance(greeting, str):
-            raise self._rank_taken(rank, greeting, holder)
+            raise rank_taken(self.name, rank, greeting, holder)
         member = greeting.member
         if not self.has_started:
             self.expected_workers = max(self.expected_workers, body["world_size"])
@@ -203,23 +200,6 @@ class Job(ABC):
     def _place(self, greeting: Greeting, member: Member, now_s: float) -> tuple[str, list[Reply]]:
         """A worker that is not live greets a job whose values are here: (state of WELCOME, answers)."""
 
-    def _rank_taken(self, rank: int | None, verdict: str, holder: Member | None) -> ProtocolError:
-        if verdict == "denied":
-            return ProtocolError(f"rank {rank} of job {self.name!r} belongs to another key", ErrorCode.DUPLICATE_RANK)
-        if verdict == "replaced":
-            return ProtocolError(
-                f"rank {rank} of job {self.name!r} went to a newer process while this one was silent, so that nobody"
-                " knows which of its updates count (expected one process for each rank). Let this process end; where"
-                " processes are slow and not dead, raise --lease-s.",
-                ErrorCode.DUPLICATE_RANK,
-            )
-        where = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
-        return ProtocolError(
-            f"rank {rank} of job {self.name!r} is held by {where}, which is alive. Every worker needs a rank of its"
-            " own: check RANK, or give this run a job of its own (PSENGINE_JOB).",
-            ErrorCode.DUPLICATE_RANK,
-        )
-
     def check_registering(self, member: Member, what: str) -> None:
         """Raise ProtocolError unless this worker may register a chunk now; see ``JobEvent.REOPENED``.
 
@@ -234,9 +214,8 @@ class Job(ABC):
                     self.membership.demote(rank)
                 self.chunks.clear()
                 self.journal.members(self)
-        # Others have read the values that are here, and perhaps pushed what they made of them.
-        have_others_read = self.rule.holds_weights or not self.has_started
-        if self.is_sealed and rank == self.initialiser and have_others_read:
+        # Others may have read the values that are here.
+        if self.is_sealed and rank == self.initialiser and (self.rule.holds_weights or not self.has_started):
             raise ProtocolError(
                 f"{what}: job {self.name!r} has values here; another server has lost its own. Fix: start all anew.",
                 ErrorCode.STATE_LOST,
