@@ -27,7 +27,7 @@ from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.protocol.messages import Message, MessageType
 from simulation.answers import SentAnswers
-from simulation.applying import layout
+from simulation.applying import is_taken, layout
 from simulation.quorum import Quorum
 from simulation.violation import require
 
@@ -261,6 +261,13 @@ class AveragingJob:
             if self._quorum is None:
                 self._check_complete(server, pushed, outgoing)
                 continue
+            if (
+                message is not None
+                and message.type is MessageType.REGISTER
+                and is_taken(outgoing)
+                and not any(known == message.key for _, _, known in pushed)  # else the request comes a second time
+            ):
+                self._quorum.begin(server.epoch, message.key)
             for one in outgoing:
                 if one.message.type is MessageType.UPDATED:
                     self._quorum.end((server.epoch, one.message.key, one.message.sequence), members, pushed)

@@ -31,6 +31,12 @@ class Quorum:
         self._given: dict[Exchange, set[tuple[int, int]]] = defaultdict(set)
         self._ended: set[Exchange] = set()
 
+    def begin(self, epoch: int, key: int) -> None:
+        """A job began anew in the life of this server: its first exchange waits for all again."""
+        self._ended = {ended for ended in self._ended if ended[:2] != (epoch, key)}
+        for exchange in [known for known in self._given if known[:2] == (epoch, key)]:
+            del self._given[exchange]
+
     def take(self, exchange: Exchange, rank: int, nonce: int) -> None:
         """A live worker has brought a gradient."""
         if exchange not in self._ended:
