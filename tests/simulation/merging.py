@@ -295,13 +295,13 @@ class MergingJob(ApplyingJob):
         if window.end_s is None:
             window.open(absent, self.scenario.grace, now_s)
         assert window.end_s is not None
-        waits_for = {rank for rank in window.awaited if rank in live and rank not in window.here}
-        is_over = not absent or not waits_for or now_s >= window.end_s - SOON_S
+        waits_for = window.awaited & may_come
+        is_over = not waits_for or now_s >= window.end_s - SOON_S
         if merged:
             left_out = window.here.keys() - {self.chunks[key].pushes[number].rank for number in merged}
             require(is_over, "chunk {} was merged before its window was over, without workers {}", key, waits_for)
             require(not left_out, "a merge of chunk {} left out workers {}", key, left_out)
             window.end_s = None
         elif is_tick:
-            is_late = is_over and now_s > window.end_s + SOON_S
+            is_late = not waits_for or now_s > window.end_s + SOON_S
             require(not is_late, "chunk {} has its quorum, and is not merged", key)

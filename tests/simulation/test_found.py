@@ -335,6 +335,24 @@ FOUND["again: chunks that disagree about who is ahead wait for each other"] = Sc
     snapshot_s=0.3,
     faults=(Fault("kill server", 1.271, 1.616, 1, 0, 0.68),),
 )
+FOUND["again: a grace window waits for workers that bring nothing"] = Scenario(
+    # A worker was expected within the window, and then abstained, or was stuck in other merges. The merge waited for it
+    # until the window's end, where another worker might still have come.
+    seed=154,
+    rule="merge",
+    codec="fp16",
+    quorum=1,
+    grace=4.0,
+    workers=4,
+    chunks=2,
+    steps=3,
+    think_s=0.4,
+    latency_s=(0.01, 0.3333333333333333),
+    lease_s=4.0,
+    heartbeat_s=1.0,
+    tick_s=0.1,
+    snapshot_s=None,
+)
 # Planted bugs that few seeds find.
 FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     seed=35,

@@ -257,3 +257,29 @@ def _counts_for_its_predecessor(late: Any) -> Any:
 
 
 plant("again: a process counts for its predecessor", Together, "_answer_late", _counts_for_its_predecessor)
+
+
+def _waits_for_the_idle_and_stuck(merge: Any) -> Any:
+    def one(self: Merge) -> list[Reply]:
+        window, here, live = self._window, self._gathered.by_rank, self.context.live_ranks()
+        is_over = window.is_over
+
+        def waits(absent: Any, now_s: float) -> bool:
+            awaited = {rank for rank in window._awaited if rank in live and rank not in here}
+            return is_over(awaited if absent else (), now_s)
+
+        window.is_over = waits  # type: ignore[method-assign]
+        try:
+            return merge(self)
+        finally:
+            del window.is_over
+
+    return one
+
+
+plant(
+    "again: a grace window waits for workers that bring nothing",
+    Merge,
+    "_merge_if_complete",
+    _waits_for_the_idle_and_stuck,
+)

@@ -44,9 +44,9 @@ class GraceWindow:
             if rank in self._interval_s and self._last_s[rank] + self._interval_s[rank] <= self._end_s
         )
 
-    def is_over(self, present: Collection[int], live: Collection[int], now_s: float) -> bool:
-        """Whether the merge goes on without those who are not here."""
-        return now_s >= self._end_s or all(rank in present or rank not in live for rank in self._awaited)
+    def is_over(self, absent: Collection[int], now_s: float) -> bool:
+        """Whether the merge goes on without those who are not here; ``absent``: of these, who may still come."""
+        return now_s >= self._end_s or self._awaited.isdisjoint(absent)
 
     def to_meta(self) -> dict[str, Any]:
         """All of it, JSON-able; its times are of the clock that it was given."""
@@ -64,3 +64,4 @@ class GraceWindow:
         """The worker is gone, or begins anew."""
         self._last_s.pop(rank, None)
         self._interval_s.pop(rank, None)
+        self._awaited -= {rank}

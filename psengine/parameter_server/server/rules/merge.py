@@ -93,7 +93,7 @@ class Merge(Each):
         return [rank for rank in known if rank not in gone and not self.context.is_stuck(rank)]
 
     def _merge_if_complete(self) -> list[Reply]:
-        here, live, now_s = self._gathered.by_rank, self.context.live_ranks(), self.context.now_s()
+        here, now_s = self._gathered.by_rank, self.context.now_s()
         absent = self._absent()
         # Where fewer are left than the quorum, these are all that it can have.
         if not here or len(here) < min(self._quorum, len(here) + len(absent)):
@@ -102,7 +102,7 @@ class Merge(Each):
         if not self._has_quorum:
             self._has_quorum = True
             self._window.open(here, absent, now_s)
-        if absent and not self._window.is_over(here, live, now_s):
+        if not self._window.is_over(absent, now_s):
             return []
         return self._merge()
 
