@@ -132,7 +132,7 @@ class Job(ABC):
         return tuple(rank for rank in range(self.expected_workers) if rank not in here)
 
     def _is_stuck(self, rank: int) -> bool:
-        """Whether a worker says that it waits, and every exchange that it has open at this shard is here, unanswered."""
+        """Whether a worker says that it waits, and all that it has open at this shard is here, unanswered."""
         member = self.membership.members.get(rank)
         if member is None or member.waits is None:
             return False
