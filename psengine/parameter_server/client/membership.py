@@ -385,6 +385,9 @@ class Membership:
     def forget_state_request(self, request: StateRequest) -> None:
         """The joiner may ask again. Any thread."""
         self._handled_requests.discard(request)
+        if self.options.whole_rule.get("quorum") is not None:
+            # It reads what was deposited for it. Who asked before asks again, and shards pass that on once it has read.
+            self._state_requests.clear()
 
     def _send_result(self, link: Link, message: Message, now_s: float) -> None:
         """A restarted server misses an average that this worker may have."""

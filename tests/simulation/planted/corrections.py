@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.membership import Membership as ClientMembership
 from psengine.parameter_server.client.operation import Operation
 from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.server.core.admission import Admissions
@@ -197,6 +198,14 @@ plant(
     Job,
     "check_registering",
     lambda check: Job._check_initialiser,
+)
+
+
+plant(
+    "again: a state is deposited while another joiner reads one",
+    ClientMembership,
+    "forget_state_request",
+    lambda forget: lambda self, request: self._handled_requests.discard(request),
 )
 
 
