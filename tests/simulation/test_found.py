@@ -376,6 +376,28 @@ FOUND["again: a state is deposited while another joiner reads one"] = Scenario(
         Fault("kill server", 3.25, 0.957, 0, 0, 0.873),
     ),
 )
+FOUND["again: a worker that others name and that has to join is taken for a new one"] = Scenario(
+    # Worker 1 was put out before the server restarted, and worker 0 names it still. It was taken for a new process, and
+    # waited for worker 0 to begin the job anew, which had ended its training.
+    seed=80414,
+    rule="average",
+    quorum=1,
+    weighs=True,
+    workers=3,
+    shards=2,
+    steps=3,
+    shares=3,
+    think_s=1.0,
+    latency_s=(0.001, 0.05),
+    lease_s=4.0,
+    heartbeat_s=1.0,
+    snapshot_s=0.3,
+    faults=(
+        Fault("stop worker", 1.322, 3.395, 2, 0, 0.134),
+        Fault("kill server", 2.012, 0.103, 0, 0, 0.526),
+        Fault("kill server", 3.177, 0.259, 0, 0, 0.731),
+    ),
+)
 # Planted bugs that few seeds find.
 FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     seed=35,

@@ -209,6 +209,24 @@ plant(
 )
 
 
+def _forgets_who_is_expected(greet: Any) -> Any:
+    def one(self: Membership, hello: Any, *arguments: Any) -> Any:
+        holder = self.members.get(hello.body.get("rank"))
+        if holder is not None and holder.is_expected:
+            self._absent.pop(holder.rank, None)
+        return greet(self, hello, *arguments)
+
+    return one
+
+
+plant(
+    "again: a worker that others name and that has to join is taken for a new one",
+    Membership,
+    "greet",
+    _forgets_who_is_expected,
+)
+
+
 class _EveryLife(set[int]):
     """All numbers: no life of a server is one that has yet to let this worker in."""
 

@@ -149,6 +149,8 @@ class Membership:
         if holder is not None and holder.user_id != user_id and not holder.is_expected:
             return "denied"
         previous = holder or (absence.member if absence is not None else None)
+        if holder is not None and holder.is_expected and absence is not None and not knows_members:
+            previous = absence.member if absence.member.nonce == nonce else holder  # others name it, and it has to join
         # A process of a former life of the server, which this one has never met.
         is_late = previous is None and knows_members and rank in self._ended
         if is_late or nonce in self._replaced.get(rank, ()):
@@ -163,7 +165,7 @@ class Membership:
                 return verdict
         self._claims.pop(rank, None)
         self._absent.pop(rank, None)
-        is_present = same_process and holder is not None
+        is_present = same_process and holder is not None and previous is holder
         if previous is not None and not same_process and previous.nonce:
             replaced = self._replaced.setdefault(rank, [])
             replaced.append(previous.nonce)
