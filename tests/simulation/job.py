@@ -320,14 +320,6 @@ class Simulation:
         for process in [*(slot.process for slot in self.slots), *self.zombies]:
             if process is not None and not process.is_dead and not process.has_state:
                 process.kill()
-        # Who has to join, and has nobody left to join, waits for one that gives the job its values anew.
-        left = [slot for slot in self.slots if not slot.is_done]
-        has_waited = self.clock.now_s > self.scenario.healed_s + LIVENESS_S / 2
-        if has_waited and not any(slot.process is None or slot.process.membership.takes_part for slot in left):
-            for slot in left:
-                slot.is_done = True
-                if slot.process is not None:
-                    slot.process.kill()
 
 
 def _place_of(address: str) -> tuple[int, int]:

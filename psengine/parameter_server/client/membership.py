@@ -383,10 +383,9 @@ class Membership:
         return request
 
     def forget_state_request(self, request: StateRequest) -> None:
-        """The joiner may ask again. Any thread."""
+        """The joiner may ask again. Under a quorum others do, so that nothing is deposited over what it reads."""
         self._handled_requests.discard(request)
         if self.options.whole_rule.get("quorum") is not None:
-            # It reads what was deposited for it. Who asked before asks again, and shards pass that on once it has read.
             self._state_requests.clear()
 
     def _send_result(self, link: Link, message: Message, now_s: float) -> None:
@@ -395,8 +394,7 @@ class Membership:
             return
         last = link.pushes.last_answered(message.key)
         if message.key not in self.kept or last is None or last.sequence != message.sequence or not last.destinations:
-            text = "%s asks for an average that this worker does not have: %d of chunk %d"
-            logger.warning(text, link.address, message.sequence, message.key)
+            logger.warning("%s wants an average not here: %d of chunk %d", link.address, message.sequence, message.key)
             return
         # ``result`` is a copy: the next answer may overwrite the values while they are being sent.
         link.send_result(Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result()))

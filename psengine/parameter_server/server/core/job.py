@@ -17,7 +17,8 @@ from psengine.parameter_server.server.core.capture import Cuts, chunk_state
 from psengine.parameter_server.server.core.events import JobRecord
 from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, after
-from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership, rank_taken
+from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
+from psengine.parameter_server.server.core.refusals import rank_taken
 from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore

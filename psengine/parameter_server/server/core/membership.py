@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.life import MEMBER, MemberEvent, MemberPhase, after
 from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
-from psengine.protocol.messages import CONTROL, ErrorCode, Message, MessageType
+from psengine.protocol.messages import CONTROL, Message, MessageType
 
 # Longer than two heartbeats: a rank that stayed silent since a newcomer claimed it is dead.
 CLAIM_PATIENCE_S = 2.5
@@ -360,22 +359,3 @@ class Membership:
         self._replaced = {int(rank): list(nonces) for rank, nonces in meta.get("replaced", {}).items()}
         self._ended = set(meta.get("ended", ()))
         self._recount()
-
-
-def rank_taken(job: str, rank: int | None, verdict: str, holder: Member | None) -> ProtocolError:
-    """Why ``Membership.greet`` refuses a process."""
-    if verdict == "denied":
-        return ProtocolError(f"rank {rank} of job {job!r} belongs to another key", ErrorCode.DUPLICATE_RANK)
-    if verdict == "replaced":
-        return ProtocolError(
-            f"rank {rank} of job {job!r} went to a newer process while this one was silent, so that nobody"
-            " knows which of its updates count (expected one process for each rank). Let this process end; where"
-            " processes are slow and not dead, raise --lease-s.",
-            ErrorCode.DUPLICATE_RANK,
-        )
-    where = f"process {holder.pid} on {holder.host}" if holder is not None else "another process"
-    return ProtocolError(
-        f"rank {rank} of job {job!r} is held by {where}, which is alive. Every worker needs a rank of its"
-        " own: check RANK, or give this run a job of its own (PSENGINE_JOB).",
-        ErrorCode.DUPLICATE_RANK,
-    )
