@@ -41,6 +41,9 @@ demo: export CUDA_VISIBLE_DEVICES :=
 demo: $(STAMP)
 	$(BIN)/psengine run --workers 2 --servers 1 --no-prefix $(DEMO)
 
+# Each rank imports its test module: where bytecode is not kept, compiling it is half of a short test.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
+
 test: lint cuda
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
