@@ -22,6 +22,7 @@ from psengine.verify.zoo import ZOO
 TARGETS = str(Path(verify_targets.__file__))
 # What the ranks of one start train in turn. Chunks cut a parameter of the model, and a gradient is not row-major.
 CODED = (
+    "sync:compress=onebit",
     "sync:compress=powersgd,rank=1",
     "sync-server:compress=bf16",
     "sync-server:compress=int8",
@@ -115,6 +116,7 @@ def test_a_rule_is_what_the_ranks_compute():
     assert (found.verdict, found.against) == ("bitwise equal", "the rule of local:every=2")
 
 
+@pytest.mark.slow
 def test_a_codec_with_error_feedback_is_compared_with_its_rule():
     found = compare(f"{TARGETS}:plain", Settings(strategy="sync:compress=onebit", steps=4))
     assert (found.verdict, found.against) == ("bitwise equal", "the rule of sync:compress=onebit")
