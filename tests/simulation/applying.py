@@ -134,6 +134,7 @@ class ApplyingJob:
         # By process and chunk, the answer that it reads in the server's memory.
         self._lent: dict[tuple[int, int], torch.Tensor] = {}
         self._last_sequence = 0  # of the sender of the message under way
+        self._changed: set[int] = set()  # by that message: ranks whose process went, came or was replaced
         # By (life of a server, shard) and rank, what its last heartbeat said that it waits for.
         self._waits: dict[tuple[int, int], dict[int, int | None]] = defaultdict(dict)
         # By (life of a server, chunk) and rank, its exchange that is here and not answered.
@@ -373,6 +374,7 @@ class ApplyingJob:
             if members != known:
                 self._note_members(place, members, job.chunks.rules)
             gone = {rank for rank in known.keys() | members.keys() if known.get(rank) != members.get(rank)}
+            self._changed = gone
             self._note_waits(server, shard, gone, message, outgoing)
             self._check_changes(server, shard, message, job)
             if message is not None and message.type is MessageType.REGISTER and is_taken(outgoing):
@@ -490,7 +492,8 @@ class ApplyingJob:
         own = clocks.get(rank, 0)
         slower = {other for other in live if own - clocks.get(other, 0) > bound}
         are_all_here = own <= bound or len(self._came[place]) >= self.scenario.workers
-        is_stuck = slower <= self._stuck(server, shard)
+        # A process that is replaced is gone before the next one is here.
+        is_stuck = slower <= self._stuck(server, shard) | self._changed
         where = "worker {} is {} steps ahead of workers {} in chunk {} (bound {})"
         lead = own - min((clocks.get(other, 0) for other in live), default=0)
         require(are_all_here and is_stuck, where, rank, lead, sorted(slower), message.key, bound)
