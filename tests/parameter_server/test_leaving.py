@@ -180,7 +180,7 @@ def test_all_evicted_the_one_behind_gets_the_average_that_the_other_has(world):
     assert torch.equal(second.updates()[3], torch.full((4,), 3.0))  # its own alone: worker 0 was out
     world.advance(3.0)
     assert rule_of(world).context.live_ranks() == ()
-    assert first.hello() == "ready"
+    assert first.hello(version=2) == "ready"
     first.push(0, 3, torch.full((4,), 9.0))
     assert torch.equal(first.updates()[3], torch.full((4,), 3.0))
 
