@@ -394,7 +394,7 @@ class Membership:
             return
         last = link.pushes.last_answered(message.key)
         if message.key not in self.kept or last is None or last.sequence != message.sequence or not last.destinations:
-            logger.warning("%s wants an average not here: %d of chunk %d", link.address, message.sequence, message.key)
+            logger.warning("%s asks for average %d of chunk %d: not kept", link.address, message.sequence, message.key)
             return
         # ``result`` is a copy: the next answer may overwrite the values while they are being sent.
         link.send_result(Message(MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result()))

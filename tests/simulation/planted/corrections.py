@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -23,16 +24,19 @@ from psengine.protocol.messages import ErrorCode, MessageType
 from simulation.planted.registry import PLANTED, plant
 
 
-def _forgets_the_replaced(greet: Any) -> Any:
-    def one(self: Membership, *arguments: Any) -> Any:
-        self._replaced.clear()
-        self._ended.clear()
-        return greet(self, *arguments)
+def _forgets(*names: str) -> Callable[[Any], Any]:
+    def make(greet: Any) -> Any:
+        def one(self: Membership, *arguments: Any) -> Any:
+            for name in names:
+                getattr(self, name).clear()
+            return greet(self, *arguments)
 
-    return one
+        return one
+
+    return make
 
 
-plant("again: a process that was replaced may come back", Membership, "greet", _forgets_the_replaced)
+plant("again: a process that was replaced may come back", Membership, "greet", _forgets("_replaced", "_ended"))
 
 
 plant(
@@ -98,15 +102,7 @@ PLANTED["again: a worker that returns with state is taken for one without, becau
 )
 
 
-def _forgets_the_ended(greet: Any) -> Any:
-    def one(self: Membership, *arguments: Any) -> Any:
-        self._ended.clear()
-        return greet(self, *arguments)
-
-    return one
-
-
-plant("again: a process of a former life counts for one that has ended", Membership, "greet", _forgets_the_ended)
+plant("again: a process of a former life counts for one that has ended", Membership, "greet", _forgets("_ended"))
 
 
 plant(

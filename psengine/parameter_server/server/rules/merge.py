@@ -38,8 +38,6 @@ class Merge(Each):
     cut off is sent again.
     """
 
-    minds_who_is_stuck = True
-
     def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
         super().__init__(outcome, context, options)
         self._quorum: int = options["quorum"]
