@@ -320,6 +320,7 @@ SCHEMAS: dict[MessageType, Check] = {
                 "fingerprint": nullable(_any_64_bits),
                 "members": _ranks,
                 "version": _unsigned,
+                "lead": one_of("initialise", "alone"),
             },
         ),
         _worker_counts,

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-PROTOCOL_VERSION = 4
-# Peers know codecs from this version on: a rule's "compress".
-CODEC_VERSION = 4
+PROTOCOL_VERSION = 5
 MAGIC = b"PSEN"
 
 MAX_BODY_BYTES = 64 * 1024

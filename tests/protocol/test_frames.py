@@ -112,7 +112,7 @@ def test_the_header_lies_as_documented():
         return int.from_bytes(header[start:end], "little")
 
     assert header[:4] == b"PSEN"
-    assert (at(4, 6), header[6], header[7]) == (4, 8, 0b101)
+    assert (at(4, 6), header[6], header[7]) == (5, 8, 0b101)
     assert (at(8, 16), at(16, 24), at(24, 28), at(28, 32)) == (xxhash.xxh3_64_intdigest(b"demo"), 7, 1, 0)
     assert (at(32, 40), at(40, 48), at(48, 56)) == (5, 1, 41)  # incarnation, sequence, version
     assert (at(56, 64), at(64, 72), at(72, 76), header[76], header[77:80]) == (2, 8, 0, 1, b"\0\0\0")
@@ -579,8 +579,8 @@ def test_versions_further_apart_are_refused_naming_both(own, peer, name):
 
 
 def test_a_distant_version_is_recognised_even_if_its_header_has_another_size():
-    header = with_fields(FRAMES["hello"], protocol=6)[0] + b"\0" * 8
-    with raises(ProtocolError, "got version 6") as caught:
+    header = with_fields(FRAMES["hello"], protocol=7)[0] + b"\0" * 8
+    with raises(ProtocolError, "got version 7") as caught:
         decode([header, *FRAMES["hello"][1:]])
     assert caught.value.code == ErrorCode.VERSION
 

@@ -134,6 +134,8 @@ class ApplyingJob:
         # By process and chunk, the answer that it reads in the server's memory.
         self._lent: dict[tuple[int, int], torch.Tensor] = {}
         self._last_sequence = 0  # of the sender of the message under way
+        # (rank, nonce) of those that a restored shard has as about to enter: they enter anew.
+        self._restored_newcomers: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         self._changed: set[int] = set()  # by that message: ranks whose process went, came or was replaced
         # By (life of a server, shard) and rank, what its last heartbeat said that it waits for.
         self._waits: dict[tuple[int, int], dict[int, int | None]] = defaultdict(dict)
@@ -301,6 +303,8 @@ class ApplyingJob:
                 known = {rank: one.member for rank, one in membership._absent.items()} | membership.members
                 processes = {rank: one.nonce for rank, one in known.items() if one.phase.was_live}
                 self._processes[server.index, shard.index] = processes
+                newcomers = {(rank, one.nonce) for rank, one in known.items() if not one.phase.was_live}
+                self._restored_newcomers[server.index, shard.index] = newcomers
         for key, version in self._promised[server.index].items():
             is_there = key in restored and self.chunks[key].version >= version
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
@@ -365,16 +369,17 @@ class ApplyingJob:
         place = server.index, shard.index
         if message is not None and message.type is MessageType.HELLO:
             rank, took_part = message.body["rank"], message.body.get("members") or ()
-            if rank in took_part:  # in a life of the server that this one knows nothing of
-                self._processes[place].setdefault(rank, message.body["nonce"])
+            nonce = message.body["nonce"]
+            if rank in took_part and (rank, nonce) not in self._restored_newcomers[place]:
+                # In a life of the server that this one knows nothing of.
+                self._processes[place].setdefault(rank, nonce)
         for job in shard.jobs.by_number.values():
             live = job.membership.live_ranks
             known = self._live[place]
             members = {rank: job.membership.members[rank].nonce for rank in live}
-            if members != known:
-                self._note_members(place, members, job.chunks.rules)
             gone = {rank for rank in known.keys() | members.keys() if known.get(rank) != members.get(rank)}
             self._changed = gone
+            self._note_members(place, members)
             self._note_waits(server, shard, gone, message, outgoing)
             self._check_changes(server, shard, message, job)
             if message is not None and message.type is MessageType.REGISTER and is_taken(outgoing):
@@ -389,24 +394,27 @@ class ApplyingJob:
             elif kind is MessageType.WELCOME and one.message.body["state"] != "wait":
                 newest = self._newest[server.index, shard.index]
                 newest[one.message.worker] = one.message.incarnation
+        for job in shard.jobs.by_number.values():
+            self._note_clocks(place, job.chunks.rules)
 
-    def _note_members(self, place: tuple[int, int], members: dict[int, int], keys: Any) -> None:
+    def _note_members(self, place: tuple[int, int], members: dict[int, int]) -> None:
         known = self._live[place]
         self._departures += [(place[0], rank) for rank, process in known.items() if members.get(rank) != process]
-        for rank, process in members.items():
-            if known.get(rank) != process:
-                for key in keys:
-                    clocks = self.chunks[key].clocks
-                    own = clocks.get(rank, 0)
-                    clock = min((clocks.get(other, 0) for other in members if other != rank), default=own)
-                    if (
-                        self._processes[place].get(rank) == process
-                        and (bound := self.scenario.max_staleness) is not None
-                    ):
-                        clock = max(own, clock - bound - 1)  # it was here before
-                    clocks[rank] = clock
         self._live[place] = members
         self._came[place].update(members)
+
+    def _note_clocks(self, place: tuple[int, int], keys: Any) -> None:
+        """Where workers that came begin; the answers that left as those they replace went have leveled others."""
+        members = self._live[place]
+        for rank in self._changed & members.keys():
+            for key in keys:
+                clocks = self.chunks[key].clocks
+                own = clocks.get(rank, 0)
+                clock = min((clocks.get(other, 0) for other in members if other != rank), default=own)
+                was_here = self._processes[place].get(rank) == members[rank]
+                if was_here and (bound := self.scenario.max_staleness) is not None:
+                    clock = max(own, clock - bound - 1)
+                clocks[rank] = clock
         self._processes[place].update(members)
 
     def _check_changes(self, server: ServerProcess, shard: Shard, message: Message | None, job: Any) -> None:
@@ -497,7 +505,7 @@ class ApplyingJob:
         where = "worker {} is {} steps ahead of workers {} in chunk {} (bound {})"
         lead = own - min((clocks.get(other, 0) for other in live), default=0)
         require(are_all_here and is_stuck, where, rank, lead, sorted(slower), message.key, bound)
-        clocks.update(dict.fromkeys(slower, own))
+        clocks.update(dict.fromkeys(slower - self._changed, own))
 
     # ---- who is stuck ------------------------------------------------------------------------------------------
 
@@ -521,6 +529,8 @@ class ApplyingJob:
             elif one.message.type is MessageType.HEARTBEAT_ACK:
                 assert message is not None
                 waits[message.worker] = message.body.get("waits")
+            elif one.message.type is MessageType.PENDING:  # a push that a former life of the server took in
+                self._unanswered[server.epoch, one.message.key][one.message.worker] = one.message.sequence
 
     def _stuck(self, server: ServerProcess, shard: Shard) -> set[int]:
         """Who waits for answers of other shards, or for ones of this shard that are held.

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from psengine.errors import FencedError
+from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation.answers import SentAnswers
 from simulation.applying import is_taken, layout
 from simulation.quorum import Quorum
@@ -135,15 +135,18 @@ class AveragingJob:
             process.session.set_sequence(spec.key, process.session.version(spec.key))
 
     def _step(self, process: WorkerProcess, replica: Replica) -> Flow[None]:
-        sits_out = False
+        sits_out = is_out = False
         rejoins = 0
         try:
             yield from self._serve_joiner(process, replica)
         except FencedError:
-            sits_out = yield from self._rejoin(process, replica)
+            is_out = True
         landings = [torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs]
         while True:
             try:
+                if is_out:
+                    sits_out = (yield from self._rejoin(process, replica)) or sits_out
+                    is_out = False
                 pushes = [self._push(process, replica, spec.key, landings[spec.key], sits_out) for spec in self.specs]
                 yield [push for push, _ in pushes]
                 break
@@ -151,7 +154,7 @@ class AveragingJob:
                 rejoins += 1
                 if rejoins > MAX_REJOINS:
                     raise
-                sits_out = (yield from self._rejoin(process, replica)) or sits_out
+                is_out = True
         for push, made in pushes:
             self._check_answer(process, push, landings[push.key], made)
             replica.values[push.key].sub_(landings[push.key])
@@ -159,16 +162,25 @@ class AveragingJob:
 
     def _serve_joiner(self, process: WorkerProcess, replica: Replica) -> Flow[None]:
         session, membership = process.session, process.membership
-        request = membership.take_state_request()
+        request = membership.state_requests.take()
         if request is None:
             return
         try:
             blob = torch.frombuffer(bytearray(struct.pack("<q", replica.step)), dtype=torch.uint8)
             stores = [session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
-            yield [*stores, session.store(0, blob, blob=STATE_BLOB, pieces=1)]
+            stores.append(session.store(0, blob, blob=STATE_BLOB, pieces=1))
+            try:
+                yield stores
+            except BaseException:  # as ``WorkerSession.await_stores``
+                for store in stores:
+                    store.abandon()
+                raise
             yield from join.admit(membership, request)
+        except ServerRefusedError as error:  # as ``WorkerSession.serve_joiner``
+            if error.code != ErrorCode.NOT_READY:
+                raise
         finally:
-            membership.forget_state_request(request)
+            membership.state_requests.forget(request)
 
     def _rejoin(self, process: WorkerProcess, replica: Replica) -> Flow[bool]:
         """Whether the worker has another's state now, and has to sit the step out."""
@@ -251,7 +263,8 @@ class AveragingJob:
             pushed = self._pushed[server.epoch, shard.index]
             for rank, nonce, key in [known for known in pushed if members.get(known[0]) != known[1]]:
                 del pushed[rank, nonce, key]
-            is_push = message is not None and message.type is MessageType.PUSH
+            is_refused = bool(outgoing) and outgoing[0].message.type is MessageType.ERROR
+            is_push = message is not None and message.type is MessageType.PUSH and not is_refused
             sender = job.membership.members.get(message.worker) if message is not None and is_push else None
             if sender is not None and sender.rank in members and sender.incarnation == message.incarnation:
                 place = sender.rank, sender.nonce, message.key

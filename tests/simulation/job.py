@@ -311,14 +311,15 @@ class Simulation:
             self.job.damaged(server.index, None)
 
     def _end_training(self) -> None:
-        """Once a replica is trained, nobody waits for processes that have yet to get its state."""
-        if self.scenario.rule != "average" or not any(slot.is_done for slot in self.slots):
+        """Once a replica is trained, nobody waits for processes that have yet to get its state, or to get it again."""
+        are_done = [slot.is_done for slot in self.slots]
+        if not (any(are_done) if self.scenario.rule == "average" else all(are_done)):
             return
         for slot in self.slots:
-            if slot.process is None or not slot.process.has_state:
+            if slot.process is None or slot.process.needs_state:
                 slot.is_done = True
         for process in [*(slot.process for slot in self.slots), *self.zombies]:
-            if process is not None and not process.is_dead and not process.has_state:
+            if process is not None and not process.is_dead and process.needs_state:
                 process.kill()
 
 

@@ -85,6 +85,11 @@ class WorkerProcess:
         """The client's core."""
         return self.session._membership
 
+    @property
+    def needs_state(self) -> bool:
+        """Whether it waits for another worker's state, or lost its place and has to get it again."""
+        return not self.has_state or self.membership.fenced is not None
+
     def _life(self, program: Callable[[WorkerProcess], Flow[None]]) -> Flow[None]:
         yield from program(self)
         yield from join.leave(self.membership)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run_ranks
@@ -21,9 +23,21 @@ from psengine.tensors.bucket import Bucket
 LEASE_S = 2.0
 
 
-def enter(address: str) -> tuple[SyncServer, list[torch.nn.Parameter], list[Bucket]]:
+class StopsAgain(SyncServer):
+    """Its first rejoin takes longer than a lease."""
+
+    def pull_values(self, specs: Iterable[Any]) -> None:
+        if self.rejoins == 1:
+            dist.distributed_c10d._get_default_store().set("rank 1 has stopped again", "")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().pull_values(specs)
+
+
+def enter(
+    address: str, kind: type[SyncServer] = SyncServer
+) -> tuple[SyncServer, list[torch.nn.Parameter], list[Bucket]]:
     """A strategy in service, for two parameters in a bucket each."""
-    strategy = SyncServer(servers=address, timeout_s=30.0)
+    strategy = kind(servers=address, timeout_s=30.0)
     parameters = {"first": torch.nn.Parameter(torch.zeros(3)), "second": torch.nn.Parameter(torch.zeros(5))}
     replica = Replica(
         parameters=parameters,
@@ -69,8 +83,8 @@ def test_a_bucket_is_there_before_another_has_left():
         assert run_ranks(one_after_the_other, 2, server.addresses[0]) == [[0.5, 15.0]] * 2
 
 
-def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> list[Any]:
-    strategy, _, buckets = enter(address)
+def stopped_between_two_buckets(rank: int, world_size: int, address: str, kind: type[SyncServer]) -> list[Any]:
+    strategy, _, buckets = enter(address, kind)
     store = dist.distributed_c10d._get_default_store()
     pid = torch.tensor(os.getpid())
     dist.broadcast(pid, 1)
@@ -83,6 +97,7 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> lis
         remainder = strategy.finish()
         results = [float(second.wait()[0])]
         remainder.wait()
+        assert strategy.rejoins >= 1 + (kind is StopsAgain)
         assert first.is_superseded, "the average that was waited for before is that of an earlier step"
         assert not second.is_superseded
         results = [float(first.wait()[0]), *results]
@@ -102,6 +117,10 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> lis
     os.kill(int(pid), signal.SIGCONT)
     while not store.check(["rank 1 is done"]):
         assert time.monotonic() < deadline, "rank 1 never came back"
+        if kind is StopsAgain and store.check(["rank 1 has stopped again"]):
+            time.sleep(LEASE_S + 1.0)
+            os.kill(int(pid), signal.SIGCONT)
+            kind = SyncServer
         strategy.begin(Step(live_world_size=world_size))
         reductions = [begin(strategy, bucket, 100.0 + strategy.completed_steps) for bucket in buckets]
         remainder = strategy.finish()
@@ -113,9 +132,10 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> lis
     return [results, steps]
 
 
-def test_a_worker_that_rejoins_between_two_buckets_waits_for_both_again():
+@pytest.mark.parametrize("kind", [SyncServer, StopsAgain])
+def test_a_worker_that_rejoins_between_two_buckets_waits_for_both_again(kind):
     with running_server(lease_s=LEASE_S) as server:
-        ahead, behind = run_ranks(stopped_between_two_buckets, 2, server.addresses[0])
+        ahead, behind = run_ranks(stopped_between_two_buckets, 2, server.addresses[0], kind)
     results, steps = behind
     assert results == [100.0 + steps - 1] * 2, "both buckets are those of the step that it took part in"
     assert steps <= ahead[1]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import psengine
 from psengine.codecs.base import Codec
 from psengine.codecs.cast import Bfloat16
 from psengine.codecs.exchange_outcome import ExchangeOutcome
-from psengine.codecs.identity import IDENTITY
 from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
 from psengine.codecs.topk import TopK
@@ -163,19 +161,6 @@ def test_a_server_imports_plugins(tmp_path):
         enter(address, "plugins", 0, Int8(), world_size=1).close()
     with pytest.raises(ConfigurationError, match="expected one called 'no_such_module'"):
         _import_plugins(["no_such_module"])
-
-
-def speak_version_3() -> None:
-    from psengine.parameter_server.server.transport import shard_thread
-
-    shard_thread.encode = partial(shard_thread.encode, version=3)  # type: ignore[assignment]
-
-
-def test_a_server_that_knows_no_codecs_gets_no_payloads():
-    with running_server(sabotage=speak_version_3) as old:
-        enter(old.addresses[0], "plain", 0, IDENTITY, world_size=1).close()
-        with pytest.raises(ServerRefusedError, match=r"protocol version 4 or later for compress=bf16, got 3\)"):
-            enter(old.addresses[0], "encoded", 0, Bfloat16())
 
 
 def test_what_users_write():

@@ -272,7 +272,7 @@ class Client:
         """A worker that joins an averaging job starts from this worker's tensors."""
         named, session = self._require_named(), self.session
         images = named.to_send(self._tensors)
-        wait_all(
+        session.await_stores(
             [
                 session.store(spec.key, _payload(spec, images), version=session.sequence(spec.key))
                 for spec in named.specs

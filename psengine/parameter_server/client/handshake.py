@@ -17,7 +17,7 @@ from psengine.errors import ConfigurationError, ServerLostError, ServerRefusedEr
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.membership import Membership
-from psengine.protocol.messages import CODEC_VERSION, NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.version import __version__
 
 # How long to wait before asking again whether the job has values.
@@ -26,14 +26,18 @@ WAIT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Every shard's state, the lead's first: "initialise", "wait", "ready" or "join"."""
+    """Every shard's state, the lead's first: "initialise", "wait", "ready" or "join".
+
+    ``has_started``: an exchange has ended, by what the lead knows.
+    """
 
     states: tuple[str, ...]
+    has_started: bool
 
     @property
     def state(self) -> str:
-        """The lead's."""
-        return self.states[0]
+        """What the lead says; "join" where another shard has gone on without this worker."""
+        return "join" if self.states[0] == "ready" and "join" in self.states else self.states[0]
 
     @property
     def lost(self) -> list[int]:
@@ -50,6 +54,9 @@ def enter(membership: Membership) -> Flow[Welcome]:
     """
     options = membership.options
     welcome = yield from shake_hands(membership)
+    if welcome.lost and welcome.state == "ready" and membership.identity.worker == 0 and not welcome.has_started:
+        # Nothing is lost yet. An earlier process of this rank, stopped for long, has begun to give values once more.
+        welcome = Welcome(("initialise", *welcome.states[1:]), has_started=False)
     if welcome.lost and welcome.state in ("ready", "join") and options.role == "worker":
         raise ServerRefusedError(
             f"{membership.links[welcome.lost[0]].address} has lost its part of job {options.job!r}, and other servers"
@@ -78,28 +85,44 @@ def shake_hands(membership: Membership) -> Flow[Welcome]:
         membership.open(membership.options.addresses[0])
     lead = yield from _hello(membership, membership.links[0], deadline_s)
     identity.worker, identity.incarnation = lead.worker, lead.incarnation
+    verdict = _verdict(membership, lead)
     if not membership.server_sizes:
-        yield from _open_others(membership, lead, deadline_s)
+        yield from _open_others(membership, lead, deadline_s, verdict)
     firsts = [link.index for link in membership.first_links()]
     states = [lead.body["state"]]
     _check_shards(membership, lead, 0)
     for link in membership.links[1:]:
-        answer = yield from _hello(membership, link, deadline_s)
+        answer = yield from _hello(membership, link, deadline_s, verdict)
         states.append(answer.body["state"])
         if link.index in firsts:
             _check_shards(membership, answer, firsts.index(link.index))
     membership.members = tuple(lead.body["members"])
-    return Welcome(tuple(states))
+    return Welcome(tuple(states), lead.body["started"])
 
 
-def _open_others(membership: Membership, lead: Message, deadline_s: float) -> Flow[None]:
+def _verdict(membership: Membership, lead: Message) -> str | None:
+    """What the lead has decided where shards have to follow it: "initialise", for a worker without weights, or "alone".
+
+    Connections fail one by one, so that each shard may have put out another worker. Then each of two workers waits for
+    the other's state: the one that the lead has, and that is asked for its state, is the one to go on from.
+    """
+    if not membership.options.averages or membership.options.role == "reader" or lead.worker == NOBODY:
+        return None
+    state = lead.body["state"]
+    if state == "initialise":
+        return None if membership.takes_part else state
+    is_alone = state == "ready" and lead.body["members"] == [lead.worker] and bool(membership.state_requests)
+    return "alone" if is_alone else None
+
+
+def _open_others(membership: Membership, lead: Message, deadline_s: float, verdict: str | None) -> Flow[None]:
     """Connect to all shards of all servers: each server's first shard lists the others."""
     epochs = {lead.epoch: membership.links[0].address}
     for address in shard_addresses(membership.links[0].address, lead.body["shards"]):
         membership.open(address)
     sizes = [len(membership.links)]
     for address in membership.options.addresses[1:]:
-        answer = yield from _hello(membership, membership.open(address), deadline_s)
+        answer = yield from _hello(membership, membership.open(address), deadline_s, verdict)
         if answer.epoch in epochs:
             raise ConfigurationError(
                 f"server addresses must name different servers (got {epochs[answer.epoch]} and {address} of the"
@@ -122,7 +145,7 @@ def _check_shards(membership: Membership, welcome: Message, server: int) -> None
         )
 
 
-def _hello(membership: Membership, link: Link, deadline_s: float) -> Flow[Message]:
+def _hello(membership: Membership, link: Link, deadline_s: float, verdict: str | None = None) -> Flow[Message]:
     """One shard's WELCOME; asks again while the shard's values are not there yet and may come."""
     options, now_s = membership.options, membership.runtime.now_s
     last_s = deadline_s if link.last_heard_s is not None else min(deadline_s, now_s() + options.connect_timeout_s)
@@ -135,19 +158,12 @@ def _hello(membership: Membership, link: Link, deadline_s: float) -> Flow[Messag
             worker=membership.identity.worker,
             # The lead gives incarnations, and the other shards are told.
             incarnation=0 if link.index == 0 else membership.identity.incarnation,
-            body=_hello_body(membership, link),
+            body=_hello_body(membership, link) | ({} if verdict is None else {"lead": verdict}),
         )
         request = membership.ask(link, message, what=what, timeout_s=last_s - now_s(), is_urgent=True)
         yield [request]
         answer = request.reply()
         last_s = deadline_s
-        if not options.codec.is_identity and link.server_version < CODEC_VERSION:
-            raise ServerRefusedError(
-                f"{link.address} knows no codecs (expected protocol version {CODEC_VERSION} or later for"
-                f" compress={options.codec}, got {link.server_version}). Update psengine where the servers run, or"
-                " leave out compress=.",
-                ErrorCode.VERSION,
-            )
         if answer.body["state"] != "wait" or not _may_come(membership):
             return answer
         if now_s() >= deadline_s:

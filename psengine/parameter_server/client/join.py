@@ -19,8 +19,9 @@ from psengine.parameter_server.client.chunk_map import check_tensors
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.handshake import enter
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.membership import Membership, StateRequest
+from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.operation import Request
+from psengine.parameter_server.client.state_requests import StateRequest
 from psengine.protocol.layout import ChunkSpec, balance, first_difference, layout_fingerprint
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 

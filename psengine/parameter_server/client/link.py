@@ -22,11 +22,11 @@ import torch
 
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client import patience
-from psengine.parameter_server.client.operation import Operation, Push, Request
+from psengine.parameter_server.client.operation import Operation, Push, Request, says_hello_again
 from psengine.parameter_server.client.patience import Patience
 from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.client.pushes import RETRY_S, Pushes
-from psengine.protocol.messages import NO_KEY, NOBODY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
+from psengine.protocol.messages import NO_KEY, NOBODY, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,6 @@ class Link:
 
     Attributes:
         epoch: which life of the server this link knows; 0 none yet.
-        server_version: protocol version that the shard speaks; our own before WELCOME.
         versions: key -> version of the values that came last.
         ledger: the exchanges that the shard acknowledged.
         last_heard_s: when the last message came; None never.
@@ -96,7 +95,6 @@ class Link:
         self.index = index
         self.address = address
         self.epoch = 0
-        self.server_version = PROTOCOL_VERSION
         self.versions: dict[int, int] = {}
         self.ledger = Ledger()
         self.last_heard_s: float | None = None
@@ -309,15 +307,16 @@ class Link:
         operation = push or self._requests.get(message.sequence)
         if code == ErrorCode.VERSION and operation is None:
             self.fail_all(self._refusal(None, code, text), now_s)
-        elif _says_hello_again(operation, code):
+        elif says_hello_again(operation, code):
             own = self.epoch, self._identity.incarnation
             # A life that has not said WELCOME: the server restarted once more.
             is_current = (message.epoch, message.incarnation) == own or message.epoch not in self.ledger.epochs
+            if not is_current:
+                return  # about what was sent before the last recovery, which has asked about all in flight anew
             if not self.is_paused:
                 self._receive_lost_membership(operation, code, text, now_s)
-            elif operation is None and is_current:  # lost while recovering: what was asked is not answered
-                for request in [one for one in self._requests.values() if one.is_urgent and one.is_sent]:
-                    self._fail(request, self._refusal(request, code, text), now_s)
+            elif operation is None:  # lost while recovering: what was asked is not answered
+                self._fail_urgent(code, text, now_s)
         elif operation is None:
             self.last_problem = f"it refused a message ({code}): {text}"
             logger.warning("%s refused a message that nobody waits for (%s): %s", self.address, code, text)
@@ -327,6 +326,11 @@ class Link:
             operation.next_at_s = now_s + patience.PROBE_S
         else:
             self._fail(operation, self._refusal(operation, code, text), now_s)
+
+    def _fail_urgent(self, code: str, text: str, now_s: float) -> None:
+        for request in tuple(self._requests.values()):
+            if request.is_urgent and request.is_sent and request.message.type is not MessageType.HELLO:
+                self._fail(request, self._refusal(request, code, text), now_s)
 
     def _receive_lost_membership(self, operation: Operation | None, code: str, text: str, now_s: float) -> None:
         if isinstance(operation, Push) and code == ErrorCode.FENCED:
@@ -389,12 +393,3 @@ class Link:
             " running there, and is the port reachable from this host? If it is slow, raise the timeout: timeout_s, or"
             " --timeout-s of a command."
         )
-
-
-def _says_hello_again(operation: Operation | None, code: str) -> bool:
-    """Whether a refusal means that this worker lost its membership, so that a recovery has to follow."""
-    if isinstance(operation, Request) and operation.handles_refusal:
-        return False
-    if operation is not None and operation.message.type is MessageType.ADMIT and code == ErrorCode.NOT_READY:
-        return True  # the server knows this worker, and exchanges do not wait for it any more
-    return code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)

@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from psengine.parameter_server.client.operation import Operation, Parking, Reque
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime, Transport
 from psengine.parameter_server.client.stalls import StallWatch
+from psengine.parameter_server.client.state_requests import StateRequest, StateRequests
 from psengine.protocol.layout import ChunkSpec, job_number
 from psengine.protocol.messages import CONTROL, NOBODY, Message, MessageType
 from psengine.tracing.stall_inspector import stall_after_s
@@ -42,14 +42,6 @@ CALM_S = 5.0
 MAX_SLOW_DOWN_S = 2.0
 # After so long without an answer a client looks whether its embedded server is still there.
 EMBEDDED_SILENCE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class StateRequest:
-    """A joiner wants the state of this worker."""
-
-    rank: int
-    incarnation: int
 
 
 class Membership:
@@ -80,6 +72,7 @@ class Membership:
         telemetry: the counters in this worker's heartbeats.
         fenced: why exchanges need a rejoin first; None while they go on.
         fatal: why nothing can go on; None while it can.
+        state_requests: joiners that wait for this worker's state.
         closing: set when the session ends.
     """
 
@@ -111,14 +104,13 @@ class Membership:
         self.fenced: FencedError | None = None
         self.fatal: PSEngineError | None = None
         self.parking = Parking(runtime.now_s)
+        self.state_requests = StateRequests()
         self.closing = threading.Event()
         self._ids = itertools.count(FIRST_REQUEST)
         # A worker's HELLO and heartbeats have a connection of their own; a reader has no lease to lose.
         self._sockets_per_link = 1 if options.role == "reader" else 2
         self._stalls = StallWatch(stall_after_s())
         self._next_look_s = 0.0
-        self._state_requests: dict[int, StateRequest] = {}
-        self._handled_requests: set[StateRequest] = set()
         self._recover = recover
         self._recovery: SteppedFlow[None] | None = None
         self._recovered_s = float("-inf")
@@ -286,7 +278,7 @@ class Membership:
         link.last_heard_s = now_s
         kind = message.type
         if kind is MessageType.WELCOME:
-            link.epoch, link.server_version = message.epoch, message.peer_version
+            link.epoch = message.epoch
             link.ledger.welcomed(link.epoch, message.body.get("durability", "memory"))
             link.pushes.credit_bytes = message.body["credit_bytes"]
             if link.index == 0:
@@ -305,9 +297,7 @@ class Membership:
                 self.members = tuple(message.body["members"])
                 self.has_roll = self.has_roll or message.sequence > 0
         elif kind is MessageType.STATE_WANTED:
-            request = StateRequest(message.body["rank"], message.body["incarnation"])
-            if request not in self._handled_requests:
-                self._state_requests[request.rank] = request
+            self.state_requests.hear(StateRequest(message.body["rank"], message.body["incarnation"]))
         elif kind is MessageType.RESULT_WANTED:
             self._send_result(link, message, now_s)
         elif kind is MessageType.PROGRESS_WANTED:
@@ -372,21 +362,7 @@ class Membership:
         self._stalls.look(str(self), self.links, self.runtime.now_s())  # the end of a stall may be unseen yet
         self.fail(error)
 
-    # ---- state and averages for others -------------------------------------------------------------------------
-
-    def take_state_request(self) -> StateRequest | None:
-        """A joiner that waits for this worker's state, each once; None without one. Any thread."""
-        if not self._state_requests:
-            return None
-        request = self._state_requests.pop(next(iter(tuple(self._state_requests))))
-        self._handled_requests.add(request)
-        return request
-
-    def forget_state_request(self, request: StateRequest) -> None:
-        """The joiner may ask again. Under a quorum others do, so that nothing is deposited over what it reads."""
-        self._handled_requests.discard(request)
-        if self.options.whole_rule.get("quorum") is not None:
-            self._state_requests.clear()
+    # ---- averages for others -------------------------------------------------------------------------
 
     def _send_result(self, link: Link, message: Message, now_s: float) -> None:
         """A restarted server misses an average that this worker may have."""

@@ -24,7 +24,7 @@ from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 # The I/O thread ends every operation at its deadline; waiters give it this much longer.
 WAITER_PATIENCE_S = 10.0
@@ -384,3 +384,12 @@ def wait_all(operations: Sequence[Operation]) -> None:
     for operation in operations:
         if operation.error is not None:
             raise operation.error.with_traceback(None)
+
+
+def says_hello_again(operation: Operation | None, code: str) -> bool:
+    """Whether a refusal means that this worker lost its membership, so that a recovery has to follow."""
+    if isinstance(operation, Request) and operation.handles_refusal:
+        return False
+    if operation is not None and operation.message.type is MessageType.ADMIT and code == ErrorCode.NOT_READY:
+        return True  # the server knows this worker, and exchanges do not wait for it any more
+    return code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from psengine.errors import ConfigurationError, FencedError, ProtocolError, PSEngineError
+from psengine.errors import ConfigurationError, FencedError, ProtocolError, PSEngineError, ServerRefusedError
 from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.chunk_exchanges import ChunkExchanges
 from psengine.parameter_server.client.connection import PROCESS
@@ -28,7 +28,7 @@ from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.recovery import recover
 from psengine.parameter_server.client.runtime import Runtime
 from psengine.protocol.layout import ChunkSpec
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 from psengine.tracing.telemetry import Telemetry
 
 __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "WorkerSession", "wait_all"]
@@ -137,14 +137,31 @@ class WorkerSession(ChunkExchanges):
         Raises:
             ServerLostError, ServerRefusedError: the joiner could not be admitted; it asks again.
         """
-        request = self._membership.take_state_request()
+        request = self._membership.state_requests.take()
         if request is None:
             return
         try:
             deposit()
             self._run(join.admit(self._membership, request))
+        except ServerRefusedError as error:
+            if error.code != ErrorCode.NOT_READY:
+                raise
+            logger.debug("worker %d asks for state again: %s", request.rank, error)
         finally:
-            self._membership.forget_state_request(request)  # the same worker may come back and ask again
+            self._membership.state_requests.forget(request)  # the same worker may come back and ask again
+
+    def await_stores(self, stores: Sequence[Request]) -> None:
+        """Wait for the STOREs of a deposit. Where one fails none is sent again: it could come after a later deposit's.
+
+        Raises:
+            ServerLostError, ServerRefusedError: as of the first that failed.
+        """
+        try:
+            wait_all(stores)
+        except BaseException:
+            for store in stores:
+                store.abandon()
+            raise
 
     def close(self) -> None:
         """Leave, and end the thread; everything under way fails.

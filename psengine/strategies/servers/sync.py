@@ -162,8 +162,8 @@ class SyncServer(ServerStrategy):
         self._exchanges, self._pushes, self.rejoins = [], [], 0
         try:
             self.session.serve_joiner(self._deposit_state)
-        except FencedError:
-            self._rejoin()
+        except FencedError as error:
+            self._rejoin(error)
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
@@ -183,8 +183,8 @@ class SyncServer(ServerStrategy):
         self.session.keep_result(key)
         try:
             self._pushes.append(self._push(self._exchanges[-1]))
-        except FencedError:
-            self._rejoin()
+        except FencedError as error:
+            self._rejoin(error)
 
     def _push(self, exchange: _ChunkExchange) -> Push:
         key, landing = exchange.key, [exchange.landing]
@@ -231,10 +231,8 @@ class SyncServer(ServerStrategy):
                     with self.session.telemetry.blocked():
                         wait_all(pushes)
                     return
-                except FencedError:
-                    if self.rejoins == MAX_REJOINS:
-                        raise
-                    self._rejoin()
+                except FencedError as error:
+                    self._rejoin(error)
         except BaseException:
             self._is_open, self._copies_payloads = False, True
             self.session.withdraw_memory()
@@ -275,22 +273,33 @@ class SyncServer(ServerStrategy):
 
     def _deposit_state(self) -> None:
         """Store this worker's state at the servers, for a worker that waits to join."""
-        from psengine.parameter_server.client.operation import wait_all
-
         stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
         pieces = self.optimizers.pack(self.completed_steps, self._parameter_names())
         stores += [
             self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
         ]
-        wait_all(stores)
+        self.session.await_stores(stores)
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, fenced: FencedError) -> None:
         """After this worker's lease ran out: take the others' state, and sit this step out.
 
-        Where no other worker is left, this one's state is the job's, and its step goes on.
+        Where no other worker is left, this one's state is the job's, and its step goes on. A lease may run out once
+        more meanwhile.
+
+        Raises:
+            FencedError: the last of too many in one step.
         """
-        logger.warning("worker %d was away for longer than its lease; rejoining", self.session.rank)
-        self.rejoins += 1
+        while self.rejoins < MAX_REJOINS:
+            logger.warning("worker %d was away for longer than its lease; rejoining", self.session.rank)
+            self.rejoins += 1
+            try:
+                self._take_over()
+                return
+            except FencedError as error:
+                fenced = error
+        raise fenced
+
+    def _take_over(self) -> None:
         if self.session.rejoin() == "joined":
             self._sits_out = True
             with torch.no_grad():

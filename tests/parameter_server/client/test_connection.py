@@ -237,7 +237,7 @@ def test_a_joiner_is_served_once_and_again_only_if_it_was_not_admitted():
         def deposit():
             beats = peer.seen[T.HEARTBEAT]
             eventually(lambda: peer.seen[T.HEARTBEAT] >= beats + 2)
-            deposits.append(session._membership.take_state_request())
+            deposits.append(session._membership.state_requests.take())
 
         def serve():
             session.serve_joiner(deposit)

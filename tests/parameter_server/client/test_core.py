@@ -14,7 +14,7 @@ from support.shard_world import APPLY, AVERAGE, SGD, spec
 from psengine.errors import FencedError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.flow import Flow, SteppedFlow
-from psengine.parameter_server.client.membership import StateRequest
+from psengine.parameter_server.client.state_requests import StateRequest
 from psengine.parameter_server.client.worker_session import Push, WorkerSession
 
 LEASE_S = 5.0
@@ -67,12 +67,12 @@ def let_in(simulation: Simulation, donor: WorkerSession, joiner: WorkerSession, 
     """``flow`` of a joiner, to whom ``donor`` gives the values 7."""
 
     def donate() -> Flow[None]:
-        while (request := donor._membership.take_state_request()) is None:
+        while (request := donor._membership.state_requests.take()) is None:
             yield 0.1
         for one in SPECS:
             yield [donor.store(one.key, torch.full((one.numel,), 7.0))]
         yield from join.admit(donor._membership, request)
-        donor._membership.forget_state_request(request)
+        donor._membership.state_requests.forget(request)
 
     assert simulation.run(flow, donate()) == "joined"
     pulled = joiner.pull(0)
@@ -120,7 +120,7 @@ def test_a_donor_that_lost_its_lease_is_fenced_and_admits_nobody(simulation, ask
     joining = SteppedFlow(join.take_part(joiner._membership, "join", SPECS, lambda one: torch.zeros(0)))
     joining.step(simulation.world.now_s)
     simulation.wait(1.0)
-    request = donor._membership.take_state_request()
+    request = donor._membership.state_requests.take()
     assert request is not None
 
     simulation.transports[0].is_cut = True

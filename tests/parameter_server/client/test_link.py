@@ -14,7 +14,7 @@ from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, rule_of, spe
 from psengine.errors import ServerLostError
 from psengine.parameter_server.client.link import Identity, Link
 from psengine.parameter_server.client.operation import Parking, Push, Request
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 T = MessageType
 NUMEL = 4
@@ -28,7 +28,8 @@ class Desk:
         self.is_connected = True
         self.now_s = 0.0
         self.timeout_s = timeout_s
-        self.link = Link(0, "tcp://a:1", Identity(1, 0, 5), self.transmit, lambda text: None)
+        self.losses = []
+        self.link = Link(0, "tcp://a:1", Identity(1, 0, 5), self.transmit, self.losses.append)
         self.link.pushes.is_paused = False
         self.link.epoch = 7
         self.ids = iter(range(1 << 40, 1 << 41))
@@ -422,3 +423,34 @@ def test_every_copy_is_for_a_loss_and_every_update_counts_once(rule, steps, loss
         assert rule_of(world).version == 2 * last
     elif last:
         assert world.shard.status(world.now_s).jobs["demo"].averaged == last
+
+
+def refusal(incarnation, sequence=1 << 63):
+    """What a server says of a message of that incarnation."""
+    body = {"code": ErrorCode.FENCED, "text": "silent for more than its lease"}
+    return Message(T.ERROR, epoch=7, worker=0, incarnation=incarnation, sequence=sequence, body=body)
+
+
+def test_what_is_said_of_a_former_incarnation_is_no_new_loss():
+    desk = Desk()
+    desk.link.ledger.welcomed(7, "memory")
+    push = desk.push()
+    desk.link.receive(refusal(incarnation=4), desk.now_s)
+    assert desk.losses == []
+    assert not push.is_done
+    desk.link.receive(refusal(incarnation=5), desk.now_s)
+    assert len(desk.losses) == 1
+
+
+def test_a_hello_is_not_given_up_for_what_was_sent_before_it():
+    desk = Desk()
+    desk.link.ledger.welcomed(7, "memory")
+    desk.link.pause()
+    hello, seal = (
+        desk.begin(Request(Message(kind, sequence=next(desk.ids)), lambda: "", desk.parking, 10.0, is_urgent=True))
+        for kind in (T.HELLO, T.SEAL)
+    )
+    desk.link.receive(refusal(incarnation=5), desk.now_s)
+    assert not hello.is_done
+    assert seal.error is not None
+    assert desk.losses == [], "the recovery is under way"

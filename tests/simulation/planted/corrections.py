@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+from psengine.parameter_server.client import handshake
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.membership import Membership as ClientMembership
 from psengine.parameter_server.client.operation import Operation
 from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.server.core.admission import Admissions
@@ -95,11 +95,18 @@ plant(
     "initialiser",
     lambda initialiser: property(lambda self: 0 if self.phase is JobPhase.ORPHANED else initialiser.fget(self)),
 )
-PLANTED["again: a worker that returns with state is taken for one without, because a new one had its rank"] = (
-    lambda stack: stack.enter_context(
-        mock.patch.dict(MEMBER[MemberPhase.NEWCOMER], {MemberEvent.KNEW_OTHERS: MemberPhase.NEWCOMER})
-    )
-)
+
+
+def _takes_newcomers_for_new(stack: ExitStack) -> None:
+    knew_others = {MemberEvent.KNEW_OTHERS: MemberPhase.NEWCOMER}
+    stack.enter_context(mock.patch.dict(MEMBER[MemberPhase.NEWCOMER], knew_others))
+
+
+for name in (
+    "again: a worker that returns with state is taken for one without, because a new one had its rank",
+    "again: a job without state waits for worker 0, which has ended, and not for one that had some",
+):
+    PLANTED[name] = _takes_newcomers_for_new
 
 
 plant("again: a process of a former life counts for one that has ended", Membership, "greet", _forgets("_ended"))
@@ -199,9 +206,9 @@ plant(
 
 plant(
     "again: a state is deposited while another joiner reads one",
-    ClientMembership,
-    "forget_state_request",
-    lambda forget: lambda self, request: self._handled_requests.discard(request),
+    AveragingJob,
+    "store",
+    lambda store: Job.store,
 )
 
 
@@ -215,12 +222,13 @@ def _forgets_who_is_expected(greet: Any) -> Any:
     return one
 
 
-plant(
-    "again: a worker that others name and that has to join is taken for a new one",
-    Membership,
-    "greet",
-    _forgets_who_is_expected,
-)
+def _takes_who_is_expected_for_new(stack: ExitStack) -> None:
+    """Two corrections are undone: each finds somebody to go on from."""
+    stack.enter_context(mock.patch.object(Membership, "greet", _forgets_who_is_expected(Membership.greet)))
+    _takes_newcomers_for_new(stack)
+
+
+PLANTED["again: a worker that others name and that has to join is taken for a new one"] = _takes_who_is_expected_for_new
 
 
 class _EveryLife(set[int]):
@@ -306,3 +314,46 @@ plant(
     "_merge_if_complete",
     _waits_for_the_idle_and_stuck,
 )
+
+
+for verdict, name in (
+    ("alone", "again: two workers wait for each other's state, each let in by another shard"),
+    ("initialise", "again: a shard waits for workers of a job that begins anew"),
+):
+    plant(
+        name,
+        handshake,
+        "_verdict",
+        lambda found, verdict=verdict: lambda *arguments: None if (one := found(*arguments)) == verdict else one,
+    )
+
+
+def _has_always_started(shake_hands: Any) -> Any:
+    def one(membership: Any) -> Any:
+        welcome = yield from shake_hands(membership)
+        return handshake.Welcome(welcome.states, has_started=True)
+
+    return one
+
+
+plant(
+    "again: an old process of worker 0 takes its values from one shard", handshake, "shake_hands", _has_always_started
+)
+plant(
+    "again: a new worker reads what is deposited for another, as one shard lets it in",
+    handshake.Welcome,
+    "state",
+    lambda state: property(lambda self: self.states[0]),
+)
+
+
+def _has_missed_nothing(remove: Any) -> Any:
+    def one(self: Membership, rank: int, *, progress: int, now_s: float, forget: bool = False) -> None:
+        remove(self, rank, progress=progress, now_s=now_s, forget=forget)
+        if rank in self._absent:
+            self._absent[rank].progress = progress
+
+    return one
+
+
+plant("again: a joiner that is put out has missed nothing", Membership, "remove", _has_missed_nothing)

@@ -27,8 +27,8 @@ class _Admission:
 class Admissions:
     """See the module's text; ranks and ids of requests only."""
 
-    # Do not ask for state while an earlier joiner may still be reading its own. With a quorum a donor need not wait for
-    # that joiner, and would overwrite what it reads.
+    # Neither ask for state nor take any while an earlier joiner may still be reading its own. With a quorum a donor
+    # need not wait for that joiner, and would overwrite what it reads.
     one_at_a_time: bool = False
     _joins: dict[int, int] = field(default_factory=dict)
     _donors: dict[int, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Admissions:
         """A worker waits for state; the rank to ask for it, None if it has to wait for its turn."""
         self._joins[rank] = max(request, self._joins.get(rank, 0))  # an older one may come late
         self.pushed(rank)
-        if self.one_at_a_time and any(one.is_reading for one in self._admitted.values()):
+        if self.busy_with() is not None:
             return None
         # The same donor as long as it lives: two might deposit states of different steps.
         if self._donors.get(rank) not in live:
@@ -75,6 +75,11 @@ class Admissions:
         """A worker that pushes has read what was deposited for it."""
         if rank in self._admitted:
             self._admitted[rank].is_reading = False
+
+    def busy_with(self) -> int | None:
+        """The joiner that has to have read what was deposited for it before anything else is; None without one."""
+        readers = (rank for rank, one in self._admitted.items() if one.is_reading)
+        return next(readers, None) if self.one_at_a_time else None
 
     def is_reading(self, rank: int) -> bool:
         """Whether this worker was let in, and may still be reading what was deposited for it."""

@@ -157,7 +157,7 @@ class Answers:
         return [_reply(MessageType.VALUES, member, message, **fields)]
 
     def _store(self, job: Job, member: Member, message: Message) -> list[Reply]:
-        job.chunks.store(message)
+        job.store(message)
         if "blob" in message.body:
             return [ok(member, message)]
         rule = job.chunks.find(message.key)

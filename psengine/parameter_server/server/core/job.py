@@ -135,9 +135,7 @@ class Job(ABC):
     def _is_stuck(self, rank: int) -> bool:
         """Whether a worker says that it waits, and all that it has open at this shard is here, unanswered."""
         member = self.membership.members.get(rank)
-        if member is None or member.waits is None:
-            return False
-        return member.waits == sum(rule.open_exchange(rank) for rule in self.rules)
+        return member is not None and member.waits == sum(rule.open_exchange(rank) for rule in self.rules)
 
     def hear_waits(self, member: Member, waits: int | None) -> None:
         """See ``Member.waits``."""
@@ -300,6 +298,10 @@ class Job(ABC):
     def note_taken(self, rule: ChunkRule, message: Message, version: int) -> None:
         """A message was taken in by its chunk, which had this version before: write to the log what a restart needs."""
 
+    def store(self, message: Message) -> None:
+        """STORE: overwrite what PULL reads."""
+        self.chunks.store(message)
+
     def pushed(self, rank: int) -> list[Reply]:
         """A worker has pushed; answers that may leave because of it, beside those of the exchange."""
         return []
@@ -352,9 +354,8 @@ class Job(ABC):
         for rank in ranks:
             member = self.membership.members[rank]
             silent_s = now_s - member.last_heard_s
-            why = "its lease was ended by hand"
-            if silent_s > self.membership.lease_s:
-                why = f"silent for {silent_s:.1f} s, longer than its lease"
+            silent = f"silent for {silent_s:.1f} s, longer than its lease"
+            why = silent if silent_s > self.membership.lease_s else "its lease was ended by hand"
             self._put_out(member, "evicted", why, averaged, now_s)
         return [reply for rank in ranks for reply in self.left(rank)]
 

@@ -256,6 +256,8 @@ class Membership:
             if forget and member.phase.was_live:
                 self._ended.add(rank)
             self._claims.pop(rank, None)
+            if not member.phase.is_live:
+                progress = -1  # it waited for state, and had missed something already
             member.advance(MemberEvent.LEFT)
             if not forget and member.phase is not MemberPhase.ABSENT:
                 self._absent[rank] = _Absence(member, progress, now_s)
@@ -337,6 +339,11 @@ class Membership:
                 self.members[rank] = Member(rank, 0, 0, "", b"", phase, now_s, "expected")
             elif not member.route and not member.phase.is_live:  # of the snapshot, and not heard since
                 member.advance(MemberEvent.TOLD)
+        self._recount()
+
+    def forget_expected(self) -> None:
+        """The job begins anew: nobody is waited for who was named in its former life."""
+        self.members = {rank: member for rank, member in self.members.items() if not member.is_expected}
         self._recount()
 
     def _recount(self) -> None:

@@ -83,7 +83,27 @@ class AveragingJob(Job):
             replies = self._demote(rank)
             self._admissions.forget(rank)
         state, member, more = super().greet(message, user_id, route, now_s)
-        return state, member, [*replies, *more]
+        replies += more
+        is_orphaned = self.phase is JobPhase.ORPHANED
+        if member is not None and has_state and is_orphaned and member.phase is MemberPhase.NEWCOMER:
+            member.advance(MemberEvent.KNEW_OTHERS)  # processes that were live after it are gone
+        if member is not None and self.is_sealed and self.has_started and state in ("wait", "join"):
+            state, more = self._follow(body.get("lead"), state, member)
+            replies += more
+        return state, member, replies
+
+    def _follow(self, lead: str | None, state: str, member: Member) -> tuple[str, list[Reply]]:
+        """The lead has decided whose values the job goes on with; else shards might wait for different workers.
+
+        Connections to shards fail one by one, so that each shard may have put out another worker.
+        """
+        if lead == "alone":
+            return self._go_on_from(member)
+        others = [other for rank, other in self.membership.members.items() if rank != member.rank]
+        if lead != "initialise" or any(other.phase is MemberPhase.LIVE for other in others):
+            return state, []
+        self.membership.forget_expected()
+        return self._begin_anew(member), []
 
     def _demote(self, rank: int) -> list[Reply]:
         if rank not in self.membership.live_ranks:
@@ -113,12 +133,16 @@ class AveragingJob(Job):
             return self._go_on_from(member)
         if membership.has_survivor(rank, now_s):
             return "wait", []  # the survivor has the state that this one lacks
+        return self._begin_anew(member), []
+
+    def _begin_anew(self, member: Member) -> str:
+        """Values are to be brought again; what this worker, which is here, has to do."""
         logger.warning("job %r begins anew: all its workers are gone", self.name)
         self.advance(JobEvent.ORPHANED)
         self.came.clear()
-        membership.begin_anew()
+        self.membership.begin_anew()
         self.chunks.clear()
-        return "initialise" if rank == self.initialiser else "wait", []
+        return "initialise" if member.rank == self.initialiser else "wait"
 
     def _go_on_from(self, member: Member) -> tuple[str, list[Reply]]:
         """It alone has state; others, if any, are of a life of the job in which nothing happened yet.
@@ -197,6 +221,16 @@ class AveragingJob(Job):
             rule.progress.continue_from(rank, donor.rank, was_live=was_live)
         request = self._admissions.answer(rank)
         return [] if request is None else [Reply(MessageType.OK, rank, request)]
+
+    @override
+    def store(self, message: Message) -> None:
+        reader = self._admissions.busy_with()
+        if reader is not None:
+            raise ProtocolError(
+                f"worker {reader} is still reading what was deposited for it (expected STORE after its first push)",
+                ErrorCode.NOT_READY,
+            )
+        super().store(message)
 
     def _check_values(self) -> None:
         if not self.is_sealed:
