@@ -214,7 +214,7 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
     if digest and not flags & FLAG_CHECKSUM:
         raise ProtocolError(f"{kind.name} has a checksum without its flag (expected 0, got {digest:016x})")
     message = Message(
-        kind, job, epoch, worker, incarnation, key, sequence, chunk_version, dtype, numel, body, payload, peer_version,
+        kind, job, epoch, worker, incarnation, key, sequence, chunk_version, dtype, numel, body, payload,
         in_segment == 1,
     )  # fmt: skip
     if kind in _NAMED_IN_BODY:

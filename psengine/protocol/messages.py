@@ -124,7 +124,7 @@ class ErrorCode:
     DUPLICATE_RANK = "duplicate_rank"
     FENCED = "fenced"  # a newer incarnation of this worker exists, or its lease ran out
     NOT_MEMBER = "not_member"  # the server does not know this worker (it restarted): HELLO again
-    NOT_READY = "not_ready"  # the job has no values yet
+    NOT_READY = "not_ready"  # the job has no values yet; for STORE: a joiner reads what would be overwritten
     BAD_VALUE = "bad_value"  # a number out of its bounds
     MEMORY = "memory"  # the server's --max-memory-bytes
     CREDIT = "credit"  # more bytes in flight than granted
@@ -170,7 +170,6 @@ class Message:
         numel: elements in the payload.
         body: see ``bodies.py``; {} without one.
         payload: contiguous bytes of ``numel`` elements; None without payload.
-        peer_version: the protocol version the sender wrote; PROTOCOL_VERSION in messages made here.
         in_segment: the payload lies in memory that the worker shares with the server (``parameter_server/segments/``):
             dtype and numel travel, and its bytes do not. A decoded message has no payload until a transport finds it.
             A received gradient is the worker's memory then, and changes once the worker has its answer.
@@ -188,5 +187,4 @@ class Message:
     numel: int = 0
     body: dict[str, Any] = field(default_factory=dict)
     payload: Any = None
-    peer_version: int = PROTOCOL_VERSION
     in_segment: bool = False

@@ -100,7 +100,6 @@ def test_vectors(vector):
     assert [bytes(frame) for frame in encode(message, checksum=vector["checksum"])] == frames
     decoded = decode(frames)
     same(decoded, message)
-    assert decoded.peer_version == PROTOCOL_VERSION
     assert check(frames)
 
 
@@ -566,8 +565,7 @@ def test_neighbouring_versions_understand_each_other(own, distance):
     if peer < 1:
         pytest.skip("there is no version 0")
     for frames in FRAMES.values():
-        message = decode(with_fields(frames, protocol=peer), version=own)
-        assert message.peer_version == peer
+        decode(with_fields(frames, protocol=peer), version=own)
 
 
 @pytest.mark.parametrize(("own", "peer"), [(1, 3), (3, 1), (7, 9), (9, 7), (1, 0), (1, 65535)])
@@ -619,7 +617,7 @@ def test_a_newer_peer_may_add_fields_but_not_break_rules():
 
 def test_encode_writes_the_version_it_is_told():
     message = Message(MessageType.ERROR, body={"code": ErrorCode.VERSION, "text": "1 and 3"})
-    assert decode(encode(message, version=9)).peer_version == 9
+    assert struct.unpack("<H", bytes(encode(message, version=9)[0][4:6])) == (9,)
 
 
 # ---- Refusals

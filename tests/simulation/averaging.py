@@ -13,7 +13,7 @@ import itertools
 import random
 import struct
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class Replica:
 
     values: list[torch.Tensor]
     step: int = 0
+    is_mixed: bool = False  # of its own state and another's
 
     def digest(self) -> int:
         """Equal for equal models; the same in every process."""
@@ -79,10 +80,12 @@ class AveragingJob:
         self.answered = 0
         self._rng = random.Random(f"values {scenario.seed}")
         self._tags = [itertools.count(1) for _ in self.specs]
-        # (life of a server, chunk, exchange) -> its average, as it travels.
-        self._averages: dict[tuple[int, int, int], bytes] = {}
+        # (life of a server, chunk, exchange) -> its average, as it travels, and the (rank, nonce) that were told of it.
+        self._averages: dict[tuple[int, int, int], tuple[bytes, set[tuple[int, int]]]] = {}
         self._steps_done: dict[int, int] = defaultdict(int)
         # (chunk, exchange, rank) -> contributions that were made to it.
+        # (life of a server, shard) -> rank and nonce of its live workers.
+        self._members: dict[tuple[int, int], dict[int, int]] = {}
         # (life of a server, chunk, exchange) whose average a worker brought: the server does not know who took part.
         self._supplied: set[tuple[int, int, int]] = set()
         self._ended: set[tuple[int, int, int]] = set()
@@ -168,13 +171,13 @@ class AveragingJob:
         try:
             blob = torch.frombuffer(bytearray(struct.pack("<q", replica.step)), dtype=torch.uint8)
             stores = [session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
-            stores.append(session.store(0, blob, blob=STATE_BLOB, pieces=1))
             try:
                 yield stores
             except BaseException:  # as ``WorkerSession.await_stores``
                 for store in stores:
                     store.abandon()
                 raise
+            yield [session.store(0, blob, blob=STATE_BLOB, pieces=1)]
             yield from join.admit(membership, request)
         except ServerRefusedError as error:  # as ``WorkerSession.serve_joiner``
             if error.code != ErrorCode.NOT_READY:
@@ -187,8 +190,12 @@ class AveragingJob:
         state = yield from join.rejoin(process.membership)
         process.session.reset_codecs()  # as ``WorkerSession.rejoin``
         if state != "joined":
+            if replica.is_mixed:
+                raise ServerRefusedError("as in strategies/servers/sync.py", ErrorCode.STATE_LOST)
             return False
+        replica.is_mixed = True
         yield from self._take_values(process, replica, whole=True)
+        replica.is_mixed = process.membership.fenced is not None
         return True
 
     def _push(
@@ -252,14 +259,12 @@ class AveragingJob:
             self._supplied.add((server.epoch, message.key, message.sequence))
         for one in outgoing:
             if one.message.type is MessageType.UPDATED:
-                self._check_same(server.epoch, one.message)
+                self._check_same(server.epoch, shard, one.message)
         for job in shard.jobs.by_number.values():
             members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
-            if not members:
-                # Who comes back goes on from its own state, and may end an exchange anew that others had.
-                for key in job.chunks.rules:
-                    for known in [one for one in self._averages if one[:2] == (server.epoch, key)]:
-                        del self._averages[known]
+            if members != self._members.get((server.epoch, shard.index)):
+                self._members[server.epoch, shard.index] = members
+                self._forget_averages(server.epoch, job.chunks.rules, members)
             pushed = self._pushed[server.epoch, shard.index]
             for rank, nonce, key in [known for known in pushed if members.get(known[0]) != known[1]]:
                 del pushed[rank, nonce, key]
@@ -287,11 +292,23 @@ class AveragingJob:
             if message is None:
                 self._quorum.tick(server.epoch, members, pushed)
 
-    def _check_same(self, epoch: int, message: Message) -> None:
+    def _forget_averages(self, epoch: int, keys: Collection[int], members: Mapping[int, int]) -> None:
+        """Where all who were told of an average have to join others, or are gone, these may end its exchange anew.
+
+        Not where one of them has ended its training with it.
+        """
+        for known, (_, told) in list(self._averages.items()):
+            is_kept = any(members.get(rank) == nonce or self.is_done(rank) for rank, nonce in told)
+            if known[0] == epoch and known[1] in keys and (not is_kept or not members):
+                del self._averages[known]
+
+    def _check_same(self, epoch: int, shard: Shard, message: Message) -> None:
         """All workers get the same bytes."""
         assert isinstance(message.payload, torch.Tensor)
         data = message.payload.view(torch.uint8).numpy().tobytes()
-        known = self._averages.setdefault((epoch, message.key, message.sequence), data)
+        known, told = self._averages.setdefault((epoch, message.key, message.sequence), (data, set()))
+        member = shard.jobs.by_number[message.job].membership.members.get(message.worker)
+        told.update(() if member is None else {(member.rank, member.nonce)})
         where = f"the average of exchange {message.sequence} of chunk {message.key}"
         require(known == data, "{} has other bytes for worker {}", where, message.worker)
 

@@ -47,7 +47,7 @@ class ChunkExchanges:
     def set_sequence(self, key: int, sequence: int) -> None:
         """Number the next push of this chunk ``sequence`` + 1: this worker has the values before it."""
         self._sequences[key] = sequence
-        self._membership.takes_part = True
+        self._membership.takes_part = self._membership.fenced is None
 
     def configure(self, key: int, body: Mapping[str, Any]) -> Request:
         """Attach the server-side optimizer to a chunk; ``body`` as in CONFIGURE: optimizer, groups, runs."""

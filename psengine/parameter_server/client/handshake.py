@@ -28,7 +28,7 @@ WAIT_S = 0.1
 class Welcome:
     """Every shard's state, the lead's first: "initialise", "wait", "ready" or "join".
 
-    ``has_started``: an exchange has ended, by what the lead knows.
+    ``has_started``: an exchange has ended, by what any of them knows.
     """
 
     states: tuple[str, ...]
@@ -56,6 +56,7 @@ def enter(membership: Membership) -> Flow[Welcome]:
     welcome = yield from shake_hands(membership)
     if welcome.lost and welcome.state == "ready" and membership.identity.worker == 0 and not welcome.has_started:
         # Nothing is lost yet. An earlier process of this rank, stopped for long, has begun to give values once more.
+        # Shards that have let another worker in refuse it.
         welcome = Welcome(("initialise", *welcome.states[1:]), has_started=False)
     if welcome.lost and welcome.state in ("ready", "join") and options.role == "worker":
         raise ServerRefusedError(
@@ -89,15 +90,16 @@ def shake_hands(membership: Membership) -> Flow[Welcome]:
     if not membership.server_sizes:
         yield from _open_others(membership, lead, deadline_s, verdict)
     firsts = [link.index for link in membership.first_links()]
-    states = [lead.body["state"]]
+    states, has_started = [lead.body["state"]], lead.body["started"]
     _check_shards(membership, lead, 0)
     for link in membership.links[1:]:
         answer = yield from _hello(membership, link, deadline_s, verdict)
         states.append(answer.body["state"])
+        has_started = has_started or answer.body["started"]
         if link.index in firsts:
             _check_shards(membership, answer, firsts.index(link.index))
     membership.members = tuple(lead.body["members"])
-    return Welcome(tuple(states), lead.body["started"])
+    return Welcome(tuple(states), has_started)
 
 
 def _verdict(membership: Membership, lead: Message) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from psengine.errors import PSEngineError, ReplicaMismatchError, ServerRefusedError
 from psengine.parameter_server.client.chunk_map import check_tensors
 from psengine.parameter_server.client.flow import Flow
-from psengine.parameter_server.client.handshake import enter
+from psengine.parameter_server.client.handshake import WAIT_S, enter
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.operation import Request
@@ -62,6 +62,12 @@ def rejoin(membership: Membership) -> Flow[str]:
         state = (yield from enter(membership)).state
     if state == "join":
         state = yield from join(membership)
+    if state == "initialise":
+        raise ServerRefusedError(
+            f"job {membership.options.job!r} begins anew: no worker with its state was left. Fix: start this worker"
+            " again, from a checkpoint.",
+            ErrorCode.STATE_LOST,
+        )
     membership.fenced = None
     yield from fetch_layout(membership)
     membership.takes_part = state != "joined"
@@ -144,6 +150,7 @@ def join(membership: Membership) -> Flow[str]:
             logger.warning("joining job %r again: %s", options.job, error)
         for request in requests:
             request.abandon()  # a shard that takes it after the next JOIN would answer it, and not that one
+        yield WAIT_S
         membership.pause()
         welcome = yield from enter(membership)
         if "join" not in welcome.states:

@@ -47,8 +47,8 @@ class WorkerSession(ChunkExchanges):
         runtime: the clock, randomness and sockets; a simulation has its own.
 
     Attributes:
-        state: the lead's first answer: "initialise" (give the job its values), "ready", or "join" (an averaging job is
-            under way); for a reader also "wait" (the job has no values yet).
+        state: what the servers first said: "initialise" (give the job its values), "ready", or "join" (an averaging job
+            is under way); for a reader also "wait" (the job has no values yet).
 
     A context manager; ``close`` is idempotent, and is called at interpreter exit for sessions left open.
     """

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.collectives.base import Work
-from psengine.errors import ConfigurationError, FencedError
+from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
 from psengine.strategies.exchange import Reduction, Step
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.worker_state import OptimizerStates
@@ -88,6 +88,7 @@ class SyncServer(ServerStrategy):
         # exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
         self._sits_out = False
+        self._is_mixed = False  # parameters are in part this worker's, in part another's
         self._exchanges: list[_ChunkExchange] = []
         self._pushes: list[Push] = []
         self.rejoins = 0  # of this worker in the step under way
@@ -273,12 +274,12 @@ class SyncServer(ServerStrategy):
 
     def _deposit_state(self) -> None:
         """Store this worker's state at the servers, for a worker that waits to join."""
-        stores = [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
+        self.session.await_stores([self.session.store(s.key, self.chunks.values(s)) for s in self.chunks.specs])
+        # Where a shard refuses weights, because a joiner reads, the rest is not stored: the lead may have no weights.
         pieces = self.optimizers.pack(self.completed_steps, self._parameter_names())
-        stores += [
-            self.session.store(index, piece, blob=STATE_BLOB, pieces=len(pieces)) for index, piece in enumerate(pieces)
-        ]
-        self.session.await_stores(stores)
+        self.session.await_stores(
+            [self.session.store(index, one, blob=STATE_BLOB, pieces=len(pieces)) for index, one in enumerate(pieces)]
+        )
 
     def _rejoin(self, fenced: FencedError) -> None:
         """After this worker's lease ran out: take the others' state, and sit this step out.
@@ -288,6 +289,7 @@ class SyncServer(ServerStrategy):
 
         Raises:
             FencedError: the last of too many in one step.
+            ServerRefusedError: this worker has read a part of the others' state, and all of them are gone.
         """
         while self.rejoins < MAX_REJOINS:
             logger.warning("worker %d was away for longer than its lease; rejoining", self.session.rank)
@@ -301,11 +303,20 @@ class SyncServer(ServerStrategy):
 
     def _take_over(self) -> None:
         if self.session.rejoin() == "joined":
-            self._sits_out = True
+            self._sits_out = self._is_mixed = True
             with torch.no_grad():
                 self.pull_values(self.chunks.specs)
             self._resume_sequences()
             self._take_state()
+            self._is_mixed = self.session.fenced is not None
+        elif self._is_mixed:
+            from psengine.protocol.messages import ErrorCode
+
+            raise ServerRefusedError(
+                f"worker {self.session.rank} was put out while it read the state of another worker, and none that has"
+                " state is left. Fix: start the job again from a checkpoint.",
+                ErrorCode.STATE_LOST,
+            )
         self._pushes = [self._push(exchange) for exchange in self._exchanges]
 
     def _take_state(self) -> None:
