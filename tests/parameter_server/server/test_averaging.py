@@ -526,9 +526,26 @@ class TestJoining:
         self.donate(workers[0], wanted)
         joiners[1].send(MessageType.JOIN, sequence=99)
         assert workers[0].take() == [], "the first may still be reading"
+        deposit = {"key": 0, "version": 4, "payload": torch.full((4,), 9.0)}
+        assert codes(workers[0].send(MessageType.STORE, **deposit)) == [ErrorCode.NOT_READY]
+        assert payload_tensor(joiners[0].pull(0)).tolist() == [5.0] * 4
         joiners[0].push(0, 4, torch.ones(4))
+        assert workers[0].ask(MessageType.STORE, **deposit).type is MessageType.OK
         joiners[1].send(MessageType.JOIN, sequence=99)
         assert [m.type for m in workers[0].take(MessageType.STATE_WANTED)] == [MessageType.STATE_WANTED]
+
+    def test_a_shard_that_nobody_pushes_to_takes_every_deposit(self):
+        """As one that has frozen parameters alone: no push would say that a joiner has read."""
+        world = World()
+        workers = team(world, 3, [spec(0, 4)], rule=QUORUM_1)
+        for joiner in workers[1:]:
+            joiner.send(MessageType.JOIN, sequence=99)  # other shards send STATE_WANTED
+            stored = workers[0].send(MessageType.STORE, key=0, version=3, payload=torch.ones(4))
+            assert [message.type for message in stored] == [MessageType.OK]
+            admitted = {"rank": joiner.rank, "incarnation": joiner.incarnation}
+            workers[0].send(MessageType.ADMIT, body=admitted)
+            assert [message.type for message in joiner.take(MessageType.OK)] == [MessageType.OK]
+            workers[0].take()
 
     def test_a_fenced_worker_joins_even_if_nothing_happened_meanwhile(self, caplog):
         """Nobody has the average it lacks: the server tells it so, and must not let it in as it is."""
