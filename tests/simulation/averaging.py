@@ -13,7 +13,7 @@ import itertools
 import random
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +80,8 @@ class AveragingJob:
         self.answered = 0
         self._rng = random.Random(f"values {scenario.seed}")
         self._tags = [itertools.count(1) for _ in self.specs]
-        # (life of a server, chunk, exchange) -> its average, as it travels, and the (rank, nonce) that were told of it.
-        self._averages: dict[tuple[int, int, int], tuple[bytes, set[tuple[int, int]]]] = {}
+        # (life of a server, shard) -> (chunk, exchange) -> its average, as it travels, and (rank, nonce) told of it.
+        self._averages: dict[tuple[int, int], dict[tuple[int, int], tuple[bytes, set[tuple[int, int]]]]] = {}
         self._steps_done: dict[int, int] = defaultdict(int)
         # (chunk, exchange, rank) -> contributions that were made to it.
         # (life of a server, shard) -> rank and nonce of its live workers.
@@ -264,7 +264,7 @@ class AveragingJob:
             members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
             if members != self._members.get((server.epoch, shard.index)):
                 self._members[server.epoch, shard.index] = members
-                self._forget_averages(server.epoch, job.chunks.rules, members)
+                self._forget_averages((server.epoch, shard.index), members)
             pushed = self._pushed[server.epoch, shard.index]
             for rank, nonce, key in [known for known in pushed if members.get(known[0]) != known[1]]:
                 del pushed[rank, nonce, key]
@@ -292,21 +292,23 @@ class AveragingJob:
             if message is None:
                 self._quorum.tick(server.epoch, members, pushed)
 
-    def _forget_averages(self, epoch: int, keys: Collection[int], members: Mapping[int, int]) -> None:
+    def _forget_averages(self, place: tuple[int, int], members: Mapping[int, int]) -> None:
         """Where all who were told of an average have to join others, or are gone, these may end its exchange anew.
 
         Not where one of them has ended its training with it.
         """
-        for known, (_, told) in list(self._averages.items()):
+        averages = self._averages.get(place, {})
+        for known, (_, told) in list(averages.items()):
             is_kept = any(members.get(rank) == nonce or self.is_done(rank) for rank, nonce in told)
-            if known[0] == epoch and known[1] in keys and (not is_kept or not members):
-                del self._averages[known]
+            if not is_kept or not members:
+                del averages[known]
 
     def _check_same(self, epoch: int, shard: Shard, message: Message) -> None:
         """All workers get the same bytes."""
         assert isinstance(message.payload, torch.Tensor)
         data = message.payload.view(torch.uint8).numpy().tobytes()
-        known, told = self._averages.setdefault((epoch, message.key, message.sequence), (data, set()))
+        averages = self._averages.setdefault((epoch, shard.index), {})
+        known, told = averages.setdefault((message.key, message.sequence), (data, set()))
         member = shard.jobs.by_number[message.job].membership.members.get(message.worker)
         told.update(() if member is None else {(member.rank, member.nonce)})
         where = f"the average of exchange {message.sequence} of chunk {message.key}"
