@@ -42,6 +42,23 @@ OTHER_RULES = (
 )
 
 
+def has_matmul_the_same_bits_anywhere():
+    """Whether a product of matrices does not depend on where its operands lie. It does with MKL on AMD processors."""
+    left, right = torch.randn(48, 33), torch.randn(33, 1)
+    memory = torch.empty(left.numel() + 16)
+    for offset in range(1, 17):
+        moved = memory[offset : offset + left.numel()].view(left.shape)
+        moved.copy_(left)
+        if not torch.equal(moved @ right, left @ right) or not torch.equal(moved.T @ left, left.T @ left):
+            return False
+    return True
+
+
+def is_rounded(strategy):
+    """Whether a strategy has the bits of its rule on other machines alone: "powersgd" multiplies matrices."""
+    return "powersgd" in strategy and not has_matmul_the_same_bits_anywhere()
+
+
 def differences(rank, world_size, address, pairs):
     """Of each pair of a strategy and its reference: where they differ first on this rank, else ""."""
     place, target = Place(rank=rank, world_size=world_size, device=torch.device("cpu")), f"{TARGETS}:in_chunks"
@@ -51,7 +68,8 @@ def differences(rank, world_size, address, pairs):
         findings = train_targets(place, [target], settings, address, f"rules.{world_size}.{index}")[target]
         assert settings.against != "native"
         assert findings.history[-1]["reference_loss"] != findings.history[1]["reference_loss"]
-        found.append("" if findings.first is None else findings.first.where)
+        first = findings.first_beyond if is_rounded(strategy) else findings.first
+        found.append("" if first is None else first.where)
     return found
 
 
@@ -142,15 +160,22 @@ def test_a_codec_with_error_feedback_is_compared_with_its_rule():
 )
 def test_the_zoo_follows_the_rules_of_codecs(strategy):
     found = compare_zoo(list(ZOO), Settings(steps=6, strategy=strategy))
-    others = {comparison.target: comparison.verdict for comparison in found if comparison.verdict != "bitwise equal"}
-    assert others == {"sparse": "refused" if "server" in strategy else "within tolerance"}
+    expected = {"bitwise equal", "within tolerance"} if is_rounded(strategy) else {"bitwise equal"}
+    others = {comparison.target: comparison.verdict for comparison in found if comparison.verdict not in expected}
+    others.pop("sparse", None)
+    assert others == {}
+    sparse = next(comparison.verdict for comparison in found if comparison.target == "sparse")
+    assert sparse == ("refused" if "server" in strategy else "within tolerance")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["fp16", "fp4", "powersgd,rank=1"])
 def test_the_zoo_follows_the_rule_of_async_with_one_worker(codec):
-    found = compare_zoo(list(ZOO), Settings(steps=6, strategy=f"async:compress={codec}", world_size=1))
-    assert [comparison.target for comparison in found if comparison.verdict != "bitwise equal"] == ["sparse"]
+    # A gradient of which little is left when its part is taken out becomes large again when its basis is normed.
+    loose = {"rtol": 0.01} if is_rounded(codec) else {}
+    found = compare_zoo(list(ZOO), Settings(steps=6, strategy=f"async:compress={codec}", world_size=1, **loose))
+    expected = {"bitwise equal", "within tolerance"} if loose else {"bitwise equal"}
+    assert [comparison.target for comparison in found if comparison.verdict not in expected] == ["sparse"]
 
 
 @pytest.mark.slow

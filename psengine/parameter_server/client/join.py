@@ -150,8 +150,8 @@ def join(membership: Membership) -> Flow[str]:
             logger.warning("joining job %r again: %s", options.job, error)
         for request in requests:
             request.abandon()  # a shard that takes it after the next JOIN would answer it, and not that one
-        yield WAIT_S
         membership.pause()
+        yield WAIT_S
         welcome = yield from enter(membership)
         if "join" not in welcome.states:
             return welcome.state

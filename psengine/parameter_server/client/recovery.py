@@ -89,6 +89,8 @@ def _restore(membership: Membership, lost: Sequence[int]) -> Flow[None]:
             " Start the servers with --snapshot-dir, and the workers again from a checkpoint.",
             ErrorCode.STATE_LOST,
         )
+    if not membership.chunks.specs:
+        return  # it has yet to learn what the job holds, and asks again what to do once its question is refused
     logger.warning("registering %d shards of job %r again", len(lost), job)
     for index in sorted(lost, reverse=True):  # the lead last: others wait for it
         link = membership.links[index]
