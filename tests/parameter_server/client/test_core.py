@@ -208,3 +208,11 @@ def test_the_same_program_says_the_same_again():
     first = said()
     assert len(first) > 12
     assert said() == first
+
+
+def test_the_recovery_of_a_worker_that_knows_no_chunk_seals_no_empty_job(simulation):
+    worker = simulation.client(0, rule=AVERAGE)
+    assert simulation.run(handshake.enter(worker._membership)).state == "initialise"
+    worker._membership.lost_membership("what was said of an earlier JOIN comes a second time")
+    simulation.wait(1.0)
+    assert enter(simulation, worker) == "initialised"
