@@ -528,6 +528,29 @@ FOUND["again: a job without state waits for worker 0, which has ended, and not f
     tick_s=0.2,
     faults=(Fault("kill server", 1.249, 2.78, 1, 0, 0.383), Fault("zombie", 3.817, 0.543, 1, 0, 0.368)),
 )
+# A donor lets a joiner in at both shards, from a request of before the lead restarted; the other shard does not know the
+# joiner yet. The donor's step waited for it at the lead, and it waited for the other shard.
+FOUND["again: a JOIN waits for a shard that knew nothing of the joiner when it was admitted"] = Scenario(
+    seed=18102,
+    rule="average",
+    quorum=2,
+    servers=2,
+    chunks=1,
+    steps=4,
+    shares=2,
+    think_s=0.05,
+    latency_s=(0.001, 0.05),
+    lease_s=1.0,
+    heartbeat_s=0.25,
+    tick_s=0.1,
+    snapshot_s=0.3,
+    faults=(
+        Fault("zombie", 0.963, 4.029, 1, 1, 0.772),
+        Fault("stop worker", 1.998, 4.376, 0, 1, 0.708),
+        Fault("stop worker", 3.395, 0.921, 0, 0, 0.994),
+        Fault("kill server", 3.406, 2.126, 0, 0, 0.83),
+    ),
+)
 # Planted bugs that few seeds find.
 FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     seed=35,

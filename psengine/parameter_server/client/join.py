@@ -34,6 +34,7 @@ EMBEDDED_LEAVE_S = 10.0
 # A worker that waits longer than this before it may leave logs that.
 QUIET_LEAVE_S = 2.0
 LEAVE_POLL_S = 0.002
+JOIN_POLL_S = 0.02
 
 
 def take_part(
@@ -139,10 +140,11 @@ def join(membership: Membership) -> Flow[str]:
             for link in membership.links
         ]
         try:
-            yield requests
-            for link in membership.links:
-                link.ledger.forget()
-            return "joined"
+            if (yield from _await_all_or_none(membership, requests)):
+                for link in membership.links:
+                    link.ledger.forget()
+                return "joined"
+            logger.warning("joining job %r again: some shards have let this worker in, others have not", options.job)
         except ServerRefusedError as error:
             lost_meanwhile = error.code in (ErrorCode.NOT_MEMBER, ErrorCode.FENCED)
             if not lost_meanwhile or now_s() >= deadline_s:
@@ -155,6 +157,23 @@ def join(membership: Membership) -> Flow[str]:
         welcome = yield from enter(membership)
         if "join" not in welcome.states:
             return welcome.state
+
+
+def _await_all_or_none(membership: Membership, requests: Sequence[Request]) -> Flow[bool]:
+    """Wait for the answers to JOIN; False where a lease after the first of them others are missing.
+
+    A shard that did not know this worker when ADMIT came does not let it in. At the shards that did, the donor's step
+    waits for this worker; and the donor lets nobody in before its next step.
+    """
+    first_s: float | None = None
+    while not _have_ended(requests):
+        if first_s is None and any(request.is_done for request in requests):
+            first_s = membership.runtime.now_s()
+        if first_s is not None and membership.runtime.now_s() - first_s > membership.lease_s:
+            return False
+        yield JOIN_POLL_S
+    yield requests
+    return True
 
 
 def admit(membership: Membership, joiner: StateRequest) -> Flow[None]:

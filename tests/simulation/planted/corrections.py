@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from psengine.parameter_server.client import handshake
+from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Operation
 from psengine.parameter_server.client.progress import Ledger
@@ -120,6 +120,19 @@ plant(
 )
 
 
+def _waits_for_all(membership: Any, requests: Any) -> Any:
+    yield requests
+    return True
+
+
+plant(
+    "again: a JOIN waits for a shard that knew nothing of the joiner when it was admitted",
+    join,
+    "_await_all_or_none",
+    lambda await_all_or_none: _waits_for_all,
+)
+
+
 def _waits_for_the_rest(fence: Any) -> Any:
     def one(self: Link, error: Any, now_s: float) -> None:
         joins = [request for request in self._requests.values() if request.message.type is MessageType.JOIN]
@@ -131,7 +144,13 @@ def _waits_for_the_rest(fence: Any) -> Any:
     return one
 
 
-plant("again: a JOIN goes on after a recovery, where other shards have answered it", Link, "fence", _waits_for_the_rest)
+def _goes_on_joining(stack: ExitStack) -> None:
+    """Two corrections are undone: without either it joins anew."""
+    stack.enter_context(mock.patch.object(Link, "fence", _waits_for_the_rest(Link.fence)))
+    stack.enter_context(mock.patch.object(join, "_await_all_or_none", _waits_for_all))
+
+
+PLANTED["again: a JOIN goes on after a recovery, where other shards have answered it"] = _goes_on_joining
 
 
 plant(
@@ -165,6 +184,7 @@ def _gives_up_nothing(abandon: Any) -> Any:
 def _joins_twice(stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(Admissions, "join", _takes_any_join(Admissions.join)))
     stack.enter_context(mock.patch.object(Operation, "abandon", _gives_up_nothing(Operation.abandon)))
+    stack.enter_context(mock.patch.object(join, "_await_all_or_none", _waits_for_all))
 
 
 PLANTED["again: a JOIN that was given up is answered, and not the one that counts"] = _joins_twice
