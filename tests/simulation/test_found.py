@@ -528,7 +528,7 @@ FOUND["again: a job without state waits for worker 0, which has ended, and not f
     tick_s=0.2,
     faults=(Fault("kill server", 1.249, 2.78, 1, 0, 0.383), Fault("zombie", 3.817, 0.543, 1, 0, 0.368)),
 )
-# A donor lets a joiner in at both shards, from a request of before the lead restarted; the other shard does not know the
+# A donor lets a joiner in at both shards, by a request of before the lead restarted; the other shard does not know the
 # joiner yet. The donor's step waited for it at the lead, and it waited for the other shard.
 FOUND["again: a JOIN waits for a shard that knew nothing of the joiner when it was admitted"] = Scenario(
     seed=18102,
