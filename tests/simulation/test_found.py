@@ -562,6 +562,18 @@ FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
     snapshot_s=0.3,
     faults=(Fault("kill server", 2.589, 0.2, 0, 0, 0.9),),
 )
+FOUND["rarely: contributions of a worker that left stay"] = Scenario(
+    seed=2439,
+    rule="average",
+    workers=4,
+    chunks=1,
+    steps=1,
+    shares=1,
+    latency_s=(0.01, 0.3333333333333333),
+    lease_s=4.0,
+    heartbeat_s=1.0,
+    faults=(Fault("kill worker", 1.341, 0.192, 1, 0, 0.981), Fault("zombie", 1.356, 4.276, 0, 0, 0.996)),
+)
 FOUND["rarely: who came and who left is not logged"] = Scenario(
     seed=0,
     chunks=1,

@@ -26,7 +26,7 @@ def _keeps_contributions(left: Any) -> Any:
     return one
 
 
-plant("contributions of a worker that left stay", Together, "worker_left", _keeps_contributions)
+plant("rarely: contributions of a worker that left stay", Together, "worker_left", _keeps_contributions)
 
 
 def _ends_without_the_last(complete: Any) -> Any:
