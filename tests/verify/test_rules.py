@@ -43,7 +43,7 @@ OTHER_RULES = (
 
 
 def has_matmul_the_same_bits_anywhere():
-    """Whether a product of matrices does not depend on where its operands lie. It does with MKL on AMD processors."""
+    """Whether a product of matrices does not depend on where its operands lie. It does with MKL on some processors."""
     left, right = torch.randn(48, 33), torch.randn(33, 1)
     memory = torch.empty(left.numel() + 16)
     for offset in range(1, 17):
