@@ -362,7 +362,7 @@ class Membership:
         self._stalls.look(str(self), self.links, self.runtime.now_s())  # the end of a stall may be unseen yet
         self.fail(error)
 
-    # ---- averages for others -------------------------------------------------------------------------
+    # ---- averages for others -----------------------------------------------------------------------------------
 
     def _send_result(self, link: Link, message: Message, now_s: float) -> None:
         """A restarted server misses an average that this worker may have."""
