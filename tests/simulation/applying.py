@@ -7,8 +7,9 @@ pushes each has a bit, so a set of updates is one integer, and "is contained in"
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -136,9 +137,12 @@ class ApplyingJob:
         self._last_sequence = 0  # of the sender of the message under way
         # (rank, nonce) of those that a restored shard has as about to enter: they enter anew.
         self._restored_newcomers: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+        self._newcomers: dict[int, WorkerProcess] = {}  # by rank, the process that entered last
+        # When one of several workers that waited for each other was answered last, or one came or went.
+        self._let_go_s = -math.inf
         self._changed: set[int] = set()  # by that message: ranks whose process went, came or was replaced
-        # By (life of a server, shard) and rank, what its last heartbeat said that it waits for.
-        self._waits: dict[tuple[int, int], dict[int, int | None]] = defaultdict(dict)
+        # By (life of a server, shard) and rank, what its last two heartbeats said that it waits for.
+        self._waits: dict[tuple[int, int], dict[int, tuple[int | None, int | None]]] = defaultdict(dict)
         # By (life of a server, chunk) and rank, its exchange that is here and not answered.
         self._unanswered: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
 
@@ -170,6 +174,7 @@ class ApplyingJob:
         weights = [torch.zeros(self.marks.numel, dtype=self.marks.dtype) for _ in self.specs]
         yield from join.take_part(membership, welcome.state, self.specs, lambda spec: weights[spec.key])
         process.has_state = True
+        self._newcomers[process.rank] = process
         body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, self.marks.numel, 0]]}
         yield [session.configure(spec.key, body) for spec in self.specs]
         pulls = [session.pull(spec.key, [weights[spec.key]]) for spec in self.specs]
@@ -379,6 +384,8 @@ class ApplyingJob:
             members = {rank: job.membership.members[rank].nonce for rank in live}
             gone = {rank for rank in known.keys() | members.keys() if known.get(rank) != members.get(rank)}
             self._changed = gone
+            if gone:
+                self._let_go_s = server.clock.now_s
             self._note_members(place, members)
             self._note_waits(server, shard, gone, message, outgoing)
             self._check_changes(server, shard, message, job)
@@ -491,6 +498,7 @@ class ApplyingJob:
     def _check_lead(self, server: ServerProcess, shard: Shard, message: Message) -> None:
         """No worker is answered while it is too far ahead of one that can go on without that; others count as level."""
         chunk, rank = self.chunks[message.key], message.worker
+        stuck = self._stuck(server, shard)
         self._unanswered[server.epoch, message.key].pop(rank, None)
         bound = self.scenario.max_staleness
         if bound is None:
@@ -501,7 +509,8 @@ class ApplyingJob:
         slower = {other for other in live if own - clocks.get(other, 0) > bound}
         are_all_here = own <= bound or len(self._came[place]) >= self.scenario.workers
         # A process that is replaced is gone before the next one is here.
-        is_stuck = slower <= self._stuck(server, shard) | self._changed
+        awaited = slower - self._changed
+        is_stuck = not awaited or (live.keys() <= stuck and self._are_waiting(awaited, server.clock.now_s))
         where = "worker {} is {} steps ahead of workers {} in chunk {} (bound {})"
         lead = own - min((clocks.get(other, 0) for other in live), default=0)
         require(are_all_here and is_stuck, where, rank, lead, sorted(slower), message.key, bound)
@@ -528,7 +537,8 @@ class ApplyingJob:
                 waits.pop(one.message.worker, None)
             elif one.message.type is MessageType.HEARTBEAT_ACK:
                 assert message is not None
-                waits[message.worker] = message.body.get("waits")
+                _, last = waits.get(message.worker, (None, None))
+                waits[message.worker] = last, message.body.get("waits")
             elif one.message.type is MessageType.PENDING:  # a push that a former life of the server took in
                 self._unanswered[server.epoch, one.message.key][one.message.worker] = one.message.sequence
 
@@ -539,7 +549,22 @@ class ApplyingJob:
         """
         keys = [key for job in shard.jobs.by_number.values() for key in job.chunks.rules]
         waits = self._waits[server.epoch, shard.index]
-        return {rank for rank, numbers in waits.items() if numbers == self._sum_of_open(server.epoch, keys, rank)}
+        sums = {rank: self._sum_of_open(server.epoch, keys, rank) for rank in waits}
+        return {rank for rank, said in waits.items() if said == (sums[rank], sums[rank])}
+
+    def _are_waiting(self, ranks: Collection[int], now_s: float) -> bool:
+        """Whether workers bring nothing to any shard of any server, by their own state: dead, or without an answer yet.
+
+        Shards do not know of each other. Where workers all wait for each other, or for one that is gone, two shards may
+        answer two of them, the second shard before it hears that the first worker goes on.
+        """
+        heard_within_s = 2 * (self.scenario.heartbeat_s + self.scenario.latency_s[1])
+        is_after_another = now_s <= self._let_go_s + heard_within_s
+        entered = [self._newcomers[rank] for rank in ranks if rank in self._newcomers]
+        are_waiting = all(one.is_dead or one.session.telemetry.is_blocked for one in entered)
+        if are_waiting:
+            self._let_go_s = now_s
+        return are_waiting or is_after_another
 
     def _sum_of_open(self, epoch: int, keys: list[int], rank: int) -> int:
         return sum(self._unanswered[epoch, key].get(rank, 0) for key in keys)

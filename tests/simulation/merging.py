@@ -226,7 +226,7 @@ class MergingJob(ApplyingJob):
             for rank in [rank for rank in window.here if rank not in gathered]:
                 del window.here[rank]
 
-    def _number_of(self, push: Message, window: Window, waits: dict[int, int | None]) -> int | None:
+    def _number_of(self, push: Message, window: Window, waits: dict[int, Any]) -> int | None:
         """The number of a push that has arrived as its worker made it; None where it abstains, or is a repeat."""
         rank, made = push.worker, self._made[push.key]
         if push.payload is None:
@@ -284,7 +284,10 @@ class MergingJob(ApplyingJob):
         live, came = set(self._live[place]), self._came[place]
         missing = set(range(self.scenario.workers)) - came if len(came) < self.scenario.workers else set()
         absent = (live | missing) - window.here.keys() - window.idle
-        absent -= self._stuck(server, shard)
+        if is_tick and absent | window.here.keys() <= self._stuck(server, shard):
+            are_waiting = not merged or self._are_waiting(absent, now_s)
+            require(are_waiting, "chunk {} was merged without workers {}, which are under way", key, absent)
+            absent = set()
         assert self.scenario.quorum is not None
         # A process that is replaced is gone before the next one is here: a merge in between has not got to wait for it.
         may_come = absent - self._changed if merged else absent

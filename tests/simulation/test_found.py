@@ -336,20 +336,40 @@ FOUND["again: chunks that disagree about who is ahead wait for each other"] = Sc
     faults=(Fault("kill server", 1.271, 1.616, 1, 0, 0.68),),
 )
 FOUND["again: a grace window waits for workers that bring nothing"] = Scenario(
-    # A worker was expected within the window, and then abstained, or was stuck in other merges. The merge waited for it
-    # until the window's end, where another worker might still have come.
-    seed=154,
+    # A worker was expected within the window, and then abstained. The merge waited for it until the window's end, where
+    # another worker might still have come.
+    seed=559,
     rule="merge",
-    codec="fp16",
     quorum=1,
     grace=4.0,
     workers=4,
-    chunks=2,
-    steps=3,
-    think_s=0.4,
-    latency_s=(0.01, 0.3333333333333333),
+    servers=2,
+    chunks=3,
+    steps=8,
+    think_s=1.0,
+    latency_s=(0.0005, 0.002),
     lease_s=4.0,
     heartbeat_s=1.0,
+    tick_s=0.2,
+    snapshot_s=None,
+    faults=(Fault("stop worker", 0.537, 3.372, 1, 1, 0.404),),
+)
+FOUND["again: a worker that has just been answered counts as stuck"] = Scenario(
+    # Worker 0 said that it waits, with no exchange of this shard open, as its last answer arrived. Until its next
+    # heartbeat the shard's merges had the quorum of the other two, though worker 0 was computing its next difference.
+    seed=623,
+    rule="merge",
+    quorum=3,
+    grace=0.25,
+    workers=3,
+    servers=2,
+    chunks=2,
+    steps=8,
+    shares=3,
+    think_s=0.4,
+    latency_s=(0.01, 0.08333333333333333),
+    lease_s=1.0,
+    heartbeat_s=0.25,
     tick_s=0.1,
     snapshot_s=None,
 )

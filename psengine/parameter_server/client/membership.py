@@ -327,7 +327,7 @@ class Membership:
         if beats:
             self.next_heartbeat_s = now_s + self.heartbeat_s
             telemetry = self.telemetry.to_body()
-            says_waits = self.options.has_answers_held and self.telemetry.is_blocked
+            says_waits = self.options.has_answers_held and self.telemetry.is_blocked and self._are_pushes_held()
         for link in tuple(self.links):
             link.tick(now_s)
             if beats and not link.is_paused:
@@ -339,6 +339,11 @@ class Membership:
             self._look_for_embedded(now_s)
         self._step_recovery(now_s)
         self._stalls.look(self, self.links, now_s)
+
+    def _are_pushes_held(self) -> bool:
+        """Whether pushes are open, and the servers have all of them. One that was answered may be followed at once."""
+        pushes = [push for link in self.links for push in link.pushes.open()]
+        return bool(pushes) and all(push.is_held for push in pushes)
 
     def _look_for_embedded(self, now_s: float) -> None:
         """An embedded server that ended does not come back: nobody waits for its answers until a deadline."""

@@ -277,7 +277,7 @@ class Push(Operation):
         round: how often the push, or its answer, was sent.
         asked_s: when the first of the unanswered probes was sent.
         arrived_bytes: bytes of this exchange that the server has from all workers, by its last PENDING.
-        waiting_for: the workers that the server waits for, by its last PENDING.
+        waiting_for: the workers that the server waits for, where its last word was PENDING; else None.
     """
 
     encoder: ChunkEncoder | None = None
@@ -308,6 +308,11 @@ class Push(Operation):
     def sequence(self) -> int:
         """The number of the exchange."""
         return self.message.sequence
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the server has it and waits for others, by its answer to the last question."""
+        return self.waiting_for is not None and not self.unanswered
 
     def wait(self) -> PushResult:
         """Wait until the answer is in the destinations. Raises like ``settle``."""

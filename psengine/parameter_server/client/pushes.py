@@ -142,6 +142,7 @@ class Pushes:
                 push.deadline_s = max(push.deadline_s, now_s + push.timeout_s)
             return
         push.round += 1
+        push.waiting_for = None
         if message.type is MessageType.MISSING:
             self._send(push, now_s)
         else:

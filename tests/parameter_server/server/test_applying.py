@@ -208,12 +208,15 @@ class TestBound:
             worker.configure(key, 6)
         workers[0].push(0, 1, torch.ones(6))  # ahead in chunk 0
         workers[1].push(1, 1, torch.ones(6))  # and the other one in chunk 1
-        workers[0].heartbeat(waits=1)
+        for worker in (*workers, *workers):
+            world.advance(0.2)
+            assert not any(one.updates() for one in workers)  # the other one may bring something
+            worker.heartbeat(waits=1)
         world.advance(0.2)
-        assert not workers[0].updates()  # worker 1 may bring something
-        assert list(workers[1].updates()) == [1]
-        workers[1].push(0, 1, torch.ones(6))
         assert list(workers[0].updates()) == [1]
+        assert not workers[1].updates()  # worker 0 may bring something
+        workers[0].push(1, 1, torch.ones(6))
+        assert list(workers[1].updates()) == [1]
         assert rule_of(world, 0).clocks() == rule_of(world, 1).clocks() == {0: 1, 1: 1}
 
     def test_a_newcomer_starts_level_with_the_slowest(self):

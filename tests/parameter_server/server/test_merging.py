@@ -113,24 +113,36 @@ def stuck_in_a_ring() -> tuple[World, list[Worker]]:
 
 def test_of_workers_that_wait_for_each_other_in_different_merges_one_goes_on_without_a_quorum():
     world, workers = stuck_in_a_ring()
-    workers[0].heartbeat(waits=1)
-    world.advance(0.2)
-    assert not answers(*workers)  # another may bring something to each merge
-    workers[1].heartbeat(waits=1)
+    for worker in (*workers, *workers):
+        world.advance(0.2)
+        assert not answers(*workers)  # another may bring something to each merge
+        worker.heartbeat(waits=1)
     world.advance(0.2)
     assert [(rank, version) for rank, version, _ in answers(*workers)] == [(2, 2)]
     world.advance(0.2)
     assert not answers(*workers)  # they can wait for worker 2 now
     for key in range(3):
         workers[2].push(key, 2, difference(2, 2), body={"weight": 8.0})
-    assert [(rank, version) for rank, version, _ in answers(*workers)] == [(0, 2), (1, 2), (2, 3), (2, 2), (2, 2)]
+    # Workers 0 and 1 go on, and can bring something to the merge that worker 2 waits for.
+    assert [(rank, version) for rank, version, _ in answers(*workers)] == [(0, 2), (1, 2), (2, 2), (2, 2)]
+
+
+def test_a_worker_that_said_before_its_answers_that_it_waits_for_other_shards_is_waited_for():
+    world, workers = start(2)
+    for worker in (*workers, *workers):
+        worker.heartbeat(waits=0)
+    push(workers[0], 1)
+    world.advance(0.2)
+    assert not answers(*workers)  # it has not waited since, and so worker 1 may be on its way
+    push(workers[1], 1)
+    assert [rank for rank, _, _ in answers(*workers)] == [0, 1]
 
 
 @pytest.mark.parametrize("waits", [0, 2, 3])
 def test_a_worker_whose_push_is_on_its_way_or_was_answered_is_waited_for(waits):
     """Its numbers are not those of the exchanges that are open here."""
     world, workers = stuck_in_a_ring()
-    for worker in workers:
+    for worker in (*workers, *workers):
         worker.heartbeat(waits=waits)
     world.advance(0.2)
     assert not answers(*workers)

@@ -9,6 +9,7 @@ from unittest import mock
 
 from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.membership import Membership as Client
 from psengine.parameter_server.client.operation import Operation
 from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.server.core.admission import Admissions
@@ -311,7 +312,7 @@ plant("again: a process counts for its predecessor", Together, "_answer_late", _
 
 
 def _waits_for_the_idle_and_stuck(merge: Any) -> Any:
-    def one(self: Merge) -> list[Reply]:
+    def one(self: Merge, absent: list[int]) -> list[Reply]:
         window, here, live = self._window, self._gathered.by_rank, self.context.live_ranks()
         is_over = window.is_over
 
@@ -321,7 +322,7 @@ def _waits_for_the_idle_and_stuck(merge: Any) -> Any:
 
         window.is_over = waits  # type: ignore[method-assign]
         try:
-            return merge(self)
+            return merge(self, absent)
         finally:
             del window.is_over
 
@@ -331,9 +332,21 @@ def _waits_for_the_idle_and_stuck(merge: Any) -> Any:
 plant(
     "again: a grace window waits for workers that bring nothing",
     Merge,
-    "_merge_if_complete",
+    "_merge_unless_waiting_for",
     _waits_for_the_idle_and_stuck,
 )
+
+
+def _merges_without_the_stuck(self: Merge) -> list[Reply]:
+    return self._merge_unless_waiting_for([rank for rank in self._absent() if not self.context.is_stuck(rank)])
+
+
+def _takes_the_answered_for_stuck(stack: ExitStack) -> None:
+    stack.enter_context(mock.patch.object(Client, "_are_pushes_held", return_value=True))
+    stack.enter_context(mock.patch.object(Merge, "_merge_if_complete", _merges_without_the_stuck))
+
+
+PLANTED["again: a worker that has just been answered counts as stuck"] = _takes_the_answered_for_stuck
 
 
 for verdict, name in (

@@ -40,7 +40,7 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
     began_s = job.clocks.measure_s()
     replies = rule.push(contribution)
     if job.statistics.duplicates == repeats:
-        member.waits = None  # it goes on
+        member.waits = member.said_waits = None  # it goes on
         job.note_taken(rule, message, version)
     _time_push(job, contribution, rule, replies, job.clocks.measure_s() - began_s, now_s)
     if rule.is_single and taken_before < message.sequence == last_sequence.get(member.rank):

@@ -121,8 +121,7 @@ class Job(ABC):
     def missing_ranks(self) -> tuple[int, ...]:
         """Expected workers that exchanges wait for although they are not here.
 
-        Where all work together the first exchange waits for all that are expected; where each works alone, the clocks
-        of those that never were here stand at 0.
+        Where all work together, in the first exchange; where each works alone, the clocks of others stand at 0.
         """
         is_single = self.rule.kind.gathering.is_single
         if not is_single and self.has_started:
@@ -135,12 +134,12 @@ class Job(ABC):
     def _is_stuck(self, rank: int) -> bool:
         """Whether a worker says that it waits, and all that it has open at this shard is here, unanswered."""
         member = self.membership.members.get(rank)
-        return member is not None and member.waits == sum(rule.open_exchange(rank) for rule in self.rules)
+        waits = None if member is None else member.waits
+        return waits is not None and waits == sum(rule.open_exchange(rank) for rule in self.rules)
 
     def hear_waits(self, member: Member, waits: int | None) -> None:
         """See ``Member.waits``."""
-        if waits != member.waits and self.rule.kind.gathering.minds_who_is_stuck:
-            member.waits = waits
+        if self.rule.kind.gathering.minds_who_is_stuck and member.hear_waits(waits):
             self.journal.members(self)  # merges come about by it
 
     def is_awaited(self, rank: int | None, nonce: int) -> bool:

@@ -43,7 +43,9 @@ class Member:
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)  # what its steps are made of
     version: int | None = None  # where workers hold the weights: the last exchange that it has of every chunk, if any
     # While it waits for answers, the sum of the numbers of its exchanges that are open at this shard; see ``is_stuck``.
+    # Its last two heartbeats said the same: in between, each worker that had gone on has said so.
     waits: int | None = None
+    said_waits: int | None = None  # by its last heartbeat
     data_route: bytes = b""  # as ``route``, of everything else; b"" where nothing else came yet
     hello: int = 0  # the id of its newest HELLO, which may come twice
 
@@ -59,6 +61,12 @@ class Member:
     def advance(self, event: MemberEvent) -> None:
         """Something happens to it."""
         self.phase = after(MEMBER, self.phase, event)
+
+    def hear_waits(self, waits: int | None) -> bool:
+        """A heartbeat says what it waits for; whether ``waits`` changes."""
+        before, last = self.waits, self.said_waits
+        self.waits, self.said_waits = waits if waits == last else None, waits
+        return self.waits != before
 
     def to_meta(self) -> dict[str, Any]:
         """For a snapshot."""

@@ -125,20 +125,24 @@ class Each(ChunkRule):
         return sorted(slower.union(self.context.missing_ranks() if allowed > 0 else ()))
 
     def _release(self) -> list[Reply]:
-        """Answers that may leave now.
+        """Answers that may leave now."""
+        free = [rank for rank in sorted(self._held) if not self._slower(rank)]
+        return [self._let_go(rank) for rank in free]
+
+    def _release_stuck(self) -> list[Reply]:
+        """The answer that may leave where everybody is stuck.
 
         Chunks may disagree about who is ahead: workers come to shards one after the other, and a restart goes back to
         different steps of different workers. So a worker that is slower here may be stuck in another chunk until this
-        answer has left. It counts as level then, and is not waited for again.
+        answer has left. It counts as level then, and is not waited for again. Where one worker is not stuck, it may
+        have brought another shard what a slower one waited for, and that one goes on.
         """
-        free = [rank for rank in sorted(self._held) if not self._slower(rank)]
-        replies = [self._let_go(rank) for rank in free]
-        for rank in sorted(self._held):
-            slower = self._slower(rank)
-            if all(map(self.context.is_stuck, slower)):
-                self._clocks.update(dict.fromkeys(slower, self._clocks[rank]))
-                replies.append(self._let_go(rank))
-        return replies
+        everybody = (*self.context.live_ranks(), *self.context.missing_ranks())
+        if not self._held or not all(map(self.context.is_stuck, everybody)):
+            return []
+        rank = min(self._held)
+        self._clocks.update(dict.fromkeys(self._slower(rank), self._clocks[rank]))
+        return [self._let_go(rank)]
 
     def _let_go(self, rank: int) -> Reply:
         self.context.statistics.count_lead(max(0, self._lead(rank)))
@@ -146,7 +150,7 @@ class Each(ChunkRule):
 
     @override
     def tick(self) -> list[Reply]:
-        return self._release()
+        return [*self._release(), *self._release_stuck()]
 
     @override
     def open_exchange(self, rank: int) -> int:

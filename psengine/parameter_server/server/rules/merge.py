@@ -32,7 +32,8 @@ class Merge(Each):
     """See the module's text. The chunk's version counts merges.
 
     Chunks are merged one by one, so merges may have different workers. Where all are stuck, each in a merge that lacks
-    the others, each of these merges goes on without its quorum.
+    others, one of these merges goes on without its quorum. A worker that waited a moment ago may be on its way with the
+    next contribution, so those whose contributions are here have to be stuck too.
 
     A contribution counts as taken (``last_sequence``) once it was merged: one that a snapshot, or a worker that left,
     cut off is sent again.
@@ -88,11 +89,13 @@ class Merge(Each):
         """Workers whose contribution may come."""
         known = (*self.context.live_ranks(), *self.context.missing_ranks())
         gone = self._gathered.by_rank.keys() | self._idle
-        return [rank for rank in known if rank not in gone and not self.context.is_stuck(rank)]
+        return [rank for rank in known if rank not in gone]
 
     def _merge_if_complete(self) -> list[Reply]:
+        return self._merge_unless_waiting_for(self._absent())
+
+    def _merge_unless_waiting_for(self, absent: list[int]) -> list[Reply]:
         here, now_s = self._gathered.by_rank, self.context.now_s()
-        absent = self._absent()
         # Where fewer are left than the quorum, these are all that it can have.
         if not here or len(here) < min(self._quorum, len(here) + len(absent)):
             self._has_quorum = False
@@ -122,7 +125,9 @@ class Merge(Each):
 
     @override
     def tick(self) -> list[Reply]:
-        return self._merge_if_complete()
+        here, absent = self._gathered.by_rank, self._absent()
+        are_stuck = bool(here) and all(map(self.context.is_stuck, (*here, *absent)))
+        return self._merge_unless_waiting_for([] if are_stuck else absent)
 
     @override
     def probe(self, rank: int, sequence: int) -> list[Reply]:
