@@ -85,7 +85,8 @@ class AveragingJob(Job):
         state, member, more = super().greet(message, user_id, route, now_s)
         replies += more
         is_orphaned = self.phase is JobPhase.ORPHANED
-        if member is not None and has_state and is_orphaned and member.phase is MemberPhase.NEWCOMER:
+        had_state = has_state or body.get("version") is not None
+        if member is not None and had_state and is_orphaned and member.phase is MemberPhase.NEWCOMER:
             member.advance(MemberEvent.KNEW_OTHERS)  # processes that were live after it are gone
         if member is not None and self.is_sealed and self.has_started and state in ("wait", "join"):
             state, more = self._follow(body.get("lead"), state, member)
