@@ -354,6 +354,27 @@ FOUND["again: a grace window waits for workers that bring nothing"] = Scenario(
     snapshot_s=None,
     faults=(Fault("stop worker", 0.537, 3.372, 1, 1, 0.404),),
 )
+FOUND["again: a job without state waits for worker 0, which has ended, and not for one with averages"] = Scenario(
+    # Worker 1 waits for somebody's state, worker 2 is stopped in its last step, and the server loses the job. Workers 0
+    # and 3 give it values and end. Worker 2, put out, says HELLO and names the averages that it has, but no members, so
+    # it was taken for one without state. It ended, and worker 1 waited for worker 0.
+    seed=176610,
+    rule="average",
+    workers=4,
+    chunks=1,
+    steps=6,
+    think_s=0.05,
+    latency_s=(0.0005, 0.002),
+    lease_s=2.0,
+    heartbeat_s=0.5,
+    tick_s=0.1,
+    snapshot_s=None,
+    faults=(
+        Fault("clog", 0.333, 3.335, 1, 0, 0.538),
+        Fault("stop worker", 2.687, 4.85, 2, 0, 0.428),
+        Fault("kill server", 3.892, 0.534, 2, 0, 0.735),
+    ),
+)
 FOUND["again: a worker that has just been answered counts as stuck"] = Scenario(
     # Worker 0 said that it waits, with no exchange of this shard open, as its last answer arrived. Until its next
     # heartbeat the shard's merges had the quorum of the other two, though worker 0 was computing its next difference.

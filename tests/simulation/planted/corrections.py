@@ -106,6 +106,7 @@ def _takes_newcomers_for_new(stack: ExitStack) -> None:
 for name in (
     "again: a worker that returns with state is taken for one without, because a new one had its rank",
     "again: a job without state waits for worker 0, which has ended, and not for one that had some",
+    "again: a job without state waits for worker 0, which has ended, and not for one with averages",
 ):
     PLANTED[name] = _takes_newcomers_for_new
 
