@@ -305,6 +305,8 @@ class MergingJob(ApplyingJob):
             require(is_over, "chunk {} was merged before its window was over, without workers {}", key, waits_for)
             require(not left_out, "a merge of chunk {} left out workers {}", key, left_out)
             window.end_s = None
+            if is_tick:  # workers that were all stuck while a window was open
+                self._let_go_s = now_s
         elif is_tick:
             is_late = not waits_for or now_s > window.end_s + SOON_S
             require(not is_late, "chunk {} has its quorum, and is not merged", key)

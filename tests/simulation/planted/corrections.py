@@ -64,7 +64,7 @@ for name in (
     "again: merges of several chunks wait for each other",
     "again: chunks that disagree about who is ahead wait for each other",
 ):
-    plant(name, Job, "_is_stuck", lambda is_stuck: lambda self, rank: False)
+    plant(name, Job, "_are_stuck", lambda are_stuck: lambda self, ranks: False)
 
 
 def _begins_with_a_life_before(settle: Any) -> Any:
@@ -339,7 +339,7 @@ plant(
 
 
 def _merges_without_the_stuck(self: Merge) -> list[Reply]:
-    return self._merge_unless_waiting_for([rank for rank in self._absent() if not self.context.is_stuck(rank)])
+    return self._merge_unless_waiting_for([rank for rank in self._absent() if not self.context.are_stuck([rank])])
 
 
 def _takes_the_answered_for_stuck(stack: ExitStack) -> None:

@@ -9,7 +9,7 @@ exchanges.py            pushes, and what became of them
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from psengine.errors import ProtocolError
@@ -80,7 +80,7 @@ class Job(ABC):
         context = RuleContext(
             live_ranks=lambda: self.membership.live_ranks,
             missing_ranks=self.missing_ranks,
-            is_stuck=self._is_stuck,
+            are_stuck=self._are_stuck,
             statistics=self.statistics,
             now_s=now_s,
             exchange_ended=lambda: self.advance(JobEvent.ENDED),
@@ -131,11 +131,12 @@ class Job(ABC):
             return ()
         return tuple(rank for rank in range(self.expected_workers) if rank not in here)
 
-    def _is_stuck(self, rank: int) -> bool:
-        """Whether a worker says that it waits, and all that it has open at this shard is here, unanswered."""
-        member = self.membership.members.get(rank)
-        waits = None if member is None else member.waits
-        return waits is not None and waits == sum(rule.open_exchange(rank) for rule in self.rules)
+    def _are_stuck(self, ranks: Iterable[int]) -> bool:
+        """Whether all these workers say that they wait, and what they have open at this shard is here, unanswered."""
+        waits = {rank: self.membership.waits_of(rank) for rank in ranks}
+        if None in waits.values():  # before the sums, which take time
+            return False
+        return all(sum(rule.open_exchange(rank) for rule in self.rules) == waits[rank] for rank in waits)
 
     def hear_waits(self, member: Member, waits: int | None) -> None:
         """See ``Member.waits``."""

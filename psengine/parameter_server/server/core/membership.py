@@ -42,7 +42,7 @@ class Member:
     late: int = 0
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)  # what its steps are made of
     version: int | None = None  # where workers hold the weights: the last exchange that it has of every chunk, if any
-    # While it waits for answers, the sum of the numbers of its exchanges that are open at this shard; see ``is_stuck``.
+    # While it waits for answers, the sum of the numbers of its exchanges that are open here; see ``are_stuck``.
     # Its last two heartbeats said the same: in between, each worker that had gone on has said so.
     waits: int | None = None
     said_waits: int | None = None  # by its last heartbeat
@@ -294,6 +294,11 @@ class Membership:
         """The job goes on from one worker: all who are gone have to join, however far they were."""
         for gone in self._absent.values():
             gone.progress = -1
+
+    def waits_of(self, rank: int) -> int | None:
+        """See ``Member.waits``; None for who is no member."""
+        member = self.members.get(rank)
+        return None if member is None else member.waits
 
     def forget_waits(self) -> None:
         """The server has restarted: what workers wait for comes again."""

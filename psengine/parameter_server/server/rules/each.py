@@ -138,7 +138,7 @@ class Each(ChunkRule):
         have brought another shard what a slower one waited for, and that one goes on.
         """
         everybody = (*self.context.live_ranks(), *self.context.missing_ranks())
-        if not self._held or not all(map(self.context.is_stuck, everybody)):
+        if not self._held or not self.context.are_stuck(everybody):
             return []
         rank = min(self._held)
         self._clocks.update(dict.fromkeys(self._slower(rank), self._clocks[rank]))

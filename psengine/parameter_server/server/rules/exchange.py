@@ -7,7 +7,7 @@ is a repeat and is never applied again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,8 +107,8 @@ class RuleContext:
     # Expected workers that have yet to come, ascending: see ``Job.missing_ranks``.
     missing_ranks: Callable[[], tuple[int, ...]]
     statistics: JobStatistics  # counters, mutated by the rules
-    # Whether this worker brings nothing to any chunk before an exchange of another one has ended.
-    is_stuck: Callable[[int], bool] = lambda rank: False
+    # Whether each of these workers brings nothing to any chunk before an exchange has ended that it is part of.
+    are_stuck: Callable[[Iterable[int]], bool] = lambda ranks: False
     now_s: Callable[[], float] = lambda: 0.0  # the time that the shard was given last
     exchange_ended: Callable[[], None] = lambda: None  # called whenever an exchange of trained values has ended
     # Called with a contribution to a chunk that does not count: "late", or why it was refused.

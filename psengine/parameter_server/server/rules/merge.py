@@ -126,7 +126,7 @@ class Merge(Each):
     @override
     def tick(self) -> list[Reply]:
         here, absent = self._gathered.by_rank, self._absent()
-        are_stuck = bool(here) and all(map(self.context.is_stuck, (*here, *absent)))
+        are_stuck = bool(here) and self.context.are_stuck((*here, *absent))
         return self._merge_unless_waiting_for([] if are_stuck else absent)
 
     @override
