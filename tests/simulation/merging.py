@@ -223,6 +223,8 @@ class MergingJob(ApplyingJob):
                 window.exchanges[push.worker] = push.sequence
                 waits.pop(push.worker, None)
             self._check_window(server, shard, key, merged, is_tick=message is None)
+            if merged and push is None:  # its window was over; while it was open all may have been stuck
+                self._let_go_s = server.clock.now_s
             for rank in [rank for rank in window.here if rank not in gathered]:
                 del window.here[rank]
 
@@ -305,8 +307,6 @@ class MergingJob(ApplyingJob):
             require(is_over, "chunk {} was merged before its window was over, without workers {}", key, waits_for)
             require(not left_out, "a merge of chunk {} left out workers {}", key, left_out)
             window.end_s = None
-            if is_tick:  # workers that were all stuck while a window was open
-                self._let_go_s = now_s
         elif is_tick:
             is_late = not waits_for or now_s > window.end_s + SOON_S
             require(not is_late, "chunk {} has its quorum, and is not merged", key)

@@ -40,7 +40,9 @@ def main() -> None:
             print("checkpoint saved", file=sys.stderr, flush=True)
             raise
     elif end == "fail-once":
-        if rank == 1 and mark_life(rank) == 1:
+        if mark_life(rank) == 1 and rank == 1:
+            while not (Path(sys.argv[2]) / "lives-0").exists():  # rank 0 has said what it has
+                time.sleep(0.01)
             sys.exit("not yet")
     elif end == "fail-once-and-for-good":
         if rank == 3 or (rank == 1 and mark_life(rank) == 1):
