@@ -127,6 +127,8 @@ class ApplyingJob:
         self._came: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._processes: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # rank -> nonce, of the last one
         self._excused: set[int] = set()
+        # By chunk, (life of its server, version) when a bit flipped, maybe of a record that was not synced yet.
+        self._damaged: dict[int, tuple[int, int]] = {}
         self._sent = SentAnswers()
         self._seen: dict[tuple[int, int, int], int] = {}  # (process, chunk, life of the server) -> newest version
         self._departures: list[tuple[int, int]] = []  # (server, rank), in their order
@@ -249,7 +251,9 @@ class ApplyingJob:
 
     def told(self, server: ServerProcess, message: Message) -> None:
         """See ``ServerWitness``."""
-        if self.scenario.keeps_log and message.epoch == self.epochs.get(message.key):
+        epoch, version = self._damaged.get(message.key, (-1, 0))
+        is_damaged = message.epoch == epoch and message.version <= version
+        if self.scenario.keeps_log and message.epoch == self.epochs.get(message.key) and not is_damaged:
             promised = self._promised[server.index]
             promised[message.key] = max(promised.get(message.key, 0), message.version)
 
@@ -284,6 +288,7 @@ class ApplyingJob:
         """The newest snapshot that a server can restore is an older one, or none."""
         self._promised[server] = {} if note is None else dict(note.versions)
         self._excused.add(server)
+        self._damaged |= {key: (epoch, self.chunks[key].version) for key, epoch in self.epochs.items()}
 
     def server_started(self, server: ServerProcess, note: Cut | None) -> None:
         """A life of a server begins: what it lost is allowed by its tier."""
@@ -291,9 +296,6 @@ class ApplyingJob:
             place = server.index, shard.index
             self._newest[place], self._live[place], self._came[place] = {}, {}, set()
             self._processes[place] = {}
-            for key, epoch in list(self.epochs.items()):
-                if epoch >> 8 == server.index:
-                    self.epochs[key] = -1
         before = {key: chunk.applied for key, chunk in enumerate(self.chunks)}
         restored: set[int] = set()
         for shard in server.shards:

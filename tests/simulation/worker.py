@@ -73,6 +73,8 @@ class WorkerProcess:
             connect=self._connect,
             watch=lambda *_: None,
             is_listening=lambda _: True,
+            host=lambda: "node",
+            process_id=lambda: 1,
         )
         self.session = WorkerSession(options, runtime)
         self.session._finalizer.detach()  # nobody says goodbye for a process that was killed

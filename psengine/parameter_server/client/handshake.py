@@ -6,8 +6,6 @@ other shards           HELLO with that rank and incarnation ─► WELCOME
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -191,8 +189,8 @@ def _hello_body(membership: Membership, link: Link) -> dict[str, Any]:
         "job": options.job,
         "role": options.role,
         "nonce": membership.nonce,
-        "host": socket.gethostname()[:255],
-        "pid": os.getpid(),
+        "host": membership.runtime.host()[:255],
+        "pid": membership.runtime.process_id(),
         "software": __version__,
         "world_size": options.world_size,
         "rule": options.whole_rule,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +78,7 @@ class Runtime:
         connect: makes the transport for a receiver.
         watch: called with each new link; may find out why its server cannot be reached.
         is_listening: whether anything listens at an ipc:// address.
+        host, process_id: of this process, for people.
     """
 
     now_s: Callable[[], float]
@@ -83,3 +86,5 @@ class Runtime:
     connect: Callable[[Receiver, SessionOptions], Transport]
     watch: Callable[[Link, threading.Event], None]
     is_listening: Callable[[str], bool]
+    host: Callable[[], str] = socket.gethostname
+    process_id: Callable[[], int] = os.getpid
