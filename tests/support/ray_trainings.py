@@ -241,6 +241,8 @@ def main():
     out, *names = sys.argv[1:]
     found = {}
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        # The cluster's address is written there, whatever "temp_dir" is; a machine that never ran Ray does not have it.
+        Path("/tmp/ray").mkdir(exist_ok=True)
         # The paths of Ray's sockets are near the limit of 107 bytes.
         cluster = Cluster(
             initialize_head=True,
