@@ -139,7 +139,7 @@ class ApplyingJob:
         self._last_sequence = 0  # of the sender of the message under way
         # (rank, nonce) of those that a restored shard has as about to enter: they enter anew.
         self._restored_newcomers: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-        self._newcomers: dict[int, WorkerProcess] = {}  # by rank, the process that entered last
+        self._entered: dict[int, WorkerProcess] = {}  # by rank, the process that entered last
         # When one of several workers that waited for each other was answered last, or one came or went.
         self._let_go_s = -math.inf
         self._changed: set[int] = set()  # by that message: ranks whose process went, came or was replaced
@@ -176,7 +176,7 @@ class ApplyingJob:
         weights = [torch.zeros(self.marks.numel, dtype=self.marks.dtype) for _ in self.specs]
         yield from join.take_part(membership, welcome.state, self.specs, lambda spec: weights[spec.key])
         process.has_state = True
-        self._newcomers[process.rank] = process
+        self._entered[process.rank] = process
         body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, self.marks.numel, 0]]}
         yield [session.configure(spec.key, body) for spec in self.specs]
         pulls = [session.pull(spec.key, [weights[spec.key]]) for spec in self.specs]
@@ -562,7 +562,7 @@ class ApplyingJob:
         """
         heard_within_s = 2 * (self.scenario.heartbeat_s + self.scenario.latency_s[1])
         is_after_another = now_s <= self._let_go_s + heard_within_s
-        entered = [self._newcomers[rank] for rank in ranks if rank in self._newcomers]
+        entered = [self._entered[rank] for rank in ranks if rank in self._entered]
         are_waiting = all(one.is_dead or one.session.telemetry.is_blocked for one in entered)
         if are_waiting:
             self._let_go_s = now_s

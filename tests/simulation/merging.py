@@ -228,7 +228,7 @@ class MergingJob(ApplyingJob):
             for rank in [rank for rank in window.here if rank not in gathered]:
                 del window.here[rank]
 
-    def _number_of(self, push: Message, window: Window, waits: dict[int, Any]) -> int | None:
+    def _number_of(self, push: Message, window: Window, waits: dict[int, tuple[int | None, int | None]]) -> int | None:
         """The number of a push that has arrived as its worker made it; None where it abstains, or is a repeat."""
         rank, made = push.worker, self._made[push.key]
         if push.payload is None:

@@ -46,7 +46,7 @@ class DilocoServer(ServerStrategy):
 
     Args:
         quorum: a merge begins with the differences of so many workers, or of all who can bring one where these are
-            fewer: chunks are merged one by one, and who is stuck in the merge of one brings nothing to another.
+            fewer. Chunks are merged one by one; where all workers wait for merges that lack others, one goes on.
         every: local steps of this worker's round.
         grace: how long a merge waits for more workers that are expected, as a share of the time between two merges of
             a worker; 0 does not wait.
