@@ -16,7 +16,8 @@ class LineChart {
     this.box.append(this.picture, this.tip, this.legend, this.empty);
     this.picture.addEventListener("pointermove", (event) => { this.cursor = event.offsetX; this.draw(); });
     this.picture.addEventListener("pointerleave", () => { this.cursor = null; this.draw(); });
-    new ResizeObserver(() => this.draw()).observe(this.box);
+    // In the next frame: to draw may change the box's height, and an observer whose own call does that is an error.
+    new ResizeObserver(() => requestAnimationFrame(() => this.draw())).observe(this.box);
     charts.push(this);
   }
   draw() {
