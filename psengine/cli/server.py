@@ -10,13 +10,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from psengine.environment.extras import require_server_packages
-from psengine.errors import ConfigurationError, PSEngineError
+from psengine.errors import ConfigurationError, PSEngineError, SnapshotError
 from psengine.version import __version__
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ def build_app(run: "Callable[[ServerSettings, bool, int | None, Sequence[str]], 
         """List what a directory holds, and what a server would start with. Changes nothing; its server may run."""
         from psengine.parameter_server.server.durability.inspection import inspect
 
-        for line in inspect(Path(directory)):
-            print(line)
+        _print_lines(inspect(Path(directory)))
 
     def backup(
         directory: Annotated[str, typer.Argument(help="A server's --snapshot-dir.")],
@@ -118,13 +117,20 @@ def build_app(run: "Callable[[ServerSettings, bool, int | None, Sequence[str]], 
         """Copy a directory for a server to start from, while its own server runs, and read the copy."""
         from psengine.parameter_server.server.durability.inspection import back_up
 
-        for line in back_up(Path(directory), Path(target)):
-            print(line)
+        _print_lines(back_up(Path(directory), Path(target)))
 
     app.command()(keygen)
     app.command("inspect")(inspect_directory)
     app.command()(backup)
     return app
+
+
+def _print_lines(lines: Iterator[str]) -> None:
+    try:
+        for line in lines:
+            print(line)
+    except OSError as error:
+        raise SnapshotError(f"{error.filename}: {error.strerror}") from error
 
 
 def _parameters() -> list[inspect.Parameter]:

@@ -20,7 +20,7 @@ from support.worker_sessions import entered
 from typer.testing import CliRunner
 
 from psengine.cli.server import _serve, build_app
-from psengine.errors import ServerRefusedError
+from psengine.errors import ServerRefusedError, SnapshotError
 from psengine.parameter_server.client.worker_session import wait_all
 from psengine.protocol.messages import DURABILITY_TIERS
 
@@ -171,6 +171,49 @@ def test_a_damaged_log_is_refused_with_its_place(tmp_path):
         assert "are left out" in server.log()
         [job] = server.job("job")
         assert job["version_max"] == 3
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied"])
+def test_a_log_that_is_gone_is_said(tmp_path, damage):
+    with running_server(**options_of(tmp_path / "s")) as server, Peer(server.addresses[0]) as peer:
+        peer.make_job(torch.zeros(10))
+        assert peer.request("SNAPSHOT").type.name == "OK"
+        push(peer, 1, 2, 3)
+        server.kill()
+    assert "missing or empty" not in psengine_server("inspect", str(tmp_path / "s"))
+    newest = max((tmp_path / "s").glob("log-*"))
+    if damage == "removed":
+        newest.unlink()
+    else:
+        newest.write_bytes(b"")
+    said = f"{newest.name}, the log from generation 1 on, is missing or empty"
+    assert f"left out: {said}" in psengine_server("inspect", str(tmp_path / "s"))
+    with running_server(**options_of(tmp_path / "s")) as server:
+        assert said in server.log()
+        assert server.job("job")[0]["version_max"] == 0
+
+
+def test_a_directory_of_another_kind_and_an_unreadable_one_are_refused_plainly(tmp_path):
+    empty, there = tmp_path / "empty", tmp_path / "there"
+    empty.mkdir()
+    there.mkdir()
+    for source, target, text in (
+        (tmp_path / "absent", tmp_path / "copy", "absent is no directory"),
+        (empty, tmp_path / "copy", "empty has no generation and no log"),
+    ):
+        for arguments in (["inspect", str(source)], ["backup", str(source), str(target)]):
+            with pytest.raises(SnapshotError, match=text):
+                psengine_server(*arguments)
+        assert not target.exists()
+    unreadable = tmp_path / "unreadable"
+    (unreadable / "log-000-000000000001").mkdir(parents=True)
+    with pytest.raises(SnapshotError, match="there is there already"):
+        psengine_server("backup", str(unreadable), str(there))
+    with pytest.raises(SnapshotError, match="log-000-000000000001: Is a directory"):
+        psengine_server("inspect", str(unreadable))
+    refusal = r"exit code 4[\s\S]*log-000-000000000001 cannot be read: Is a directory"
+    with pytest.raises(ServerFailedError, match=refusal), running_server(**options_of(unreadable)):
+        pass
 
 
 def fail_syncs():

@@ -186,7 +186,9 @@ class ServerSettings:
     @property
     def tier(self) -> str:
         """What it keeps through its end: one of the protocol's ``DURABILITY_TIERS``."""
-        return self.durability or ("memory" if self.snapshot_dir is None else "snapshot")
+        if self.durability is not None:
+            return self.durability
+        return "memory" if self.snapshot_dir is None else "snapshot"
 
     @property
     def heartbeat_s(self) -> float:

@@ -1,7 +1,7 @@
 """What is in a server's directory, and a copy of it that a server starts from; while its server runs, too.
 
 A copy is whole because of the order: the files of the log are listed, then the newest generation is copied, then what
-was listed. Generations never change, and a segment only grows.
+was listed, and what has come since. Generations never change, and a segment only grows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def inspect(directory: Path) -> Iterator[str]:
         yield f"generation {number}: {store.path_of(number)}, {_size_of(store.path_of(number)) >> 10} KiB"
     if not numbers:
         yield "no generation"
-    for shard, found in segments(disk).items():
+    logs = segments(disk)
+    if not numbers and not logs:
+        raise SnapshotError(_nothing_in(directory))
+    for shard, found in logs.items():
         for segment in found:
             yield _describe_segment(disk, shard, segment)
     yield from _describe_recovery(recover(store))
@@ -89,6 +92,12 @@ def back_up(directory: Path, target: Path) -> Iterator[str]:
     Raises:
         SnapshotError: the copy could not be made, or cannot be read.
     """
+    if not directory.is_dir():
+        raise SnapshotError(f"{directory} is no directory (expected the --snapshot-dir of a server)")
+    if not SnapshotStore(directory).numbers() and not segments(DirectoryDisk(directory)):
+        raise SnapshotError(_nothing_in(directory))
+    if target.exists():
+        raise SnapshotError(f"{target} is there already (expected a path where nothing is: the copy is made new)")
     target.mkdir(mode=0o700, parents=True)
     for attempt in range(_TRIES):
         try:
@@ -111,11 +120,18 @@ def _copy(directory: Path, target: Path) -> None:
     if newest is not None:
         source = store.path_of(newest)
         shutil.copytree(source, target / source.name)
+    # The generation may be newer than the list, and go on in a newer segment.
+    for shard, numbers in segments(DirectoryDisk(directory)).items():
+        listed[shard] = sorted({*listed.get(shard, ()), *numbers})
     needed = store.log_places(newest) if newest is not None else {}
     for shard, numbers in listed.items():
         for number in numbers:
             if number >= needed.get(shard, (1, 0))[0]:
                 shutil.copyfile(directory / segment_name(shard, number), target / segment_name(shard, number))
+
+
+def _nothing_in(directory: Path) -> str:
+    return f"{directory} has no generation and no log (expected the --snapshot-dir that a server has written to)"
 
 
 def _size_of(path: Path) -> int:

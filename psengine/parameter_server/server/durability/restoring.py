@@ -13,7 +13,7 @@ from psengine.parameter_server.server.core.capture import UNDER_WAY
 from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.replay import Replay
-from psengine.parameter_server.server.log.log import segments
+from psengine.parameter_server.server.log.log import segment_name, segments
 from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
 from psengine.parameter_server.server.snapshots.generations import Generations, Loaded
@@ -89,6 +89,12 @@ def recover(store: Generations) -> Recovered:
         if reader.headless:
             recovered.headless.append(reader.headless)
         recovered.notes.extend(reader.notes)
+        if loaded is not None and shard in starts and reader.last_segment < segment:
+            recovered.notes.append(
+                f"{segment_name(shard, segment)}, the log from generation {loaded.generation} on, is missing or empty."
+                " A server that died right after that generation leaves this, and nothing is lost. If the file was"
+                " removed, what was acknowledged after the generation is lost: put the file back before a server starts"
+            )
     return recovered
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from psengine.errors import SnapshotError
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.log_thread import LogThread
 from psengine.parameter_server.server.durability.restoring import Restored, restore
@@ -54,7 +55,10 @@ class Durability:
         Raises:
             SnapshotError: there is something, and it cannot be taken over; or no new base could be written for a log.
         """
-        self._restored = restored = restore(self._store, shards)
+        try:
+            self._restored = restored = restore(self._store, shards)
+        except OSError as error:
+            raise SnapshotError(f"{error.filename} cannot be read: {error.strerror}") from error
         for text in restored.notes:
             logger.warning("%s", text)
         if restored.notes:

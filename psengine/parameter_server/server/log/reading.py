@@ -1,7 +1,8 @@
 """A shard's log read back: every record that was durable, or an error that names the file and the place.
 
 The last records may be torn, because the server or the machine died while they were written: nobody was told of them.
-They are left out, and said. Anything else that is not as it was written is damage, and refused.
+They are left out, and said. Anything else that is not as it was written is damage, and refused. A last file that
+somebody cut off looks like a torn one, or like a shorter log.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class LogReader:
                 )
                 raise DamagedLogError(name, offset, text)
         self.notes.append(
-            f"{name}: the last {rest_bytes} bytes, from byte {offset} on, were being written when the server or its"
-            " machine died; nobody was told of them, and they are left out"
+            f"{name}: the last {rest_bytes} bytes, from byte {offset} on, are no whole record and are left out. A"
+            " server or machine that dies leaves such an end, of which nobody was told; so does a file that was cut off"
         )
 
 
