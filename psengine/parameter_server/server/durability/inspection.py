@@ -29,18 +29,14 @@ def inspect(directory: Path) -> Iterator[str]:
     Raises:
         SnapshotError: no server could start from it; the message says why.
     """
-    if not directory.is_dir():
-        raise SnapshotError(f"{directory} is no directory (expected the --snapshot-dir of a server)")
+    _check_is_servers(directory)
     store, disk = SnapshotStore(directory), DirectoryDisk(directory)
     numbers = store.numbers()
     for number in numbers:
         yield f"generation {number}: {store.path_of(number)}, {_size_of(store.path_of(number)) >> 10} KiB"
     if not numbers:
         yield "no generation"
-    logs = segments(disk)
-    if not numbers and not logs:
-        raise SnapshotError(_nothing_in(directory))
-    for shard, found in logs.items():
+    for shard, found in segments(disk).items():
         for segment in found:
             yield _describe_segment(disk, shard, segment)
     yield from _describe_recovery(recover(store))
@@ -92,10 +88,7 @@ def back_up(directory: Path, target: Path) -> Iterator[str]:
     Raises:
         SnapshotError: the copy could not be made, or cannot be read.
     """
-    if not directory.is_dir():
-        raise SnapshotError(f"{directory} is no directory (expected the --snapshot-dir of a server)")
-    if not SnapshotStore(directory).numbers() and not segments(DirectoryDisk(directory)):
-        raise SnapshotError(_nothing_in(directory))
+    _check_is_servers(directory)
     if target.exists():
         raise SnapshotError(f"{target} is there already (expected a path where nothing is: the copy is made new)")
     target.mkdir(mode=0o700, parents=True)
@@ -130,8 +123,13 @@ def _copy(directory: Path, target: Path) -> None:
                 shutil.copyfile(directory / segment_name(shard, number), target / segment_name(shard, number))
 
 
-def _nothing_in(directory: Path) -> str:
-    return f"{directory} has no generation and no log (expected the --snapshot-dir that a server has written to)"
+def _check_is_servers(directory: Path) -> None:
+    if not directory.is_dir():
+        raise SnapshotError(f"{directory} is no directory (expected the --snapshot-dir of a server)")
+    if not SnapshotStore(directory).numbers() and not segments(DirectoryDisk(directory)):
+        raise SnapshotError(
+            f"{directory} has no generation and no log (expected the --snapshot-dir that a server has written to)"
+        )
 
 
 def _size_of(path: Path) -> int:
