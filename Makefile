@@ -82,6 +82,7 @@ simulate: $(DEV)
 lint: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 format: $(DEV)
