@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from psengine.codecs.auto import Auto
 from psengine.codecs.base import Codec
 from psengine.codecs.cast import Bfloat16, Float16, Float32
 from psengine.codecs.fp4 import Fp4
@@ -36,16 +35,15 @@ def register_codec(name: str, factory: Callable[..., Codec]) -> None:
     CODECS.register(name, factory)
 
 
-for codec_class in (Identity, Bfloat16, Float16, Float32, Int8, Fp4, OneBit, TopK, PowerSgd, Auto):
+for codec_class in (Identity, Bfloat16, Float16, Float32, Int8, Fp4, OneBit, TopK, PowerSgd):
     register_codec(codec_class.name, codec_class)
 
 
-def resolve_codec(specification: Any, *, may_be_auto: bool = False) -> Codec:
+def resolve_codec(specification: Any) -> Codec:
     """Return the codec that ``compress=specification`` means: "name", "name:option=value", an object; None is "none".
 
     Args:
         specification: what the user wrote.
-        may_be_auto: whether who asks measures and chooses in place of an ``Auto``.
 
     Raises:
         ConfigurationError: unknown name or option; the message lists what there is.
@@ -57,14 +55,7 @@ def resolve_codec(specification: Any, *, may_be_auto: bool = False) -> Codec:
             f"compress says what travels (expected None, one of {sorted(CODECS)} or a psengine.Codec, got"
             f" {specification!r})"
         )
-    codec = CODECS.read(specification)() if isinstance(specification, str) else specification
-    if isinstance(codec, Auto) and not may_be_auto:
-        raise ConfigurationError(
-            "compress=auto chooses a codec during training, which only strategy 'sync' can: elsewhere servers, or what"
-            f" replicas keep, have one codec from the start (expected one of {sorted(set(CODECS) - {Auto.name})}, got"
-            f" {codec}). Fix: name the codec."
-        )
-    return codec
+    return CODECS.read(specification)() if isinstance(specification, str) else specification
 
 
 def codec_for(codec: Codec, dtype: torch.dtype) -> Codec:

@@ -16,7 +16,7 @@ from psengine.strategies.bucket_exchange import BucketExchange, PendingQueue, ma
 from psengine.tensors.bucket import Bucket
 
 
-class Exchanges(Sequence[BucketExchange]):
+class Exchanges:
     """The exchange of each bucket, by index. Residuals of ``former``, in another layout, move with their parameters."""
 
     def __init__(
@@ -28,11 +28,11 @@ class Exchanges(Sequence[BucketExchange]):
         if former is not None:
             self.take(former.residuals())
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> BucketExchange:
         return self._exchanges[index]
 
-    def __len__(self) -> int:
-        return len(self._exchanges)
+    def __iter__(self) -> Iterator[BucketExchange]:
+        return iter(self._exchanges)
 
     def begin(self) -> None:
         """A backward begins; one that failed may have left reductions."""

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine.codecs.auto import Auto
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for, resolve_codec
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.batch_weights import BatchWeights
-from psengine.strategies.codec_choice import CodecChoice
 from psengine.strategies.exchange import CommHook, Reduction, Step
 from psengine.strategies.exchanges import Exchanges
 from psengine.strategies.life_cycle import Replica
@@ -40,16 +38,13 @@ class SyncAllReduce(Strategy):
     capabilities = Capabilities(gathers=True)
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
-        self._codec = resolve_codec(compress, may_be_auto=True)
-        self._choice = CodecChoice(self._codec) if isinstance(self._codec, Auto) else None
+        self._codec = resolve_codec(compress)
         self._replica: Replica | None = None
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
         self._scale = 1.0
         # By index of the bucket.
         self._exchanges: Exchanges | None = None
-        # With compress=auto: the residuals of a checkpoint, until there is a codec.
-        self._loaded: Mapping[str, Any] = {}
 
     def __repr__(self) -> str:
         return f"SyncAllReduce(compress={str(self._codec)!r})" if self._codec.name != "none" else "SyncAllReduce()"
@@ -122,7 +117,6 @@ class SyncAllReduce(Strategy):
         self._scale = 1.0
         if self._exchanges is not None:
             self._exchanges.begin()
-            self._choose(self._exchanges.buckets)
         if self._weights is not None and self._weights.weight is not None:
             return self._weights.share()
         if self._hook is not None:
@@ -161,19 +155,7 @@ class SyncAllReduce(Strategy):
         if self._exchanges is None:
             _ = self.collective  # which says that the strategy was closed
         assert self._exchanges is not None, "a bucket before lay_out"
-        reduction: Reduction = self._exchanges[bucket.index].reduce(self._scale)
-        return reduction if self._choice is None else self._choice.timed(reduction)
-
-    def _choose(self, buckets: Sequence[Bucket]) -> None:
-        """With compress=auto: take the codec of the following steps, once there is one."""
-        chosen = None if self._choice is None else self._choice.begin(self.collective, buckets)
-        if chosen is not None:
-            self._choice, self._codec = None, chosen
-            self.lay_out(buckets)
-            assert self._exchanges is not None
-            if self._loaded.keys() == self._exchanges.residuals().keys():
-                self._exchanges.load(self, self._loaded)
-            self._loaded = {}
+        return self._exchanges[bucket.index].reduce(self._scale)
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -185,20 +167,17 @@ class SyncAllReduce(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """The residuals of a codec that keeps them, by parameter."""
         residuals = {} if self._exchanges is None else self._exchanges.residuals()
-        return {name: residual.clone() for name, residual in (residuals or self._loaded).items()}
+        return {name: residual.clone() for name, residual in residuals.items()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert self._exchanges is not None, "a checkpoint before lay_out"
-        if self._choice is None:
-            self._exchanges.load(self, state)
-        else:
-            self._loaded = state
+        self._exchanges.load(self, state)
 
     @override
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` replace the all-reduce; gradients then reach it undivided, as with native DDP."""
-        if not self._codec.is_lossless or self._choice is not None:
+        if not self._codec.is_lossless:
             raise ConfigurationError(
                 f"a communication hook decides itself what travels (expected SyncAllReduce() without compress, got"
                 f" {str(self._codec)!r}). Leave out compress=, or the hook."

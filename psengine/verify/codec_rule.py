@@ -26,7 +26,7 @@ def of_collective(strategy: Any, world_size: int) -> MakeRule | None:
     Raises:
         ConfigurationError: the codec has no rule here.
     """
-    codec = resolve_codec(strategy.__getstate__().get("compress"), may_be_auto=True)
+    codec = resolve_codec(strategy.__getstate__().get("compress"))
     check_has_rule(codec)
     return None if codec.is_lossless else lambda replicas, layout: CollectiveRule(replicas, layout, codec)
 

@@ -30,7 +30,6 @@ def rounded_to(digits: int) -> Callable[[torch.Tensor], torch.Tensor]:
 # The codecs that the contract holds, and how far a decoded value may be from the one that was encoded.
 ERROR_BOUNDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda values: torch.zeros_like(values, dtype=torch.float64),
-    "auto": lambda values: torch.zeros_like(values, dtype=torch.float64),
     "bf16": rounded_to(8),
     "fp16": rounded_to(11),
     "fp32": rounded_to(24),
@@ -47,7 +46,7 @@ register()
 
 @pytest.fixture(params=list(ERROR_BOUNDS))
 def codec(request) -> Codec:
-    return resolve_codec(request.param, may_be_auto=True)
+    return resolve_codec(request.param)
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 def test_every_codec_of_the_registry_is_held_to_the_contract():
     assert set(CODECS) == set(ERROR_BOUNDS)
-    assert all(resolve_codec(name, may_be_auto=True).name == name for name in CODECS)
+    assert all(resolve_codec(name).name == name for name in CODECS)
 
 
 @pytest.mark.parametrize("numel", NUMELS)

@@ -120,7 +120,6 @@ def test_what_native_ddp_computes_is_no_rule_and_other_strategies_have_one():
 def test_with_a_codec_what_ranks_compute_in_any_order_of_arrival_has_a_rule():
     for strategy in (*CODED, "diloco:every=2,compress=int8"):
         assert Settings(strategy=strategy).against == f"the rule of {strategy}"
-    assert Settings(strategy="sync:compress=auto,lossy=true").against == "native"
     assert Settings(strategy="sync-server:compress=none").against == "native"
     assert Settings(strategy="async:compress=int8", world_size=1).against == "the rule of async:compress=int8"
     assert Settings(strategy="async:compress=int8").against == "native"
