@@ -40,11 +40,6 @@ class Wrapping:
         """The same, whose ranks meet at a server."""
         return replace(self, environment={**self.environment, "PSENGINE_SERVERS": address, "PSENGINE_JOB": job})
 
-    def for_run(self, number: int) -> Wrapping:
-        """The same for a program's run of this number, with a job of its own at the server."""
-        job = self.environment.get("PSENGINE_JOB")
-        return self if job is None else self.at(self.environment["PSENGINE_SERVERS"], f"{job}-{number}")
-
 
 _C10D = {"PSENGINE_STRATEGY": "sync", "PSENGINE_COLLECTIVE": "c10d"}
 _SHARED_MEMORY = {"PSENGINE_STRATEGY": "sync", "PSENGINE_COLLECTIVE": "shared_memory"}
