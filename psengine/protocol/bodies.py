@@ -33,9 +33,8 @@ from psengine.protocol.messages import (
     MessageType,
 )
 
-# (value, has the sender a newer protocol version) -> what is wrong, or "". Unknown fields of a newer sender are removed
-# from the value.
-Check = Callable[[Any, bool], str]
+# What is wrong with a value, or "".
+Check = Callable[[Any], str]
 
 MAX_TEXT_CHARS = 4000
 _INT64_MAX = 2**63 - 1
@@ -52,7 +51,7 @@ _REMEMBERED_BODIES = 256
 def integer(least: int = 0, most: int = _INT64_MAX) -> Check:
     """An int within bounds; a bool is none."""
 
-    def check(value: Any, newer: bool) -> str:
+    def check(value: Any) -> str:
         if type(value) is int and least <= value <= most:
             return ""
         return f" must be an integer (expected {least} to {most}, got {_shown(value)})"
@@ -63,7 +62,7 @@ def integer(least: int = 0, most: int = _INT64_MAX) -> Check:
 def number(least: float = -math.inf, most: float = math.inf) -> Check:
     """A finite int or float within bounds, no bool."""
 
-    def check(value: Any, newer: bool) -> str:
+    def check(value: Any) -> str:
         if type(value) in (int, float) and math.isfinite(value) and least <= value <= most:
             return ""
         bound = "" if least == -math.inf else f", at least {least}"
@@ -76,7 +75,7 @@ def number(least: float = -math.inf, most: float = math.inf) -> Check:
 def text(most_bytes: int, *, printable: bool = False) -> Check:
     """A str that is not empty, its size counted in UTF-8 bytes; ``printable``: without control characters."""
 
-    def check(value: Any, newer: bool) -> str:
+    def check(value: Any) -> str:
         if type(value) is not str:
             return f" must be a string (got {_shown(value)})"
         if not 1 <= len(value.encode()) <= most_bytes:
@@ -89,7 +88,7 @@ def text(most_bytes: int, *, printable: bool = False) -> Check:
 def short_text(most_chars: int, *, least_chars: int = 1, printable: bool = True) -> Check:
     """A str, its size counted in characters."""
 
-    def check(value: Any, newer: bool) -> str:
+    def check(value: Any) -> str:
         if type(value) is not str:
             return f" must be a string (got {_shown(value)})"
         if not least_chars <= len(value) <= most_chars:
@@ -106,7 +105,7 @@ def _unprintable(value: str) -> str:
 def one_of(*words: str | None) -> Check:
     """One of these words."""
 
-    def check(value: Any, newer: bool) -> str:
+    def check(value: Any) -> str:
         if (value is None or type(value) is str) and value in words:
             return ""
         return f" is unknown (expected one of {', '.join(repr(word) for word in words)}, got {_shown(value)})"
@@ -114,26 +113,26 @@ def one_of(*words: str | None) -> Check:
     return check
 
 
-def boolean(value: Any, newer: bool) -> str:
+def boolean(value: Any) -> str:
     """True or False."""
     return "" if type(value) is bool else f" must be true or false (got {_shown(value)})"
 
 
 def nullable(check: Check) -> Check:
     """None, or what ``check`` wants."""
-    return lambda value, newer: "" if value is None else check(value, newer)
+    return lambda value: "" if value is None else check(value)
 
 
 def listing(check: Check, most: int = MAX_BODY_BYTES) -> Check:
     """A list of at most ``most`` items that all pass ``check``."""
 
-    def check_list(value: Any, newer: bool) -> str:
+    def check_list(value: Any) -> str:
         if type(value) is not list:
             return f" must be a list (got {_shown(value)})"
         if len(value) > most:
             return f" is too long (expected at most {most} items, got {len(value)})"
         for index, item in enumerate(value):
-            if complaint := check(item, newer):
+            if complaint := check(item):
                 return f"[{index}]{complaint}"
         return ""
 
@@ -143,11 +142,11 @@ def listing(check: Check, most: int = MAX_BODY_BYTES) -> Check:
 def row(*checks: Check) -> Check:
     """A list of fixed length; each place has its own check."""
 
-    def check_row(value: Any, newer: bool) -> str:
+    def check_row(value: Any) -> str:
         if type(value) is not list or len(value) != len(checks):
             return f" must be a list of {len(checks)} items (got {_shown(value)})"
         for index, (check, item) in enumerate(zip(checks, value, strict=True)):
-            if complaint := check(item, newer):
+            if complaint := check(item):
                 return f"[{index}]{complaint}"
         return ""
 
@@ -155,22 +154,20 @@ def row(*checks: Check) -> Check:
 
 
 def record(required: dict[str, Check], optional: dict[str, Check] | None = None) -> Check:
-    """A map with these fields. Others are an error, or dropped if the sender is newer."""
+    """A map with these fields and no others."""
     known = {**required, **(optional or {})}
 
-    def check_record(value: Any, newer: bool) -> str:
+    def check_record(value: Any) -> str:
         if type(value) is not dict:
             return f" must be a map (got {_shown(value)})"
         for name in required:
             if name not in value:
                 return f" lacks the field {name!r}"
-        for name in list(value):
+        for name in value:
             check = known.get(name)
-            if check is None and newer:
-                del value[name]
-            elif check is None:
+            if check is None:
                 return f" has the unknown field {_shown(name)} (expected {', '.join(known) or 'none'})"
-            elif complaint := check(value[name], newer):
+            if complaint := check(value[name]):
                 return f".{name}{complaint}"
         return ""
 
@@ -179,37 +176,37 @@ def record(required: dict[str, Check], optional: dict[str, Check] | None = None)
 
 def also(check: Check, rule: Callable[[Any], str]) -> Check:
     """``check``, then ``rule`` over the value as a whole."""
-    return lambda value, newer: check(value, newer) or rule(value)
+    return lambda value: check(value) or rule(value)
 
 
 def dictionary(check: Check, most: int) -> Check:
     """A map from short names to values that all pass ``check``."""
 
-    def check_dictionary(value: Any, newer: bool) -> str:
+    def check_dictionary(value: Any) -> str:
         if type(value) is not dict or len(value) > most:
             return f" must be a map of at most {most} fields (got {_shown(value)})"
         for name, item in value.items():
             if not name.isidentifier() or len(name) > 64:
                 return f" has a bad name (expected an identifier of at most 64 characters, got {_shown(name)})"
-            if complaint := check(item, newer):
+            if complaint := check(item):
                 return f".{name}{complaint}"
         return ""
 
     return check_dictionary
 
 
-def _hyperparameter(value: Any, newer: bool) -> str:
+def _hyperparameter(value: Any) -> str:
     if value is None or type(value) is bool:
         return ""
-    return _two_numbers(value, newer) if type(value) is list else _finite(value, newer)
+    return _two_numbers(value) if type(value) is list else _finite(value)
 
 
-def _rule(value: Any, newer: bool) -> str:
+def _rule(value: Any) -> str:
     name = value.get("name") if type(value) is dict else None
     schema = _RULES.get(name) if type(name) is str else None
     if schema is None:
         return f" must be an update rule (expected a map whose name is one of {', '.join(_RULES)}, got {_shown(value)})"
-    return schema(value, newer)
+    return schema(value)
 
 
 def _dense_segment(value: list[Any]) -> str:
@@ -408,19 +405,18 @@ SCHEMAS: dict[MessageType, Check] = {
 }
 
 
-def unpack(kind: MessageType, raw: bytes, *, newer: bool = False) -> dict[str, Any]:
+def unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:
     """Decode and check a body. Bodies of PUSH and UPDATED may be shared between messages: do not change them.
 
     Args:
         kind: the message's type.
         raw: the body's bytes.
-        newer: whether the sender's protocol version is higher than ours: its unknown fields are dropped.
 
     Raises:
         ProtocolError: the bytes are no msgpack that we allow, or break the type's schema.
     """
-    if len(raw) > _REMEMBERED_BYTES or newer:
-        return _unpack(kind, raw, newer)
+    if len(raw) > _REMEMBERED_BYTES:
+        return _unpack(kind, raw)
     if kind in _REPEATING:
         return _remembered(kind, raw)
     _check(kind, raw)
@@ -428,7 +424,7 @@ def unpack(kind: MessageType, raw: bytes, *, newer: bool = False) -> dict[str, A
     return found
 
 
-def pack(kind: MessageType, body: dict[str, Any], *, newer: bool = False) -> bytes:
+def pack(kind: MessageType, body: dict[str, Any]) -> bytes:
     """Inverse of ``unpack``, with the same checks.
 
     Raises:
@@ -436,8 +432,8 @@ def pack(kind: MessageType, body: dict[str, Any], *, newer: bool = False) -> byt
         TypeError, ValueError, OverflowError: msgpack has no form for a value.
     """
     raw: bytes = msgpack.packb(body)
-    if len(raw) > _REMEMBERED_BYTES or newer:
-        _unpack(kind, raw, newer)
+    if len(raw) > _REMEMBERED_BYTES:
+        _unpack(kind, raw)
     else:
         _check(kind, raw)
     return raw
@@ -449,10 +445,10 @@ def check_empty(kind: MessageType) -> str:
 
 
 _REPEATING = frozenset({MessageType.PUSH, MessageType.UPDATED})
-_WITHOUT_BODY = {kind: schema({}, False) for kind, schema in SCHEMAS.items()}
+_WITHOUT_BODY = {kind: schema({}) for kind, schema in SCHEMAS.items()}
 
 
-def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
+def _unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:
     if len(raw) > MAX_BODY_BYTES:
         complaint = f" is too large (expected at most {MAX_BODY_BYTES} bytes, got {len(raw)})"
     else:
@@ -462,7 +458,7 @@ def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
         except (ValueError, msgpack.UnpackException) as error:
             complaint = f" is no valid msgpack: {error}"
         else:
-            complaint = SCHEMAS[kind](body, newer)
+            complaint = SCHEMAS[kind](body)
             if not complaint:
                 return body
     raise ProtocolError(f"{kind.name} body{complaint}")
@@ -470,12 +466,12 @@ def _unpack(kind: MessageType, raw: bytes, newer: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=_REMEMBERED_BODIES)
 def _check(kind: MessageType, raw: bytes) -> None:
-    _unpack(kind, raw, False)
+    _unpack(kind, raw)
 
 
 @lru_cache(maxsize=64)
 def _remembered(kind: MessageType, raw: bytes) -> dict[str, Any]:
-    return _unpack(kind, raw, False)
+    return _unpack(kind, raw)
 
 
 def _check_depth(raw: bytes) -> None:

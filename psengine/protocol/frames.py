@@ -48,8 +48,6 @@ FLAG_IN_SEGMENT = 8
 _FLAGS = FLAG_CHECKSUM | FLAG_BODY | FLAG_PAYLOAD | FLAG_IN_SEGMENT
 _ZEROS = b"\0\0\0"
 
-# Readable by every version: peers whose versions are too far apart tell each other so.
-_TIMELESS = frozenset({MessageType.ERROR})
 _PAYLOAD_REQUIRED = frozenset(
     {
         MessageType.REGISTER,
@@ -90,7 +88,7 @@ _NAMED_IN_BODY = frozenset({MessageType.HELLO, MessageType.REGISTER})
 _WIRE_DTYPES = {number: (dtype, dtype.itemsize) for number, dtype in DTYPES.items()}
 
 
-def encode(message: Message, *, checksum: bool = False, version: int = PROTOCOL_VERSION) -> list[Any]:
+def encode(message: Message, *, checksum: bool = False) -> list[Any]:
     """The frames of a message: bytes-like objects.
 
     Args:
@@ -98,7 +96,6 @@ def encode(message: Message, *, checksum: bool = False, version: int = PROTOCOL_
             (``message.dtype`` and ``message.numel`` say of what). It is not copied, so it must not change until the
             frames are sent; the frames keep it alive. With ``in_segment`` only its size travels.
         checksum: add the payload's xxh3-64.
-        version: protocol version to write.
 
     Raises:
         ConfigurationError: the message is not one that the protocol allows: a mistake on our side.
@@ -108,7 +105,7 @@ def encode(message: Message, *, checksum: bool = False, version: int = PROTOCOL_
     frames: list[Any] = [b""]
     try:
         if message.body:
-            body = bodies.pack(kind, message.body, newer=version > PROTOCOL_VERSION)
+            body = bodies.pack(kind, message.body)
             frames.append(body)
             flags, body_bytes = FLAG_BODY, len(body)
         if payload is not None:
@@ -139,8 +136,9 @@ def encode(message: Message, *, checksum: bool = False, version: int = PROTOCOL_
         if kind in _NAMED_IN_BODY:
             _check_body_agrees(message, dtype_number, numel)
         frames[0] = _HEADER.pack(
-            MAGIC, version, kind, flags, message.job, message.epoch, message.worker, message.key, message.incarnation,
-            message.sequence, message.version, numel, payload_bytes, body_bytes, dtype_number, _ZEROS, digest,
+            MAGIC, PROTOCOL_VERSION, kind, flags, message.job, message.epoch, message.worker, message.key,
+            message.incarnation, message.sequence, message.version, numel, payload_bytes, body_bytes, dtype_number,
+            _ZEROS, digest,
         )  # fmt: skip
     except ConfigurationError:
         raise
@@ -149,19 +147,18 @@ def encode(message: Message, *, checksum: bool = False, version: int = PROTOCOL_
     return frames
 
 
-def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message:
+def decode(frames: Sequence[Any]) -> Message:
     """The message in a list of frames (without a routing id).
 
     Args:
         frames: bytes-like objects. The payload stays a view of its frame. Bodies of PUSH and UPDATED may be shared
             between messages: do not change them.
-        version: the protocol version we speak.
 
     Raises:
         ProtocolError: the frames break the protocol; ``code`` says how to answer.
     """
     if not frames or len(frames[0]) != HEADER_BYTES:
-        raise _not_a_header(frames, version)
+        raise _not_a_header(frames)
     (
         magic, peer_version, number, flags, job, epoch, worker, key, incarnation, sequence, chunk_version, numel,
         payload_bytes, body_bytes, dtype_number, zeros, digest,
@@ -169,8 +166,9 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
     if magic != MAGIC:
         raise ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
     kind = _TYPES.get(number)
-    if peer_version != version and not _understands(version, peer_version) and kind not in _TIMELESS:
-        raise _too_far_apart(version, peer_version)
+    # An ERROR is readable in every version, so that each side learns of the other's.
+    if peer_version != PROTOCOL_VERSION and kind is not MessageType.ERROR:
+        raise _another_version(peer_version)
     if kind is None:
         raise ProtocolError(f"unknown message type (expected 1 to {max(_TYPES)}, got {number})")
     if flags & ~_FLAGS or zeros != _ZEROS:
@@ -192,7 +190,7 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
             raise ProtocolError(
                 f"{kind.name} body has a wrong size (expected {body_bytes} bytes by the header, got {len(raw)})"
             )
-        body = bodies.unpack(kind, bytes(raw), newer=peer_version > version or kind in _TIMELESS)
+        body = bodies.unpack(kind, bytes(raw))
     elif body_bytes:
         raise ProtocolError(f"{kind.name} declares {body_bytes} bytes of body and has none")
 
@@ -222,7 +220,7 @@ def decode(frames: Sequence[Any], *, version: int = PROTOCOL_VERSION) -> Message
     return message
 
 
-def refusal(frames: Sequence[Any], error: ProtocolError, *, version: int = PROTOCOL_VERSION) -> Message | None:
+def refusal(frames: Sequence[Any], error: ProtocolError) -> Message | None:
     """The ERROR that answers frames which ``decode`` refused; None where they are an ERROR themselves.
 
     It has the request's job, worker, key and sequence where the header can be read.
@@ -230,11 +228,11 @@ def refusal(frames: Sequence[Any], error: ProtocolError, *, version: int = PROTO
     answer = Message(MessageType.ERROR, body={"code": error.code, "text": str(error)[: bodies.MAX_TEXT_CHARS]})
     if frames and len(frames[0]) == HEADER_BYTES:
         (
-            magic, peer_version, number, _, job, _, worker, key, incarnation, sequence, *_,
+            magic, _, number, _, job, _, worker, key, incarnation, sequence, *_,
         ) = _HEADER.unpack(frames[0])  # fmt: skip
         if magic == MAGIC and number == MessageType.ERROR:
             return None
-        if magic == MAGIC and (number == MessageType.HELLO or _understands(version, peer_version)):
+        if magic == MAGIC:
             answer.job, answer.worker, answer.incarnation = job, worker, incarnation
             answer.key, answer.sequence = key, sequence
     return answer
@@ -338,19 +336,15 @@ def _check_body_agrees(message: Message, dtype_number: int, numel: int) -> None:
             )
 
 
-def _understands(own: int, peer: int) -> bool:
-    return peer > 0 and abs(own - peer) <= 1
-
-
-def _too_far_apart(own: int, peer: int) -> ProtocolError:
+def _another_version(peer_version: int) -> ProtocolError:
     return ProtocolError(
-        f"protocol versions are too far apart (expected {max(own - 1, 1)} to {own + 1}, because this side speaks "
-        f"version {own}; got version {peer}); install neighbouring versions of psengine",
+        f"both sides must speak one protocol version (expected version {PROTOCOL_VERSION}, got version {peer_version});"
+        " install the same version of psengine on both",
         ErrorCode.VERSION,
     )
 
 
-def _not_a_header(frames: Sequence[Any], version: int) -> ProtocolError:
+def _not_a_header(frames: Sequence[Any]) -> ProtocolError:
     if not frames:
         return ProtocolError("a message without frames (expected a header)")
     first = bytes(memoryview(frames[0])[: _PREFIX.size])
@@ -358,8 +352,8 @@ def _not_a_header(frames: Sequence[Any], version: int) -> ProtocolError:
         magic, peer_version, _ = _PREFIX.unpack(first)
         if magic != MAGIC:
             return ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
-        if not _understands(version, peer_version):
-            return _too_far_apart(version, peer_version)
+        if peer_version != PROTOCOL_VERSION:
+            return _another_version(peer_version)
     return ProtocolError(f"the header has a wrong size (expected {HEADER_BYTES} bytes, got {len(frames[0])})")
 
 

@@ -180,7 +180,7 @@ def _check_group(name: str, index: int, group: Any) -> dict[str, Any]:
                 f" (expected {kind.rule(key)}, got {_show(group[key])} in group {index})"
             )
     if not checked.get("fused"):
-        checked.pop("fused", None)  # older servers have no fused kernels, and do not know the word
+        checked.pop("fused", None)
     if checked.get("nesterov") and (checked["momentum"] <= 0 or checked["dampening"] != 0):
         raise _refusal(
             "nesterov needs a momentum and no dampening (expected momentum > 0 and dampening 0,"

@@ -116,7 +116,7 @@ class ErrorCode:
     """Values of an ERROR body's ``code``."""
 
     BAD_MESSAGE = "bad_message"  # malformed, or not legal now
-    VERSION = "version"  # protocol versions too far apart
+    VERSION = "version"  # another protocol version
     UNKNOWN_JOB = "unknown_job"
     UNKNOWN_KEY = "unknown_key"
     LAYOUT_MISMATCH = "layout_mismatch"  # another model than the job's
