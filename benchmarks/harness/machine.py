@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import time
 from pathlib import Path
 from typing import Any
 
-from psengine.cli import bench
+import torch
+
+from psengine.version import __version__
 
 CALM = 0.05  # of the machine's CPU time; above it, waiting for another process includes other programs' time slices
 
 
 def describe_machine() -> dict[str, Any]:
     """CPU, cores, versions, load at the start."""
-    return {**bench.describe_machine(), "kernel": os.uname().release}
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "psengine": __version__,
+        "kernel": os.uname().release,
+    }
 
 
 def sentence(machine: dict[str, Any], load: dict[str, float]) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXIT_PROBLEM, EXIT_USAGE = 1, 2
 # Each command's module, whose register(app) adds the module's commands.
 COMMANDS = {
-    **{name: name for name in ("run", "verify", "status", "admin", "doctor", "advise", "bench")},
+    **{name: name for name in ("run", "verify", "status", "admin", "doctor", "advise")},
     "top": "status",
 }
 

@@ -99,7 +99,7 @@ def test_help_and_usage_errors_do_not_import_torch():
 def test_a_command_loads_no_other_command():
     run(
         WITHOUT_TORCH + "assert ask(main.main, 'run', '--help') == 0\n"
-        "others = ['verify', 'status', 'admin', 'doctor', 'advise', 'bench', 'top']\n"
+        "others = ['verify', 'status', 'admin', 'doctor', 'advise', 'top']\n"
         "assert not imported([f'psengine.cli.{name}' for name in others] + ['ssl', 'http'])"
     )
 

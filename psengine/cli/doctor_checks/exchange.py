@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 
-from psengine.cli.bench_worker import GLOO, IN_PLACE, measure_all_reduce
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, warning
-from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for, default_group
 from psengine.errors import PSEngineError
 from psengine.verify.ranks import Place, RankFailedError, run_ranks
 
 DEADLINE_S = 35.0
-SMALL_BYTES, LARGE_BYTES, ROUNDS = 4096, 4 << 20, 7
+# Ranks leave a barrier microseconds apart, so small tensors are summed many times between two barriers.
+SMALL_BYTES, SMALL_REPEATS, LARGE_BYTES = 4096, 20, 4 << 20
+WARM_UP_ROUNDS, ROUNDS = 3, 7
 # Below this speed something is wrong with the machine, not just with the transport.
 SLOW_BYTES_PER_S = {"gloo": 0.05e9, "shared memory": 0.2e9}
 SHARE_MEMORY = (
@@ -35,9 +37,9 @@ def exchange(context: CheckContext) -> Iterator[Finding]:
             "see hostname, or set GLOO_SOCKET_IFNAME to an interface that is up (lo will do on one host)",
         )
         return
-    for transport, candidate in (("gloo", GLOO), ("shared memory", IN_PLACE)):
-        if candidate in small:
-            yield _judge(transport, small[candidate], large[candidate], context)
+    for transport in SLOW_BYTES_PER_S:
+        if transport in small:
+            yield _judge(transport, small[transport], large[transport], context)
         else:
             text = f"an all-reduce between two processes over {transport} failed: {refusal}"
             yield note(f"{text}; ranks of one host exchange over gloo", SHARE_MEMORY, transport=transport)
@@ -58,19 +60,40 @@ def _judge(transport: str, small_s: float, large_s: float, context: CheckContext
 def run(place: Place) -> tuple[dict[str, float], dict[str, float], str]:
     """A rank of the trial: the median seconds of each size, by transport; and why there is no shared memory."""
     torch.set_num_threads(1)
-    collective: Collective | None = None
-    refusal = ""
+    shared, refusal = None, ""
     try:
         shared = collective_for(default_group(), "shared_memory")
         shared.connect()
-        collective = shared
     except PSEngineError as error:
-        refusal = str(error)
-    small, large = (
-        {
-            name: statistics.median(seconds)
-            for name, seconds in measure_all_reduce(place, collective, size, ROUNDS).items()
-        }
-        for size in (SMALL_BYTES, LARGE_BYTES)
-    )
+        shared, refusal = None, str(error)
+    small: dict[str, float] = {}
+    large: dict[str, float] = {}
+    for seconds, size_bytes, repeats in ((small, SMALL_BYTES, SMALL_REPEATS), (large, LARGE_BYTES, 1)):
+        numel = size_bytes // 4
+        own = torch.empty(numel)
+        seconds["gloo"] = _median_s(place, own, lambda own=own: dist.all_reduce(own), repeats)  # type: ignore[misc]
+        if shared is not None:
+            own = shared.allocate(numel, torch.float32, place.device)
+            seconds["shared memory"] = _median_s(place, own, lambda own=own: shared.sum(own), repeats)  # type: ignore[misc]
     return small, large, refusal
+
+
+def _median_s(place: Place, own: torch.Tensor, add: Callable[[], object], repeats: int) -> float:
+    """Median seconds of ``add``, which sums ``own`` of all ranks.
+
+    Raises:
+        RuntimeError: the sum is wrong.
+    """
+    durations_s = []
+    for _ in range(WARM_UP_ROUNDS + ROUNDS):
+        own.fill_(0.0)
+        dist.barrier()
+        begin_s = time.perf_counter()
+        for _ in range(repeats):
+            add()
+        durations_s.append((time.perf_counter() - begin_s) / repeats)
+    own.fill_(place.rank + 1.0)
+    add()
+    if not bool((own == place.world_size * (place.world_size + 1) / 2).all()):
+        raise RuntimeError(f"rank {place.rank}: the sum of a tensor of {own.numel()} elements is wrong")
+    return statistics.median(durations_s[WARM_UP_ROUNDS:])
