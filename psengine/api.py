@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from psengine.parameter_server.client.client import Client, connect
     from psengine.strategies.local.diloco import Diloco
     from psengine.strategies.local.diloco_server import DilocoServer
-    from psengine.strategies.local.local_server import LocalServer
     from psengine.strategies.local.local_steps import LocalSteps
     from psengine.strategies.servers.asynchronous import AsyncServer
     from psengine.strategies.servers.sync import SyncServer
@@ -71,7 +70,6 @@ __all__ = [
     "EnvironmentVariableError",
     "EvaluationSampler",
     "FencedError",
-    "LocalServer",
     "LocalSteps",
     "MissingExtraError",
     "ModuleError",
@@ -117,7 +115,6 @@ _STRATEGY_NAMES = {
     "AsyncServer": "async",
     "Diloco": "diloco",
     "DilocoServer": "diloco-server",
-    "LocalServer": "local-server",
     "LocalSteps": "local",
     "SyncServer": "sync-server",
 }

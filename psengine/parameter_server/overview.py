@@ -151,8 +151,6 @@ def rule_text(rule: Mapping[str, Any]) -> str:
 
 
 def _kind(rule: Mapping[str, Any]) -> str:
-    if rule["name"] == "average" and "every" in rule:
-        return "local-server"
     return _STRATEGIES.get(rule["name"], str(rule["name"]))
 
 

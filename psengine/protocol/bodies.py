@@ -280,10 +280,7 @@ _probed = record({}, {"round": _round})
 # "durability": the least that the job's servers are to offer.
 _any_rule: dict[str, Check] = {"compress": short_text(255), "durability": one_of(*DURABILITY_TIERS)}
 _RULES: dict[str, Check] = {
-    # "every": parameters are averaged, after so many steps of each worker, in the place of gradients.
-    "average": record(
-        {"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}, {**_any_rule, "every": integer(1)}
-    ),
+    "average": record({"name": one_of("average"), "quorum": nullable(integer(1, NOBODY))}, _any_rule),
     "merge": record({"name": one_of("merge"), "quorum": integer(1, NOBODY), "grace": number(0.0, 100.0)}, _any_rule),
     "apply": record(
         {

@@ -55,7 +55,6 @@ register_strategy(SyncAllReduce.name, _sync)
 STRATEGIES.register_later("sync-server", "psengine.strategies.servers.sync:SyncServer")
 STRATEGIES.register_later("local", "psengine.strategies.local.local_steps:LocalSteps")
 STRATEGIES.register_later("diloco", "psengine.strategies.local.diloco:Diloco")
-STRATEGIES.register_later("local-server", "psengine.strategies.local.local_server:LocalServer")
 STRATEGIES.register_later("diloco-server", "psengine.strategies.local.diloco_server:DilocoServer")
 STRATEGIES.register_later("async", "psengine.strategies.servers.asynchronous:AsyncServer")
 

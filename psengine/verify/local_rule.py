@@ -35,8 +35,7 @@ class RuleOptions:
     Attributes:
         over: where values are averaged.
         codec: of what travels; it has a rule, see ``codec_values.check_has_rule``.
-        buffers: what replicas do with their buffers at the end of a round: "average", "lowest" (all take rank 0's) or
-            "own".
+        buffers: what replicas do with their buffers at the end of a round: "average", or keep their "own".
     """
 
     every: int
@@ -67,7 +66,7 @@ def of_collective(strategy: Any, world_size: int) -> MakeRule:
 
 
 def of_servers(strategy: Any, world_size: int) -> MakeRule:
-    """The rule of "local-server" and "diloco-server".
+    """The rule of "diloco-server".
 
     Raises:
         ConfigurationError: the codec has no rule, or a merge does not wait for all workers, so its result follows from
@@ -75,9 +74,6 @@ def of_servers(strategy: Any, world_size: int) -> MakeRule:
     """
     given = strategy.__getstate__()
     codec, every = _codec_of(given), given["every"]
-    if strategy.name == "local-server":
-        outer: dict[str, Any] = {} if codec.is_lossless else AS_DIFFERENCES
-        return _maker(RuleOptions(every=every, over=AtServers(), codec=codec, buffers="lowest", **outer))
     if given["quorum"] < world_size:
         raise ConfigurationError(
             "what a merge of a part of the workers computes depends on when they arrive (expected a quorum of all"
@@ -177,11 +173,8 @@ class LocalRule(Rule):
             self._sent = [one for one in self._sent if one is not entry]
             for group, average in enumerate(entry[2]):
                 self._use(entry[1], group, average)
-        if step % options.every == 0 and self.exchanges_buffers:
-            if options.buffers == "average":
-                self._average_buffers()
-            elif options.buffers == "lowest":
-                self._copy_buffers()
+        if step % options.every == 0 and self.exchanges_buffers and options.buffers == "average":
+            self._average_buffers()
 
     def _average_of(self, parts: Sequence[Part]) -> Average:
         dtype = self._replicas[0].get_parameter(parts[0].name).dtype
@@ -236,10 +229,6 @@ class LocalRule(Rule):
                         buffer.copy_(value.view(buffer.shape))
             else:
                 _copy_first(group)
-
-    def _copy_buffers(self) -> None:
-        for group in self._buffer_groups():
-            _copy_first(group)
 
     def _buffer_groups(self) -> Iterator[list[list[torch.Tensor]]]:
         """Of each replica the buffers of one dtype."""

@@ -21,7 +21,6 @@ RULES: dict[str, Callable[[Strategy, int], MakeRule | None]] = {
     "async": async_rule.of_servers,
     "local": local_rule.of_collective,
     "diloco": local_rule.of_collective,
-    "local-server": local_rule.of_servers,
     "diloco-server": local_rule.of_servers,
 }
 

@@ -35,11 +35,9 @@ OVER_COLLECTIVES = (
 OVER_SERVERS = (
     "sync-server",
     "async",
-    "local-server:every=3",
     "diloco-server:every=3,quorum=2",
     *(f"sync-server:compress={codec}" for codec in CODECS),
     *(f"async:compress={codec}" for codec in CODECS),
-    "local-server:every=3,compress=int8",
     "diloco-server:every=3,quorum=2,compress=fp4",
 )
 PORT = 7077

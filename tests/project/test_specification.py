@@ -50,7 +50,7 @@ def test_malformed_options_are_refused(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sync:every=8", r"every is an option of strategy 'local', 'diloco', 'local-server'(,| and) 'diloco-server'"),
+        ("sync:every=8", r"every is an option of strategy 'local', 'diloco'(,| and) 'diloco-server'"),
         ("sync:shard_optimizer=yes", r"\(expected true or false, got 'yes'\)"),
         ("async:timeout_s=0", r"timeout_s of strategy 'async' \(expected a positive number of seconds, got 0\)"),
         (

@@ -115,7 +115,6 @@ ORACLES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[int]]] = {
     "averaging:every=4": (averaging_parameters, [1, 2]),
     "local:every=4": (averaging_parameters, [1, 2]),
     "diloco:every=4": (taking_outer_steps, [1, 2]),
-    "local-server:every=4": (averaging_parameters, [1, 2]),
     "diloco-server:every=4": (taking_outer_steps, [1, 2]),
 }
 # Over torch.distributed each rank has the averages of its share, and zeros or nothing beside them.

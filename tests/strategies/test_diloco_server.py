@@ -1,4 +1,4 @@
-"""Strategies "local-server" and "diloco-server": workers at their own pace, killed ones, codecs, weights by samples."""
+"""Strategy "diloco-server": workers at their own pace, killed ones, codecs, weights by samples."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.strategies.registry import resolve_strategy
+
+# The outer step that averages parameters.
+AVERAGES = "outer_lr=1,outer_momentum=0"
 
 
 def make_model() -> nn.Module:
@@ -57,7 +60,7 @@ def at_its_own_pace(rank: int, world_size: int, address: str, name: str) -> tupl
     return first, last, late
 
 
-@pytest.mark.parametrize("name", ["diloco-server:quorum=2,every=5", "local-server:every=5"])
+@pytest.mark.parametrize("name", ["diloco-server:quorum=2,every=5", f"diloco-server:quorum=3,every=5,{AVERAGES}"])
 def test_the_others_go_on_after_a_worker_was_killed(name):
     with running_server(lease_s=1.0) as server:
         results = run_ranks_to_any_end(at_its_own_pace, 3, server.addresses[0], name, init_group=False)
@@ -105,11 +108,7 @@ def blocked(session: WorkerSession, pushes: list[Push]) -> None:
 
 def weighed_and_encoded(rank: int, world_size: int, address: str) -> None:
     os.environ.update(PSENGINE_SERVERS=address)
-    outer = "outer_lr=1,outer_momentum=0"
-    for name in (
-        *("local-server:every=2", f"diloco-server:every=2,grace=0,{outer}"),
-        *("local:every=2", f"diloco:every=2,{outer}"),
-    ):
+    for name in (f"diloco-server:every=2,grace=0,{AVERAGES}", "local:every=2", f"diloco:every=2,{AVERAGES}"):
         for compress in ("", ",compress=bf16"):
             os.environ["PSENGINE_JOB"] = f"{name[:5]}{compress[-4:]}"
             model = psengine.DistributedDataParallel(make_model(), strategy=name + compress)
@@ -150,7 +149,7 @@ def test_samples_weigh_and_codecs_encode_differences():
 
 def nobody_counts(rank: int, world_size: int, address: str) -> None:
     os.environ.update(PSENGINE_SERVERS=address)
-    for name in ("local-server:every=1", "local-server:every=1,compress=bf16", "diloco-server:every=1"):
+    for name in ("diloco-server:every=1", "diloco-server:every=1,compress=bf16"):
         os.environ["PSENGINE_JOB"] = name.replace(":", " ")
         model = psengine.DistributedDataParallel(make_model(), strategy=name)
         optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -188,8 +187,7 @@ def test_who_is_alone_within_a_round_when_all_conclude_is_merged_alone(steps):
 @pytest.mark.parametrize(
     ("specification", "message"),
     [
-        ("local-server:every=0", "every is a number"),
-        ("local-server:quorum=2", "unknown option 'quorum'"),
+        ("diloco-server:every=0", "every is a number"),
         ("diloco-server:quorum=0", "quorum is a number of workers"),
         ("diloco-server:grace=-1", r"grace \(expected a share of a round: 0 to 100, got -1\)"),
         ("diloco-server:outer_lr=none", "outer_lr"),

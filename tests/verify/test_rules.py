@@ -29,17 +29,11 @@ CODED = (
     "sync-server:compress=topk,ratio=0.2",
     "sync-server:compress=powersgd,rank=1",
     "local:every=2,compress=powersgd,rank=1",
-    "local-server:every=2,compress=onebit",
-    "local-server:every=2,compress=fp16",
     "diloco-server:quorum=2,every=2,compress=fp4",
     "diloco-server:quorum=2,every=2,compress=powersgd,rank=1",
 )
 OF_ONE_WORKER = tuple(f"async:compress={codec}" for codec in ("bf16", "int8", "onebit", "topk,ratio=0.2", "powersgd"))
-OTHER_RULES = (
-    ("sync-server:compress=int8", "the rule of sync-server:compress=int8,error_feedback=false"),
-    ("local-server:every=2,compress=int8", "the rule of local-server:every=2"),
-    ("diloco-server:quorum=2,every=2,compress=fp4", "the rule of local-server:every=2,compress=fp4"),
-)
+OTHER_RULES = (("sync-server:compress=int8", "the rule of sync-server:compress=int8,error_feedback=false"),)
 
 
 def has_matmul_the_same_bits_anywhere():
@@ -153,7 +147,6 @@ def test_a_codec_with_error_feedback_is_compared_with_its_rule():
         "sync-server:compress=fp16",
         "sync-server:compress=fp4",
         "sync-server:compress=powersgd,rank=1",
-        "local-server:every=2,compress=topk,ratio=0.1",
         "diloco-server:quorum=2,every=2,compress=onebit",
     ],
 )
@@ -202,7 +195,6 @@ def test_a_rule_with_another_option_is_another_rule():
     [
         ("local:every=2,warm_up=1", set()),
         ("diloco:every=4,fragments=2,overlap=1,keep=0.25", set()),
-        ("local-server:every=2", {"sparse"}),
         ("diloco-server:quorum=2,every=2", {"sparse"}),
     ],
 )

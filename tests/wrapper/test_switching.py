@@ -38,7 +38,7 @@ def slots(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 ROUTE = (
     *("local:every=4", "sync:shard_optimizer=true", "async", "diloco:every=4", "sync-server"),
-    *("diloco-server:every=2", "local-server:every=2", "async", "sync"),
+    *("diloco-server:every=2", "async", "sync"),
 )
 
 

@@ -24,7 +24,7 @@ _INDEPENDENT_OPTIONS = (
     *("-m", "--module", "--no-python"),
 )
 # psengine's own, known before torch is imported.
-SERVER_STRATEGIES = ("sync-server", "async", "local-server", "diloco-server")
+SERVER_STRATEGIES = ("sync-server", "async", "diloco-server")
 # The settings of psengine-server that psengine run gives itself.
 _OUR_SERVER_OPTIONS = ("bind", "shards", "snapshot_dir", "status_port")
 
