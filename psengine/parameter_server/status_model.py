@@ -310,9 +310,6 @@ class ServerStatus:
     uptime_s: float | None = None
     healthy: bool
     addresses: tuple[str, ...] = ()
-    connections: int = 0
-    descriptor_limit: int = 0
-    cut_connections: int = 0
     refused_connections: int = 0
     durability: str | None = None
     snapshot: SnapshotStatus | None = None

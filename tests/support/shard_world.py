@@ -65,11 +65,11 @@ class World:
             assert worker.hello(worker.incarnation) == "ready"
             worker.take()
 
-    def deliver(self, route, message, user_id="", codec=None, peer=""):
+    def deliver(self, route, message, user_id="", codec=None):
         codec = self.codec if codec is None else codec
         if codec:
             message = decode([bytes(frame) for frame in encode(message)])
-        return self._post(self.shard.handle(Sender(route, user_id, user_id or peer), message, self.now_s), codec)
+        return self._post(self.shard.handle(Sender(route, user_id), message, self.now_s), codec)
 
     def _post(self, outgoing, codec):
         posted = []
@@ -126,10 +126,9 @@ class Worker:
         user_id="",
         nonce=None,
         role="worker",
-        peer="",
     ):
         self.world, self.rank, self.job, self.rule, self.world_size = world, rank, job, rule, world_size
-        self.user_id, self.role, self.peer = user_id, role, peer
+        self.user_id, self.role = user_id, role
         self.nonce = next(_nonces) if nonce is None else nonce
         self.route = f"route-{self.nonce}".encode()
         self.incarnation = self.epoch = 0
@@ -159,11 +158,7 @@ class Worker:
             fields["dtype"], fields["numel"] = payload.dtype, payload.numel()
         fields.setdefault("job", job_number(self.job))
         message = Message(kind, **fields)
-        return [
-            m
-            for route, m in self.world.deliver(self.route, message, self.user_id, codec, self.peer)
-            if route == self.route
-        ]
+        return [m for route, m in self.world.deliver(self.route, message, self.user_id, codec) if route == self.route]
 
     def ask(self, kind, **fields):
         """Send; the one answer."""

@@ -16,7 +16,7 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 def hold_many_jobs() -> None:
     """In a server's process: an asynchronous job stays when its worker has left, and there is one for each cell."""
-    shard_jobs.MAX_JOBS = shard_jobs.MAX_JOBS_OF_ONE = 4096
+    shard_jobs.MAX_JOBS = 4096
 
 
 def cells_of(columns: tuple[str, ...]) -> list[ParameterSet]:

@@ -31,6 +31,17 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
+def machine_memory_bytes() -> int:
+    """What this machine, or the container, has."""
+    limits = [PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):
+            continue  # absent, or "max"
+    return min(limits)
+
+
 def make_segment(size_bytes: int) -> int:
     """The descriptor of new sealed memory, of whole pages; the caller closes it.
 

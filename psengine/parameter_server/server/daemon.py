@@ -13,13 +13,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import resource
 import secrets
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ import torch
 from psengine.errors import AuthenticationError, ConfigurationError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
+from psengine.parameter_server.segments.memory import machine_memory_bytes
 from psengine.parameter_server.server import systemd
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.shard import Shard
@@ -40,9 +42,7 @@ from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.status.actions import Actions
 from psengine.parameter_server.server.status.history import History
 from psengine.parameter_server.server.status.pages import ServerPages
-from psengine.parameter_server.server.transport.connections import Connections, raise_descriptor_limit
 from psengine.parameter_server.server.transport.endpoint import BindError
-from psengine.parameter_server.server.transport.memory_guard import MemoryGuard, machine_memory_bytes
 from psengine.parameter_server.server.transport.segment_listener import SegmentListener
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerStatus, ShardStatus
@@ -75,7 +75,7 @@ NOT_DURABLE = (
 LOOP_S = 0.1
 LAST_SNAPSHOT_S = 600.0
 _REPORT_S = 10.0
-_MAX_UNACCOUNTED_BYTES = 1 << 30
+_MAX_DESCRIPTORS = 1 << 20
 CLOCKS = Clocks(wall_s=time.time, measure_s=time.perf_counter)
 
 
@@ -136,9 +136,8 @@ class Server:
         settings = self.settings
         torch.set_num_threads(1)
         keep_freed_memory()
-        raise_descriptor_limit()
+        _raise_descriptor_limit()
         _import_plugins(settings.plugins or ())
-        self._connections = stack.enter_context(closing(Connections(self._shards.owns)))
         # Servers that a training starts inherit PSENGINE_STATUS_TOKEN, but only one of them may have the port.
         access = Access() if settings.status_port is None else self._status_access()
         tls = None
@@ -160,7 +159,6 @@ class Server:
         threads = []
         for shard, endpoint in zip(shards, self._listeners.endpoints, strict=True):
             shard.shard_addresses = self._listeners.addresses("*")
-            endpoint.connections = self._connections
             threads.append(ShardThread(shard, endpoint, self._on_snapshot))
             threads[-1].segments.is_open = shard.index in segments.shards
         stack.callback(self._end_threads)
@@ -251,8 +249,6 @@ class Server:
         """Serve until a request to end, or the end of an embedded server's purpose (True); or a failure (False)."""
         watchdog_s = systemd.watchdog_interval_s()
         next_beat_s = next_report_s = time.monotonic()
-        allowance_bytes = min(_MAX_UNACCOUNTED_BYTES, self.settings.max_memory_bytes or _MAX_UNACCOUNTED_BYTES)
-        guard = MemoryGuard(allowance_bytes, self._shards.expected_bytes)
         while True:
             reason = self._ends.wait(LOOP_S)
             if reason:
@@ -260,10 +256,6 @@ class Server:
                 return True
             if not self._shards.are_alive or not self._listeners.is_guarded:
                 return False
-            self._connections.keep_bounded()
-            excess_bytes = guard.excess_bytes()
-            if excess_bytes:
-                self._free_memory(excess_bytes)
             now_s = time.monotonic()
             if watchdog_s is not None and now_s >= next_beat_s and self.is_healthy():
                 systemd.notify("WATCHDOG=1")
@@ -277,14 +269,6 @@ class Server:
             if self._ends.stdin_closed.is_set() and self._shards.training_count() == 0:
                 logger.info("shutting down: standard input is at its end and no worker is left")
                 return True
-
-    def _free_memory(self, excess_bytes: int) -> None:
-        """Cut the connections that fill the memory."""
-        peers = self._connections.cut_largest(excess_bytes)
-        cut = f"the connections of {', '.join(peers[:5])} were cut; they come back" if peers else "by whom is not known"
-        text = f"{excess_bytes >> 20} MiB of memory are filled by messages that do not end or answers that nobody reads"
-        logger.error("%s: %s", text, cut)
-        self._events.note("memory", f"{text}: {cut}")
 
     def _summary(self) -> str:
         durable = "not durable"
@@ -339,7 +323,6 @@ class Server:
             events=self._events.events(),
             can_act=self.settings.status_token is not None,
             is_draining=self._is_draining,
-            **self._connections.status(),
         )
 
     # ---- shutdown ----------------------------------------------------------------------------------------------
@@ -387,3 +370,12 @@ def _import_plugins(names: Iterable[str]) -> None:
                 f"plugins names modules that the server can import (expected one called {name!r}, got {error}). Fix:"
                 " put its directory into PYTHONPATH."
             ) from error
+
+
+def _raise_descriptor_limit() -> None:
+    """Let this process have as many file descriptors as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

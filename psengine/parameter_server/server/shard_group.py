@@ -6,16 +6,14 @@ ask ──► shard 0's queue ─► between two messages ─► future ──�
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.transport.memory_guard import ACCOUNTED_FACTOR, machine_memory_bytes
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.parameter_server.status_model import MuteShard, ShardStatus
 
@@ -74,28 +72,6 @@ class ShardGroup:
             return max(self.ask(count))
         except (FutureTimeoutError, ShardEndedError):
             return 1
-
-    def expected_bytes(self) -> int:
-        """Bytes that shards hold, with a snapshot's copies, and that their workers may have in flight."""
-
-        def expected(shard: Shard) -> int:
-            return (
-                int(ACCOUNTED_FACTOR * shard.jobs.memory_bytes())
-                + shard.jobs.member_count * shard.settings.credit_bytes
-            )
-
-        try:
-            return sum(self.ask(expected))
-        except (FutureTimeoutError, ShardEndedError):
-            return machine_memory_bytes()  # unknown: no excess is found
-
-    def owns(self, socket_name: Any) -> bool:
-        """Whether a shard accepted the connection of a socket with this name (``getsockname``)."""
-        endpoints = [thread.endpoint for thread in self.threads]
-        if isinstance(socket_name, tuple):
-            return str(socket_name[1]) in {endpoint.address.rpartition(":")[2] for endpoint in endpoints}
-        name = os.fsdecode(socket_name).replace(chr(0), "@", 1)
-        return f"ipc://{name}" in {a for endpoint in endpoints for a in (endpoint.address, endpoint.local_address)}
 
     # ---- orders ------------------------------------------------------------------------------------------------
 

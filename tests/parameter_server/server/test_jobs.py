@@ -13,7 +13,7 @@ from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, te
 from support.waiting import eventually
 
 from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
-from psengine.parameter_server.server.core.shard_jobs import MAX_JOBS, MAX_JOBS_OF_ONE
+from psengine.parameter_server.server.core.shard_jobs import MAX_JOBS
 from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.status.actions import Actions
 from psengine.protocol.messages import MessageType
@@ -75,35 +75,6 @@ def test_one_job_too_many_is_told_how_to_make_room():
     assert "psengine admin forget --job NAME" in refused.body["text"]
     world.shard.forget("job7")
     assert late.hello() == "initialise"
-
-
-# ---- jobs that are only begun --------------------------------------------------------------------------------------
-
-
-def test_who_begins_jobs_without_end_keeps_nobody_else_out():
-    world = World(codec=False)
-    for number in range(2 * MAX_JOBS):
-        Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
-    assert len(world.shard.jobs.by_number) == MAX_JOBS_OF_ONE
-    honest = [Worker(world, 0, job=f"job{number}", peer=f"192.0.2.{2 + number % 3}") for number in range(120)]
-    assert [worker.hello() for worker in honest] == ["initialise"] * len(honest)
-    assert [worker.hello() for worker in honest] == ["initialise"] * len(honest), "none of them made room"
-    assert len(world.shard.jobs.by_number) == MAX_JOBS
-
-
-def test_of_ones_own_jobs_those_make_room_for_which_nobody_speaks():
-    world = World(codec=False)
-    alive = Worker(world, 0, job="alive", peer="192.0.2.1")
-    assert alive.hello() == "initialise"
-    for number in range(MAX_JOBS_OF_ONE):
-        Worker(world, 0, job=f"flood{number}", peer="192.0.2.1").hello()
-    late = Worker(world, 0, job="late", peer="192.0.2.1")
-    assert late.hello() == ErrorCode.MEMORY
-    (refused,) = late.take()
-    assert f"expected at most {MAX_JOBS_OF_ONE} begun from 192.0.2.1" in refused.body["text"]
-    world.advance(2.5, alive)
-    assert late.hello() == "initialise"
-    assert {"alive", "late"} < {job.name for job in world.shard.jobs.by_number.values()}
 
 
 def test_of_a_forgotten_job_nothing_is_left():

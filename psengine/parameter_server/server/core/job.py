@@ -38,7 +38,6 @@ class Job(ABC):
         lease_s: silence after which a worker is evicted.
         take_memory: see ``ChunkStore``.
         note: told of what happens to workers, for people: see ``EventLog.note``.
-        begun_by: the peer whose HELLO was the first, see ``Sender``; "" where that is not known.
         now_s: the time that the shard was given last.
         journal: told of what a restart must find.
 
@@ -57,7 +56,6 @@ class Job(ABC):
         clocks: Clocks,
         take_memory: Callable[[int, str], None],
         note: Callable[..., None],
-        begun_by: str = "",
         now_s: Callable[[], float] = lambda: 0.0,
         journal: Journal | None = None,
     ) -> None:
@@ -65,7 +63,6 @@ class Job(ABC):
         self.number = job_number(name)
         self.rule = rule
         self.clocks = clocks
-        self.begun_by = begun_by
         self.journal = journal or Journal()
         self.phase = JobPhase.NEW
         self.fingerprint = 0

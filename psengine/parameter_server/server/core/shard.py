@@ -151,15 +151,6 @@ class Shard:
             is_stranger=job is None or worker not in job.membership.members,
         )
 
-    def worker_routes(self, sender: Sender, message: Message) -> tuple[bytes, ...]:
-        """The connections of the worker in whose name ``sender`` sent this message, which was handled; () for none."""
-        job = self.jobs.by_number.get(message.job)
-        member = None if job is None else job.membership.members.get(message.worker)
-        if member is None or member.incarnation != message.incarnation:
-            return ()
-        routes = member.route, member.data_route
-        return routes if sender.route in routes else ()
-
     def tick(self, now_s: float) -> list[Outgoing]:
         """Evict workers whose lease ran out; answers that may leave because of it."""
         self._look_at_time(now_s)
@@ -202,7 +193,7 @@ class Shard:
                 ErrorCode.SHUTTING_DOWN,
             )
         if job is None:
-            job = self.jobs.begin(body["job"], body["rule"], sender.peer)
+            job = self.jobs.begin(body["job"], body["rule"])
         _check_current(job)
         self._check_durability(job.name, body["rule"])
         if job.rule.body != body["rule"]:

@@ -1,12 +1,7 @@
-"""The jobs of one shard: which there are, who may begin another, and the memory that they may take. Pure.
-
-A job is begun by the first HELLO that names it, and that costs its sender nothing. So nobody may begin more than a
-share, and a job without values makes room for one of somebody who has begun fewer.
-"""
+"""The jobs of one shard: which there are, and the memory that they may take. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +15,6 @@ from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.protocol.messages import ErrorCode
 
 MAX_JOBS = 256
-# Of one key, user or address; the others' workers always find a place.
-MAX_JOBS_OF_ONE = 192
 
 
 class ShardJobs:
@@ -40,56 +33,29 @@ class ShardJobs:
         """The job of this name."""
         return next((job for job in self.by_number.values() if job.name == name), None)
 
-    def begin(self, name: str, rule: dict[str, Any], peer: str) -> Job:
-        """A job that ``peer`` is the first to name; it counts once it is ``added``.
+    def begin(self, name: str, rule: dict[str, Any]) -> Job:
+        """A job that nobody has named before; it counts once it is ``added``.
 
         Raises:
             ProtocolError: there is no place for it.
         """
-        if self._is_full(peer):
+        if len(self.by_number) >= MAX_JOBS:
             self._drop_finished()
-        if self._is_full(peer) and (replaceable := self._find_replaceable(peer)) is not None:
-            self.drop(replaceable)
-        if self._is_full(peer):
-            is_all = len(self.by_number) >= MAX_JOBS
-            most = f"at most {MAX_JOBS}" if is_all else f"at most {MAX_JOBS_OF_ONE} begun from {peer}"
+        if len(self.by_number) >= MAX_JOBS:
             raise ProtocolError(
-                f"this server has its most jobs already (expected {most}, got one more, {name!r}). Fix: end one that is"
-                " no longer needed, by psengine admin forget --job NAME at the server's status port (--status-port,"
-                " --status-token); or use another server.",
+                f"this server has its most jobs already (expected at most {MAX_JOBS}, got one more, {name!r}). Fix: end"
+                " one that is no longer needed, by psengine admin forget --job NAME at the server's status port"
+                " (--status-port, --status-token); or use another server.",
                 ErrorCode.MEMORY,
             )
-        return self.make(name, rule, peer)
+        return self.make(name, rule)
 
-    def _count(self, peer: str) -> int:
-        return sum(job.begun_by == peer for job in self.by_number.values())
-
-    def _is_full(self, peer: str) -> bool:
-        """Whether another job of ``peer`` finds no free place. "" is nobody in particular, who may have them all."""
-        return len(self.by_number) >= MAX_JOBS or (peer != "" and self._count(peer) >= MAX_JOBS_OF_ONE)
-
-    def _find_replaceable(self, peer: str) -> Job | None:
-        """A job without values that makes room for another one of ``peer``.
-
-        The oldest of the peer that has begun most of those, if these are more than those of ``peer``; else one of
-        ``peer`` whose workers have been silent for two heartbeats.
-        """
-        unsealed = [job for job in self.by_number.values() if not job.is_sealed]
-        begun = Counter(job.begun_by for job in unsealed)
-        if self._count(peer) < MAX_JOBS_OF_ONE:
-            for greedy, count in begun.most_common(1):
-                if count > begun[peer] + 1 and greedy != peer:
-                    return next(job for job in unsealed if job.begun_by == greedy)
-        silent_since_s = self.now_s - 2 * self.settings.heartbeat_s
-        own = (job for job in unsealed if job.begun_by == peer)
-        return next((job for job in own if job.membership.heard_s < silent_since_s), None)
-
-    def make(self, name: str, rule: dict[str, Any], begun_by: str = "") -> Job:
+    def make(self, name: str, rule: dict[str, Any]) -> Job:
         """A job without workers and chunks; not added."""
         job_rule = JobRule(rule)
         kind = JobWithWeights if job_rule.holds_weights else AveragingJob
         lease_s, now_s = self.settings.lease_s, lambda: self.now_s
-        surroundings = lease_s, self._clocks, self._take_memory, self._note, begun_by, now_s, self.journal
+        surroundings = lease_s, self._clocks, self._take_memory, self._note, now_s, self.journal
         return kind(name, job_rule, *surroundings)
 
     def add(self, job: Job) -> None:

@@ -36,7 +36,6 @@ class Sender(NamedTuple):
 
     route: bytes  # its connection's routing id
     user_id: str = ""  # its public key; "" without CURVE
-    peer: str = ""  # the key, user or address that answers for it; "" where that is not known
 
 
 class Outgoing(NamedTuple):

@@ -10,7 +10,6 @@ older generation.
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
@@ -37,8 +36,6 @@ MAX_WISHES = 1024
 CAPTURE_DEADLINE_S = 60.0
 # How long a snapshot waits until the steps under way have come to all their chunks; nothing else waits for that.
 STEPS_DEADLINE_S = 10.0
-# Connections that take all descriptors are cut within a second or two; see ``connections.py``.
-DESCRIPTORS_DEADLINE_S = 5.0
 _LOOK_S = 0.05
 
 
@@ -221,19 +218,9 @@ class SnapshotThread(threading.Thread):
         return shards
 
     def _save(self, shards: Sequence[list[JobState]]) -> int:
-        """``SnapshotStore.save``, tried again for a while where the process has no descriptor left."""
-        last_s = time.monotonic() + DESCRIPTORS_DEADLINE_S
-        while True:
-            try:
-                generation = self.store.save(shards, self._places)
-                self._delete_segments()
-                return generation
-            except SnapshotError as error:
-                cause = error.__cause__
-                is_short = isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
-                if not is_short or time.monotonic() >= last_s:
-                    raise
-            time.sleep(_LOOK_S)
+        generation = self.store.save(shards, self._places)
+        self._delete_segments()
+        return generation
 
     def _delete_segments(self) -> None:
         """Delete segments of logs that no generation needs any more."""

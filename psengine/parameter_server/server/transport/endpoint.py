@@ -22,7 +22,6 @@ from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
 from psengine.parameter_server.keepalive import KEEPALIVE
 from psengine.parameter_server.server.transport.authentication import Authenticator
-from psengine.parameter_server.server.transport.connections import Connections
 from psengine.parameter_server.uncopied import UncopiedSends
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
@@ -54,17 +53,6 @@ class Received(NamedTuple):
     user_id: str  # the client's key; "" where keys name nobody
     frames: list[Any]  # bytes, or memoryviews of bytes
     size_bytes: int  # of the frames
-    descriptor: int  # of the connection, see ``connections.py``; -1 where zmq does not say
-    part: zmq.Frame  # its last
-
-    @property
-    def peer(self) -> str:
-        """An IP address, or "user N" over a Unix socket; "" where zmq does not say."""
-        try:
-            address = str(self.part.get("Peer-Address"))
-        except zmq.ZMQError:
-            return ""  # of this process
-        return f"user {address.split(':')[1]}" if address.startswith("localhost:") else address
 
 
 class Endpoint:
@@ -78,7 +66,6 @@ class Endpoint:
     Attributes:
         address: as bound, with the real port.
         local_address: a second address, a Unix socket for this user's clients; "" without one.
-        connections: notes every message that is sent.
         dropped: messages not sent, because their peer was gone or did not read.
         unreachable: of these, how many whose peer was gone.
 
@@ -89,7 +76,6 @@ class Endpoint:
     def __init__(self, context: zmq.Context[Any], address: str, guard: Authenticator | None = None) -> None:
         self._guard = guard
         self._backlogs: dict[bytes, _Backlog] = {}
-        self.connections: Connections | None = None
         self.dropped = 0
         self.unreachable = 0
         self.sent_bytes = 0
@@ -172,11 +158,7 @@ class Endpoint:
         self.received_bytes += size_bytes
         names_peers = self._guard is not None and self._guard.names_peers
         user_id = str(part.get("User-Id")) if names_peers else ""
-        try:
-            descriptor = int(part.get(zmq.SRCFD))
-        except zmq.ZMQError:
-            descriptor = -1  # of this process
-        return Received(route, user_id, frames, size_bytes, descriptor, part)
+        return Received(route, user_id, frames, size_bytes)
 
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
         """Send, or keep a copy until the peer reads, or drop; never waits.
@@ -215,10 +197,7 @@ class Endpoint:
             self.dropped += 1
             self.unreachable += 1
             return True
-        size_bytes = sum(map(len, frames))
-        self.sent_bytes += size_bytes
-        if self.connections is not None:
-            self.connections.sent(route, size_bytes)
+        self.sent_bytes += sum(map(len, frames))
         return True
 
     def flush(self) -> bool:

@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, check_segment
+from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, check_segment, machine_memory_bytes
 from psengine.parameter_server.segments.offer import HEADER_BYTES, Offer, offer_bytes, read_offer, refused
 from psengine.parameter_server.segments.passing import END, NO_DESCRIPTOR, passing_path, peer_uid
-from psengine.parameter_server.server.transport.memory_guard import machine_memory_bytes
 from psengine.parameter_server.server.transport.segments import WorkerSegment, end_stream
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.tracing.logging_format import RateLimit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from queue import Empty, SimpleQueue
@@ -207,15 +207,10 @@ class ShardThread(threading.Thread):
             message = decode(received.frames)
             if message.type is MessageType.PUSH:
                 self.segments.find(message)
-            # Who answers for it is asked of the first message only.
-            peer = received.user_id or (received.peer if message.type is MessageType.HELLO else "")
-            sender = Sender(received.route, received.user_id, peer)
-            outgoing = self.shard.handle(sender, message, time.monotonic())
-            self._note_heard(received, self.shard.worker_routes(sender, message))
+            outgoing = self.shard.handle(Sender(received.route, received.user_id), message, time.monotonic())
             # A worker that asks for an answer again may be reading the place where it was written before.
             self._send(outgoing, may_share=message.type is not MessageType.REPEAT, may_wait=True)
         except ProtocolError as error:
-            self._note_heard(received)
             self._note_bad(received, error)
             self._refuse(received, error)
         except Exception as error:
@@ -225,11 +220,6 @@ class ShardThread(threading.Thread):
             self._report_failure(what)
             text = f"the server failed on {what}: {error!r}; its log has more"
             self._refuse(received, ProtocolError(text, ErrorCode.INTERNAL))
-
-    def _note_heard(self, received: Received, worker_routes: Sequence[bytes] = ()) -> None:
-        connections = self.endpoint.connections
-        if connections is not None and received.descriptor >= 0:
-            connections.heard(received.descriptor, received.route, received.size_bytes, worker_routes)
 
     def _note_bad(self, received: Received, error: ProtocolError) -> None:
         self.bad_messages += 1
