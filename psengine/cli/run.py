@@ -201,7 +201,6 @@ def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> I
         yield plan
         return
     from psengine.tracing.files import find_parts, merge_parts
-    from psengine.tracing.overlap import describe
 
     path = timeline.absolute()
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -217,6 +216,6 @@ def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> I
             # Each node has the parts of its own ranks; the folder may be shared, and so may a host's name.
             first = parts[0].name.rpartition(".rank")[2]
             path = path.with_name(f"{path.stem}.{socket.gethostname()}.rank{first}{path.suffix}")
-        overlap = describe(merge_parts(parts, path))
+        merge_parts(parts, path)
         ranks = "1 rank" if len(parts) == 1 else f"{len(parts)} ranks"
-        say(f"timeline of {ranks} in {path}; open it at https://ui.perfetto.dev or chrome://tracing{overlap}")
+        say(f"timeline of {ranks} in {path}; open it at https://ui.perfetto.dev or chrome://tracing")

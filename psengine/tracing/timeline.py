@@ -1,7 +1,7 @@
-"""Spans that a timeline shows, recorded on this rank while somebody wants them.
+"""Spans that a timeline shows, recorded on this rank while somebody wants them, and written for Chrome's trace viewer.
 
 Recording is off unless ``psengine.timeline`` or ``PSENGINE_TIMELINE`` turned it on; a span site then costs one look at
-``recorder.is_on``. Times are CLOCK_MONOTONIC, which all processes of a host share; tracing/clocks.py compares hosts.
+``recorder.is_on``. Times are the host's clock, which all its processes share; hosts agree as far as NTP makes them.
 
 A site, as it stands in the hot paths::
 
@@ -18,46 +18,29 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from psengine.environment.context import before_shutdown, world_place
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
-from psengine.tracing import files as timeline_files
-from psengine.tracing.clocks import Offset
-from psengine.tracing.overlap import describe
+from psengine.tracing.files import COMPUTE, find_parts, merge_parts, part_path, trace, write
 
 if TYPE_CHECKING:
     from psengine.tracing.files import Event
 
 logger = logging.getLogger(__name__)
 
-# CLOCK_MONOTONIC on Linux.
-now_ns = time.monotonic_ns
+now_ns = time.time_ns
 
 # Of about 200 bytes each, five times that while the file is written: some thousand steps. Later ones are left out.
 MAX_EVENTS = 200_000
-
-
-class Group(Protocol):
-    """The ranks that record together: ``collectives.timeline_group.TimelineGroup``."""
-
-    rank: int
-    world_size: int
-
-    def measure_offset(self) -> Offset | None:
-        """Compare this rank's clock with rank 0's; None where all ranks share a host. All ranks call it."""
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Return every rank's ``payload`` on rank 0, nothing on others. All ranks call it."""
 
 
 class Recorder:
@@ -67,9 +50,10 @@ class Recorder:
         is_on: whether anybody wants spans now.
         step: of the latest training forward, for spans that know no step of their own.
         most_events: how many spans are kept; later ones are counted in ``dropped``.
-        device: type of the device of the first wrapped model, such as "cpu".
+        worker_rank: this process's at its parameter servers; None for that in the default group.
         notes_waits: whether waits for collective operations leave spans; False while their caller records them.
-        synchronizes: whether ``settled_ns`` waits for the device.
+        synchronizes: whether ``settled_ns`` waits for the accelerator.
+        on_step: called with each training forward's iteration.
     """
 
     def __init__(self) -> None:
@@ -77,45 +61,12 @@ class Recorder:
         self.step = 0
         self.dropped = 0
         self.most_events = MAX_EVENTS
-        self.device: str | None = None
+        self.worker_rank: int | None = None
         self.notes_waits = True
         self.synchronizes = False
+        self.on_step: Callable[[int], None] | None = None
         self._events: list[Event] = []
         self._users = 0
-        self._on_step: Callable[[int], None] | None = None
-        self._rank: int | None = None
-        self._is_alone = True
-        self._find_group: Callable[[], Group | None] = lambda: None
-
-    def attach(self, rank: int, device: str, find_group: Callable[[], Group | None], *, is_alone: bool) -> None:
-        """A model was wrapped. The first that lives counts: a later one may be a copy that this rank alone has made.
-
-        Args:
-            rank: this process's, in the job.
-            device: the type of the model's.
-            find_group: returns the job's ranks, where the model's replicas are all of them.
-            is_alone: the job has one process.
-        """
-        self.device = self.device or device
-        if self.group is None:
-            self._rank = rank
-            self._is_alone = is_alone
-            self._find_group = find_group
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the job."""
-        return world_place()[0] if self._rank is None else self._rank
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other process can be recording the same program."""
-        return self._is_alone and world_place()[1] == 1
-
-    @property
-    def group(self) -> Group | None:
-        """The ranks of the wrapped model while it lives; None where those are not all of the job's."""
-        return self._find_group()
 
     def settled_ns(self) -> int:
         """The time; where the recording ``synchronizes``, once the device has done what this thread's stream holds.
@@ -124,8 +75,8 @@ class Recorder:
         from the end of this rank's own work to the arrival of the result. Other streams, such as NCCL's, are not waited
         for: an exchange may still overlap with backward.
         """
-        if self.synchronizes and self.device not in (None, "cpu") and not torch.compiler.is_compiling():
-            synchronize_stream()
+        if self.synchronizes and torch.accelerator.is_available() and not torch.compiler.is_compiling():
+            torch.accelerator.current_stream().synchronize()
         return now_ns()
 
     def begin(self) -> int:
@@ -136,16 +87,21 @@ class Recorder:
         self.is_on = True
         return len(self._events)
 
-    def end(self, first: int) -> list[Event]:
-        """Turn recording off for one user; return the spans from number ``first`` on, in the order they ended."""
+    def end(self) -> None:
+        """Turn recording off for one user."""
         self._users -= 1
-        if self._users == 0:
-            self.is_on = False
-        return self.since(first)
+        self.is_on = self._users > 0
 
-    def since(self, first: int) -> list[Event]:
-        """The spans from number ``first`` on."""
-        return self._events[first:]
+    def write_part(self, path: str | os.PathLike[str], first: int) -> None:
+        """Write the spans from number ``first`` on as this rank's part of ``path``. An error is logged."""
+        rank = world_place()[0] if self.worker_rank is None else self.worker_rank
+        part = part_path(path, rank)
+        try:
+            write(trace(self._events[first:], rank=rank, dropped=self.dropped), part)
+        except Exception as error:
+            logger.warning("the timeline of rank %d could not be written: %s", rank, error)
+        else:
+            logger.info("timeline of rank %d written to %s", rank, part)
 
     def add(
         self,
@@ -155,7 +111,7 @@ class Recorder:
         step: int | None = None,
         args: Mapping[str, Any] | None = None,
         ended_ns: int | None = None,
-        track: str = timeline_files.COMPUTE,
+        track: str = COMPUTE,
         category: str | None = None,
     ) -> None:
         """A span ended, now unless ``ended_ns`` says when.
@@ -193,68 +149,21 @@ class Recorder:
     def begin_step(self, iteration: int) -> None:
         """A training forward begins, the ``iteration``-th of its model."""
         self.step = iteration
-        if self._on_step is not None:
-            self._on_step(iteration)
-
-
-def synchronize_stream() -> None:
-    """Wait for the work of this thread's stream on the accelerator."""
-    torch.accelerator.current_stream().synchronize()
+        if self.on_step is not None:
+            self.on_step(iteration)
 
 
 recorder = Recorder()
-
-
-@dataclass
-class _Recording:
-    """The spans of one file.
-
-    Attributes:
-        path: of the file; parts are called ``path.rank<r>``.
-        first: number of its first span.
-        offset: this host's clock against rank 0's, where it was measured.
-        anchor_ns: the wall clock minus the monotonic one, when recording began.
-    """
-
-    path: Path
-    first: int = field(default_factory=recorder.begin)
-    offset: Offset | None = None
-    anchor_ns: int = field(default_factory=lambda: time.time_ns() - now_ns())
-
-    def compare_clocks(self) -> None:
-        """Measure ``offset``; where ranks record together, all call it."""
-        if recorder.group is not None:
-            self.offset = recorder.group.measure_offset()
-
-    def describe(self, events: list[Event]) -> dict[str, Any]:
-        """The trace of this rank alone."""
-        return timeline_files.trace(
-            events,
-            rank=recorder.rank,
-            process_id=os.getpid(),
-            host=socket.gethostname(),
-            anchor_ns=self.anchor_ns,
-            offset=self.offset,
-            dropped=recorder.dropped,
-            device=recorder.device,
-            is_synchronized=recorder.synchronizes,
-        )
-
-    def write_part(self, events: list[Event]) -> Path:
-        """Write this rank's own file and return its path."""
-        path = timeline_files.part_path(self.path, recorder.rank)
-        timeline_files.write(self.describe(events), path)
-        return path
 
 
 @contextmanager
 def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     """Record what this rank does inside the block, and write it for https://ui.perfetto.dev or chrome://tracing.
 
-    Every rank of the process group enters and leaves the block; rank 0 then writes one file with all of them. After an
-    exception inside the block, without a process group, and where a model's replicas are only some of the ranks (a
-    ``device_mesh`` of several dimensions), each rank writes its own ``path.rank<r>`` instead, without waiting;
-    ``psengine.tracing.files.merge_parts`` joins those. docs/diagnosis.md lists the spans and their cost.
+    Every rank of the process group enters and leaves the block; rank 0 then merges the files of the ranks on its host.
+    After an exception inside the block, and with workers over parameter servers, each rank writes its own
+    ``path.rank<r>`` instead, without waiting; ``psengine.tracing.files.merge_parts`` joins those. docs/diagnosis.md
+    lists the spans and their cost.
 
     Args:
         path: of the file, JSON; overwritten.
@@ -262,46 +171,33 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         ConfigurationError: there is no such folder.
     """
-    recording = _Recording(_checked_path(path, ConfigurationError, "psengine.timeline"))
-    has_ended = False
+    path = _checked_path(path, ConfigurationError, "psengine.timeline")
+    first = recorder.begin()
     try:
-        recording.compare_clocks()
         yield
-        events = recorder.end(recording.first)
-        has_ended = True
+    except BaseException:
+        recorder.end()
+        recorder.write_part(path, first)
+        raise
+    recorder.end()
+    recorder.write_part(path, first)
+    if recorder.worker_rank is None:
         try:
-            _write_together(recording, events)
+            _merge_on_rank_0(path)
         except Exception as error:
-            logger.warning("the ranks' timelines could not be gathered and written (%s); each writes its own", error)
-            _write_alone(recording, events)
-    finally:
-        if not has_ended:
-            _write_alone(recording, recorder.end(recording.first))
+            logger.warning("the ranks' timelines could not be merged (%s); each rank has its own", error)
 
 
-def _write_together(recording: _Recording, events: list[Event]) -> None:
-    group = recorder.group
-    if group is None:
-        if recorder.is_alone:
-            timeline_files.write(timeline_files.merge([recording.describe(events)]), recording.path)
-        else:
-            logger.info("timeline written to %s", recording.write_part(events))
-        return
-    parts = group.gather(timeline_files.encode(recording.describe(events)))
-    if group.rank == 0:
-        merged = timeline_files.merge([timeline_files.decode(part) for part in parts])
-        timeline_files.write(merged, recording.path)
-        logger.info("timeline of %d ranks written to %s%s", group.world_size, recording.path, describe(merged))
-
-
-def _write_alone(recording: _Recording, events: list[Event]) -> None:
-    """Write this rank's part; an error is logged, and does not end the program."""
-    try:
-        path = recording.write_part(events)
-    except Exception as error:
-        logger.warning("the timeline of rank %d could not be written: %s", recorder.rank, error)
-    else:
-        logger.info("timeline of rank %d written to %s", recorder.rank, path)
+def _merge_on_rank_0(path: Path) -> None:
+    if dist.is_initialized():
+        dist.barrier()
+    rank, world_size = world_place()
+    parts = [part for part in find_parts(path) if part in {part_path(path, other) for other in range(world_size)}]
+    if rank == 0:
+        merge_parts(parts, path)
+        for part in parts:
+            part.unlink()
+        logger.info("timeline of %d ranks written to %s", len(parts), path)
 
 
 # ---- PSENGINE_TIMELINE -------------------------------------------------------------------------------------------
@@ -312,14 +208,15 @@ _from_environment: _FromEnvironment | None = None
 class _FromEnvironment:
     """The recording that PSENGINE_TIMELINE asks for: this rank's part, written at the end or after some steps."""
 
-    def __init__(self, recording: _Recording, steps: int | None) -> None:
-        self._recording = recording
+    def __init__(self, path: Path, steps: int | None) -> None:
+        self.process_id = os.getpid()
+        self._path = path
+        self._first = recorder.begin()
         self._steps = steps
         self._first_step: int | None = None
         self._is_over = False
-        self._process_id = os.getpid()
         if steps is not None:
-            recorder._on_step = self._count
+            recorder.on_step = self._count
         before_shutdown(self.write)
         atexit.register(self.write)
 
@@ -327,28 +224,29 @@ class _FromEnvironment:
         if self._first_step is None or iteration < self._first_step:
             self._first_step = iteration
         if self._steps is not None and iteration - self._first_step >= self._steps:
-            recorder._on_step = None
             self.write()
             self._is_over = True
-            recorder.end(self._recording.first)
+            recorder.on_step = None
+            recorder.end()
             recorder.synchronizes = False
 
     def write(self) -> None:
         """Write the spans so far; a later call overwrites the file."""
-        if not self._is_over and self._process_id == os.getpid():
-            _write_alone(self._recording, recorder.since(self._recording.first))
+        if not self._is_over and self.process_id == os.getpid():
+            recorder.write_part(self._path, self._first)
 
 
-def start_from_environment() -> None:
-    """Begin to record where PSENGINE_TIMELINE says so; called after ``attach``, when a model was wrapped.
+def model_wrapped(worker_rank: int | None) -> None:
+    """A model was wrapped, whose strategy gives this process ``worker_rank``: record where PSENGINE_TIMELINE says so.
 
     Raises:
         EnvironmentVariableError: PSENGINE_TIMELINE names no writable place, PSENGINE_TIMELINE_STEPS no number, or
             PSENGINE_TIMELINE_SYNCHRONIZE neither 0 nor 1.
     """
     global _from_environment
+    recorder.worker_rank = worker_rank
     text = read_variable("PSENGINE_TIMELINE")
-    if not text or (_from_environment is not None and _from_environment._process_id == os.getpid()):
+    if not text or (_from_environment is not None and _from_environment.process_id == os.getpid()):
         return
     path = _checked_path(text, EnvironmentVariableError, "PSENGINE_TIMELINE")
     steps = read_variable("PSENGINE_TIMELINE_STEPS")
@@ -364,9 +262,7 @@ def start_from_environment() -> None:
             f" (expected 0 or 1, got {synchronize!r})."
         )
     recorder.synchronizes = synchronize == "1"
-    recording = _Recording(path)
-    recording.compare_clocks()
-    _from_environment = _FromEnvironment(recording, int(steps) if steps else None)
+    _from_environment = _FromEnvironment(path, int(steps) if steps else None)
 
 
 def _checked_path(path: str | os.PathLike[str], error: type[PSEngineError], name: str) -> Path:

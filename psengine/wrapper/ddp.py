@@ -16,7 +16,6 @@ from torch.distributed.algorithms.join import Joinable
 from psengine.collectives.base import Collective
 from psengine.collectives.operands import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
-from psengine.collectives.timeline_group import attach as attach_timeline
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
 from psengine.environment.variables import default_collective, read_variable
 from psengine.errors import ConfigurationError, ModuleError
@@ -26,6 +25,7 @@ from psengine.strategies.base import Strategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
+from psengine.tracing.timeline import model_wrapped
 from psengine.tracing.training_metrics import metrics
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
@@ -240,7 +240,7 @@ class DistributedDataParallel(SwitchableStrategy):
         self.reducer.listen()
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
-        attach_timeline(self._collective, self.device, self.strategy.worker_rank)
+        model_wrapped(self.strategy.worker_rank)
         self._finalizer = weakref.finalize(self, _release, self.reducer, self.strategy)
         self._finalizer.atexit = False
 
