@@ -53,7 +53,7 @@ class Strategy(Exchange, LifeCycle, Stepping):
     """How replicas agree. One object serves one replica; nothing outside ``strategies/`` asks which kind it is.
 
     Attributes:
-        capabilities: what the rest of psengine knows about it. Of an object they may change between two steps.
+        capabilities: what the rest of psengine knows about it.
     """
 
     capabilities: Capabilities = Capabilities()

@@ -1,7 +1,11 @@
-"""Strategy "sync": every step, a collective averages the gradients of all replicas. Native DDP's semantics."""
+"""Strategy "sync": every step, a collective averages the gradients of all replicas. Native DDP's semantics.
+
+And ``OverCollective``, what it shares with the strategies whose replicas agree over a collective now and then.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +26,52 @@ from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
 
-class SyncAllReduce(Strategy):
+class OverCollective(Strategy):
+    """A strategy of the ranks of one collective; their models are compared, and begin with rank 0's values."""
+
+    def __init__(self) -> None:
+        self._replica: Replica | None = None
+
+    @property
+    def collective(self) -> Collective:
+        """The group of replicas; set by ``prepare``."""
+        if self._replica is None:
+            raise ReductionError(
+                f"strategy {self.name!r} was not prepared; DistributedDataParallel does so when constructed"
+            )
+        return self._replica.collective
+
+    @property
+    @abstractmethod
+    def agreed_options(self) -> dict[str, str]:
+        """Options that all ranks have to choose alike, by name."""
+
+    @override
+    def prepare(self, replica: Replica) -> None:
+        if self._replica is not None:
+            raise ConfigurationError(
+                "a strategy object serves one wrapped model (got a second); make a"
+                f" psengine.{type(self).__name__}() for each"
+            )
+        if not replica.is_known_equal:
+            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device, self.agreed_options)
+        self._replica = replica
+
+    @override
+    def join(self) -> None:
+        """Rank 0's parameters and buffers overwrite everybody's."""
+        assert self._replica is not None, "joined before it was prepared"
+        if not self._replica.is_known_equal:
+            state = list(self._replica.state.values())
+            self.collective.broadcast(state, 0, what="initial parameters and buffers").wait()
+
+    @override
+    def close(self) -> None:
+        """The process group belongs to the caller and stays open."""
+        self._replica = None
+
+
+class SyncAllReduce(OverCollective):
     """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer.
 
     Args:
@@ -38,8 +87,8 @@ class SyncAllReduce(Strategy):
     capabilities = Capabilities(gathers=True)
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
+        super().__init__()
         self._codec = resolve_codec(compress)
-        self._replica: Replica | None = None
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
         self._scale = 1.0
@@ -57,35 +106,14 @@ class SyncAllReduce(Strategy):
         self.__init__(compress=state["compress"])  # type: ignore[misc]
 
     @property
-    def collective(self) -> Collective:
-        """The group of replicas; set by ``prepare``."""
-        if self._replica is None:
-            raise ReductionError("strategy 'sync' was not prepared; DistributedDataParallel does so when constructed")
-        return self._replica.collective
-
-    @property
+    @override
     def agreed_options(self) -> dict[str, str]:
-        """Options that all ranks have to choose alike, by name."""
         return {"compress": repr(self._codec)}
 
     @override
     def prepare(self, replica: Replica) -> None:
-        if self._replica is not None:
-            raise ConfigurationError(
-                "a strategy object serves one wrapped model (got a second); make a psengine.SyncAllReduce() for each"
-            )
-        if not replica.is_known_equal:
-            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device, self.agreed_options)
-        self._replica = replica
+        super().prepare(replica)
         self._weights = BatchWeights(replica.collective, replica.device)
-
-    @override
-    def join(self) -> None:
-        """Rank 0's parameters and buffers overwrite everybody's."""
-        assert self._replica is not None, "joined before it was prepared"
-        if not self._replica.is_known_equal:
-            state = list(self._replica.state.values())
-            self.collective.broadcast(state, 0, what="initial parameters and buffers").wait()
 
     @override
     def weigh(self, weight: float | None) -> None:
@@ -188,8 +216,7 @@ class SyncAllReduce(Strategy):
 
     @override
     def close(self) -> None:
-        """The process group belongs to the caller and stays open."""
-        self._replica = None
+        super().close()
         self._weights = None
         self._exchanges = None
 

@@ -20,7 +20,6 @@ from psengine.errors import ConfigurationError
 from psengine.strategies.local.fragments import FRAGMENT_BUCKET_BYTES, cut
 from psengine.tensors.bucket_plan import plan_buckets
 from psengine.verify.averages import AtServers, Average, Over, OverCollective
-from psengine.verify.codec_rule import CollectiveRule
 from psengine.verify.codec_values import check_has_rule
 from psengine.verify.parts import Part, elements, gather, in_memory_order, pieces_of, scatter, whole
 from psengine.verify.rule import Layout, MakeRule, Replicas, Rule
@@ -39,7 +38,6 @@ class RuleOptions:
     """
 
     every: int
-    warm_up: int = 0
     fragments: int = 1
     overlap: int = 0
     keep: float = 0.0
@@ -99,15 +97,13 @@ class LocalRule(Rule):
     Args:
         replicas: the modules; mutated.
         options: of the rule.
-        layout: of the training that is compared: of gradients in the warm-up, and of the chunks that servers average
-            and step. Over a collective the parameters of a fragment travel in buckets that the rule plans itself, and
-            without ``layout`` gradients do too.
+        layout: of the training that is compared: the chunks that servers average and step. Over a collective the
+            parameters of a fragment travel in buckets that the rule plans itself.
     """
 
     def __init__(self, replicas: Replicas, options: RuleOptions, layout: Layout | None = None) -> None:
         self._replicas = replicas
         self._options = options
-        self.averages_gradients = options.warm_up > 0
         self._step = 0
         # By fragment: what travels together.
         self._groups: list[list[Sequence[Part]]] = []
@@ -116,21 +112,13 @@ class LocalRule(Rule):
             names, tensors = list(fragment), list(fragment.values())
             plans = plan_buckets(tensors, [FRAGMENT_BUCKET_BYTES], [False] * len(tensors))
             self._groups.append([whole([names[index] for index in plan], replicas[0]) for plan in plans])
-        buckets = [parts for groups in self._groups for parts in groups]
-        layout = layout or (lambda: buckets)
-        self._warm_up = CollectiveRule(replicas, layout, IDENTITY)
-        if isinstance(options.over, AtServers):
+        if isinstance(options.over, AtServers) and layout is not None:
             self._groups = [list(layout())]
         # By fragment and group.
-        self._agreed: list[list[torch.Tensor]] = []
         self._averages = [[self._average_of(parts) for parts in groups] for groups in self._groups]
         self._momenta: list[list[torch.Tensor | None]] = [[None] * len(groups) for groups in self._groups]
         # (step at which they are used, fragment, the averages of its groups)
         self._sent: list[tuple[int, int, list[torch.Tensor]]] = []
-        if options.warm_up == 0:
-            self._begin()
-
-    def _begin(self) -> None:
         self._agreed = [[self._values(self._replicas[0], parts) for parts in groups] for groups in self._groups]
 
     def _values(self, replica: torch.nn.Module, parts: Sequence[Part]) -> torch.Tensor:
@@ -138,28 +126,11 @@ class LocalRule(Rule):
         return gather({name: elements(parameter, parameter) for name, parameter in flats.items()}, parts)
 
     @override
-    def before_forward(self) -> None:
-        """In the warm-up as under "sync"."""
-        if self._step < self._options.warm_up:
-            self._warm_up.exchanges_buffers = self.exchanges_buffers
-            self._warm_up.before_forward()
-
-    @override
-    def before_step(self) -> None:
-        """In the warm-up as under "sync"."""
-        if self._step < self._options.warm_up:
-            self._warm_up.before_step()
-
-    @override
     @torch.no_grad()
     def after_step(self) -> None:
         options = self._options
         self._step += 1
-        step = self._step - options.warm_up
-        if step == 0:
-            self._begin()
-        if step <= 0:
-            return
+        step = self._step
         for fragment, groups in enumerate(self._groups):
             if step % options.every == (fragment + 1) * options.every // options.fragments % options.every:
                 averages = []

@@ -26,12 +26,9 @@ STEPS = 14
 RULES = {
     "local:every=1": RuleOptions(every=1),
     "local:every=4": RuleOptions(every=4),
-    "local:every=4,warm_up=3": RuleOptions(every=4, warm_up=3),
     "diloco:every=4": RuleOptions(every=4, outer_lr=0.7, outer_momentum=0.9),
     "diloco:every=3,outer_lr=0.5,outer_momentum=0": RuleOptions(every=3, outer_lr=0.5),
-    "diloco:every=6,fragments=3,warm_up=2": RuleOptions(
-        every=6, fragments=3, warm_up=2, outer_lr=0.7, outer_momentum=0.9
-    ),
+    "diloco:every=6,fragments=3": RuleOptions(every=6, fragments=3, outer_lr=0.7, outer_momentum=0.9),
     "diloco:every=4,fragments=2,overlap=3,keep=0.25": RuleOptions(
         every=4, fragments=2, overlap=3, keep=0.25, outer_lr=0.7, outer_momentum=0.9
     ),
@@ -124,7 +121,7 @@ def test_every_rank_has_the_bits_of_its_replica_in_one_process(world_size):
             assert all(map(torch.equal, states[index], wanted[rank])), f"{name} on rank {rank}"
 
 
-MIDWAY = ["local:every=4,warm_up=3", "diloco:every=4", "diloco:every=4,fragments=2,overlap=3,keep=0.25"]
+MIDWAY = ["local:every=4", "diloco:every=4", "diloco:every=4,fragments=2,overlap=3,keep=0.25"]
 
 
 def test_training_goes_on_from_a_checkpoint_in_the_middle_of_a_round():
@@ -201,7 +198,7 @@ def test_three_ranks_add_in_the_order_of_their_collective(collective):
     """Gloo's, or that of hosts. Not AdamW: the gradient of a bias before BatchNorm is rounding error alone, and would
     make full steps.
     """
-    names = [name for name, options in RULES.items() if not options.warm_up]
+    names = list(RULES)
     results = run_ranks(train, 3, names, {"collective": collective}, range(STEPS), None, sgd)
     for index, name in enumerate(names):
         wanted = in_one_process(RULES[name], 3, sgd)
@@ -370,9 +367,9 @@ def test_wrong_options(specification, message):
 
 
 def test_a_schedule_and_a_cut():
-    schedule = Schedule(every=6, warm_up=2, fragments=3, overlap=1)
-    assert [schedule.leaving(step) for step in range(1, 9)] == [[], [], [], [0], [], [1], [], [2]]
-    assert [step for step in range(1, 15) if schedule.ends_round(step)] == [8, 14]
+    schedule = Schedule(every=6, fragments=3, overlap=1)
+    assert [schedule.leaving(step) for step in range(1, 7)] == [[], [0], [], [1], [], [2]]
+    assert [step for step in range(1, 13) if schedule.ends_round(step)] == [6, 12]
     parameters = dict(make_model().named_parameters())
     for count in (1, 2, 5):
         parts = cut(parameters, count)
@@ -399,7 +396,6 @@ def killed(rank: int, world_size: int, name: str) -> str:
     [
         ("local:every=4", "7 PeerLostError"),
         pytest.param("local:every=4,compress=int8", "7 PeerLostError", marks=pytest.mark.slow),
-        pytest.param("local:every=2,warm_up=6", "5 PeerLostError", marks=pytest.mark.slow),
         # Fragment 0 left after step 1, and arrives after step 6; fragment 1 leaves after it died.
         pytest.param("diloco:every=8,fragments=4,overlap=5,compress=fp4", "6 PeerLostError", marks=pytest.mark.slow),
     ],

@@ -169,7 +169,7 @@ def test_the_zoo_follows_the_rule_of_async_with_one_worker(codec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["sync:compress=int8", "sync-server:compress=int8", "local:every=2,warm_up=1"])
+@pytest.mark.parametrize("strategy", ["sync:compress=int8", "sync-server:compress=int8", "local:every=2"])
 def test_replicas_keep_their_buffers_where_the_wrapper_says_so(strategy):
     assert compare(f"{TARGETS}:own_buffers", Settings(strategy=strategy, steps=3)).verdict == "bitwise equal"
 
@@ -193,7 +193,7 @@ def test_a_rule_with_another_option_is_another_rule():
 @pytest.mark.parametrize(
     ("strategy", "left_out"),
     [
-        ("local:every=2,warm_up=1", set()),
+        ("local:every=2", set()),
         ("diloco:every=4,fragments=2,overlap=1,keep=0.25", set()),
         ("diloco-server:quorum=2,every=2", {"sparse"}),
     ],

@@ -25,7 +25,6 @@ class Diloco(LocalSteps):
 
     Args:
         every: local steps of a round.
-        warm_up: steps before the first round, which are those of "sync".
         fragments: parts of the model that are exchanged in turn, each once in a round.
         overlap: local steps that are taken while a part travels.
         keep: with ``overlap``, the share of its own parameters that a replica keeps when a part arrives.
@@ -43,7 +42,6 @@ class Diloco(LocalSteps):
         self,
         every: int = 100,
         *,
-        warm_up: int = 0,
         fragments: int = 1,
         overlap: int = 0,
         keep: float = 0.5,
@@ -53,7 +51,7 @@ class Diloco(LocalSteps):
     ) -> None:
         outer_lr, outer_momentum = checked_outer(outer_lr, outer_momentum)
         keep = checked_number("keep", keep, lambda value: 0 <= value < 1, "a share: 0 <= keep < 1")
-        schedule = Schedule(every=every, warm_up=warm_up, fragments=fragments, overlap=overlap)
+        schedule = Schedule(every=every, fragments=fragments, overlap=overlap)
         outer = OuterStep(learning_rate=outer_lr, momentum=outer_momentum, keep=keep if overlap else 0.0)
         self._given = {"fragments": fragments, "overlap": overlap, "keep": keep}
         self._given |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum}

@@ -1,6 +1,6 @@
 """Strategies "local" and "diloco": each replica steps by itself; every H steps a collective makes replicas agree.
 
-"local" averages parameters (local SGD; with ``warm_up``, post-local SGD, Lin et al. 2018, arXiv 1808.07217)::
+"local" averages parameters (local SGD; after a while of "sync", post-local SGD, Lin et al. 2018, arXiv 1808.07217)::
 
     rank 0   step ─ step ─ ... ─ step ─┐                        ┌─ step ...
     rank 1   step ─ step ─ ... ─ step ─┴─ average of parameters ┴─ step ...
@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,22 +25,22 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
-from psengine.collectives.base import Work
 from psengine.errors import ConfigurationError
+from psengine.strategies.base import Capabilities
 from psengine.strategies.batch_weights import WHAT
-from psengine.strategies.exchange import CommHook, Reduction, StaysLocal, Step
+from psengine.strategies.exchange import Reduction, StaysLocal, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.local.fragments import Fragment, OuterStep, cut
 from psengine.strategies.local.scaled_step import ScaledStep, bound, check_bound
 from psengine.strategies.local.schedule import Schedule
 from psengine.strategies.stepping import check_one
-from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.strategies.sync_all_reduce import OverCollective
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import NOTHING, WHOLE, Share
 from psengine.tracing.timeline import recorder
 
 
-class LocalSteps(SyncAllReduce):
+class LocalSteps(OverCollective):
     """Average the parameters of all replicas after every ``every`` steps; needs ``psengine.DistributedOptimizer``.
 
     Buffers that are floating-point (running statistics) are averaged with the parameters; others become rank 0's. The
@@ -50,7 +49,6 @@ class LocalSteps(SyncAllReduce):
 
     Args:
         every: local steps of a round.
-        warm_up: steps before the first round, which are those of "sync".
         compress: the codec, or its name, of the differences from the last average; costs a copy of the model. None:
             parameters travel as they are.
 
@@ -59,22 +57,21 @@ class LocalSteps(SyncAllReduce):
     """
 
     name = "local"
-    _steady = replace(
-        SyncAllReduce.capabilities,
-        gathers=False,  # a step exchanges nothing, what check_finite finds neither
+    capabilities = Capabilities(
+        keeps_first_layout=True,
         carries_buffers=True,
         defines_gradients=False,
         counts_absent=True,
         steps_alone=True,
     )
 
-    def __init__(self, every: int = 16, *, warm_up: int = 0, compress: str | Codec | None = None) -> None:
+    def __init__(self, every: int = 16, *, compress: str | Codec | None = None) -> None:
         codec = resolve_codec(compress)
-        self._set_up(Schedule(every=every, warm_up=warm_up), codec, None if codec.is_lossless else OuterStep())
+        self._set_up(Schedule(every=every), codec, None if codec.is_lossless else OuterStep())
 
     def _set_up(self, schedule: Schedule, codec: Codec, outer: OuterStep | None) -> None:
         super().__init__()
-        self._schedule, self._differences_codec, self._outer = schedule, codec, outer
+        self._schedule, self._codec, self._outer = schedule, codec, outer
         self._forget()
 
     def _forget(self) -> None:
@@ -87,22 +84,11 @@ class LocalSteps(SyncAllReduce):
         self._samples: list[float | None] = [None] * self._schedule.fragments
         # Whether parameters are rank 0's, or each rank's own, since the model was loaded without this state.
         self._is_settled = False
-        self._choose_capabilities()
-
-    def _choose_capabilities(self) -> None:
-        """Warming up, this is "sync"."""
-        warms_up = self._schedule.is_warming_up(self._steps + 1)
-        self.capabilities = (
-            replace(self._steady, carries_buffers=False, defines_gradients=True)
-            if warms_up
-            else replace(self._steady, keeps_first_layout=not self._schedule.warm_up)
-        )
 
     @property
     def _options(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        options = {"every": self._schedule.every, "warm_up": self._schedule.warm_up}
-        return options | {"compress": self._differences_codec}
+        return {"every": self._schedule.every, "compress": self._codec}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._options.items())})"
@@ -118,17 +104,13 @@ class LocalSteps(SyncAllReduce):
     def agreed_options(self) -> dict[str, str]:
         return {"strategy": self.name} | {name: repr(value) for name, value in self._options.items()}
 
-    @property
-    def _warms_up(self) -> bool:
-        return self._schedule.is_warming_up(self._steps + 1)
-
     # ---- in service --------------------------------------------------------------------------------------------
 
     @override
     def prepare(self, replica: Replica) -> None:
         super().prepare(replica)
         self._fragments = [
-            Fragment(part, replica.collective, self._differences_codec, self._outer)
+            Fragment(part, replica.collective, self._codec, self._outer)
             for part in cut(replica.parameters, self._schedule.fragments)
         ]
 
@@ -144,7 +126,7 @@ class LocalSteps(SyncAllReduce):
         self._travelling.clear()
         self._samples = [None] * self._schedule.fragments
         with torch.no_grad():
-            for fragment in self._fragments if not self._warms_up else ():
+            for fragment in self._fragments:
                 fragment.settle()
 
     @override
@@ -154,37 +136,27 @@ class LocalSteps(SyncAllReduce):
             self._stepper.release()
         self._forget()
 
-    # ---- gradients: those of the warm-up travel ----------------------------------------------------------------
+    # ---- gradients stay where they are -------------------------------------------------------------------------
 
     @property
     @override
     def needs_packing(self) -> bool:
-        return self._warms_up and super().needs_packing
+        return False
 
     @override
     def begin(self, step: Step) -> Share:
         self._bound()
-        return super().begin(step) if self._warms_up else WHOLE
+        return WHOLE
 
     @override
     def weigh(self, weight: float | None) -> None:
         """Parameters are weighed by the samples since their last average."""
-        if self._warms_up:
-            super().weigh(weight)
-        elif weight is not None:
+        if weight is not None:
             self._samples = [weight + (samples or 0.0) for samples in self._samples]
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
-        return super().reduce(bucket) if self._warms_up else StaysLocal()
-
-    @override
-    def reduce_usage(self, used: torch.Tensor) -> Work:
-        return super().reduce_usage(used) if self._warms_up else super(SyncAllReduce, self).reduce_usage(used)
-
-    @override
-    def register_comm_hook(self, hook: CommHook) -> None:
-        super(SyncAllReduce, self).register_comm_hook(hook)
+        return StaysLocal()
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 
@@ -219,16 +191,12 @@ class LocalSteps(SyncAllReduce):
     def _begin_anew(self) -> None:
         """After the model was loaded without this strategy's state."""
         if not self._is_settled:
-            self._steps = min(self._steps, self._schedule.warm_up)
+            self._steps = 0
             super().join()
             self._settle()
 
     def _end_step(self) -> None:
-        was_warming_up = self._warms_up
         self._steps += 1
-        if was_warming_up and not self._warms_up:
-            self._choose_capabilities()
-            self._settle()
         self._resend()
         leaving = self._schedule.leaving(self._steps)
         arrives = bool(self._travelling) and self._travelling[0][0] <= self._steps
@@ -302,15 +270,13 @@ class LocalSteps(SyncAllReduce):
                 f" {len(self._fragments)} fragments, got {sorted(state)} with {len(state.get('fragments', ()))})"
             )
         self._steps = state["steps"]
-        self._choose_capabilities()
         self._settle()
         self._travelling.extend((due, index) for due, index in state["travelling"])
         self._samples = list(state["samples"])
         with torch.no_grad():
             for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
                 try:
-                    if not self._warms_up:
-                        fragment.load(saved)
+                    fragment.load(saved)
                 except KeyError as error:
                     raise ConfigurationError(
                         f"the saved state is not one of {self!r} (expected what it keeps of each parameter, got nothing"
@@ -325,8 +291,6 @@ class LocalSteps(SyncAllReduce):
     @override
     def conclude(self) -> None:
         """End the round under way: all fragments are exchanged now."""
-        if self._warms_up and self._is_settled:
-            return
         if not self._is_settled:
             super().join()
             return
@@ -342,5 +306,5 @@ class LocalSteps(SyncAllReduce):
 
     @override
     def restart(self) -> None:
-        """The next step broadcasts rank 0's parameters and begins a round, or the warm-up where that is not over."""
+        """The next step broadcasts rank 0's parameters and begins a round."""
         self._is_settled = False

@@ -24,7 +24,6 @@ class Schedule:
 
     Attributes:
         every: local steps of a round, in which each fragment is exchanged once.
-        warm_up: steps before the first round, in which gradients are averaged.
         fragments: number of parts of the model that are exchanged in turn.
         overlap: local steps that are taken while a fragment travels.
 
@@ -33,12 +32,11 @@ class Schedule:
     """
 
     every: int
-    warm_up: int = 0
     fragments: int = 1
     overlap: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("warm_up", 0), ("fragments", 1), ("overlap", 0)):
+        for name, least in (("every", 1), ("fragments", 1), ("overlap", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name} is a number (expected an integer of at least {least}, got {value!r})")
@@ -53,24 +51,14 @@ class Schedule:
                 f" every={self.every} steps, got {self.overlap}). Fix: less overlap, or a longer round."
             )
 
-    def is_warming_up(self, step: int) -> bool:
-        """Whether the gradients of ``step`` are averaged."""
-        return step <= self.warm_up
-
     def leaving(self, step: int) -> list[int]:
         """The fragments that leave after ``step``."""
-        if self.is_warming_up(step):
-            return []
-        place = (step - self.warm_up) % self.every
-        return [index for index in range(self.fragments) if self._place(index) == place]
+        places = [(index + 1) * self.every // self.fragments % self.every for index in range(self.fragments)]
+        return [index for index, place in enumerate(places) if place == step % self.every]
 
     def ends_round(self, step: int) -> bool:
         """Whether ``step`` is the last one of a round."""
-        return not self.is_warming_up(step) and (step - self.warm_up) % self.every == 0
-
-    def _place(self, fragment: int) -> int:
-        """After which step of a round a fragment leaves; 0 is the last one."""
-        return (fragment + 1) * self.every // self.fragments % self.every
+        return step % self.every == 0
 
 
 def checked_number(name: str, value: Any, is_in_range: Callable[[float], bool], expected: str) -> float:
