@@ -37,7 +37,8 @@ def delay_all_reduce(replica: Any, trigger: torch.Tensor, collective: Collective
     def reduce(gradient: torch.Tensor) -> torch.Tensor:
         # The trigger may come before the delayed gradients of the same backward, as native DDP allows; the exchange
         # itself is over before backward returns.
-        work = collective.all_reduce(flat, 1.0 / collective.world_size, what="delayed gradients")
+        # Divided, as native DDP does: a product with the reciprocal rounds otherwise.
+        work = collective.all_reduce(flat.div_(collective.world_size), 1.0, what="delayed gradients")
         torch.autograd.Variable._execution_engine.queue_callback(work.wait)
         return gradient
 
