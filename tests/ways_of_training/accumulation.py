@@ -29,21 +29,6 @@ def accumulated_without_no_sync(run: Run) -> None:
             (classify(model, x[part::2], y[part::2]) / 2).backward()
 
 
-@row(slow=True)
-def accumulated_over_batches(run: Run) -> None:
-    """A step after every second batch; the last one is left over."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for index, (x, y) in enumerate(run.batches(5)):
-        if index % 2 == 0:
-            with model.no_sync():
-                classify(model, x, y).backward()
-        else:
-            classify(model, x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 @row
 def only_forward_inside_no_sync(run: Run) -> None:
     """The forward inside no_sync, its backward outside."""
@@ -86,16 +71,6 @@ def accumulated_with_unused_parameters(run: Run) -> None:
         with model.no_sync():
             torch.nn.functional.cross_entropy(model(x, with_spare=True), y).backward()
         torch.nn.functional.cross_entropy(model(x), y).backward()
-
-
-@row(slow=True)
-def growing_accumulation(run: Run) -> None:
-    """One micro-batch in the first step, two in the second, three in the third."""
-    model = run.wrap(mlp())
-    for step, (x, y) in enumerate(run.training(run.sgd(model), size=6)):
-        for part in range(step + 1):
-            with model.no_sync() if part < step else contextlib.nullcontext():
-                (classify(model, x[part :: step + 1], y[part :: step + 1]) / (step + 1)).backward()
 
 
 @row

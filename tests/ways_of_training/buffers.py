@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils import parametrizations
 from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import apart_from, left_out, row
@@ -48,19 +48,6 @@ def batch_norm_of_ones_own(run: Run) -> None:
     train(run, run.wrap(normed(nn.BatchNorm1d(8)), forward_sync_buffers=False))
 
 
-@row(slow=True, sync_server=LATER)
-def batch_norm_frozen(run: Run) -> None:
-    """BatchNorm1d in evaluation mode while the rest is trained."""
-    module = normed(nn.BatchNorm1d(8))
-    model = run.wrap(module)
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        module[1].train(step < 2)
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-
-
 @row(sync_server=LATER, since_torch=(2, 13))
 def batch_norm_twice_a_step(run: Run) -> None:
     """BatchNorm1d in two forwards before one backward."""
@@ -83,14 +70,6 @@ def spectral_normalisation(run: Run) -> None:
     """parametrizations.spectral_norm, whose buffers each forward moves."""
     module = mlp()
     parametrizations.spectral_norm(module[0])
-    train(run, run.wrap(module))
-
-
-@row(slow=True, sync_server=LATER)
-def spectral_normalisation_of_old(run: Run) -> None:
-    """torch.nn.utils.spectral_norm, the older one."""
-    module = mlp()
-    spectral_norm(module[2])
     train(run, run.wrap(module))
 
 

@@ -7,7 +7,7 @@ import torch
 from _pytest.mark import ParameterSet
 from ways_of_training.ranks import Cell, Ranks
 from ways_of_training.rows import ROWS
-from ways_of_training.table import oracle_of
+from ways_of_training.table import SYNC, WITH_THREE_WORKERS, oracle_of
 
 from psengine.parameter_server.server.core import shard_jobs
 
@@ -20,13 +20,13 @@ def hold_many_jobs() -> None:
 
 
 def cells_of(columns: tuple[str, ...]) -> list[ParameterSet]:
-    """Every cell that is run. A row that is not slow takes one of sync's transports in the quick suite, by turns."""
+    """Every cell that is run. In the quick suite a row takes one of sync's columns, and every fourth three workers."""
     cells = []
     for index, row in enumerate(ROWS.values()):
-        other_transport = ("c10d", "shared_memory")[index % 2]
+        in_turn = (tuple(SYNC)[index % len(SYNC)], *(WITH_THREE_WORKERS if index % 4 == 0 else ()))
         for column in columns:
             if not row.expects(column).left_out:
-                is_slow = row.is_slow or column == other_transport
+                is_slow = row.is_slow or (column in (*SYNC, *WITH_THREE_WORKERS) and column not in in_turn)
                 marks = [pytest.mark.slow] if is_slow else []
                 if row.oldest_torch > TORCH:
                     marks.append(pytest.mark.skip(reason="this version's native DDP cannot train so"))

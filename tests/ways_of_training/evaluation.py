@@ -36,28 +36,10 @@ def evaluate(run: Run, context: Any, *, inner: bool = False, mode: bool = True) 
     train_with(run, between)
 
 
-@row(slow=True)
-def evaluated_without_gradients(run: Run) -> None:
-    """eval and no_grad through the wrapper."""
-    evaluate(run, torch.no_grad)
-
-
 @row
 def evaluated_in_inference_mode(run: Run) -> None:
     """eval and inference_mode through the wrapper."""
     evaluate(run, torch.inference_mode)
-
-
-@row(slow=True)
-def evaluated_through_the_inner_module(run: Run) -> None:
-    """eval and no_grad through the inner module."""
-    evaluate(run, torch.no_grad, inner=True)
-
-
-@row(slow=True)
-def evaluated_in_training_mode(run: Run) -> None:
-    """no_grad in training mode, as for Monte-Carlo dropout."""
-    evaluate(run, torch.no_grad, mode=False)
 
 
 @row
@@ -147,28 +129,3 @@ def stopped_early(run: Run) -> None:
         if stop:
             break
     run.note(step)
-
-
-@row(slow=True)
-def model_ensemble(run: Run) -> None:
-    """Two wrapped models trained side by side, their scores averaged for evaluation."""
-    models = [run.wrap(mlp()), run.wrap(mlp(12))]
-    optimizers = [run.sgd(model) for model in models]
-    for x, y in run.batches():
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            classify(model, x, y).backward()
-            optimizer.step()
-        with torch.no_grad():
-            run.note(sum(model(x) for model in models) / 2)
-
-
-@row(slow=True)
-def profiled(run: Run) -> None:
-    """Steps inside torch.profiler.record_function."""
-
-    def between(model: Any, x: Tensor, y: Tensor) -> None:
-        with torch.profiler.record_function("between"), torch.no_grad():
-            run.note(classify(model, x, y) * 0)
-
-    train_with(run, between)

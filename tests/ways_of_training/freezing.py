@@ -92,18 +92,6 @@ def frozen_before_and_thawed_in_a_new_wrapper(run: Run) -> None:
         optimizer.step()
 
 
-@row(slow=True)
-def biases_alone(run: Run) -> None:
-    """BitFit: only biases are trained."""
-    module = mlp()
-    for parameter in module.parameters():
-        parameter.requires_grad_(parameter.dim() == 1)
-    model = run.wrap(module)
-    optimizer = run.optimizer(torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01), model)
-    for x, y in run.training(optimizer):
-        classify(model, x, y).backward()
-
-
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
 def unused_head(run: Run) -> None:
     """A head that is never used, without find_unused_parameters."""
@@ -143,18 +131,3 @@ def detached_trunk(run: Run) -> None:
         optimizer.zero_grad()
         classify(model, x, y).backward()
         optimizer.step()
-
-
-@row(slow=True)
-def trunk_without_gradients(run: Run) -> None:
-    """The trunk is run under no_grad inside forward; its parameters are frozen."""
-
-    class Probe(Pieces):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                hidden = torch.tanh(self.body(x))
-            return self.head(hidden) + self.spare(hidden)
-
-    module = Probe()
-    module.body.requires_grad_(False)
-    train(run, run.wrap(module))

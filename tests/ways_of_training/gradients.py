@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
-from ways_of_training.networks import Pieces, classify, mlp, train
-from ways_of_training.run import CLASSES, WIDTH, Run
+from ways_of_training.networks import Pieces, classify, mlp
+from ways_of_training.run import WIDTH, Run
 from ways_of_training.table import refused, row
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -26,17 +25,6 @@ def gradient_penalty(run: Run) -> None:
         loss = loss + at_input.square().sum()
         loss.backward()
         run.note(loss)
-
-
-@row
-def autograd_grad_beside_backward(run: Run) -> None:
-    """torch.autograd.grad at some parameters, noted, before backward."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        loss = classify(model, x, y)
-        for gradient in torch.autograd.grad(loss, list(model.parameters())[:2], retain_graph=True):
-            run.note(gradient.norm())
-        loss.backward()
 
 
 @row
@@ -62,14 +50,6 @@ def graph_kept_for_a_second_backward(run: Run) -> None:
         loss = classify(model, x, y)
         loss.backward(retain_graph=True)
         loss.backward()
-
-
-@row(slow=True)
-def graph_kept_and_not_used(run: Run) -> None:
-    """retain_graph without a second backward."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        classify(model, x, y).backward(retain_graph=True)
 
 
 @row
@@ -173,15 +153,6 @@ def clipped_by_norm(run: Run) -> None:
 
 
 @row
-def clipped_by_value(run: Run) -> None:
-    """clip_grad_value_."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        classify(model, x, y).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-
-
-@row
 def gradients_as_bucket_views(run: Run) -> None:
     """gradient_as_bucket_view, gradients zeroed and gradients dropped by turns, clipped."""
     model = run.wrap(mlp(), gradient_as_bucket_view=True)
@@ -193,28 +164,6 @@ def gradients_as_bucket_views(run: Run) -> None:
         optimizer.step()
 
 
-@row(slow=True)
-def gradients_with_noise(run: Run) -> None:
-    """Noise of a generator that the ranks share is added to the averages."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    generator = torch.Generator().manual_seed(5)
-    for x, y in run.training(optimizer):
-        classify(model, x, y).backward()
-        for parameter in model.parameters():
-            parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
-
-
-@row
-def gradients_by_sign(run: Run) -> None:
-    """signSGD: gradients are replaced by new tensors before the step."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        classify(model, x, y).backward()
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad.sign()
-
-
 @row
 def some_gradients_dropped(run: Run) -> None:
     """Gradients of every second parameter are set to None before the step."""
@@ -223,220 +172,3 @@ def some_gradients_dropped(run: Run) -> None:
         classify(model, x, y).backward()
         for parameter in list(model.parameters())[::2]:
             parameter.grad = None
-
-
-@row(slow=True)
-def adversarial_examples(run: Run) -> None:
-    """PGD: two steps on the input by torch.autograd.grad, then one on the weights."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        attacked = x.clone()
-        for _ in range(2):
-            attacked.requires_grad_()
-            (gradient,) = torch.autograd.grad(classify(model, attacked, y), attacked)
-            attacked = (attacked + 0.1 * gradient.sign()).detach()
-        optimizer.zero_grad()
-        classify(model, attacked, y).backward()
-        optimizer.step()
-
-
-@row
-def adversarial_examples_by_backward(run: Run) -> None:
-    """FGSM by backward through the wrapped model, whose gradients are then zeroed."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        x.requires_grad_()
-        classify(model, x, y).backward()
-        attacked = (x + 0.1 * x.grad.sign()).detach()
-        optimizer.zero_grad()
-        classify(model, attacked, y).backward()
-        optimizer.step()
-
-
-@row(slow=True)
-def curvature(run: Run) -> None:
-    """A Hessian-vector product on the averaged gradient, by hand on the inner module."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        classify(model, x, y).backward()
-        parameters = list(model.module.parameters())
-        gradients = torch.autograd.grad(classify(model.module, x, y), parameters, create_graph=True)
-        along = sum((g * p.grad).sum() for g, p in zip(gradients, parameters, strict=True))
-        for product in torch.autograd.grad(along, parameters):
-            run.note(product.norm())
-
-
-@row
-def gradients_of_each_sample(run: Run) -> None:
-    """Gradients sample by sample through the inner module, clipped one by one (DP-SGD); the wrapper only evaluates."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model), 2):
-        total = [torch.zeros_like(parameter) for parameter in model.module.parameters()]
-        for one, label in zip(x, y, strict=True):
-            loss = classify(model.module, one[None], label[None])
-            gradients = torch.autograd.grad(loss, list(model.module.parameters()))
-            norm = torch.stack([g.norm() for g in gradients]).norm()
-            for sum_of, g in zip(total, gradients, strict=True):
-                sum_of += g / norm.clamp(min=1.0)
-        for parameter, gradient in zip(model.module.parameters(), total, strict=True):
-            parameter.grad = gradient
-        with torch.no_grad():
-            run.note(classify(model, x, y))
-
-
-@row
-def functional_gradients_of_each_sample(run: Run) -> None:
-    """torch.func.vmap over torch.func.grad of the inner module, noted between two steps."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-
-    def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(model.module, parameters, (x[None],)), y[None])
-
-    for x, y in run.batches():
-        parameters = {name: parameter.detach() for name, parameter in model.module.named_parameters()}
-        each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(parameters, x, y)
-        run.note(sum(gradient.square().sum() for gradient in each.values()))
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-
-
-@row
-def called_with_other_weights(run: Run) -> None:
-    """functional_call of the inner module with weights that are computed from its own, whose gradients flow."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        halved = {name: parameter * 0.5 for name, parameter in model.module.named_parameters()}
-        aside = F.cross_entropy(functional_call(model.module, halved, (x,)), y)
-        (classify(model, x, y) + aside).backward()
-
-
-@row
-def meta_learning(run: Run) -> None:
-    """MAML: an inner step whose graph is kept, through functional_call inside forward."""
-
-    class Learner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = mlp()
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            weights = dict(self.network.named_parameters())
-            for _ in range(2):
-                loss = F.cross_entropy(functional_call(self.network, weights, (x[:2],)), y[:2])
-                gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
-                weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
-            return F.cross_entropy(functional_call(self.network, weights, (x[2:],)), y[2:])
-
-    model = run.wrap(Learner())
-    optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
-    for x, y in run.training(optimizer):
-        loss = model(x, y)
-        loss.backward()
-        run.note(loss)
-
-
-class Quantize(torch.autograd.Function):
-    """Rounds; the gradient passes straight through."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return (x * 4).round() / 4
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class Reverse(torch.autograd.Function):
-    """The identity, whose gradient is turned round."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return -gradient
-
-
-@row(slow=True)
-def straight_through(run: Run) -> None:
-    """Weights quantized in forward, with a straight-through gradient."""
-
-    class Quantized(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, Quantize.apply(self.weight), self.bias)
-
-    train(run, run.wrap(nn.Sequential(Quantized(WIDTH, 8), nn.Tanh(), Quantized(8, CLASSES))))
-
-
-@row(slow=True)
-def gradient_reversal(run: Run) -> None:
-    """Domain-adversarial training: one head behind a gradient that is turned round."""
-
-    class Domains(Pieces):
-        def forward(self, x: Tensor) -> Any:
-            hidden = torch.tanh(self.body(x))
-            return self.head(hidden), self.spare(Reverse.apply(hidden))
-
-    model = run.wrap(Domains())
-    for x, y in run.training(run.sgd(model)):
-        classes, domains = model(x)
-        (F.cross_entropy(classes, y) + F.cross_entropy(domains, y.flip(0))).backward()
-
-
-@row(slow=True)
-def loss_computed_in_forward(run: Run) -> None:
-    """Forward takes the labels and returns the loss."""
-
-    class WithLoss(Pieces):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(super().forward(x, with_spare=True), y)
-
-    model = run.wrap(WithLoss())
-    for x, y in run.training(run.sgd(model)):
-        model(x, y=y).backward()
-
-
-@row(slow=True)
-def anomaly_mode(run: Run) -> None:
-    """torch.autograd.detect_anomaly around two of three steps."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches()):
-        with torch.autograd.set_detect_anomaly(step != 1):
-            optimizer.zero_grad()
-            classify(model, x, y).backward()
-            optimizer.step()
-
-
-@row(slow=True)
-def saved_tensors_packed(run: Run) -> None:
-    """saved_tensors_hooks store activations as float64 and bring them back."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        with torch.autograd.graph.saved_tensors_hooks(_as_double, _from_double):
-            loss = classify(model, x, y)
-        loss.backward()
-
-
-def _as_double(tensor: Tensor) -> tuple[torch.dtype, Tensor]:
-    return tensor.dtype, tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _from_double(packed: tuple[torch.dtype, Tensor]) -> Tensor:
-    return packed[1].to(packed[0])
-
-
-@row
-def saved_tensors_on_the_cpu(run: Run) -> None:
-    """torch.autograd.graph.save_on_cpu."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        with torch.autograd.graph.save_on_cpu():
-            loss = classify(model, x, y)
-        loss.backward()

@@ -83,27 +83,11 @@ def optimizer_hooks(run: Run) -> None:
         classify(model, x, y).backward()
 
 
-@row(slow=True, **NO_HOOKS)
-def all_reduce_hook(run: Run) -> None:
-    """The communication hook allreduce_hook."""
-    model = run.wrap(mlp())
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    train(run, model)
-
-
 @row(**NO_HOOKS)
 def half_precision_hook(run: Run) -> None:
     """The communication hook fp16_compress_hook."""
     model = run.wrap(mlp())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    train(run, model)
-
-
-@row(slow=True, **NO_HOOKS)
-def wrapped_hook(run: Run) -> None:
-    """fp16_compress_wrapper around allreduce_hook."""
-    model = run.wrap(mlp())
-    model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
     train(run, model)
 
 

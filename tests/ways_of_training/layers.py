@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
 from ways_of_training.networks import Pieces, classify, mlp
 from ways_of_training.run import CLASSES, WIDTH, Batch, Run
 from ways_of_training.table import refused, row
@@ -50,12 +48,6 @@ class Reader(nn.Module):
         return self.head((hidden[0] if isinstance(hidden, tuple) else hidden)[:, -1])
 
 
-@row(slow=True)
-def recurrent(run: Run) -> None:
-    """RNN of two layers."""
-    train(run, Reader(nn.RNN(8, 8, num_layers=2, batch_first=True)), texts(run))
-
-
 @row
 def lstm(run: Run) -> None:
     """LSTM, in both directions, with dropout between layers."""
@@ -64,49 +56,10 @@ def lstm(run: Run) -> None:
 
 
 @row
-def gru_with_kept_state(run: Run) -> None:
-    """GRU whose hidden state goes from batch to batch, detached."""
-
-    class Stateful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.core, self.head = nn.GRU(WIDTH, 8), nn.Linear(8, CLASSES)
-
-        def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-            output, state = self.core(x[None], state)
-            return self.head(output[0]), state
-
-    model = run.wrap(Stateful())
-    optimizer = run.sgd(model)
-    state = None
-    for x, y in run.training(optimizer):
-        scores, state = model(x, state)
-        F.cross_entropy(scores, y).backward()
-        state = state.detach()
-
-
-@row
 def transformer(run: Run) -> None:
     """TransformerEncoderLayer with dropout."""
     core = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.1, batch_first=True)
     train(run, Reader(core), texts(run))
-
-
-@row(slow=True)
-def packed_sequences(run: Run) -> None:
-    """Sequences of unequal length, packed."""
-
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.core, self.head = nn.Embedding(WORDS, 8), nn.GRU(8, 8), nn.Linear(8, CLASSES)
-
-        def forward(self, text: Tensor) -> Tensor:
-            vectors = self.words(text).transpose(0, 1)
-            packed = nn.utils.rnn.pack_padded_sequence(vectors, torch.tensor([2, 5, 3]), enforce_sorted=False)
-            return self.head(self.core(packed)[1][-1])
-
-    train(run, Packed(), texts(run))
 
 
 @row
@@ -117,28 +70,6 @@ def convolution_with_batch_norm(run: Run) -> None:
         nn.Flatten(), nn.LayerNorm(4), nn.Linear(4, CLASSES),
     )  # fmt: skip
     train(run, network)
-
-
-@row(slow=True)
-def transposed_convolution(run: Run) -> None:
-    """ConvTranspose1d and Conv1d."""
-    network = nn.Sequential(
-        nn.Unflatten(1, (2, 3)), nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.Conv1d(3, 2, 2), nn.Flatten(),
-        nn.Linear(6, CLASSES),
-    )  # fmt: skip
-    train(run, network)
-
-
-@row(slow=True)
-def words_with_padding(run: Run) -> None:
-    """Embedding with padding_idx and scaled by frequency."""
-    train(run, Reader(nn.Identity(), padding_idx=0, scale_grad_by_freq=True), texts(run))
-
-
-@row
-def words_renormalised_in_forward(run: Run) -> None:
-    """Embedding with max_norm, which writes to its weights in forward."""
-    train(run, Reader(nn.Identity(), max_norm=1.0), texts(run))
 
 
 @row(
@@ -155,12 +86,6 @@ def sparse_words(run: Run) -> None:
         classify(model, x, y).backward()
         sparse.step()
         dense.step()
-
-
-@row(slow=True)
-def bag_of_words(run: Run) -> None:
-    """EmbeddingBag."""
-    train(run, nn.Sequential(nn.EmbeddingBag(WORDS, 8, mode="mean"), nn.Linear(8, CLASSES)), texts(run))
 
 
 @row
@@ -191,50 +116,6 @@ def one_layer_used_thrice(run: Run) -> None:
             return self.head(hidden)
 
     train(run, Shared())
-
-
-@row(slow=True)
-def siamese(run: Run) -> None:
-    """Two inputs through the same network inside one forward."""
-
-    class Twins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = mlp(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.network(x) - self.network(x.flip(0))).abs()
-
-    train(run, Twins())
-
-
-def _with(change: Callable[[nn.Linear], nn.Module]) -> nn.Module:
-    return nn.Sequential(change(nn.Linear(WIDTH, 8)), nn.Tanh(), change(nn.Linear(8, CLASSES)))
-
-
-@row
-def weight_norm(run: Run) -> None:
-    """parametrizations.weight_norm."""
-    train(run, _with(parametrizations.weight_norm))
-
-
-@row(slow=True)
-def orthogonal_weights(run: Run) -> None:
-    """parametrizations.orthogonal."""
-    train(run, _with(parametrizations.orthogonal))
-
-
-@row
-def parametrization_of_ones_own(run: Run) -> None:
-    """A parametrization that makes weights symmetric."""
-
-    class Symmetric(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.triu() + weight.triu(1).mT
-
-    square = nn.Linear(WIDTH, WIDTH)
-    parametrize.register_parametrization(square, "weight", Symmetric())
-    train(run, nn.Sequential(square, nn.Tanh(), nn.Linear(WIDTH, CLASSES)))
 
 
 @row
@@ -367,21 +248,3 @@ def low_rank_adapters(run: Run) -> None:
             return self.base(x) + self.up(self.down(x))
 
     train(run, Adapted())
-
-
-@row(slow=True)
-def pruned(run: Run) -> None:
-    """torch.nn.utils.prune: masks over weights."""
-    from torch.nn.utils import prune
-
-    network = mlp()
-    torch.manual_seed(3)
-    for layer in (network[0], network[2]):
-        prune.random_unstructured(layer, "weight", amount=0.3)
-    train(run, network)
-
-
-@row(slow=True)
-def traced(run: Run) -> None:
-    """A module that torch.fx traced."""
-    train(run, torch.fx.symbolic_trace(mlp()))

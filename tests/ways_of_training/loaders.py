@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     TensorDataset,
-    WeightedRandomSampler,
     get_worker_info,
 )
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import CLASSES, WIDTH, Batch, Run
-from ways_of_training.table import left_out, refused, row
+from ways_of_training.table import apart_from, left_out, refused, row
 
 import psengine
 
 ALONE = left_out("one worker has nobody whose data could end earlier or later")
+VIEWS_MOVE = apart_from("gradient", reason="native's buckets, which gradients are views of, take part to the end")
 
 
 def samples(count: int = 13) -> TensorDataset:
@@ -60,27 +57,6 @@ def distributed_sampler(run: Run) -> None:
     train(run, epochs())
 
 
-@row(slow=True)
-def distributed_sampler_without_the_rest(run: Run) -> None:
-    """DistributedSampler with drop_last."""
-    data = samples()
-    sampler = DistributedSampler(data, run.world_size, run.rank, shuffle=False, drop_last=True)
-    train(run, [DataLoader(data, batch_size=2, sampler=sampler, drop_last=True)])
-
-
-@row(slow=True)
-def loader_with_workers(run: Run) -> None:
-    """A DataLoader with a worker process, forked while training goes on."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    sampler = DistributedSampler(samples(8), run.world_size, run.rank)
-    loader = DataLoader(samples(8), batch_size=2, sampler=sampler, num_workers=1)
-    for x, y in chain([next(run.batches(1))], loader):
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-
-
 class Stream(IterableDataset[Batch]):
     """Samples that are dealt out to ranks and to loaders' workers."""
 
@@ -91,60 +67,13 @@ class Stream(IterableDataset[Batch]):
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for index in range(first, 6, step):
-            yield samples(12)[index * self._world_size + self._rank]
+            yield samples(6 * self._world_size)[index * self._world_size + self._rank]
 
 
 @row
 def iterable_dataset(run: Run) -> None:
     """An IterableDataset."""
     train(run, [DataLoader(Stream(run.rank, run.world_size), batch_size=2)])
-
-
-@row(slow=True)
-def iterable_dataset_with_workers(run: Run) -> None:
-    """An IterableDataset that is dealt out to two workers, in each of two epochs, which persist."""
-    loader = DataLoader(Stream(run.rank, run.world_size), batch_size=3, num_workers=2, persistent_workers=True)
-    train(run, [loader, loader])
-
-
-@row(slow=True)
-def generator_of_batches(run: Run) -> None:
-    """Batches from a generator that computes under no_grad with a module of its own."""
-
-    def batches() -> Iterator[Batch]:
-        with torch.no_grad():
-            for x, y in run.batches():
-                yield F.normalize(x), y
-
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in batches():
-        with torch.enable_grad():
-            optimizer.zero_grad()
-            classify(model, x, y).backward()
-            optimizer.step()
-
-
-@row(slow=True)
-def weighted_sampler(run: Run) -> None:
-    """WeightedRandomSampler with a generator of each rank's own."""
-    sampler = WeightedRandomSampler([1.0] * 6 + [5.0] * 7, 8, generator=torch.Generator().manual_seed(run.rank))
-    train(run, [DataLoader(samples(), batch_size=4, sampler=sampler)])
-
-
-@row(slow=True)
-def collated_by_hand(run: Run) -> None:
-    """A collate_fn that pads, and a batch_sampler of unequal batches."""
-
-    class Ragged(Dataset[Tensor]):
-        def __getitem__(self, index: int) -> Tensor:
-            return torch.full((1 + index % WIDTH,), float(index % 3))
-
-    def pad(parts: list[Tensor]) -> Batch:
-        x = torch.stack([F.pad(part, (0, WIDTH - len(part))) for part in parts])
-        return x, torch.tensor([len(part) % CLASSES for part in parts])
-
-    train(run, [DataLoader(Ragged(), batch_sampler=[[0, 1], [2, 3, 4 + run.rank], [6]], collate_fn=pad)])
 
 
 @row
@@ -167,7 +96,7 @@ def batch_without_samples(run: Run) -> None:
         run.note(loss)
 
 
-@row(one_worker=ALONE)
+@row(views=VIEWS_MOVE, one_worker=ALONE)
 def uneven_inputs(run: Run) -> None:
     """join: rank 1 has two batches more."""
     model = run.wrap(mlp())
@@ -177,7 +106,7 @@ def uneven_inputs(run: Run) -> None:
             classify(model, x, y).backward()
 
 
-@row(sync_server=refused("divides by all ranks inside join"), one_worker=ALONE)
+@row(views=VIEWS_MOVE, sync_server=refused("divides by all ranks inside join"), one_worker=ALONE)
 def uneven_inputs_divided_by_who_is_there(run: Run) -> None:
     """join with divide_by_initial_world_size=False; rank 0 has a batch more."""
     model = run.wrap(mlp())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import left_out, refused, row
@@ -36,24 +36,6 @@ def sgd_plain(run: Run) -> None:
     train(run, lambda p: torch.optim.SGD(p, lr=0.1))
 
 
-@row(slow=True)
-def sgd_nesterov(run: Run) -> None:
-    """SGD with Nesterov momentum and weight decay."""
-    train(run, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01))
-
-
-@row(slow=True)
-def sgd_of_a_list_of_one_loop(run: Run) -> None:
-    """SGD with foreach=False, dampening and maximize."""
-    train(run, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.1, maximize=True, foreach=False))
-
-
-@row(slow=True)
-def sgd_foreach(run: Run) -> None:
-    """SGD with foreach=True."""
-    train(run, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True))
-
-
 @row
 def sgd_fused(run: Run) -> None:
     """SGD with fused=True."""
@@ -64,12 +46,6 @@ def sgd_fused(run: Run) -> None:
 def adam(run: Run) -> None:
     """Adam with amsgrad and weight decay."""
     train(run, lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.01))
-
-
-@row(slow=True)
-def adam_foreach(run: Run) -> None:
-    """Adam with foreach=True."""
-    train(run, lambda p: torch.optim.Adam(p, lr=0.01, foreach=True))
 
 
 @row
@@ -90,12 +66,6 @@ def adamw_fused(run: Run) -> None:
     train(run, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), steps=12)
 
 
-@row(slow=True)
-def adagrad(run: Run) -> None:
-    """Adagrad with an initial accumulator."""
-    train(run, lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1))
-
-
 @row
 def adagrad_fused(run: Run) -> None:
     """Adagrad with fused=True."""
@@ -106,42 +76,6 @@ def adagrad_fused(run: Run) -> None:
 def rmsprop(run: Run) -> None:
     """RMSprop, centered, with momentum."""
     train(run, lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True))
-
-
-@row(slow=True, one_worker=NOT_AT_SERVERS)
-def adamax(run: Run) -> None:
-    """Adamax."""
-    train(run, lambda p: torch.optim.Adamax(p, lr=0.01))
-
-
-@row(slow=True, one_worker=NOT_AT_SERVERS)
-def nadam(run: Run) -> None:
-    """NAdam."""
-    train(run, lambda p: torch.optim.NAdam(p, lr=0.01))
-
-
-@row(slow=True, one_worker=NOT_AT_SERVERS)
-def radam(run: Run) -> None:
-    """RAdam."""
-    train(run, lambda p: torch.optim.RAdam(p, lr=0.01))
-
-
-@row(slow=True, one_worker=NOT_AT_SERVERS)
-def rprop(run: Run) -> None:
-    """Rprop."""
-    train(run, torch.optim.Rprop)
-
-
-@row(slow=True, one_worker=NOT_AT_SERVERS)
-def averaged_sgd(run: Run) -> None:
-    """ASGD."""
-    train(run, lambda p: torch.optim.ASGD(p, lr=0.05, t0=1))
-
-
-@row(slow=True, one_worker=NOT_AT_SERVERS)
-def adadelta(run: Run) -> None:
-    """Adadelta."""
-    train(run, torch.optim.Adadelta)
 
 
 @row(one_worker=NOT_AT_SERVERS)
@@ -275,22 +209,6 @@ def sharpness_aware(run: Run) -> None:
         optimizer.step()
 
 
-@row(slow=True)
-def lookahead(run: Run) -> None:
-    """Lookahead: every second step weights go half-way back to slow ones."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    slow = [parameter.detach().clone() for parameter in model.parameters()]
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-        if step % 2 == 1:
-            with torch.no_grad():
-                for kept, parameter in zip(slow, model.parameters(), strict=True):
-                    parameter.copy_(kept.lerp_(parameter, 0.5))
-
-
 @row
 def averaged_weights(run: Run) -> None:
     """SWA: AveragedModel of the wrapped model's module, SWALR, update_bn."""
@@ -307,21 +225,6 @@ def averaged_weights(run: Run) -> None:
             schedule.step()
     update_bn([x for x, _ in run.batches()], averaged)
     run.compare(averaged)
-
-
-@row(slow=True)
-def exponential_average_of_weights(run: Run) -> None:
-    """EMA by AveragedModel of the wrapped model itself, evaluated in between."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-        average.update_parameters(model.module)
-        with torch.no_grad():
-            run.note(classify(average, x, y))
 
 
 @row
@@ -425,18 +328,6 @@ def step_without_backward(run: Run) -> None:
         classify(model, x, y).backward()
         optimizer.step()
         optimizer.step()
-
-
-@row(slow=True)
-def step_left_out(run: Run) -> None:
-    """Every second backward's gradients are thrown away."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        if step % 2 == 0:
-            optimizer.step()
 
 
 @row(

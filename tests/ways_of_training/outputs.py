@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,6 @@ class Scores:
 
     scores: Tensor
     hidden: Tensor | None = None
-
-
-class Both(NamedTuple):
-    """What a forward may return."""
-
-    scores: Tensor
-    hidden: Tensor
 
 
 def train(run: Run, pack: Callable[[Tensor, Tensor], Any], unpack: Callable[[Any], Tensor], **options: Any) -> None:
@@ -54,18 +47,6 @@ def train(run: Run, pack: Callable[[Tensor, Tensor], Any], unpack: Callable[[Any
 def output_in_a_dict(run: Run) -> None:
     """A dict of lists, with find_unused_parameters."""
     train(run, lambda s, h: {"s": [s], "none": None}, lambda o: o["s"][0], find_unused_parameters=True)
-
-
-@row(slow=True)
-def output_in_a_tuple(run: Run) -> None:
-    """A tuple with numbers and texts in it."""
-    train(run, lambda s, h: (s, 3, "text", h.detach()), lambda o: o[0], find_unused_parameters=True)
-
-
-@row(slow=True)
-def output_in_a_named_tuple(run: Run) -> None:
-    """A named tuple."""
-    train(run, lambda s, h: Both(s, h.detach()), lambda o: o.scores, find_unused_parameters=True)
 
 
 @row

@@ -23,18 +23,6 @@ def autocast(run: Run) -> None:
         run.note(loss)
 
 
-@row(slow=True)
-def autocast_inside_forward(run: Run) -> None:
-    """Autocast inside the module's forward."""
-
-    class Cast(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(x).float()
-
-    train(run, run.wrap(Cast(*mlp())))
-
-
 def train_scaled(run: Run, *, bad_step: int = -1, clip: bool = False, **options: bool) -> None:
     """``bad_step`` has an infinite loss on rank 0, and is skipped by the scaler."""
     model = run.wrap(mlp())
@@ -53,12 +41,6 @@ def train_scaled(run: Run, *, bad_step: int = -1, clip: bool = False, **options:
         scaler.step(optimizer)
         scaler.update()
         run.note(scaler.get_scale())
-
-
-@row(slow=True)
-def scaled_gradients(run: Run) -> None:
-    """Autocast with a GradScaler."""
-    train_scaled(run)
 
 
 @row
@@ -86,12 +68,6 @@ def train_in(run: Run, dtype: torch.dtype, make: type[torch.optim.Optimizer] = t
 def model_in_float64(run: Run) -> None:
     """A model in float64."""
     train_in(run, torch.float64)
-
-
-@row(slow=True)
-def model_in_bfloat16(run: Run) -> None:
-    """A model in bfloat16."""
-    train_in(run, torch.bfloat16)
 
 
 @row

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from support.processes import GROUP_TIMEOUT_S, _rank_main, _Setup, forkserver
 from torch import Tensor
 from ways_of_training.run import Run
-from ways_of_training.table import Expected, Program, oracle_of
+from ways_of_training.table import SYNC, Expected, Program, oracle_of
 
 from psengine.parameter_server.client import connection as connection_module
 from psengine.parameter_server.client import handshake, link
@@ -199,7 +199,7 @@ def serve(rank: int, world_size: int, connection: Connection, directory: str) ->
     # A new connection is looked at with each tick, a new job's values are asked for at this interval: a tenth of a
     # second each, for hundreds of jobs.
     connection_module.TICK_S = link.RETRY_S = handshake.WAIT_S = 0.005
-    oracle: tuple[Program, str, dict[str, Tensor] | str] | None = None
+    oracle: tuple[Program, str, dict[str, Any], dict[str, Tensor] | str] | None = None
     gc.collect()
     gc.freeze()  # what stays anyway need not be looked at after each cell
     while True:
@@ -212,12 +212,12 @@ def serve(rank: int, world_size: int, connection: Connection, directory: str) ->
             job = hashlib.sha256(f"{os.getppid()} {directory} {number} {column}".encode()).hexdigest()[:16]
             files = Path(directory) / f"{number}-{column}"
             files.mkdir(exist_ok=True)
-            return _run(cell.program, Run(column, job, rank, world_size, files))
+            return _run(cell.program, Run(column, job, rank, world_size, files, SYNC.get(cell.column, {})))
 
-        name = oracle_of(cell.column)
-        if oracle is None or oracle[:2] != (cell.program, name):
-            oracle = (cell.program, name, run(name))
-        outcome = _compare(cell, oracle[2], lambda cell=cell, run=run: run(cell.column))
+        name, options = oracle_of(cell.column), SYNC.get(cell.column, {})
+        if oracle is None or oracle[:3] != (cell.program, name, options):
+            oracle = (cell.program, name, options, run(name))
+        outcome = _compare(cell, oracle[3], lambda cell=cell, run=run: run(cell.column))
         connection.send_bytes(pickle.dumps(outcome))
 
 

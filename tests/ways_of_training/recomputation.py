@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import (
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
@@ -55,12 +54,6 @@ def blocks_with_reentry(run: Run) -> None:
     train(run, run.wrap(Blocks(reentrant=True, dropout=0.3)))
 
 
-@row(slow=True)
-def blocks_nested(run: Run) -> None:
-    """A recomputed block inside a recomputed block, non-reentrant."""
-    train(run, run.wrap(Blocks(reentrant=False, nested=True)))
-
-
 @row
 def blocks_nested_with_reentry(run: Run) -> None:
     """A recomputed block inside a recomputed block, reentrant."""
@@ -83,21 +76,6 @@ def block_used_twice_in_a_static_graph(run: Run) -> None:
 def block_used_twice_without_reentry(run: Run) -> None:
     """A recomputed block that is used twice, non-reentrant."""
     train(run, run.wrap(Blocks(0, 1, 1, reentrant=False)))
-
-
-@row(slow=True)
-def segments_of_a_sequential(run: Run) -> None:
-    """checkpoint_sequential over three segments."""
-
-    class Segments(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp(8, 8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint_sequential(self.layers, 3, x, use_reentrant=False)
-
-    train(run, run.wrap(Segments()))
 
 
 @row

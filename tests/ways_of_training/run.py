@@ -43,8 +43,10 @@ class Run:
     """One run of a row in one column, on one rank. A row uses what stands before the underscores.
 
     Attributes:
-        column: "native", "plain", or the strategy.
+        column: "native", "plain", or one of the table's.
         directory: empty, the same for all ranks, for files.
+        column_options: of the wrapper, where the row does not set them; native DDP's run has those of the column that
+            is compared with it. A ``bucket_cap_mb`` of None is native DDP's default.
     """
 
     column: str
@@ -52,12 +54,14 @@ class Run:
     rank: int
     world_size: int
     directory: Path
+    column_options: dict[str, Any] = field(default_factory=dict)
     _modules: list[nn.Module] = field(default_factory=list)
     _notes: list[Tensor] = field(default_factory=list)
     _strategies: list[Any] = field(default_factory=list)
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
         """The model in this column's wrapper; it is compared at the end."""
+        options = {**self.column_options, **options}
         if not {"bucket_cap_mb", "bucket_cap_mb_list"} & options.keys():
             options["bucket_cap_mb"] = BUCKET_CAP_MB
         model = self._wrapped(module, options)
@@ -110,7 +114,7 @@ class Run:
             strategy = kind(job=f"{self.job}-{len(self._strategies)}", timeout_s=SERVER_TIMEOUT_S)
             self._strategies.append(strategy)
         else:
-            options["collective"] = self.column
+            options["collective"] = "c10d" if self.column in ("c10d", "batched") else "shared_memory"
         return psengine.DistributedDataParallel(module, **options, strategy=strategy)
 
     def state(self) -> dict[str, Tensor]:

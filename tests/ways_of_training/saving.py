@@ -76,24 +76,6 @@ def loaded_on_rank_0_alone(run: Run) -> None:
     steps(run, model, run.sgd(model))
 
 
-@row(slow=True)
-def best_weights_restored(run: Run) -> None:
-    """The best state so far is kept in memory and loaded at the end."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    best, kept = float("inf"), copy.deepcopy(model.state_dict())
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        loss = classify(model, x, y)
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        if mean < best:
-            best, kept = float(mean), copy.deepcopy(model.state_dict())
-    model.load_state_dict(kept)
-
-
 @row
 def distributed_checkpoint(run: Run) -> None:
     """torch.distributed.checkpoint saves the wrapped model's state, and loads it in place."""
@@ -162,18 +144,6 @@ def pickled_wrapper(run: Run) -> None:
         for x, y in run.batches(1):
             run.note(classify(again, x, y))
     run.compare(again)
-
-
-@row(slow=True)
-def prefix_taken_off(run: Run) -> None:
-    """The wrapped model's state, without the prefix "module.", loads into a plain model."""
-    model = run.wrap(mlp())
-    steps(run, model, run.sgd(model))
-    plain = mlp()
-    state = model.state_dict()
-    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
-    plain.load_state_dict(state)
-    run.compare(plain)
 
 
 @row

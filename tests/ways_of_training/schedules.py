@@ -25,56 +25,10 @@ def train(run: Run, schedule_of: Callable[[torch.optim.Optimizer], Any], steps: 
         run.note(float(optimizer.param_groups[0]["lr"]))
 
 
-@row(slow=True)
-def step_schedule(run: Run) -> None:
-    """StepLR."""
-    train(run, lambda o: lr_scheduler.StepLR(o, 2, gamma=0.1))
-
-
 @row
 def one_cycle(run: Run) -> None:
     """OneCycleLR, which moves momentum too."""
     train(run, lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6))
-
-
-@row(slow=True)
-def cycles_of_momentum(run: Run) -> None:
-    """CyclicLR with cycled momentum."""
-    train(run, lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, base_momentum=0.5, max_momentum=0.9))
-
-
-@row(slow=True)
-def warm_restarts(run: Run) -> None:
-    """CosineAnnealingWarmRestarts."""
-    train(run, lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2))
-
-
-@row(slow=True)
-def schedules_in_sequence(run: Run) -> None:
-    """LinearLR, then ExponentialLR, in a SequentialLR."""
-    train(
-        run,
-        lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[2]
-        ),
-    )
-
-
-@row(slow=True)
-def schedules_in_a_chain(run: Run) -> None:
-    """ChainedScheduler of two."""
-    train(
-        run,
-        lambda o: lr_scheduler.ChainedScheduler(
-            [lr_scheduler.ConstantLR(o, 0.5, total_iters=2), lr_scheduler.PolynomialLR(o, total_iters=6)]
-        ),
-    )
-
-
-@row(slow=True)
-def schedule_by_a_function(run: Run) -> None:
-    """LambdaLR whose first rate is zero."""
-    train(run, lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 3)))
 
 
 @row
@@ -130,20 +84,6 @@ def schedule_stepped_before_the_optimizer(run: Run) -> None:
     schedule = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for x, y in run.training(optimizer):
         classify(model, x, y).backward()
-        schedule.step()
-
-
-@row(slow=True)
-def schedule_of_the_plain_optimizer(run: Run) -> None:
-    """The schedule is made from the optimizer before it becomes this column's."""
-    model = run.wrap(mlp())
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = lr_scheduler.ExponentialLR(plain, 0.5)
-    optimizer = run.optimizer(plain, model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
         schedule.step()
 
 

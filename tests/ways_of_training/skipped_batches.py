@@ -97,21 +97,6 @@ def second_forward_raises(run: Run) -> None:
     train(run, model, step_of)
 
 
-@row(slow=True)
-def input_raises(run: Run) -> None:
-    """A batch of the wrong width raises in the first layer."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        try:
-            output = model(x[:, :-1] if step == 2 else x)
-        except RuntimeError:
-            raise BadBatchError from None
-        F.cross_entropy(output, y).backward()
-
-    train(run, model, step_of)
-
-
 @row
 def loss_raises(run: Run) -> None:
     """The loss raises, after a forward that was complete."""
@@ -238,12 +223,6 @@ def backward_raises_half_way_among_unused_parameters(run: Run) -> None:
 def backward_raises_half_way_in_a_static_graph(run: Run) -> None:
     """A tensor hook raises in the middle of the third backward of a static graph."""
     train_watched(run, (2,), static_graph=True)
-
-
-@row(slow=True, native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def backward_raises_in_one_bucket(run: Run) -> None:
-    """A tensor hook raises in the middle of backward; nothing has left, because there is one bucket."""
-    train_watched(run, (1, 3), bucket_cap_mb=25)
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
@@ -411,20 +390,6 @@ def everything_raises_by_turns(run: Run) -> None:
         except BadBatchError:
             continue
         run.note(loss)
-
-
-@row(slow=True)
-def loss_is_nan(run: Run) -> None:
-    """A loss that is NaN is left out before backward, on both ranks."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        loss = classify(model, x * (math.nan if step == 1 else 1), y)
-        if not loss.isfinite():
-            raise BadBatchError
-        loss.backward()
-
-    train(run, model, step_of)
 
 
 @row

@@ -12,13 +12,28 @@ from ways_of_training.run import Run
 Program = Callable[[Run], None]
 
 # Columns by their oracle. Several workers are compared with native DDP, one asynchronous one with plain training.
-WITH_TWO_WORKERS = ("c10d", "shared_memory", "sync_server")
+# The columns of sync have wrapper options, which native DDP has too where it is their oracle.
+SYNC: dict[str, dict[str, Any]] = {
+    "c10d": {},
+    "shared_memory": {},
+    "views": {"gradient_as_bucket_view": True},
+    "batched": {"batched_grad_copy": True},
+    "default_buckets": {"bucket_cap_mb": None},
+}
+WITH_TWO_WORKERS = (*SYNC, "sync_server")
+# gloo's ring adds in an order that depends on an element's place in its bucket, and a third is no power of two.
+WITH_THREE_WORKERS = ("three_workers",)
 WITH_ONE_WORKER = ("one_worker",)
+COLUMNS = (*WITH_TWO_WORKERS, *WITH_THREE_WORKERS, *WITH_ONE_WORKER)
 TITLES = {
     "native": "native DDP",
     "plain": "plain training",
     "c10d": "sync over c10d",
     "shared_memory": "sync in shared memory",
+    "views": "sync, bucket views",
+    "batched": "sync, batched copy",
+    "default_buckets": "sync, default buckets",
+    "three_workers": "sync, three workers",
     "sync_server": "sync-server",
     "one_worker": "async, one worker",
 }
@@ -126,16 +141,16 @@ def row(
     Args:
         slow: run by ``make test-slow`` only.
         since_torch: the oldest version whose native DDP can train so.
-        expected: by column, where it is not "same bits"; ``sync`` stands for both of its columns, ``everywhere`` for
-            all four; ``native`` and ``plain`` may refuse too.
+        expected: by column, where it is not "same bits"; ``sync`` stands for its columns, ``everywhere`` for all;
+            ``native`` and ``plain`` may refuse too.
     """
 
     def enter(program: Program) -> Program:
         columns = dict(expected)
         if "everywhere" in columns:
-            columns = {**dict.fromkeys((*WITH_TWO_WORKERS, *WITH_ONE_WORKER), columns.pop("everywhere")), **columns}
+            columns = {**dict.fromkeys(COLUMNS, columns.pop("everywhere")), **columns}
         if "sync" in columns:
-            columns["c10d"] = columns["shared_memory"] = columns.pop("sync")
+            columns = {**dict.fromkeys((*SYNC, *WITH_THREE_WORKERS), columns.pop("sync")), **columns}
         unknown = columns.keys() - TITLES.keys()
         assert not unknown, f"{program.__name__}: no column is called {unknown}"
         assert program.__name__ not in ROWS, f"two rows are called {program.__name__}"
@@ -154,7 +169,7 @@ def _describe(entry: Row, column: str) -> str:
 
 def as_markdown(rows: dict[str, Row]) -> str:
     """The table, and below it the number of its rows."""
-    columns = (*WITH_TWO_WORKERS, *WITH_ONE_WORKER)
+    columns = COLUMNS
     lines = [
         "| subject | row | " + " | ".join(TITLES[column] for column in columns) + " |",
         "|---|---|" + "---|" * len(columns),
