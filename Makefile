@@ -6,7 +6,7 @@
 # make simulate     SEEDS=1000000 JOBS=2: whole jobs under simulated faults, each seed twice; tests/simulation/README.md
 # make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
 # make docs         the documentation, in build/docs; warnings are errors
-# make wheel        the source distribution and a wheel for Linux, in dist; the wheel is tried beside torch alone
+# make wheel        the source distribution and a wheel for Linux, in dist; the wheel is tried in a fresh environment
 # make test-matrix  the core tests with other versions of Python and torch: docs/versions.md
 # make bench        a quarter of an hour: benchmarks/RESULTS.md and the README's figures; BENCH=all_reduce for some benchmarks,
 #                   QUICK=1 for a noisy try, PS_LITE=PATH to compare with a checkout of ps-lite. Those on several hosts want
@@ -100,8 +100,7 @@ clean:
 	find psengine -name '*.so' -delete
 
 # torch comes first and alone: an exact pin takes a CPU build where one is offered. The build requirements are installed
-# because the package is built against that torch, not in an environment of its own. What is installed as psengine is
-# this package under its former name, or another project's: uninstalled later, it would take our files with it.
+# because the package is built against that torch, not in an environment of its own.
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*)
 	@command -v $(PYTHON) >/dev/null || { echo "make: expected Python 3.10 or later as $(PYTHON), got no such command." \
 	  "Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -112,8 +111,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt 'setuptools>=77'
-	$(PIP) -qq uninstall --yes psengine
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[cli,examples,server]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[examples]'
 	@touch $@
 
 # The package is there already: pip brings what the extra names, and leaves the package alone.

@@ -44,9 +44,9 @@ def main() -> int:
             connect_timeout_s=options.timeout,
         ) as client:
             follow(client, data, options)
-    except (UserError, psengine.ConfigurationError, psengine.MissingExtraError, psengine.ServerError) as error:
+    except (UserError, psengine.ConfigurationError, psengine.ServerError) as error:
         sys.stderr.write(f"{Path(__file__).name}: error: {error}\n")
-        return 2 if isinstance(error, UserError | psengine.ConfigurationError | psengine.MissingExtraError) else 1
+        return 2 if isinstance(error, UserError | psengine.ConfigurationError) else 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -28,7 +28,7 @@ def on_all_ranks(prepare: Callable[[], T], only_rank: int | None = None) -> T | 
     try:
         if only_rank in (None, dist.get_rank()):
             result = prepare()
-    except (UserError, psengine.ConfigurationError, psengine.MissingExtraError, psengine.ServerError) as error:
+    except (UserError, psengine.ConfigurationError, psengine.ServerError) as error:
         problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)

@@ -1,7 +1,5 @@
 """The public names of psengine: ``psengine.X`` is the X of this module, loaded when the first one is used."""
 
-from typing import TYPE_CHECKING
-
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import register_codec
 from psengine.collectives.base import Collective
@@ -35,22 +33,20 @@ from psengine.errors import (
     SnapshotError,
 )
 from psengine.gradients.norms import clip_grad_norm_
+from psengine.parameter_server.client.client import Client, connect
 from psengine.strategies.base import Strategy
-from psengine.strategies.registry import STRATEGIES, register_strategy
+from psengine.strategies.local.diloco import Diloco
+from psengine.strategies.local.diloco_server import DilocoServer
+from psengine.strategies.local.local_steps import LocalSteps
+from psengine.strategies.registry import register_strategy
+from psengine.strategies.servers.asynchronous import AsyncServer
+from psengine.strategies.servers.sync import SyncServer
+from psengine.strategies.sharding.sync import SyncShardedOptimizer
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tracing.timeline import timeline
 from psengine.wrapper.ddp import DistributedDataParallel
 from psengine.wrapper.optimizer import DistributedOptimizer
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.client import Client, connect
-    from psengine.strategies.local.diloco import Diloco
-    from psengine.strategies.local.diloco_server import DilocoServer
-    from psengine.strategies.local.local_steps import LocalSteps
-    from psengine.strategies.servers.asynchronous import AsyncServer
-    from psengine.strategies.servers.sync import SyncServer
-    from psengine.strategies.sharding.sync import SyncShardedOptimizer
 
 __all__ = [
     "ArgumentTypeError",
@@ -110,31 +106,3 @@ __all__ = [
     "sum",
     "timeline",
 ]
-
-_STRATEGY_NAMES = {
-    "AsyncServer": "async",
-    "Diloco": "diloco",
-    "DilocoServer": "diloco-server",
-    "LocalSteps": "local",
-    "SyncServer": "sync-server",
-}
-
-# Hidden from type checkers, which would take any name for one of ours.
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> object:
-        """What only some trainings use, imported when it is; ``connect`` and ``Client`` need the extra ``server``."""
-        if name == "SyncShardedOptimizer":
-            from psengine.strategies.sharding.sync import SyncShardedOptimizer
-
-            return SyncShardedOptimizer
-        if name in _STRATEGY_NAMES:
-            return STRATEGIES[_STRATEGY_NAMES[name]]
-        if name in ("Client", "connect"):
-            from psengine.environment.extras import require_server_packages
-
-            require_server_packages("clients of parameter servers")
-            from psengine.parameter_server.client import client
-
-            return getattr(client, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
 import itertools
 import re
@@ -87,8 +86,7 @@ class Registry(Generic[Made]):
     def __init__(self, kind: str, arguments: Sequence[str] = ()) -> None:
         self.kind = kind
         self._arguments = arguments
-        # A text is where a factory is, until it is asked for.
-        self._factories: dict[str, Callable[..., Made] | str] = {}
+        self._factories: dict[str, Callable[..., Made]] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._factories)
@@ -106,11 +104,7 @@ class Registry(Generic[Made]):
             raise ConfigurationError(
                 f"unknown {self.kind} (expected one of {sorted(self)}, got {name!r}){did_you_mean(name, self)}"
             )
-        factory = self._factories[name]
-        if isinstance(factory, str):
-            module, _, attribute = factory.partition(":")
-            factory = self._factories[name] = getattr(importlib.import_module(module), attribute)
-        return factory
+        return self._factories[name]
 
     def register(self, name: str, factory: Callable[..., Made]) -> None:
         """Let users write ``name``, and make the object by calling ``factory``.
@@ -134,10 +128,6 @@ class Registry(Generic[Made]):
                 f" {factory!r})"
             )
         self._factories[name] = factory
-
-    def register_later(self, name: str, place: str) -> None:
-        """Likewise for a factory of psengine's own, "module:attribute", which is imported when ``name`` is used."""
-        self._factories[name] = place
 
     def options_of(self, name: str) -> list[str]:
         """Keys of the options of ``name``: the parameters of its factory that psengine does not pass itself."""

@@ -23,9 +23,8 @@ CORE = (
     *("wrapper", "gradients", "strategies", "collectives", "kernels", "codecs", "data", "flat_optimizers", "parity"),
     *("torch_suite", "ways_of_training", "protocol"),
 )
-# Besides the package with these extras.
+# Besides the package with its extra "examples".
 TEST_PACKAGES = ("expecttest", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
-EXTRAS = "cli,examples,server"
 DEADLINE_S = 1800
 
 
@@ -104,7 +103,7 @@ def prepare(python: str, torch: str, wheel: Path) -> tuple[Path, str]:
         subprocess.run([python, "-m", "venv", environment], check=True)
     pip = [interpreter, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, f"torch=={torch}" if torch else "torch"], check=True)
-    subprocess.run([*pip, *TEST_PACKAGES, f"psengine-torch[{EXTRAS}] @ {wheel.as_uri()}"], check=True)
+    subprocess.run([*pip, *TEST_PACKAGES, f"psengine-torch[examples] @ {wheel.as_uri()}"], check=True)
     subprocess.run([*pip, "--force-reinstall", "--no-deps", wheel], check=True)
     ask = "import platform, torch; print(f'{platform.python_version():<9}{torch.__version__:<16}')"
     return environment, subprocess.check_output([interpreter, "-c", ask], text=True).rstrip("\n")

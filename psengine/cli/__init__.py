@@ -4,13 +4,13 @@ One module per command. May import everything below; nothing imports it.
 """
 
 import psengine
-from psengine.environment.installation import OTHER_DISTRIBUTION, other_distributions, reinstall_command
+from psengine.environment.installation import OTHER_DISTRIBUTION, build_command, other_distributions
 
 # Both distributions have a psengine/__init__.py, and the one that was installed last has overwritten the other's. This
 # module is ours alone, so it can still tell.
 if not hasattr(psengine, "torch_backend"):
-    _found = ", ".join(text for text, is_ours in other_distributions() if not is_ours) or "one that is not installed"
+    _found = ", ".join(other_distributions()) or "one that is not installed"
     raise ImportError(
         f"Another project's package psengine lies over this one (expected {psengine.__file__} to be ours, got that of"
-        f" {_found}). Fix: pip uninstall --yes {OTHER_DISTRIBUTION}, then {reinstall_command()}"
+        f" {_found}). Fix: pip uninstall --yes {OTHER_DISTRIBUTION}, then {build_command()}"
     )

@@ -7,15 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from psengine.environment.extras import missing_extra
-from psengine.errors import MissingExtraError, PSEngineError
+import typer
 
-if TYPE_CHECKING:
-    import typer
+from psengine.errors import PSEngineError
 
-EXIT_PROBLEM, EXIT_USAGE = 1, 2
+EXIT_USAGE = 2
 # Each command's module, whose register(app) adds the module's commands.
 COMMANDS = {
     **{name: name for name in ("run", "verify", "status", "admin", "doctor", "advise")},
@@ -24,34 +21,16 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ends the process with the command's exit code: 2 with one message for a PSEngineError.
-
-    ``psengine doctor`` without options works without the packages of the extra ``cli`` too, on plain lines.
-    """
+    """Run the command line; ends the process with the command's exit code: 2 with one message for a PSEngineError."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        try:
-            app = build_app(arguments[0] if arguments else None)
-        except MissingExtraError as error:
-            if arguments != ["doctor"]:
-                raise
-            sys.exit(_plain_doctor(error))
-        app(args=arguments, prog_name="psengine")
+        build_app(arguments[0] if arguments else None)(args=arguments, prog_name="psengine")
     except PSEngineError as error:
         with suppress(OSError):
             print(f"psengine: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
     finally:
         give_up_unwritable_stderr()
-
-
-def _plain_doctor(missing: MissingExtraError) -> int:
-    """The exit code of a report on plain lines."""
-    from psengine.cli.doctor_checks.report import print_plain_report
-
-    is_healthy = print_plain_report()
-    print(f"psengine: {missing}", file=sys.stderr)
-    return 0 if is_healthy else EXIT_PROBLEM
 
 
 def give_up_unwritable_stderr() -> None:
@@ -64,16 +43,7 @@ def give_up_unwritable_stderr() -> None:
 
 
 def build_app(only: str | None = None) -> typer.Typer:
-    """The command line with all its commands; without those of other modules if ``only`` names a command.
-
-    Raises:
-        MissingExtraError: typer or rich is not installed.
-    """
-    try:
-        import rich  # noqa: F401
-        import typer
-    except ImportError as error:
-        raise missing_extra("the psengine command's pages", error, extra="cli") from error
+    """The command line with all its commands; without those of other modules if ``only`` names a command."""
     app = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,

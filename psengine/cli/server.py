@@ -15,7 +15,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from psengine.environment.extras import require_server_packages
 from psengine.errors import ConfigurationError, PSEngineError, SnapshotError
 from psengine.version import __version__
 
@@ -32,7 +31,6 @@ EXIT_USAGE = 2
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the server's exit code."""
     try:
-        require_server_packages("parameter servers", "typer")
         arguments = sys.argv[1:] if arguments is None else list(arguments)
         if arguments == ["--arguments-from-stdin"]:
             arguments = _read_arguments()

@@ -17,7 +17,6 @@ from psengine.cli.console import printable
 from psengine.cli.status_http import MAX_REASON_CHARACTERS, NoHttpError, StatusHttp, reading_token, trusted_ca
 from psengine.cli.status_overview import Overview, ServerReport, merge
 from psengine.cli.status_reading import NoStatusError, read_status
-from psengine.environment.extras import require_server_packages
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, PSEngineError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
@@ -104,7 +103,6 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
 
     Raises:
         ConfigurationError: none is named, one is malformed, or CURVE keys are half given.
-        MissingExtraError: an address is to be asked over ZeroMQ, which is not installed.
     """
     text = servers if servers is not None else read_variable("PSENGINE_SERVERS") or ""
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -119,7 +117,6 @@ def open_sources(servers: str | None, timeout_s: float) -> list[Source]:
         if part.startswith(("http://", "https://")):
             sources.append(HttpSource(part, timeout_s))
             continue
-        require_server_packages("servers asked over ZeroMQ")
         try:
             sources.extend(ProtocolSource(address, keys, timeout_s) for address in parse_addresses(part))
         except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""How this copy of psengine was installed, and the pip commands that fit it.
+"""The pip commands that fit how this copy of psengine was installed.
 
 The distribution is called ``psengine-torch``, the package ``psengine``. On the package index ``psengine`` is another
 project's distribution; its package has the same name, and would overwrite this one.
@@ -7,79 +7,52 @@ project's distribution; its package has the same name, and would overwrite this 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from psengine.errors import MissingExtraError
+
 DISTRIBUTION = "psengine-torch"
-# The other project's; copies of ours from before it was renamed have this name too.
 OTHER_DISTRIBUTION = "psengine"
-OUR_COMMAND = "psengine.cli.main:main"
 _PACKAGE = Path(__file__).parents[1]
 
 
-def install_command(extra: str, *, upgrade: bool = False, package: Path = _PACKAGE) -> str:
-    """Return the command that installs an extra's packages for the copy of psengine in the folder ``package``.
-
-    Args:
-        extra: as in pyproject.toml, such as "server".
-        upgrade: packages that are there may be too old.
-        package: the folder that ``import psengine`` finds.
-    """
+def install_command(extra: str, *, package: Path = _PACKAGE) -> str:
+    """Return the command that installs an extra's packages for the copy of psengine in the folder ``package``."""
     # Of an installed distribution pip brings the extra's packages, and leaves the distribution alone.
-    source = f"'{DISTRIBUTION}[{extra}]'"
-    if _is_checkout(package):
-        source = f"-e '{package.parent}[{extra}]'"
-    return f"pip install {'--upgrade ' if upgrade else ''}{source}"
+    source = f"-e '{package.parent}[{extra}]'" if _is_checkout(package) else f"'{DISTRIBUTION}[{extra}]'"
+    return f"pip install {source}"
 
 
-def reinstall_command(*, package: Path = _PACKAGE) -> str:
-    """Return the command that restores the files of that copy, and nothing else."""
-    return f"pip install --force-reinstall --no-deps {_source(package)}"
+def missing_extra(what: str, error: ImportError, extra: str) -> MissingExtraError:
+    """Return the error to raise after ``error``: ``what`` (plural) need a package of ``extra``."""
+    return MissingExtraError(
+        f"{what} need {error.name or 'a package'} (expected it installed, got: {error}). Fix: {install_command(extra)}"
+    )
 
 
 def build_command(*, package: Path = _PACKAGE) -> str:
-    """Return the command that builds the native extension of that copy here.
-
-    setup.py finds torch although pip isolates the build.
-    """
-    source = _source(package)
-    if source == f"'{DISTRIBUTION}'" or source.endswith(".whl'"):  # a wheel is built already
-        source = f"--no-binary {DISTRIBUTION} {DISTRIBUTION}"
-    return f"pip install --force-reinstall --no-deps {source}"
+    """Return the command that restores the files of that copy, and builds its native extension here."""
+    return f"pip install --force-reinstall --no-deps {_source(package)}"
 
 
-def origin(*, package: Path = _PACKAGE) -> str:
-    """Describe where that copy lies, and where it was installed from."""
-    if _is_checkout(package):
-        return f"imported from the checkout {package.parent}"
-    url = _direct_url(package)
-    return f"installed in {package.parent}" + (f" from {url}" if url else "")
-
-
-def other_distributions(*, package: Path = _PACKAGE) -> Iterator[tuple[str, bool]]:
-    """Yield version and folder of each installed distribution ``psengine``, and whether it is ours."""
+def other_distributions(*, package: Path = _PACKAGE) -> list[str]:
+    """Version and folder of each installed distribution ``psengine``, which is another project's."""
     from importlib import metadata  # not at the top: every command imports this module, and few ask
 
-    # Keyed by folder, because sys.path may name one twice.
-    distributions = {
-        Path(str(found.locate_file(""))).resolve(): found for found in metadata.distributions(name=OTHER_DISTRIBUTION)
-    }
-    for folder, found in distributions.items():
-        # A build leaves psengine.egg-info beside its sources; that is no installation.
-        if folder != package.parent.resolve() or not _is_checkout(package):
-            yield f"psengine {found.version} in {folder}", any(e.value == OUR_COMMAND for e in found.entry_points)
+    # A set, because sys.path may name a folder twice. A build leaves psengine.egg-info beside its sources.
+    distributions = metadata.distributions(name=OTHER_DISTRIBUTION)
+    found = {(Path(str(one.locate_file(""))).resolve(), one.version) for one in distributions}
+    sources = package.parent.resolve() if _is_checkout(package) else None
+    return [f"psengine {version} in {folder}" for folder, version in found if folder != sources]
 
 
 def _source(package: Path) -> str:
-    """The requirement for pip, with its options."""
+    """What pip is to install, with its options."""
     if _is_checkout(package):
         return f"-e '{package.parent}'"
-    url = _direct_url(package)
-    local = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
-    if not url or (local is not None and not local.exists()):
-        return f"'{DISTRIBUTION}'"
-    return f"'{DISTRIBUTION} @ {url}'" if local is None else f"'{local}'"
+    folder = _installed_from(package)
+    return f"'{folder}'" if folder else f"--no-binary {DISTRIBUTION} {DISTRIBUTION}"
 
 
 def _is_checkout(package: Path) -> bool:
@@ -87,12 +60,13 @@ def _is_checkout(package: Path) -> bool:
     return (package.parent / "csrc").is_dir() and (package.parent / "pyproject.toml").is_file()
 
 
-def _direct_url(package: Path) -> str:
-    """The URL that pip installed that copy from (PEP 610: direct_url.json beside its metadata); "" for an index."""
+def _installed_from(package: Path) -> Path | None:
+    """The folder of sources that pip installed that copy from (PEP 610: direct_url.json beside its metadata)."""
     from importlib import metadata
 
     for found in metadata.distributions(name=DISTRIBUTION, path=[str(package.parent)]):
-        direct = json.loads(found.read_text("direct_url.json") or "{}")
-        revision = direct.get("vcs_info")
-        return f"{revision['vcs']}+{direct['url']}@{revision['commit_id']}" if revision else str(direct.get("url", ""))
-    return ""
+        url = str(json.loads(found.read_text("direct_url.json") or "{}").get("url", ""))
+        folder = Path(unquote(urlsplit(url).path))
+        if url.startswith("file:") and folder.is_dir():
+            return folder
+    return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from psengine.environment.extras import missing_extra
+from psengine.environment.installation import missing_extra
 from psengine.errors import ConfigurationError
 from psengine.integrations.binding import WrappedModels
 from psengine.integrations.loaders import refuse_split
@@ -21,7 +21,7 @@ try:
     from accelerate import Accelerator  # type: ignore[import-untyped]
     from accelerate.utils import DynamoBackend  # type: ignore[import-untyped]
 except ImportError as error:
-    raise missing_extra("psengine's accelerators", error, extra="integrations") from error
+    raise missing_extra("psengine's accelerators", error, "integrations") from error
 
 
 class PSEngineAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types

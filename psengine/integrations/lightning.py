@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from psengine.collectives.base import Collective
-from psengine.environment.extras import missing_extra
+from psengine.environment.installation import missing_extra
 from psengine.integrations.binding import WrappedModels, detached
 from psengine.strategies.base import Strategy
 from psengine.wrapper.ddp import DistributedDataParallel
@@ -24,7 +24,7 @@ try:
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 except ImportError as error:
-    raise missing_extra("psengine's strategies for Lightning", error, extra="integrations") from error
+    raise missing_extra("psengine's strategies for Lightning", error, "integrations") from error
 
 NAMES = {"psengine": None, "psengine-sync-server": "sync-server", "psengine-async": "async"}
 

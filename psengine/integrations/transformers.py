@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from psengine.environment.extras import missing_extra
+from psengine.environment.installation import missing_extra
 from psengine.integrations.binding import detached
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
@@ -21,7 +21,7 @@ try:
 
     from psengine.integrations.accelerate import adopt
 except ImportError as error:
-    raise missing_extra("psengine's trainers", error, extra="integrations") from error
+    raise missing_extra("psengine's trainers", error, "integrations") from error
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from psengine.environment.extras import missing_extra
+import zmq
+from zmq.utils import z85
+
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys, KeyPair, read_token
-
-try:
-    import zmq
-    from zmq.utils import z85
-except ImportError as error:
-    raise missing_extra("secrets shared with parameter servers", error) from error
 
 
 def pairs_of_secret(path: str | Path) -> tuple[KeyPair, KeyPair]:

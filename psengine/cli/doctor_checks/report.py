@@ -1,17 +1,12 @@
-"""The checks in their order, each with a deadline, and the report without options that needs no package of an extra."""
+"""The checks in their order, each with a deadline."""
 
 from __future__ import annotations
 
 import importlib
-import io
-import logging
-import sys
 import threading
 from collections.abc import Iterable, Mapping
 
-from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding, Level, problem, started_with, warning
-from psengine.errors import ConfigurationError
-from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding, Level, problem, warning
 
 # In the order of the report: each is a function of a module of this folder.
 CHECKS = {
@@ -76,25 +71,3 @@ def summary(counts: Mapping[str, int]) -> str:
     """The last line of a report."""
     listed = [f"{counts[level]} {level}{'s' if counts[level] != 1 else ''}" for level in ("problem", "warning", "note")]
     return f"{', '.join(listed)}."
-
-
-def print_plain_report() -> bool:
-    """Print what all checks find, as lines on stdout; whether there was no problem."""
-    try:
-        addresses = parse_addresses(None)
-    except ConfigurationError:
-        addresses = ()  # a finding of the check ``variables``
-    context = CheckContext(variables=started_with(), servers=addresses)
-    logging.getLogger("psengine").addHandler(logging.NullHandler())
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    found: list[Finding] = []
-    for name, check in load_checks().items():
-        for finding in examine(name, check, context):
-            found.append(finding)
-            print(f"{finding.level.value:<8}{name:<17}{finding.text}", flush=True)
-            if finding.fix:
-                print(f"{'':<25}fix: {finding.fix}", flush=True)
-    counts = count_levels(found)
-    print(summary(counts))
-    return not counts["problem"]

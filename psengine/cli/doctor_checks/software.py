@@ -6,9 +6,11 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
+import psengine
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, ok, problem, warning
 from psengine.environment import installation
 from psengine.kernels import native, ops
@@ -32,18 +34,15 @@ def versions(context: CheckContext) -> Iterator[Finding]:
 
 
 def installed(context: CheckContext) -> Iterator[Finding]:
-    """Where this copy of psengine is from, and whether another project's package of that name is installed too."""
-    yield ok(f"{installation.DISTRIBUTION} is {installation.origin()}")
-    uninstall = f"pip uninstall --yes {installation.OTHER_DISTRIBUTION}, then {installation.reinstall_command()}"
-    for other, is_ours in installation.other_distributions():
-        if is_ours:
-            yield warning(f"{other} is an older installation of this package, under its former name", uninstall)
-        else:
-            yield problem(
-                f"{other} is another project's: both have a package psengine, and the one installed last overwrites"
-                " files of the other",
-                f"{uninstall}; install that project into an environment of its own",
-            )
+    """Where this copy of psengine is, and whether another project's package of that name is installed too."""
+    yield ok(f"{installation.DISTRIBUTION} is in {Path(psengine.__file__).parent}")
+    for other in installation.other_distributions():
+        yield problem(
+            f"{other} is another project's: both have a package psengine, and the one installed last overwrites"
+            " files of the other",
+            f"pip uninstall --yes {installation.OTHER_DISTRIBUTION}, then {installation.build_command()};"
+            " install that project into an environment of its own",
+        )
 
 
 def native_extension(context: CheckContext) -> Iterator[Finding]:

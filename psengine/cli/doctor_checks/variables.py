@@ -10,7 +10,7 @@ from dataclasses import fields
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, problem_of, warning
 from psengine.collectives.registry import check_name
 from psengine.environment.launchers import WORKER, WORKERS, detect, read_worker
-from psengine.errors import MissingExtraError, PSEngineError
+from psengine.errors import PSEngineError
 from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.strategies.registry import resolve_strategy
 
@@ -108,8 +108,6 @@ def variables(context: CheckContext) -> Iterator[Finding]:
         elif name in readers and value.strip():
             try:
                 readers[name](value.strip())
-            except MissingExtraError:
-                pass
             except PSEngineError as error:
                 findings.append(problem_of(error, f"correct {name}, or unset it", f"{name}={value!r}"))
     given = sorted(name for name in context.variables if name.startswith(PREFIX))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from psengine.cli.run_arguments import RunArguments, check_program
-from psengine.environment.extras import require_server_packages
 from psengine.environment.launchers import MAX_WORKERS, WORKER
 from psengine.environment.variables import default_strategy, read_variable
 from psengine.errors import ConfigurationError
@@ -178,7 +177,6 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
                 f" set:\n  psengine run --nnodes {options.nnodes} --rdzv-endpoint HOST:29400 --strategy {strategy}"
                 " --server-address tcp://HOST:7077 ..."
             )
-        require_server_packages("parameter servers")
         if given.snapshot_dir is not None:
             try:
                 given.snapshot_dir.mkdir(parents=True, exist_ok=True)

@@ -8,12 +8,12 @@ Ray starts the workers, and starts them again. The servers are actors in the wor
 
 from __future__ import annotations
 
-from psengine.environment.extras import missing_extra
+from psengine.environment.installation import missing_extra
 
 try:
     from psengine.integrations.ray.backend import PSEngineConfig
     from psengine.integrations.ray.reporting import report
 except ImportError as error:
-    raise missing_extra("psengine's workers and servers under Ray", error, extra="ray") from error
+    raise missing_extra("psengine's workers and servers under Ray", error, "ray") from error
 
 __all__ = ["PSEngineConfig", "report"]

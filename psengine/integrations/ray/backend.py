@@ -22,7 +22,6 @@ from ray.train.torch import TorchConfig
 from ray.train.torch.config import TorchConfigContextManager, _TorchBackend
 from ray.train.v2._internal.execution.worker_group import ExecutionGroup, WorkerGroup
 
-from psengine.environment.extras import require_server_packages
 from psengine.environment.variables import default_strategy, read_variable, set_variables
 from psengine.errors import ConfigurationError
 from psengine.integrations.ray.reporting import let_worker_0_report_alone, refuse_reports_of_others
@@ -49,7 +48,6 @@ class PSEngineConfig(TorchConfig):  # type: ignore[misc]
 
     Raises:
         ConfigurationError: unknown strategy or option, or two of them contradict each other.
-        MissingExtraError: the packages that servers need are not installed.
     """
 
     def __init__(
@@ -111,7 +109,6 @@ class PSEngineConfig(TorchConfig):  # type: ignore[misc]
                 f" {self.snapshot_dir!r}). Fix: keep them in Ray's checkpoints."
             )
         if self.servers:
-            require_server_packages("parameter servers under Ray")
             self.server_options = _checked_options(self.server_options)
 
     @property

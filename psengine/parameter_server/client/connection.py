@@ -19,31 +19,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import zmq
 from typing_extensions import override
 
 from psengine.environment import local_sockets
-from psengine.environment.extras import missing_extra
 from psengine.environment.variables import read_variable
 from psengine.errors import EnvironmentVariableError, ProtocolError, PSEngineError, ServerError
 from psengine.kernels.freed_memory import keep_freed_memory
+from psengine.parameter_server.client.handshake_monitor import HandshakeMonitor
 from psengine.parameter_server.client.operation import forked_error
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.reachability import watch_first_contact
 from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
 from psengine.parameter_server.client.segments import WorkerSegments
+from psengine.parameter_server.keepalive import KEEPALIVE
+from psengine.parameter_server.uncopied import UncopiedSends
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.groups import split
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
-
-try:
-    import zmq
-
-    from psengine.parameter_server.client.handshake_monitor import HandshakeMonitor
-    from psengine.parameter_server.keepalive import KEEPALIVE
-    from psengine.parameter_server.uncopied import UncopiedSends
-except ImportError as error:
-    raise missing_extra("clients of parameter servers", error) from error
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import stat
@@ -96,6 +95,8 @@ def _may_run_out() -> bool:
 
 
 def _seal(descriptor: int, seals: int) -> None:
+    import fcntl  # Windows has none, and imports this module
+
     try:
         fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
     except BaseException:
@@ -111,6 +112,8 @@ def check_segment(descriptor: int, size_bytes: int, most_bytes: int) -> None:
         size_bytes: as the peer says.
         most_bytes: how large it may be.
     """
+    import fcntl  # as above
+
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from psengine.environment.extras import missing_extra
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
 from psengine.errors import ConfigurationError
 
@@ -242,13 +241,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigurationError: it cannot be read, or has a name that is no setting's, or a value of a wrong type.
-        MissingExtraError: the package that reads it is missing.
     """
     # tomllib came with Python 3.11; tomli is its source.
-    try:
-        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    except ImportError as error:
-        raise missing_extra("Configuration files", error) from error
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         found: dict[str, Any] = toml.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,11 +1,9 @@
 """The part that the strategies over parameter servers share.
 
-    prepare     find servers, say HELLO
-    lay_out     buckets become chunks
-    join        the first worker's values go to the servers; every other worker gets the servers'
-    close       say goodbye; stop the server that this process started
-
-Importing this module needs torch alone; ``prepare`` needs the packages of the extra ``server``.
+prepare     find servers, say HELLO
+lay_out     buckets become chunks
+join        the first worker's values go to the servers; every other worker gets the servers'
+close       say goodbye; stop the server that this process started
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
-from psengine.environment.extras import require_server_packages
 from psengine.environment.job import assign
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
@@ -189,7 +186,6 @@ class ServerStrategy(Strategy):
                 " or PSENGINE_SERVERS, got neither). Fix: psengine run --servers 1, or"
                 f" {self.name}:servers=tcp://host:port."
             )
-        require_server_packages("strategies over parameter servers")
         from psengine.parameter_server.client.options import SessionOptions
         from psengine.parameter_server.client.worker_session import WorkerSession
 

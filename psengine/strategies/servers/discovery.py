@@ -12,7 +12,6 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.collectives.solo import SoloCollective
-from psengine.environment.extras import require_server_packages
 from psengine.environment.variables import given_worker, launched_as, read_variable
 from psengine.errors import ConfigurationError, ServerError
 from psengine.parameter_server.client.addresses import parse_addresses
@@ -62,10 +61,8 @@ def meet(
     Raises:
         ConfigurationError: no servers are named, and the ranks are on several hosts.
         EnvironmentVariableError: PSENGINE_WORKER is no rank, or the launcher's variables are incomplete.
-        MissingExtraError: the packages that servers need are not installed.
         ServerError: the embedded server did not start.
     """
-    require_server_packages("strategies over parameter servers")
     addresses = parse_addresses(servers)
     rank, world_size = _place(collective)
     embedded, is_embedded = None, not addresses

@@ -1,4 +1,4 @@
-"""The status as Prometheus reads it: families of metrics, named psengine_*. Imports prometheus_client, an extra."""
+"""The status as Prometheus reads it: families of metrics, named psengine_*."""
 
 from __future__ import annotations
 

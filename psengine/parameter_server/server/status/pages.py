@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from psengine.environment.extras import missing_extra
 from psengine.parameter_server.server.status.actions import Actions
 from psengine.parameter_server.server.status.dashboard_page import dashboard
 from psengine.parameter_server.server.status.history import LENGTHS, History
@@ -79,8 +78,6 @@ class ServerPages(Pages):
 
 
 def _metrics_page(status: ServerStatus) -> Page:
-    try:
-        from psengine.parameter_server.server.status.exposition import render_metrics
-    except ImportError as error:
-        raise missing_extra("metrics", error) from error
+    from psengine.parameter_server.server.status.exposition import render_metrics
+
     return 200, *render_metrics(status)
