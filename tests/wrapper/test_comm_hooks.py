@@ -5,71 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from support.expectations import raises
-from support.native_twins import Net, assert_same_gradients, pair, seeded
+from support.native_twins import Net, seeded
 from support.processes import in_ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-)
 
 from psengine import CommunicationHookError, DistributedDataParallel
 
 
 def model():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
-
-
-def train_pair(rank, register, *, steps=6, build=model, bucket_cap_mb=0.0005, **options):
-    """Train both wrappers with their hook registered by ``register(ddp)``; parameters must agree bitwise."""
-    ours, native = pair(build, bucket_cap_mb=bucket_cap_mb, **options)
-    register(ours)
-    register(native)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, native)]
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(steps):
-        x = torch.randn(4, 8, generator=generator)
-        for m, optimizer in zip((ours, native), optimizers, strict=True):
-            optimizer.zero_grad()
-            torch.manual_seed(7)  # PowerSGD draws its first matrices
-            m(x).pow(2).mean().backward()
-        assert_same_gradients(ours, native)
-        for optimizer in optimizers:
-            optimizer.step()
-    return ours
-
-
-@in_ranks(2)
-def test_default_and_builtin_hooks(rank, world_size):
-    group = dist.group.WORLD
-    hooks = [
-        (group, default_hooks.allreduce_hook),
-        (group, default_hooks.fp16_compress_hook),
-        (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-        (None, debugging_hooks.noop_hook),
-    ]
-    for state, hook in hooks:
-        for as_view in (False, True):
-            train_pair(rank, lambda m, s=state, h=hook: m.register_comm_hook(s, h), gradient_as_bucket_view=as_view)
-    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
-        ddp = train_pair(rank, lambda m, k=kind: m._register_builtin_comm_hook(k))
-        assert ddp._get_ddp_logging_data()["comm_hook"] == str(kind)
-    static = train_pair(rank, lambda m: m.register_comm_hook(group, default_hooks.allreduce_hook), static_graph=True)
-    assert static._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
-
-
-@in_ranks(2)
-def test_bf16_hook(rank, world_size):
-    # Native refuses this hook off CUDA; gloo reduces bfloat16, so it works here.
-    ddp = DistributedDataParallel(seeded(model))
-    ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    reference = DistributedDataParallel(seeded(model))
-    x = torch.randn(4, 8)
-    for m in (ddp, reference):
-        m(x).sum().backward()
-    for p, q in zip(ddp.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p.grad, q.grad, rtol=2**-7, atol=2**-7 * q.grad.abs().max().item())
-        assert p.grad.dtype is torch.float32
 
 
 @in_ranks(1)

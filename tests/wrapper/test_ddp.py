@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from support.expectations import raises
 from support.native_twins import Net, assert_same_gradients, pair, seeded
-from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks_to_any_end
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as Native
-from torch.utils.checkpoint import checkpoint
 
 import psengine
 
@@ -63,96 +62,7 @@ def test_an_unused_parameter_is_named(rank, world_size):
         ddp._check_reducer_finalized()
 
 
-def skipped_buckets(rank: int, world_size: int) -> tuple[int, int]:
-    found = []
-    for skip in (False, True):
-        ddp = psengine.DistributedDataParallel(
-            seeded(Net), find_unused_parameters=True, skip_all_reduce_unused_params=skip, bucket_cap_mb=1e-5
-        )
-        for step in range(3):
-            ddp(torch.randn(2, 4), use_spare=step == 1).sum().backward()
-        found.append(ddp._get_ddp_logging_data()["num_buckets_reduced"])
-    return tuple(found)
-
-
-def test_buckets_nobody_uses_can_be_skipped():
-    assert run_ranks(skipped_buckets, 2) == [(4, 2), (4, 2)]
-
-
-@in_ranks(2)
-def test_reentrant_checkpointing_needs_a_static_graph(rank, world_size):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.layer = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            x = self.first(x)
-            return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
-
-    ddp = psengine.DistributedDataParallel(Twice())
-    with raises(RuntimeError, "Expected to mark a variable ready only once", "with name layer.", "static_graph=True"):
-        ddp(torch.ones(2, 3)).sum().backward()
-
-
-def undefined_gradients(rank: int, world_size: int) -> None:
-    """A gradient that autograd leaves undefined still makes its parameter ready."""
-
-    class Drop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient, None
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.kept, self.dropped = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
-
-        def forward(self, x):
-            return Drop.apply(self.kept(x), self.dropped)
-
-    ours, native = pair(Model)
-    for _ in range(3):
-        for model in (ours, native):
-            model.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-        assert_same_gradients(ours, native)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_undefined_gradients(world_size):
-    run_ranks(undefined_gradients, world_size)
-
-
 # ---- kinds of parameters and gradients -------------------------------------------------------------------------
-
-
-@in_ranks(2)
-def test_complex_parameters_are_averaged_whole(rank, world_size):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
-            self.real = nn.Parameter(torch.randn(3))
-
-        def forward(self, x):
-            return (x.to(torch.complex64) @ self.weight).abs().sum() + (self.real * x).sum()
-
-    for as_view in (False, True):
-        model = seeded(Model)
-        reference = copy.deepcopy(model)
-        ddp = psengine.DistributedDataParallel(model, gradient_as_bucket_view=as_view)
-        batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
-        ddp(batches[rank]).backward()
-        (sum(reference(b) for b in batches) / world_size).backward()
-        for p, q in zip(ddp.parameters(), reference.parameters(), strict=True):
-            # Rounding of the sum over ranks only; the bug of native DDP is an error of order one.
-            assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
-        assert model.weight.grad.imag.abs().max() > 0.1
 
 
 @in_ranks(2)
@@ -186,23 +96,6 @@ def test_a_second_backward_that_exchanges_nothing_is_pointed_out(rank, world_siz
     assert not all(torch.equal(gradient, other) for other in psengine.gather(gradient)), "nothing stayed local"
 
 
-@in_ranks(2)
-def test_gradient_as_bucket_view(rank, world_size):
-    ddp = psengine.DistributedDataParallel(seeded(Net), gradient_as_bucket_view=True)
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(torch.randn(1, 4), use_spare=True).sum().backward()
-        storages = {p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}
-        assert storages == {b.flat.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
-    plain = psengine.DistributedDataParallel(seeded(Net))
-    plain(torch.randn(1, 4), use_spare=True).sum().backward()
-    held = plain.module.body.weight.grad
-    value = held.clone()
-    plain.zero_grad()
-    plain(torch.randn(1, 4), use_spare=True).sum().backward()
-    assert torch.equal(held, value), "without views, a gradient somebody kept is never overwritten"
-
-
 # ---- buffers ---------------------------------------------------------------------------------------------------
 
 
@@ -222,13 +115,6 @@ def buffers(rank: int, world_size: int) -> dict[str, Any]:
             ddp(torch.randn(1, 2))
         found[sync] = {k: v.clone() for k, v in model.state_dict().items()}
     return found
-
-
-def test_buffers_follow_rank_0_when_asked():
-    first, second = run_ranks(buffers, 2)
-    assert torch.equal(first[True]["flag"], second[True]["flag"])
-    assert torch.equal(first[True]["wide"], second[True]["wide"])
-    assert not torch.equal(first[False]["running_mean"], second[False]["running_mean"])
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------
@@ -369,29 +255,6 @@ def test_a_dropped_wrapper_lets_go(rank, world_size):
 
 
 @in_ranks(2)
-def test_create_graph_warns(rank, world_size):
-    ddp = psengine.DistributedDataParallel(seeded(Net))
-    with unittest.TestCase().assertLogs("psengine", "WARNING") as caught:
-        ddp(torch.ones(1, 4) * rank, use_spare=True).pow(2).sum().backward(create_graph=True)
-    assert "create_graph=True is not well-supported" in caught.output[0]
-    ddp.zero_grad()
-
-
-@in_ranks(3)
-def test_update_process_group(rank, world_size):
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    ddp = psengine.DistributedDataParallel(model)
-    ddp(torch.full((1, 1), float(rank))).sum().backward()
-    group = dist.new_group([0, 2])
-    ddp._update_process_group(group)
-    for _ in range(2 if rank != 1 else 0):
-        ddp.zero_grad()
-        ddp(torch.full((1, 1), float(rank))).sum().backward()
-    assert rank == 1 or model.weight.grad.item() == 1.0
-
-
-@in_ranks(2)
 def test_a_static_graph_with_unused_parameters_goes_on_in_another_group(rank, world_size):
     ours, native = pair(Net, static_graph=True)
     group = dist.new_group([0, 1])
@@ -458,15 +321,6 @@ def test_sparse_corners(rank, world_size):
             (dense(torch.arange(4) + r, use_b=r == 0).sum() / world_size).backward()
         for p, q in zip(ddp.parameters(), dense.parameters(), strict=True):
             assert torch.allclose(p.grad.to_dense(), q.grad.to_dense())
-
-
-@in_ranks(2)
-def test_a_first_forward_in_inference_mode(rank, world_size):
-    ddp = psengine.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
-    with torch.inference_mode():
-        ddp.eval()(torch.randn(2, 4))
-    for _ in range(2):
-        ddp.train()(torch.randn(4, 4)).sum().backward()
 
 
 @in_ranks(3)
