@@ -131,5 +131,5 @@ def test_the_version_stands_in_one_place():
     """Of the package; what names it elsewhere says the same."""
     assert "version =" not in (ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.dynamic]")[0]
     assert f"\nversion: {psengine.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    released = re.findall(r"^## \[(\d[^\]]*)\] - \d{4}-\d{2}-\d{2}$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    released = re.findall(r"^## \[(\d[^\]]*)\] - .*$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert released[0] == psengine.__version__
