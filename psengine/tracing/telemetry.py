@@ -1,4 +1,4 @@
-"""A worker's counters, for people who watch: heartbeats carry them to servers, a port of its own to Prometheus.
+"""A worker's counters, which its heartbeats carry to the servers; and the loss that a training loop reports.
 
     the worker's thread   with blocked(): wait_all(...)       step_ended()       report(loss=..., samples=...)
     the I/O thread                                  to_body(), with every heartbeat
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import numbers
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +21,42 @@ from psengine.errors import ConfigurationError
 from psengine.protocol.messages import MAX_COUNTED
 from psengine.tracing.observers import Observer
 
-# A training loop may be so many steps ahead of its GPU.
-MAX_COMING = 64
+
+class ReportedLoss:
+    """The latest reported loss that its device has computed. Nobody waits for a device here; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._value: float | None = None
+        self._coming: tuple[torch.Tensor, torch.Event] | None = None
+        self._observer = Observer("among the reported numbers, a loss")
+
+    def put(self, loss: torch.Tensor | float) -> None:
+        """Take a loss that ``check_report`` passed. It is dropped while the device still computes an earlier one."""
+        with self._lock, self._observer:
+            if not isinstance(loss, torch.Tensor) or loss.device.type == "cpu":
+                self._value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+                self._coming = None
+                return
+            self._settle()
+            if self._coming is None:
+                event = torch.Event(loss.device)
+                # A copy to pinned memory, for which the stream waits and the caller does not.
+                copy = loss.detach().to("cpu", non_blocking=True, copy=True)
+                event.record(torch.accelerator.current_stream(loss.device))
+                self._coming = copy, event
+
+    def to_body(self) -> dict[str, float | None]:
+        """``{"loss": number}``, None for one that is not finite; empty before the first."""
+        with self._lock:
+            self._settle()
+            if self._value is None:
+                return {}
+            return {"loss": self._value if math.isfinite(self._value) else None}
+
+    def _settle(self) -> None:
+        if self._coming is not None and self._coming[1].query():
+            self._value, self._coming = float(self._coming[0]), None
 
 
 class Telemetry:
@@ -40,16 +73,10 @@ class Telemetry:
         self.is_blocked = False
         self._now_s = now_s
         self._lock = threading.Lock()
-        self._steps = 0
-        self._step_s = 0.0
-        self._blocked_s = 0.0
-        self._samples = 0
+        self._totals: dict[str, Any] = {"steps": 0, "step_s": 0.0, "blocked_s": 0.0, "samples": 0}
         self._unfinished_blocked_s = 0.0
         self._last_end_s = 0.0
-        # The last loss that can be read, and those that a GPU has yet to compute.
-        self._loss: _Loss | None = None
-        self._pending: deque[_Loss] = deque()
-        self._reading = Observer("at the servers, a loss that was reported")
+        self._loss = ReportedLoss()
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -62,19 +89,15 @@ class Telemetry:
             self.is_blocked = False
             self._unfinished_blocked_s += self._now_s() - began_s
 
-    def was_blocked(self, seconds: float) -> None:
-        """Of the step that ends next, this worker's training waited so long."""
-        self._unfinished_blocked_s += seconds
-
     def step_ended(self) -> None:
         """A step is complete: its gradients are exchanged."""
         now_s = self._now_s()
         with self._lock:
-            if self._steps:
-                self._step_s += now_s - self._last_end_s
+            if self._totals["steps"]:
+                self._totals["step_s"] += now_s - self._last_end_s
             self._last_end_s = now_s
-            self._steps += 1
-            self._blocked_s += self._unfinished_blocked_s
+            self._totals["steps"] += 1
+            self._totals["blocked_s"] += self._unfinished_blocked_s
             self._unfinished_blocked_s = 0.0
 
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
@@ -87,70 +110,24 @@ class Telemetry:
         Raises:
             ConfigurationError: the loss is not one number, or the samples are no number of samples.
         """
-        _check(loss, samples)
+        check_report(loss, samples)
         with self._lock:
-            self._samples = min(self._samples + int(samples or 0), MAX_COUNTED)
+            self._totals["samples"] = min(self._totals["samples"] + int(samples or 0), MAX_COUNTED)
         if loss is not None:
-            with self._reading:
-                self._queue(_Loss(loss))
-
-    def _queue(self, loss: _Loss) -> None:
-        with self._lock:
-            if len(self._pending) >= MAX_COMING:
-                self._pending.pop()  # an older one is readable sooner
-            self._pending.append(loss)
-            self._advance()
-
-    def _advance(self) -> None:
-        while self._pending and self._pending[0].is_there():
-            self._loss = self._pending.popleft()
+            self._loss.put(loss)
 
     def to_body(self) -> dict[str, Any]:
         """HEARTBEAT's body: without "loss" until one was reported; None is one that is not finite."""
         with self._lock:
-            body: dict[str, Any] = {
-                "steps": self._steps,
-                "step_s": self._step_s,
-                "blocked_s": self._blocked_s,
-                "samples": self._samples,
-            }
-            with self._reading:
-                self._advance()
-            loss = self._loss
-        if loss is not None:
-            with self._reading:
-                body["loss"] = loss.read()
-        return body
+            return {**self._totals, **self._loss.to_body()}
 
 
-class _Loss:
-    """A reported loss: on the CPU, or on its way there behind the stream that computes it."""
+def check_report(loss: Any, samples: Any) -> None:
+    """Check what a training loop reports.
 
-    def __init__(self, loss: torch.Tensor | float) -> None:
-        self._event: Any = None
-        if isinstance(loss, torch.Tensor) and loss.is_cuda:
-            # To pinned memory, so that the stream waits for the copy and the caller does not.
-            self._value: torch.Tensor | float = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
-            with torch.cuda.device(loss.device):
-                self._value.copy_(loss.detach(), non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
-        elif isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
-            self._value = loss.detach()
-        else:
-            self._value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-
-    def is_there(self) -> bool:
-        """Whether it can be read without waiting for long."""
-        return self._event is None or bool(self._event.query())
-
-    def read(self) -> float | None:
-        """The number; None where it is not finite. On devices other than CUDA's it is waited for here."""
-        value = float(self._value)
-        return value if math.isfinite(value) else None
-
-
-def _check(loss: Any, samples: Any) -> None:
+    Raises:
+        ConfigurationError: the loss is not one number, or the samples are no number of samples.
+    """
     # NumPy's numbers are numbers too.
     is_count = isinstance(samples, numbers.Integral) and not isinstance(samples, bool)
     if samples is not None and (not is_count or samples < 0):

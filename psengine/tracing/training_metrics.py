@@ -2,9 +2,9 @@
 
     wrapper: watch() ─► Meter, one for each wrapped model     rank 0 alone, which also opens the port, once
     reducer: meter.step_ended(...) at the end of backward ──┐
-    user:    model.report(loss=..., samples=...) ───────────┴─► /metrics, made when Prometheus asks
+    user:    model.report(loss=..., samples=...) ───────────┴─► counters and gauges of prometheus_client ─► /metrics
 
-One rank speaks for its group: steps and waits are its own. A port that cannot be opened does not end training.
+Rank 0's steps and waits stand for its group. Training goes on if the port cannot be opened.
 """
 
 from __future__ import annotations
@@ -14,80 +14,96 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from psengine.environment.variables import read_variable
-from psengine.errors import ConfigurationError, EnvironmentVariableError
+from psengine.errors import EnvironmentVariableError
 from psengine.tracing.stall_inspector import inspector
-from psengine.tracing.telemetry import Telemetry
+from psengine.tracing.telemetry import ReportedLoss, check_report
 
-# Imported once it is used: an HTTP server and TLS are no part of a training that nobody watches.
+# Imported once it is used: an HTTP server is no part of a training that nobody watches.
 if TYPE_CHECKING:
     from psengine.status_port.port import Page, StatusPort
 
 logger = logging.getLogger(__name__)
+
+_COUNTERS = {
+    "steps": "Backwards whose gradients were exchanged.",
+    "step_seconds": "Time of the steps after the first.",
+    "wait_seconds": "Time in it, at the end of backwards, in which this rank waited for the others and took their"
+    " averages.",
+    "exchanged_bytes": "Bytes of gradients that this rank gave to the exchange, before a codec.",
+    "samples": "Samples that the script reported.",
+}
+_GAUGES = {"world_size": "Ranks of the group.", "loss": "What the script reported last."}
 
 
 class Meter:
     """What is counted of one wrapped model.
 
     Args:
-        strategy: its name.
+        families: by name, its metrics, which have two labels.
+        labels: the model's number, and its strategy.
         knows_group: whether its workers are those of the process group.
-
-    Attributes:
-        world_size: of the group in the last step; None before it, and without a group.
     """
 
-    def __init__(self, strategy: str, *, knows_group: bool) -> None:
-        self.strategy = strategy
-        self.world_size: int | None = None
-        self._knows_group = knows_group
-        self.exchanged_bytes = 0
-        self._has_stepped = False
-        self._telemetry = Telemetry(time.monotonic)
+    def __init__(self, families: dict[str, Any], labels: tuple[str, str], *, knows_group: bool) -> None:
+        self._families = families
+        self._labels = labels
+        self._counters = {name: families[name].labels(*labels) for name in _COUNTERS}
+        self._world_size = families["world_size"].labels(*labels) if knows_group else None
+        self._loss = ReportedLoss()
+        self._last_end_s: float | None = None
 
     def step_ended(self, waited_s: float, exchanged_bytes: int, world_size: int) -> None:
-        """A backward ended whose gradients were exchanged: so many bytes of them, with so long a wait at its end."""
-        self.world_size = world_size if self._knows_group else None
-        if self._has_stepped:  # the time of the first step is not known, nor is it counted
-            self._telemetry.was_blocked(waited_s)
-        self._has_stepped = True
-        self._telemetry.step_ended()
-        self.exchanged_bytes += exchanged_bytes
+        """A backward ended that exchanged ``exchanged_bytes`` of gradients and waited ``waited_s`` at its end."""
+        now_s = time.monotonic()
+        if self._last_end_s is not None:  # the time of the first step is not known, nor is it counted
+            self._counters["step_seconds"].inc(now_s - self._last_end_s)
+            self._counters["wait_seconds"].inc(waited_s)
+        self._last_end_s = now_s
+        self._counters["steps"].inc()
+        self._counters["exchanged_bytes"].inc(exchanged_bytes)
+        if self._world_size is not None:
+            self._world_size.set(world_size)
 
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
         """See ``Telemetry.report``."""
-        self._telemetry.report(loss=loss, samples=samples)
+        check_report(loss, samples)
+        self._counters["samples"].inc(int(samples or 0))
+        if loss is not None:
+            self._loss.put(loss)
+            self._families["loss"].labels(*self._labels).set_function(self._read_loss)
 
-    def totals(self) -> dict[str, Any]:
-        """See ``Telemetry.to_body``; and what is counted here."""
-        own = {"exchanged_bytes": self.exchanged_bytes, "world_size": self.world_size}
-        return {**self._telemetry.to_body(), **own}
+    def _read_loss(self) -> float:
+        value = self._loss.to_body().get("loss")
+        return float("nan") if value is None else value
 
 
 class TrainingMetrics:
-    """The meters of a process and its port; there is one, ``metrics``."""
+    """The metrics of a process and its port; there is one, ``metrics``."""
 
     def __init__(self) -> None:
-        self._meters: weakref.WeakValueDictionary[int, Meter] = weakref.WeakValueDictionary()
+        self._registry: Any = None
+        self._families: dict[str, Any] = {}
         self._port: StatusPort | None = None
         self._has_tried = False
-        self._count = 0
+        self._models = 0
+        self._told_stalls = 0
         self._lock = threading.Lock()
 
     def watch(self, strategy: str, rank: int, *, knows_group: bool) -> Meter | None:
-        """A meter for a model that is being wrapped; None where metrics are off, or another rank speaks.
+        """A meter for a model that is being wrapped; None where metrics are off, or on another rank than 0.
 
-        The arguments are those of ``Meter``, and this process's rank.
+        Args:
+            strategy: its name.
+            rank: this process's.
+            knows_group: whether its workers are those of the process group.
 
         Raises:
-            EnvironmentVariableError, ConfigurationError: a variable is wrong, a file is no good.
+            EnvironmentVariableError: PSENGINE_METRICS_PORT is no port.
         """
         port = metrics_port()
         if port is None or rank != 0:
@@ -95,19 +111,32 @@ class TrainingMetrics:
         with self._lock:
             if not self._has_tried:
                 self._open(port)
-            meter = Meter(strategy, knows_group=knows_group)
-            self._meters[self._count] = meter
-            self._count += 1
-        return meter
+            return self.meter(strategy, knows_group=knows_group)
+
+    def meter(self, strategy: str, *, knows_group: bool) -> Meter:
+        """The meter of one more model."""
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        if self._registry is None:
+            self._registry = CollectorRegistry()
+            for kind, described in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
+                for name, text in described.items():
+                    metric = kind(f"psengine_training_{name}", text, ["model", "strategy"], registry=self._registry)
+                    self._families[name] = metric
+            text = "Waits for other ranks that were reported (PSENGINE_STALL_S)."
+            self._families["stalls"] = Counter("psengine_training_stalls", text, registry=self._registry)
+        self._models += 1
+        return Meter(self._families, (str(self._models - 1), strategy), knows_group=knows_group)
 
     def render(self) -> Page:
         """The text for Prometheus."""
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import generate_latest
         from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_collector(sorted(self._meters.items())))
-        return 200, CONTENT_TYPE_LATEST, generate_latest(registry)
+        with self._lock:
+            told, self._told_stalls = self._told_stalls, inspector.reported_stalls
+            self._families["stalls"].inc(self._told_stalls - told)
+        return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
 
     def close(self) -> None:
         """Close the port; the next ``watch`` opens it again."""
@@ -117,22 +146,13 @@ class TrainingMetrics:
             port.__exit__(None, None, None)
 
     def _open(self, port: int) -> None:
-        from psengine.status_port.access import read_access
-        from psengine.status_port.certificate import load_certificate
         from psengine.status_port.port import LOOPBACK, TEXT, Pages, StatusPort
 
         host = read_variable("PSENGINE_METRICS_BIND") or LOOPBACK
-        certificate, key, read_token = map(
-            _path_in, ("PSENGINE_STATUS_CERT", "PSENGINE_STATUS_KEY", "PSENGINE_STATUS_READ_TOKEN")
-        )
-        if (certificate is None) != (key is None):
-            raise ConfigurationError("PSENGINE_STATUS_CERT and PSENGINE_STATUS_KEY belong together (got one of them)")
-        access = read_access(host, token=None, read_token=read_token, has_certificate=certificate is not None)
-        tls = None if certificate is None or key is None else load_certificate(certificate, key)
         self._has_tried = True
         try:
             pages = Pages({"/metrics": self.render, "/healthz": lambda: (200, TEXT, b"ok\n")})
-            self._port = StatusPort(port, pages, host=host, access=access, tls=tls)
+            self._port = StatusPort(port, pages, host=host)
         except OSError as error:
             logger.warning(
                 "no metrics: port %s:%d cannot be opened (%s); training goes on. Fix: another PSENGINE_METRICS_PORT,"
@@ -170,56 +190,6 @@ def metrics_port() -> int | None:
             f" {text!r}). Fix: leave it out for none."
         )
     return int(text)
-
-
-def _path_in(variable: str) -> Path | None:
-    text = read_variable(variable)
-    return Path(text).expanduser() if text else None
-
-
-# By metric: its explanation, and its member of ``Meter.totals``.
-_COUNTERS = {
-    "steps": ("Backwards whose gradients were exchanged.", "steps"),
-    "step_seconds": ("Time of the steps after the first.", "step_s"),
-    "wait_seconds": (
-        "Time in it, at the end of backwards, in which this rank waited for the others and took their averages.",
-        "blocked_s",
-    ),
-    "exchanged_bytes": ("Bytes of gradients that this rank gave to the exchange, before a codec.", "exchanged_bytes"),
-    "samples": ("Samples that the script reported.", "samples"),
-}
-_LABELS = ["model", "strategy"]
-
-
-def _collector(meters: Iterable[tuple[int, Meter]]) -> Any:
-    """What prometheus-client asks; holds numbers, and no meter."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-    from prometheus_client.registry import Collector
-
-    found = [([str(index), meter.strategy], meter.totals()) for index, meter in meters]
-
-    class MeterCollector(Collector):
-        def collect(self) -> Iterable[Any]:
-            for name, (text, member) in _COUNTERS.items():
-                family = CounterMetricFamily(f"psengine_training_{name}", text, labels=_LABELS)
-                for labels, totals in found:
-                    family.add_metric(labels, totals[member])
-                yield family
-            world = GaugeMetricFamily("psengine_training_world_size", "Ranks of the group.", labels=_LABELS)
-            loss = GaugeMetricFamily("psengine_training_loss", "What the script reported last.", labels=_LABELS)
-            for labels, totals in found:
-                if totals["world_size"] is not None:
-                    world.add_metric(labels, totals["world_size"])
-                if "loss" in totals:  # None is one that is not finite
-                    loss.add_metric(labels, float("nan") if totals["loss"] is None else totals["loss"])
-            yield world
-            yield loss
-            text = "Waits for other ranks that were reported (PSENGINE_STALL_S)."
-            stalls = CounterMetricFamily("psengine_training_stalls", text)
-            stalls.add_metric([], inspector.reported_stalls)
-            yield stalls
-
-    return MeterCollector()
 
 
 metrics = TrainingMetrics()

@@ -25,7 +25,7 @@ from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
 from psengine.parameter_server.status_model import to_json
 from psengine.protocol.messages import MessageType
-from psengine.tracing.telemetry import MAX_COMING, Telemetry
+from psengine.tracing.telemetry import Telemetry
 
 STEPS = 6
 
@@ -90,30 +90,6 @@ class TestWhatAWorkerSays:
         with pytest.raises(ConfigurationError, match=words):
             telemetry.report(**given)
         assert telemetry.to_body() == body(0)
-
-    def test_losses_that_a_device_still_computes_are_waited_for_by_nobody(self):
-        class Coming:
-            def __init__(self, value):
-                self.value, self.is_ready = value, False
-
-            def is_there(self):
-                return self.is_ready
-
-            def read(self):
-                assert self.is_ready
-                return self.value
-
-        telemetry = Telemetry(time.monotonic)
-        telemetry.report(loss=7.0)
-        coming = [Coming(float(i)) for i in range(MAX_COMING + 5)]
-        for one in coming:
-            telemetry._queue(one)
-        assert telemetry.to_body()["loss"] == 7.0
-        coming[0].is_ready = coming[1].is_ready = True
-        assert telemetry.to_body()["loss"] == 1.0
-        for one in coming:
-            one.is_ready = True
-        assert telemetry.to_body()["loss"] == coming[-1].value
 
 
 # ---- what a shard makes of it --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from support.waiting import eventually
 
 from psengine.parameter_server.server.status.exposition import render_metrics
 from psengine.parameter_server.status_model import LogStatus, SnapshotStatus
-from psengine.tracing.training_metrics import Meter, TrainingMetrics
+from psengine.tracing.training_metrics import TrainingMetrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"
@@ -58,10 +58,9 @@ def exposition():
     told = replace(TIMES, step_s=0.25)
     job = shard(worker(0, telemetry=told, staleness={"1": 2}), staleness={"0": 1})
     metrics = TrainingMetrics()
-    meter = Meter("sync", knows_group=True)
+    meter = metrics.meter("sync", knows_group=True)
     meter.step_ended(0.1, 8, world_size=2)
     meter.report(loss=1.0, samples=1)
-    metrics._meters[0] = meter
     return (render_metrics(server(job, snapshot=snapshot, logs=(log,)))[1] + metrics.render()[2]).decode()
 
 
