@@ -38,7 +38,6 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "sync over gloo": {"collective": "c10d"},
     "sync-server": {"strategy": "sync-server"},
     "async": {"strategy": "async"},
-    "async:push=backward": {"strategy": "async:push=backward"},
 }
 UNITS = ("step", "bucket", "small parameter", "large parameter")
 

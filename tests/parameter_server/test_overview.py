@@ -110,7 +110,7 @@ class TestTheSplitOfAStep:
         assert self.split({}, {"apply_s": 0.08, "held_s": 0.1}) == pytest.approx([0.2, 0.08, 0.2, 0.02])
 
     def test_servers_cannot_take_longer_than_the_worker_waited(self):
-        # With push="backward" servers work while the worker still computes.
+        # Under "sync-server" servers work while the worker still computes.
         assert self.split({"apply_s": 0.4}) == pytest.approx([0.2, 0.3, 0.0, 0.0])
         assert self.split({"held_s": 9.0}) == pytest.approx([0.2, 0.05, 0.25, 0.0])
         assert self.split({"blocked_s": 0.6}) == pytest.approx([0.0, 0.05, 0.2, 0.25])

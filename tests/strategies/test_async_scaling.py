@@ -1,10 +1,9 @@
-"""GradScaler in front of every strategy's optimizer, against one plain process; what push="backward" cannot follow."""
+"""GradScaler in front of every strategy's optimizer, against one plain process."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import psengine
 STEPS, OVERFLOWS_AT, RELOADS_AT = 8, 3, 5
 IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "plain": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
@@ -100,75 +98,3 @@ def scales_of_its_own(rank: int, world_size: int, address: str) -> None:
 
 def test_servers_refuse_a_scale_that_only_a_fused_kernel_divides_by(server):
     run_ranks(scales_of_its_own, 1, server.addresses[0], init_group=False)
-
-
-# ---- push="backward" ---------------------------------------------------------------------------------------------
-
-CHANGED = "gradients were changed between backward and optimizer.step()"
-
-
-def wrap_early_push(address: str, job: str, *, as_views: bool, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    use(address)
-    wrapped = psengine.DistributedDataParallel(
-        network(),
-        strategy=psengine.AsyncServer(push="backward", job=job),
-        gradient_as_bucket_view=as_views,
-    )
-    inner = torch.optim.SGD(wrapped.parameters(), lr=0.1, **options)
-    return wrapped, psengine.DistributedOptimizer(inner, wrapped)
-
-
-def early_push_refuses_scaling(address: str, as_views: bool) -> None:
-    for implementation, unscales in itertools.product(IMPLEMENTATIONS, [False, True]):
-        job = f"scaled-{implementation}-{unscales}-{as_views}"
-        wrapped, optimizer = wrap_early_push(address, job, as_views=as_views, **IMPLEMENTATIONS[implementation])
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(wrapped(torch.ones(2, 5)).sum()).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-        with raises(psengine.ReductionError, f"{CHANGED}", "GradScaler", "AsyncServer(push='step')"):
-            scaler.step(optimizer)
-        wrapped.leave()
-
-
-def early_push_sees_hidden_writes(address: str, as_views: bool) -> None:
-    for count in range(4):
-        wrapped, optimizer = wrap_early_push(address, f"data-{count}-{as_views}", as_views=as_views)
-        wrapped(torch.ones(2, 5)).sum().backward()
-        gradient = list(wrapped.parameters())[count].grad
-        gradient.data.view(-1)[-1:].mul_(0.5)  # a write that torch does not count, of one value
-        with raises(psengine.ReductionError, CHANGED):
-            optimizer.step()
-        wrapped.leave()
-
-
-def early_push_takes_what_is_unchanged(address: str, as_views: bool) -> None:
-    wrapped, optimizer = wrap_early_push(address, f"unchanged-{as_views}", as_views=as_views)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for factor in (1.0, torch.nan, 0.0, torch.inf, 1.0):
-        optimizer.zero_grad()
-        scaler.scale(wrapped(torch.ones(2, 5)).pow(2).sum() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert wrapped.strategy.completed_steps == 5
-    assert wrapped.strategy.refused_pushes
-    assert all(parameter.isfinite().all() for parameter in wrapped.parameters())
-    # A scale that overflows makes the scaler leave out the step.
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(wrapped(torch.ones(2, 5)).sum() * torch.inf).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    with raises(psengine.ReductionError, "second backward came before optimizer.step()", "GradScaler", "push='step'"):
-        wrapped(torch.ones(2, 5)).sum().backward()
-    wrapped.leave()
-
-
-def early_push(rank: int, world_size: int, address: str) -> None:
-    for as_views in (False, True):
-        early_push_refuses_scaling(address, as_views)
-        early_push_sees_hidden_writes(address, as_views)
-        early_push_takes_what_is_unchanged(address, as_views)
-
-
-def test_gradients_that_left_during_backward_are_taken_while_they_stay_what_was_sent(server):
-    run_ranks(early_push, 1, server.addresses[0], init_group=False)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
@@ -19,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import psengine
 
 STEPS = 4
-PUSHES = ["step", "backward"]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -42,12 +40,10 @@ class Training:
 
     Attributes:
         job: None trains plainly.
-        push: see ``AsyncServer``.
         options: of the wrapper.
     """
 
     job: str | None = None
-    push: str = "step"
     options: dict[str, Any] = field(default_factory=dict)
     strategies: list[psengine.AsyncServer] = field(default_factory=list)
 
@@ -58,7 +54,7 @@ class Training:
         if self.job is None:
             return module, make(module)
         number = len(self.strategies) if number is None else number
-        strategy = psengine.AsyncServer(push=self.push, job=f"{self.job}-{number}", timeout_s=20)
+        strategy = psengine.AsyncServer(job=f"{self.job}-{number}", timeout_s=20)
         self.strategies.append(strategy)
         wrapped = psengine.DistributedDataParallel(module, strategy=strategy, **self.options)
         return wrapped, psengine.DistributedOptimizer(make(module), wrapped)
@@ -143,7 +139,7 @@ def past_the_wrapper(training: Training) -> nn.Module:
 
 
 def a_backward_that_raised(training: Training) -> nn.Module:
-    """The head's gradients have left when it raises, the others are those of the step before."""
+    """The head's gradients are new when it raises, the others are those of the step before."""
     module = network()
     model, optimizer = training.start(module)
     for step in range(STEPS - 1):
@@ -273,15 +269,14 @@ FOLLOWED: list[Callable[[Training], nn.Module]] = [
 ]
 
 
-def is_followed(rank: int, world_size: int, address: str, push: str, as_views: bool) -> None:
+def is_followed(rank: int, world_size: int, address: str) -> None:
     use(address)
     failures = []
     for scenario in FOLLOWED:
         training = Training(
-            job=f"{scenario.__name__}-{push}-{as_views}",
-            push=push,
+            job=scenario.__name__,
             # Small buckets, so that a backward can fail between two.
-            options={"gradient_as_bucket_view": as_views, "bucket_cap_mb": 1e-5},
+            options={"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5},
         )
         try:
             ours, plain = scenario(training), scenario(Training())
@@ -294,9 +289,8 @@ def is_followed(rank: int, world_size: int, address: str, push: str, as_views: b
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("push", "as_views"), [("step", True), ("backward", False)])
-def test_one_worker_is_plain_training_whatever_comes_before_a_step(server, push, as_views):
-    run_ranks(is_followed, 1, server.addresses[0], push, as_views, init_group=False)
+def test_one_worker_is_plain_training_whatever_comes_before_a_step(server):
+    run_ranks(is_followed, 1, server.addresses[0], init_group=False)
 
 
 def old_graph(training: Training) -> None:
@@ -370,9 +364,9 @@ REFUSED: list[tuple[Callable[[Any, torch.optim.Optimizer], None], list[str]]] = 
 ]
 
 
-def refuses_changes(push: str) -> None:
+def refuses_changes() -> None:
     for change, texts in REFUSED:
-        training = Training(job=f"{change.__name__}-{push}", push=push)
+        training = Training(job=change.__name__)
         model, optimizer = training.start(network(), two_groups)
         for step in range(2):
             optimizer.zero_grad()
@@ -382,14 +376,13 @@ def refuses_changes(push: str) -> None:
         with raises(psengine.ConfigurationError, *texts):
             backward(model, 2)
             optimizer.step()
-        assert not model.strategy.sending.has_begun  # the servers' weights are here
         training.close()
 
 
-def refuses_untrained(push: str) -> None:
+def refuses_untrained() -> None:
     texts = ["parameter 0 of group 0 (shape (7, 5)) has a gradient", "when the model was wrapped it was frozen"]
 
-    training = Training(job=f"unfrozen-{push}", push=push)
+    training = Training(job="unfrozen")
     module = network()
     module[0].requires_grad_(False)
     model, optimizer = training.start(module)
@@ -403,7 +396,7 @@ def refuses_untrained(push: str) -> None:
         optimizer.step()
     training.close()
 
-    training = Training(job=f"ignored-{push}", push=push)
+    training = Training(job="ignored")
     module = network()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
     model, optimizer = training.start(module)
@@ -421,12 +414,11 @@ def refuses_untrained(push: str) -> None:
 def refuses(rank: int, world_size: int, address: str) -> None:
     use(address)
     old_graph(Training())
-    for push in PUSHES:
-        refuses_changes(push)
-        refuses_untrained(push)
-        training = Training(job=f"old graph-{push}", push=push)
-        old_graph(training)
-        training.close()
+    refuses_changes()
+    refuses_untrained()
+    training = Training(job="old graph")
+    old_graph(training)
+    training.close()
 
 
 def test_a_step_that_servers_would_take_otherwise_is_refused(server):
@@ -434,23 +426,15 @@ def test_a_step_that_servers_would_take_otherwise_is_refused(server):
     run_ranks(refuses, 1, server.addresses[0], init_group=False)
 
 
-# ---- push="backward": between backward and step ------------------------------------------------------------------
+# ---- between backward and step -----------------------------------------------------------------------------------
 
 
 def set_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = 0.01
 
 
-def set_rate_in_hook(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.register_step_pre_hook(lambda *_: set_rate(model, optimizer))
-
-
 def step_scheduler(model: Any, optimizer: torch.optim.Optimizer) -> None:
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
-
-
-def set_bad_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["lr"] = torch.nan
 
 
 def clamp_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -463,38 +447,7 @@ def load_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
     module.load_state_dict({name: tensor + 1 for name, tensor in module.state_dict().items()})
 
 
-CHANGED_RATE = "hyperparameters were changed between backward and optimizer.step()"
-CHANGED_WEIGHTS = "parameters were written between backward and optimizer.step()"
-TOO_LATE: list[tuple[Callable[[Any, torch.optim.Optimizer], None], type[Exception], str]] = [
-    (set_rate, psengine.ReductionError, CHANGED_RATE),
-    (set_rate_in_hook, psengine.ReductionError, CHANGED_RATE),
-    (step_scheduler, psengine.ReductionError, CHANGED_RATE),
-    (set_bad_rate, psengine.ConfigurationError, "hyperparameter 'lr' of SGD is out of bounds"),
-    (clamp_weights, psengine.ReductionError, CHANGED_WEIGHTS),
-    (load_weights, psengine.ReductionError, CHANGED_WEIGHTS),
-]
-
-
-def comes_too_late_or_in_time(rank: int, world_size: int, address: str) -> None:
-    use(address)
-    for change, error_type, text in TOO_LATE:
-        training = Training(job=f"late-{change.__name__}", push="backward")
-        model, optimizer = training.start(network())
-        backward(model)
-        change(model, optimizer)
-        with raises(error_type, text, "AsyncServer(push='step')" if error_type is psengine.ReductionError else ""):
-            optimizer.step()
-        assert not model.strategy.sending.has_begun  # the servers' weights are here
-        training.close()
-    plain = takes_what_comes_in_time(Training())
-    for push in PUSHES:
-        training = Training(job=f"in time-{push}", push=push)
-        assert_equal(state_of(takes_what_comes_in_time(training).module), state_of(plain))
-        training.close()
-
-
 def takes_what_comes_in_time(training: Training) -> nn.Module:
-    """The same changes, but nothing has left when they are made."""
     model, optimizer = training.start(network())
     for step, change in enumerate([set_rate, step_scheduler, clamp_weights, load_weights, set_rate]):
         optimizer.zero_grad()
@@ -505,5 +458,13 @@ def takes_what_comes_in_time(training: Training) -> nn.Module:
     return model
 
 
-def test_what_changes_after_the_gradients_left_is_refused_and_counts_before(server):
-    run_ranks(comes_too_late_or_in_time, 1, server.addresses[0], init_group=False)
+def comes_in_time(rank: int, world_size: int, address: str) -> None:
+    use(address)
+    plain = takes_what_comes_in_time(Training())
+    training = Training(job="in time")
+    assert_equal(state_of(takes_what_comes_in_time(training).module), state_of(plain))
+    training.close()
+
+
+def test_what_changes_between_backward_and_step_counts(server):
+    run_ranks(comes_in_time, 1, server.addresses[0], init_group=False)

@@ -111,7 +111,6 @@ ORACLES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[int]]] = {
     "sync-server": (averaging_gradients, [1, 2]),
     "sync:shard_optimizer=true": (averaging_gradients, [1, 2]),
     "async": (averaging_gradients, [1]),
-    "async:push=backward": (averaging_gradients, [1]),
     "averaging:every=4": (averaging_parameters, [1, 2]),
     "local:every=4": (averaging_parameters, [1, 2]),
     "diloco:every=4": (taking_outer_steps, [1, 2]),

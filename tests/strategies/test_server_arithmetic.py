@@ -87,27 +87,26 @@ def two_groups(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return OPTIMIZERS[name]([{"params": biases, "lr": 0.003}, {"params": others}])
 
 
-def run_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, *, clips: bool) -> None:
+def run_plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for x, y in batches(0):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        if clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         scheduler.step()
 
 
 def every_optimizer(rank: int, world_size: int, address: str) -> None:
-    """Two parameter groups, a scheduler, clipping in between where gradients leave in step()."""
+    """Two parameter groups, a scheduler, and clipping."""
     use(address)
-    for name, push in itertools.product(OPTIMIZERS, ("step", "backward")):
+    for name in OPTIMIZERS:
         plain = build(seed=0)
-        run_plainly(plain, two_groups(plain, name), clips=push == "step")
-        strategy = psengine.AsyncServer(max_staleness=0, push=push, job=f"alone-{name}-{push}")
+        run_plainly(plain, two_groups(plain, name))
+        strategy = psengine.AsyncServer(max_staleness=0, job=f"alone-{name}")
         wrapped = psengine.DistributedDataParallel(build(seed=0), strategy=strategy)
         optimizer = psengine.DistributedOptimizer(two_groups(wrapped.module, name), wrapped)
-        run_plainly(wrapped, optimizer, clips=push == "step")
+        run_plainly(wrapped, optimizer)
         assert_equal(state_of(wrapped.module), state_of(plain))
         strategy.close()
 
@@ -136,7 +135,7 @@ def every_kernel(rank: int, world_size: int, address: str) -> None:
                 strategy = psengine.AsyncServer(job=f"{name}-{kernel}")
                 trained = psengine.DistributedDataParallel(model, strategy=strategy)
                 optimizer = psengine.DistributedOptimizer(optimizer, trained)
-            run_plainly(trained, optimizer, clips=True)
+            run_plainly(trained, optimizer)
             momenta = optimizer.state_dict()["state"]
             states.append({**state_of(model), **{f"{i}.{n}": t for i in momenta for n, t in momenta[i].items()}})
             if not is_plain:

@@ -108,7 +108,7 @@ def test_async_gets_weights_as_they_travel_and_the_servers_keep_theirs(server):
         assert torch.equal(weight, value.bfloat16().float())
 
 
-@pytest.mark.parametrize("options", [",push=backward", ",delay_compensation=0.04,max_staleness=1"])
+@pytest.mark.parametrize("options", ["", ",delay_compensation=0.04,max_staleness=1"])
 def test_async_trains_with_eight_bits(server, options):
     name = f"async:compress=int8,job=async-int8-{len(options)}{options}"
     plain_name = f"async:job=async-plain-{len(options)}{options}"

@@ -148,7 +148,6 @@ def test_options_are_checked():
         ({"delay_compensation": float("nan")}, "delay_compensation"),
         ({"delay_compensation": 2, "compensation_decay": 1}, "compensation_decay.*value < 1"),
         ({"compensation_decay": 0.95}, "set delay_compensation too"),
-        ({"push": "later"}, "push"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"checksum": "off"}, "checksum"),
     ]:
@@ -159,7 +158,7 @@ def test_options_are_checked():
 
 
 def test_strategies_travel_as_their_options():
-    strategy = psengine.AsyncServer(max_staleness=3, push="backward", job="x")
+    strategy = psengine.AsyncServer(max_staleness=3, job="x")
     clone = pickle.loads(pickle.dumps(strategy))
     assert repr(clone) == repr(strategy)
     assert clone.rule == strategy.rule

@@ -350,9 +350,8 @@ def test_wrong_values_of_the_environment_are_refused(tmp_path, monkeypatch, name
     assert run_ranks(_wrap, 1) == ["refused"]
 
 
-def _train_with_server(rank, world_size, path, strategy, push):
-    options = {"push": push} if strategy is psengine.AsyncServer else {}
-    model = _model(strategy=strategy(**options))
+def _train_with_server(rank, world_size, path, strategy):
+    model = _model(strategy=strategy())
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     with psengine.timeline(path):
         for step in range(2):
@@ -361,14 +360,11 @@ def _train_with_server(rank, world_size, path, strategy, push):
 
 
 @pytest.mark.slow  # each starts a server
-@pytest.mark.parametrize(
-    ("strategy", "push"),
-    [(psengine.AsyncServer, "step"), (psengine.AsyncServer, "backward"), (psengine.SyncServer, None)],
-)
-def test_workers_of_servers_show_pushes_and_what_came_back(tmp_path, strategy, push):
+@pytest.mark.parametrize("strategy", [psengine.AsyncServer, psengine.SyncServer])
+def test_workers_of_servers_show_pushes_and_what_came_back(tmp_path, strategy):
     pytest.importorskip("zmq")
     path = tmp_path / "out.json"
-    run_ranks(_train_with_server, 1, str(path), strategy, push, init_group=False)
+    run_ranks(_train_with_server, 1, str(path), strategy, init_group=False)
     part = json.loads((tmp_path / "out.json.rank0").read_text())
     for step in (1, 2):
         spans = [e for e in _spans(part) if e["args"]["step"] == step]
@@ -420,9 +416,7 @@ def test_a_bucket_is_unpacked_while_the_next_is_in_flight(tmp_path, collective):
 
 
 @pytest.mark.slow  # it starts a server
-@pytest.mark.parametrize(
-    ("strategy", "taken"), [("sync-server", "unpack"), ("async", "apply"), ("async:push=backward", "apply")]
-)
+@pytest.mark.parametrize(("strategy", "taken"), [("sync-server", "unpack"), ("async", "apply")])
 def test_over_servers_too(tmp_path, strategy, taken):
     pytest.importorskip("zmq")
     run_ranks(_train_static, 1, str(tmp_path / "out.json"), {"strategy": strategy}, init_group=False)

@@ -46,7 +46,7 @@ def assumptions(training: Training, network: Network, codings: Mapping[str, Codi
         f"Links: {network.bytes_per_s * 8e-6:g} Mbit/s for each host, in each direction, all hosts at once; a round"
         f" trip of {network.round_trip_s * 1e3:g} ms. Switches are never the limit.",
         f"Overlap: buckets of {BUCKET_BYTES >> 20} MiB travel during backward, {BACKWARD:.0%} of the step, by cores"
-        " that do not compute. local, diloco and async (push=step) exchange after the step.",
+        " that do not compute. local, diloco and async exchange after the step.",
         "Transport: gloo on the CPU; NCCL is not modelled. Strategies over servers have a shard on each host.",
         f"Codecs: encoding with the residual on one core of this machine, measured now, GB/s of values: {speeds}."
         " powersgd: matrices of 1024 columns.",

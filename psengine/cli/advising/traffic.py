@@ -127,7 +127,7 @@ def traffic(strategy: str, hosts: int, ranks_per_host: int = 1, coding: Coding =
     if named.name == "async" or named.name.endswith("-server"):
         # Only under sync-server averages come back during backward; async sends in optimizer.step().
         to_and_fro = _through_servers(hosts, ranks_per_host, coding)
-        is_hidden = named.name == "sync-server" or named.options.get("push") == "backward"
+        is_hidden = named.name == "sync-server"
         return Traffic(
             stages=to_and_fro,
             after_s=coding.decode_s,

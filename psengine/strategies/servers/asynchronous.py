@@ -10,20 +10,19 @@ from weights that other workers have changed since.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
-from psengine.errors import ConfigurationError, PSEngineError
+from psengine.errors import ConfigurationError
 from psengine.strategies.exchange import Reduction, StaysLocal, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.gradient_pushes import GradientPushes
-from psengine.strategies.servers.sending import SendInBackward, SendInStep, WrittenWeights, count_landing
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.strategies.step_hooks import take_step
 from psengine.strategies.stepping import check_one
@@ -31,9 +30,11 @@ from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 from psengine.tracing.timeline import now_ns, recorder
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.worker_session import WorkerSession
+    from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
-SENDINGS: dict[str, type[SendInStep]] = {"step": SendInStep, "backward": SendInBackward}
+logger = logging.getLogger(__name__)
 
 
 class AsyncServer(ServerStrategy):
@@ -49,11 +50,6 @@ class AsyncServer(ServerStrategy):
         compensation_decay: from 0 up to 1: each element's strength is divided by the root of a running mean of its
             squared gradients with this decay (their DC-ASGD-a; 0.95, with a strength of 2); costs the servers one more
             copy of the model. None: the strength is constant.
-        push: "step" sends gradients in ``optimizer.step()``, so that whatever happens to them after backward (clipping,
-            unscaling) counts. "backward" sends each bucket as soon as it is full, while backward goes on; changing
-            gradients, hyperparameters or weights between the two is an error, so neither clipping nor
-            ``torch.amp.GradScaler`` goes with it. To notice that, ``step()`` reads gradients once more;
-            ``gradient_as_bucket_view=True`` costs a copy of them on top. What did not leave is sent in ``step()``.
         servers, job, timeout_s, checksum, compress, durability: see ``ServerStrategy``.
 
     Attributes:
@@ -70,7 +66,6 @@ class AsyncServer(ServerStrategy):
         delay_compensation: float = 0.0,
         *,
         compensation_decay: float | None = None,
-        push: str = "step",
         servers: str | Sequence[str] | None = None,
         job: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -78,7 +73,7 @@ class AsyncServer(ServerStrategy):
         compress: str | Codec | None = None,
         durability: str | None = None,
     ) -> None:
-        _check_options(max_staleness, staleness_scaling, push)
+        _check_options(max_staleness, staleness_scaling)
         _check_compensation(delay_compensation, compensation_decay)
         super().__init__(
             servers=servers,
@@ -93,13 +88,13 @@ class AsyncServer(ServerStrategy):
             staleness_scaling=staleness_scaling,
             delay_compensation=float(delay_compensation),
             compensation_decay=None if compensation_decay is None else float(compensation_decay),
-            push=push,
         )
 
     def _forget(self) -> None:
         super()._forget()
         self._optimizer: ServerOptimizer | None = None
-        self._sending: SendInStep | None = None
+        self._pushes: GradientPushes | None = None
+        self._written: WrittenWeights | None = None
         # Whether the job began with this worker's model.
         self._gave_values = False
 
@@ -124,27 +119,22 @@ class AsyncServer(ServerStrategy):
                 if bucket.device.type == "cpu":
                     self.session.adopt(spec.key, bucket.flat[start:end])
         if not self._gave_values:
-            count_landing(self._replica.state.values())
-        pushes = GradientPushes(self.session, self.chunks)
-        weights = WrittenWeights(self.session, self.chunks, self._replica.parameters)
-        self._sending = SENDINGS[self._options["push"]](pushes, weights)
+            # Bytes that landed are writes: older graphs and other models may depend on the old values.
+            torch.autograd.graph.increment_version(self._replica.state.values())
+        self._pushes = GradientPushes(self.session, self.chunks)
+        self._written = WrittenWeights(self.session, self.chunks, self._replica.parameters)
 
     @property
     def pushes(self) -> GradientPushes:
         """The step under way; set by ``join``."""
-        return self.sending.pushes
-
-    @property
-    def sending(self) -> SendInStep:
-        """When gradients leave; set by ``join``."""
         _ = self.session  # a closed strategy raises
-        assert self._sending is not None, "gradients are sent once the worker has joined"
-        return self._sending
+        assert self._pushes is not None, "gradients are sent once the worker has joined"
+        return self._pushes
 
     @property
     def refused_pushes(self) -> int:
         """How many chunks the servers refused (not finite, or too stale after this worker was away)."""
-        return 0 if self._sending is None else self._sending.pushes.refused
+        return 0 if self._pushes is None else self._pushes.refused
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
@@ -210,12 +200,12 @@ class AsyncServer(ServerStrategy):
 
     @property
     def needs_packing(self) -> bool:
-        """Gradients stay where they are until ``step``, unless they leave during backward."""
-        return bool(self._options["push"] == "backward")
+        """Gradients stay where they are until ``step``, so that clipping and unscaling count."""
+        return False
 
     @override
     def begin(self, step: Step) -> Share:
-        self.sending.begin_backward(self._bound())
+        self._bound()
         return WHOLE
 
     @override
@@ -229,36 +219,27 @@ class AsyncServer(ServerStrategy):
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
-        self.sending.bucket_is_full(bucket, self._bound())
         return StaysLocal()
 
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
-        """Push the buckets that did not leave during backward; return with the servers' new weights."""
+        """Push all gradients; return with the servers' new weights."""
         bound = self._bound()
 
         def push_and_pull() -> None:
-            self._check_step(bound)
-            if not self.sending.has_begun:
-                self.sending.begin_step(bound)
-            for bucket in self.sending.remaining(self._buckets):
+            bound.check()
+            assert self._written is not None, "made when the worker joined"
+            self._written.store_edited()
+            self.pushes.begin_step(bound.optimizer)
+            for bucket in self._buckets:
                 self._pack_and_push(bucket)
             self.pushes.push_buffers()
-            self._await_weights()
+            self.pushes.wait()
+            self._written.note()
             self.completed_steps += 1
             self.session.telemetry.step_ended()
 
         return take_step(bound.optimizer, closure, push_and_pull)
-
-    def _check_step(self, bound: ServerOptimizer) -> None:
-        """Raise where the servers' step would differ from the one that this process asks for."""
-        try:
-            bound.check()
-            self.sending.check(bound)
-        except PSEngineError:
-            if self.sending.has_begun:
-                self._await_weights()
-            raise
 
     def _pack_and_push(self, bucket: Bucket) -> None:
         started_ns = now_ns() if recorder.is_on else 0
@@ -266,11 +247,6 @@ class AsyncServer(ServerStrategy):
         if started_ns:
             recorder.add("pack", started_ns, args=bucket.facts)
         self.pushes.push(bucket, bucket.flat)
-
-    def _await_weights(self) -> None:
-        self.sending.forget_sent()
-        self.pushes.wait()
-        self.sending.weights.note()
 
     # ---- another strategy follows ------------------------------------------------------------------------------
 
@@ -305,7 +281,44 @@ class AsyncServer(ServerStrategy):
         self._bound().store_state(counts=self.session.rank == 0)
 
 
-def _check_options(max_staleness: Any, staleness_scaling: Any, push: Any) -> None:
+class WrittenWeights:
+    """Notices writes to parameters whose values the servers keep."""
+
+    def __init__(
+        self, session: WorkerSession, chunks: ChunkedReplica, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        self._session = session
+        self._chunks = chunks
+        self._parameters = list(parameters.values())
+        self.note()
+
+    def note(self) -> None:
+        """The parameters are as the servers sent them."""
+        self._noted = self._count_writes()
+
+    def _count_writes(self) -> tuple[int, int]:
+        """Changes with every write that torch counts, and when a parameter is given other memory."""
+        return sum(p._version for p in self._parameters), hash(tuple(p.data_ptr() for p in self._parameters))
+
+    def store_edited(self) -> None:
+        """After a write (``load_state_dict``), send worker 0's values to the servers; those of others are lost."""
+        if self._count_writes() == self._noted:
+            return
+        from psengine.parameter_server.client.operation import wait_all
+
+        if self._session.rank != 0:
+            logger.warning(
+                "parameters were written on worker %d; the servers' weights count, and overwrite them with this step."
+                " Only worker 0's writes (load_state_dict) reach the servers.",
+                self._session.rank,
+            )
+        else:
+            logger.warning("parameters were written on worker 0; they become the servers' weights")
+            wait_all([self._session.store(spec.key, self._chunks.values(spec)) for spec in self._chunks.specs])
+        self.note()
+
+
+def _check_options(max_staleness: Any, staleness_scaling: Any) -> None:
     is_count = isinstance(max_staleness, int) and not isinstance(max_staleness, bool) and max_staleness >= 0
     if max_staleness is not None and not is_count:
         raise ConfigurationError(
@@ -313,8 +326,6 @@ def _check_options(max_staleness: Any, staleness_scaling: Any, push: Any) -> Non
         )
     if staleness_scaling not in (None, "inverse"):
         raise ConfigurationError(f"staleness_scaling (expected None or 'inverse', got {staleness_scaling!r})")
-    if push not in SENDINGS:
-        raise ConfigurationError(f"push says when gradients leave (expected 'step' or 'backward', got {push!r})")
 
 
 def _check_compensation(strength: Any, decay: Any) -> None:

@@ -68,7 +68,7 @@ class ServerOptimizer:
         Raises:
             ConfigurationError: its parameters or state changed, or there is a gradient that no server applies.
         """
-        self.check_groups()
+        self._check_groups()
         self._check_untrained()
         self._check_state()
         scale = getattr(self.optimizer, "grad_scale", None)
@@ -78,8 +78,7 @@ class ServerOptimizer:
                 f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
             )
 
-    def check_groups(self) -> None:
-        """The part of ``check`` that tells whether hyperparameters still fit the parameters."""
+    def _check_groups(self) -> None:
         groups = [group["params"] for group in self.optimizer.param_groups]
         if len(groups) != len(self._groups):
             difference = f"expected {len(self._groups)} groups, got {len(groups)}"
