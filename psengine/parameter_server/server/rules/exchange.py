@@ -44,7 +44,7 @@ class Update(NamedTuple):
     # nobody brought any. Of a single contribution it may be the contribution's own memory.
     values: torch.Tensor | None
     contributions: Sequence[Contribution]  # those that brought values, in the order of ranks
-    staleness: int  # by how many versions the oldest of them is older than the chunk
+    staleness: int = 0  # by how many versions the oldest of them is older than the chunk
 
 
 class PayloadPins:

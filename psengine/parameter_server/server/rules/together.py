@@ -179,11 +179,8 @@ class Together(ChunkRule):
         missing = [rank for rank in live if rank not in gathered.by_rank]
         if len(missing) == len(live):
             return []  # who contributed is on its way out
-        if missing:
-            past = [rank for rank in missing if self.progress.is_past(rank, sequence)]
-            if past and not self.outcome.holds_weights:
-                return self._ask_for_result(sequence)
-            missing = [rank for rank in missing if rank not in past]
+        if any(self.progress.is_past(rank, sequence) for rank in missing):
+            return self._ask_for_result(sequence)
         if missing and not self._is_quorum(gathered, sequence, missing, live):
             return []
         return self._end(gathered, sequence, live)
@@ -202,9 +199,7 @@ class Together(ChunkRule):
     def _end(self, gathered: ContributionSet, sequence: int, live: Collection[int]) -> list[Reply]:
         del self._open[sequence]
         given = gathered.given
-        base = min((one.base_version for one in given), default=self.version)
-        staleness = max(0, self.version - base)
-        self.outcome.conclude(sequence, Update(gathered.combine(), given, staleness))
+        self.outcome.conclude(sequence, Update(gathered.combine(), given))
         self.progress.version = max(self.version, sequence)
         self.context.exchange_ended()
         self.context.statistics.averaged += 1
