@@ -1,22 +1,25 @@
-"""``psengine admin``: what an operator tells running servers, at their status ports."""
+"""``psengine admin``: an operator's orders to running servers, over the port that workers use."""
 
 from __future__ import annotations
 
-import difflib
-import json
+import logging
+import socket
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from psengine.cli.console import printable
-from psengine.cli.status_http import NobodyListensError, NoHttpError, StatusHttp, trusted_ca
+from psengine.environment.local_sockets import is_listening
 from psengine.environment.variables import read_variable
-from psengine.errors import ConfigurationError
-from psengine.protocol.keys import read_token
+from psengine.errors import ConfigurationError, PSEngineError, ServerRefusedError
+from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
+from psengine.protocol.keys import CurveClientKeys
+from psengine.protocol.messages import ErrorCode
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.client import Client
 
 EXIT_REFUSED = 1
 POLL_S = 0.5
@@ -25,9 +28,9 @@ HELP = (
     " servers are told."
 )
 EPILOG = (
-    "Example: [bold]psengine admin snapshot --server-address http://127.0.0.1:9100 --token token[/bold]. The server"
-    " needs --status-port and --status-token. Exit code 0: done; 1: refused, or a server does not answer; 2: wrong"
-    " arguments."
+    "Example: [bold]psengine admin snapshot --server-address tcp://127.0.0.1:7077[/bold]. Servers obey their own user"
+    " on their machine, a key of --admin-allow (PSENGINE_CLIENT_KEY, PSENGINE_SERVER_KEY), and those who have the"
+    " secret of --admin-secret-file. Exit code 0: done; 1: refused, or a server does not answer; 2: wrong arguments."
 )
 
 Address = Annotated[
@@ -35,16 +38,16 @@ Address = Annotated[
     typer.Option(
         "--server-address",
         metavar="ADDRESSES",
-        help="http://host:port or https://... of servers' status ports, with commas; by default PSENGINE_SERVERS.",
+        help="tcp://host:port or ipc://path of servers, with commas; by default PSENGINE_SERVERS.",
     ),
 ]
-Token = Annotated[
+Secret = Annotated[
     Path | None,
-    typer.Option("--token", metavar="FILE", help="The servers' --status-token file; by default PSENGINE_STATUS_TOKEN."),
-]
-Ca = Annotated[
-    Path | None,
-    typer.Option("--ca", metavar="FILE", help="Certificates to trust, in PEM; by default PSENGINE_STATUS_CA."),
+    typer.Option(
+        "--admin-secret-file",
+        metavar="FILE",
+        help="The operators' secret, beside PSENGINE_SECRET_FILE; by default PSENGINE_ADMIN_SECRET_FILE.",
+    ),
 ]
 TimeoutS = Annotated[float, typer.Option("--timeout-s", help="Deadline of one answer.", min=0.1, max=600.0)]
 JobName = Annotated[
@@ -60,28 +63,25 @@ def register(app: typer.Typer) -> None:
     app.add_typer(admin, name="admin")
 
 
-def snapshot(address: Address = None, token: Token = None, ca: Ca = None, timeout_s: TimeoutS = 10.0) -> None:
+def snapshot(address: Address = None, secret: Secret = None, timeout_s: TimeoutS = 10.0) -> None:
     """Write a snapshot now, and wait for it up to six seconds."""
-    _tell(_ports(address, token, ca, timeout_s), "snapshot")
+    _Servers(address, secret, timeout_s).tell(action="snapshot")
 
 
 def evict(
     job: JobName,
     worker: Annotated[int, typer.Option("--worker", metavar="N", help="The worker's rank.", min=0)],
     address: Address = None,
-    token: Token = None,
-    ca: Ca = None,
+    secret: Secret = None,
     timeout_s: TimeoutS = 10.0,
 ) -> None:
     """End a worker's lease: the others go on without it. If its process lives, it comes back."""
-    _tell(_ports(address, token, ca, timeout_s), "evict", job=job, worker=str(worker))
+    _Servers(address, secret, timeout_s).tell(action="evict", job=job, worker=worker)
 
 
-def forget(
-    job: JobName, address: Address = None, token: Token = None, ca: Ca = None, timeout_s: TimeoutS = 10.0
-) -> None:
+def forget(job: JobName, address: Address = None, secret: Secret = None, timeout_s: TimeoutS = 10.0) -> None:
     """Drop a job without workers: its values, also in the next snapshot. There is no way back."""
-    _tell(_ports(address, token, ca, timeout_s), "forget", job=job)
+    _Servers(address, secret, timeout_s).tell(action="forget", job=job)
 
 
 def drain(
@@ -89,131 +89,132 @@ def drain(
         float, typer.Option("--wait-s", help="Wait so long for the servers' end; 0: do not wait.", min=0.0)
     ] = 0.0,
     address: Address = None,
-    token: Token = None,
-    ca: Ca = None,
+    secret: Secret = None,
     timeout_s: TimeoutS = 10.0,
 ) -> None:
     """Let no more workers in, and end each server, with a last snapshot, once its last worker has left."""
-    ports = _ports(address, token, ca, timeout_s)
-    _tell(ports, "drain")
+    servers = _Servers(address, secret, timeout_s)
+    servers.tell(action="drain")
     deadline_s = time.monotonic() + wait_s
-    said: dict[str, str] = {}
-    while wait_s and ports:
-        remaining = []
-        for port in ports:
-            try:
-                workers = _workers_of(port)
-            except NobodyListensError:
-                _say(port, "has ended")
-                continue
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                workers = f"an answer ({error})"
-            remaining.append(port)
-            if said.get(port.url) != workers:
-                said[port.url] = workers
-                _say(port, f"waits for {workers or 'nobody'}")
-        ports = remaining
-        if ports and time.monotonic() >= deadline_s:
-            for port in ports:
-                _say(port, f"still drains after {wait_s:g} s. Fix: end its workers, or psengine admin shutdown")
-            raise typer.Exit(EXIT_REFUSED)
-        if ports:
-            time.sleep(min(POLL_S, max(0.0, deadline_s - time.monotonic())))
+    for one in servers.addresses if wait_s else ():
+        said = ""
+        while not _has_ended(one):
+            workers = servers.workers_of(one)
+            if workers != said:
+                _say(one, f"waits for {workers}")
+                said = workers
+            if time.monotonic() >= deadline_s:
+                _say(one, f"still drains after {wait_s:g} s. Fix: end its workers, or psengine admin shutdown")
+                raise typer.Exit(EXIT_REFUSED)
+            time.sleep(POLL_S)
+        _say(one, "has ended")
 
 
-def shutdown(address: Address = None, token: Token = None, ca: Ca = None, timeout_s: TimeoutS = 10.0) -> None:
+def shutdown(address: Address = None, secret: Secret = None, timeout_s: TimeoutS = 10.0) -> None:
     """End the servers now, in order: with a last snapshot. Workers wait for a server to come back."""
-    _tell(_ports(address, token, ca, timeout_s), "shutdown")
+    _Servers(address, secret, timeout_s).tell(action="shutdown")
 
 
-def _ports(address: str | None, token: Path | None, ca: Path | None, timeout_s: float) -> list[StatusHttp]:
-    """The status ports of an argument, else of PSENGINE_SERVERS.
+class _Servers:
+    """The servers of an argument, else of PSENGINE_SERVERS.
 
     Raises:
-        ConfigurationError: none is named, or one is no status port's; no token is named, or it cannot be read.
+        ConfigurationError: none is named, an address is malformed, or a key or a secret cannot be read.
     """
-    text = address if address is not None else read_variable("PSENGINE_SERVERS") or ""
-    urls = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-        raise ConfigurationError(
-            f"servers are told at their status ports (expected --server-address http://HOST:PORT or https://..., got"
-            f" {text or 'nothing'}). Fix: start them with --status-port and --status-token; they say at"
-            " their start 'status at ADDRESS'"
-        )
-    named = token or read_variable("PSENGINE_STATUS_TOKEN")
-    if not named:
-        raise ConfigurationError(
-            "servers obey those who have their token (expected --token FILE or PSENGINE_STATUS_TOKEN, got neither)."
-            " Fix: name the file that the server's --status-token names, or a copy of mode 0600"
-        )
-    word = read_token(named)
-    return [StatusHttp(url, timeout_s, token=word, ca=ca or trusted_ca()) for url in urls]
 
+    def __init__(self, address: str | None, secret: Path | None, timeout_s: float) -> None:
+        logging.getLogger("psengine").addHandler(logging.NullHandler())  # the answers say what is wrong
+        self.addresses = list(dict.fromkeys(parse_addresses(address)))
+        if not self.addresses:
+            raise ConfigurationError(
+                "no server is named (expected tcp://host:port; got none). Fix: --server-address tcp://127.0.0.1:7077,"
+                " or set PSENGINE_SERVERS"
+            )
+        self._keys = _operator_keys(secret)
+        self._timeout_s = timeout_s
 
-def _tell(ports: Sequence[StatusHttp], action: str, **parameters: str) -> None:
-    """Perform an action at every server, and show the answers; ends the command with 1 unless all is done."""
-    query = f"?{urlencode(parameters)}" if parameters else ""
-    codes = []
-    for port in ports:
+    def connect(self, address: str) -> Client:
+        """A client of one server. Raises PSEngineError where it does not answer, or does not let us in."""
+        from psengine.parameter_server.client.client import connect
+
+        wait_s = self._timeout_s
+        return connect(address, role="reader", timeout_s=wait_s, connect_timeout_s=wait_s, keys=self._keys)
+
+    def tell(self, **order: Any) -> None:
+        """Give an order to every server, and show the answers; ends the command with 1 unless all is done."""
+        failures = []
+        is_done = False
+        for address in self.addresses:
+            try:
+                with self.connect(address) as client:
+                    _say(address, self._order(client, order))
+                is_done = True
+            except PSEngineError as error:
+                failures.append(error)
+                _say("", str(error))
+        # A worker, or a job, that one of the servers knows need not be at all of them.
+        if failures and not (is_done and all(_is_unknown(error) for error in failures)):
+            raise typer.Exit(EXIT_REFUSED)
+
+    def _order(self, client: Client, order: dict[str, Any]) -> str:
         try:
-            code, _, content = port.ask(f"/actions/{action}{query}", "POST")
-        except (OSError, NoHttpError) as error:
-            codes.append(0)
-            _say(port, f"did not answer: {error}")
-            continue
-        codes.append(code)
-        _say(port, _text_of(code, content) + (_suggestion(port, parameters) if code == 404 else ""))
-    are_done = [200 <= code < 300 for code in codes]
-    # A worker, or a job, that one of the servers knows need not be at all of them.
-    if not all(is_done or (code == 404 and any(are_done)) for code, is_done in zip(codes, are_done, strict=True)):
-        raise typer.Exit(EXIT_REFUSED)
+            return client.session.administer(order)[0]
+        except ServerRefusedError as error:
+            if not _is_unknown(error):
+                raise
+            workers = _workers(client)
+            known = workers.get(order["job"])
+            found = f"its workers: {known or 'none'}" if known is not None else f"its jobs: {list(workers) or 'none'}"
+            raise ServerRefusedError(f"{error}; {found}", error.code) from None
+
+    def workers_of(self, address: str) -> str:
+        """The workers that a server has, in words."""
+        try:
+            with self.connect(address) as client:
+                found = [f"worker {rank} of job {job!r}" for job, ranks in _workers(client).items() for rank in ranks]
+        except PSEngineError as error:
+            return f"an answer ({error})"
+        return ", ".join(found) or "nobody"
 
 
-def _text_of(code: int, content: bytes) -> str:
+def _operator_keys(secret: Path | None) -> CurveClientKeys | None:
+    named = secret or read_variable("PSENGINE_ADMIN_SECRET_FILE")
+    if not named:
+        return keys_from_environment()
+    shared = read_variable("PSENGINE_SECRET_FILE")
+    if not shared:
+        raise ConfigurationError(
+            f"the operators' secret is the second one (expected PSENGINE_SECRET_FILE beside {named}, got none). Fix:"
+            " set PSENGINE_SECRET_FILE to a copy of the secret that the server shares with its workers"
+        )
+    from psengine.parameter_server.shared_secret import operator_keys
+
+    return operator_keys(named, shared)
+
+
+def _workers(client: Client) -> dict[str, list[int]]:
+    """By job the ranks of its workers, of a server's first shard."""
+    jobs = client.status()[0]["jobs"]
+    return {name: [worker["rank"] for worker in job["workers"]] for name, job in jobs.items()}
+
+
+def _is_unknown(error: PSEngineError) -> bool:
+    return isinstance(error, ServerRefusedError) and error.code == ErrorCode.UNKNOWN_JOB
+
+
+def _has_ended(address: str) -> bool:
+    """Whether nobody listens there."""
+    if address.startswith("ipc://"):
+        return not is_listening(address)
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
-        said = json.loads(content)
-        return str(said.get("error") or said["text"])
-    except (ValueError, KeyError, AttributeError):
-        text = content[:200].decode(errors="replace").strip()
-        return f"{code}, {text or 'without a text'}. Is it a psengine-server's status port?"
+        socket.create_connection((host.strip("[]"), int(port)), timeout=POLL_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
-def _suggestion(port: StatusHttp, parameters: Mapping[str, str]) -> str:
-    """What there is at a server instead of what was not found."""
-    try:
-        jobs = _jobs_of(port)
-    except (OSError, ValueError):
-        return ""
-    name = parameters.get("job", "")
-    if name in jobs:
-        ranks = [str(worker["rank"]) for worker in jobs[name]["workers"]]
-        return f" Its workers: {', '.join(ranks) or 'none'}."
-    close = difflib.get_close_matches(name, jobs, n=1)
-    return f" Did you mean {close[0]!r}?" if close else f" Its jobs: {', '.join(map(repr, jobs)) or 'none'}."
-
-
-def _jobs_of(port: StatusHttp) -> dict[str, Any]:
-    """A server's jobs by name.
-
-    Raises:
-        OSError, ValueError: it does not say.
-    """
-    page = json.loads(port.ask("/status.json")[2])
-    jobs = page.get("jobs") if isinstance(page, dict) else None
-    if not isinstance(jobs, dict):
-        raise ValueError("no status came back")
-    return jobs
-
-
-def _workers_of(port: StatusHttp) -> str:
-    """The workers that a server has, in words; raises as ``_jobs_of``."""
-    found = [
-        f"worker {worker['rank']} of job {name!r} (process {worker['pid']} on {worker['host']})"
-        for name, job in _jobs_of(port).items()
-        for worker in job["workers"]
-    ]
-    return ", ".join(found)
-
-
-def _say(port: StatusHttp, text: str) -> None:
-    print(printable(f"{port.url}: {text}"), flush=True)
+def _say(address: str, text: str) -> None:
+    print(printable(f"{address}: {text}" if address else text), flush=True)

@@ -19,6 +19,7 @@ import msgpack  # type: ignore[import-untyped]
 from psengine.errors import ProtocolError
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import (
+    ADMIN_ACTIONS,
     DTYPES,
     DURABILITY_TIERS,
     MAX_BODY_BYTES,
@@ -392,8 +393,15 @@ SCHEMAS: dict[MessageType, Check] = {
     MessageType.ADMIT: _worker_life,
     MessageType.RESULT: _answer,
     MessageType.OK: record(
-        {}, {"generation": _unsigned, "slots": listing(_name), "lost": row(_unsigned, _unsigned, _unsigned)}
+        {},
+        {
+            "generation": _unsigned,
+            "slots": listing(_name),
+            "lost": row(_unsigned, _unsigned, _unsigned),
+            "text": short_text(MAX_TEXT_CHARS),
+        },
     ),
+    MessageType.ADMIN: record({"action": one_of(*ADMIN_ACTIONS)}, {"job": short_text(200), "worker": _rank}),
     MessageType.ERROR: record({"code": short_text(64), "text": short_text(MAX_TEXT_CHARS, printable=False)}),
     MessageType.PROGRESS: record(
         {"chunks": listing(also(listing(_unsigned), _progress)), "more": boolean},

@@ -39,6 +39,7 @@ from psengine.protocol.messages import (
 # body_bytes, dtype, three zero bytes, checksum
 _HEADER = struct.Struct("<4sHBBQQIIQQQQQIB3sQ")
 HEADER_BYTES = _HEADER.size
+TYPE_AT = 6  # offset of the type
 _PREFIX = struct.Struct("<4sHB")  # the same in every version
 
 FLAG_CHECKSUM = 1

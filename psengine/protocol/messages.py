@@ -26,6 +26,8 @@ MAX_COUNTED = 2**53
 # Why a server did not use a push that it answered.
 PUSH_REFUSALS = ("non_finite", "stale", "abstained")
 
+# What ADMIN asks for.
+ADMIN_ACTIONS = ("snapshot", "evict", "forget", "drain", "shutdown")
 # What a server keeps through its end, from the least: nothing, snapshots, every acknowledged update.
 DURABILITY_TIERS = ("memory", "snapshot", "log")
 
@@ -77,6 +79,7 @@ class MessageType(IntEnum):
     PROGRESS = 33  # C  how far I am, by chunk, for a server that restarted; answered by OK
     PROGRESS_WANTED = 34  # S  to one worker: send PROGRESS
     LEAVE = 35  # C  may I leave? OK once every live worker has the averages that I have
+    ADMIN = 36  # C  an operator's order to the whole server; answered by OK with a text
 
 
 # These have a connection of their own, so that they never wait behind payloads.
@@ -132,6 +135,7 @@ class ErrorCode:
     STATE_LOST = "state_lost"  # the server lost the job's weights
     SHUTTING_DOWN = "shutting_down"
     SNAPSHOT_FAILED = "snapshot_failed"
+    NOT_ALLOWED = "not_allowed"  # ADMIN from somebody who is no operator of this server
     INTERNAL = "internal"  # the server failed; its log has the traceback
 
 

@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
 import time
 
 import pytest
 import torch
-from support.certificates import make_certificate
 from support.server_process import Peer, running_server
 from support.waiting import eventually
-from support.web_pages import web_page
 
 import psengine
 from psengine.cli.main import main
+from psengine.parameter_server.server.transport.authentication import keygen
+from psengine.parameter_server.shared_secret import client_keys_of_secret
+from psengine.protocol.frames import encode
+from psengine.protocol.keys import CurveClientKeys
+from psengine.protocol.messages import NOBODY, Message, MessageType
 
-TOKEN = "correct-horse-battery-staple"
+KEY_VARIABLES = ("SERVERS", "SECRET_FILE", "ADMIN_SECRET_FILE", "SERVER_KEY", "CLIENT_KEY")
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in ("SERVERS", "STATUS_TOKEN", "STATUS_READ_TOKEN", "STATUS_CA"):
+    for name in KEY_VARIABLES:
         monkeypatch.delenv(f"PSENGINE_{name}", raising=False)
 
 
 @pytest.fixture(scope="module")
-def token(tmp_path_factory):
-    path = tmp_path_factory.mktemp("admin") / "token"
-    path.touch(mode=0o600)
-    path.write_text(TOKEN)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(token, tmp_path_factory):
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("snapshots")
-    with running_server(status_token=token, snapshot_dir=folder, snapshot_interval_s=0.0) as running:
+    with running_server(snapshot_dir=folder, snapshot_interval_s=0.0) as running:
         yield running
 
 
 @pytest.fixture
-def admin(capsys, token):
-    """Exit code, and what was printed, of a command line; ``server`` may be several."""
+def admin(capsys):
+    """Exit code, and what was printed, of a command line."""
 
-    def run(*words, server=None, token=token):
-        address = getattr(server, "status_url", server)
+    def run(*words, server=None):
+        address = server.addresses[0] if hasattr(server, "addresses") else server
         servers = [] if address is None else ["--server-address", address]
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            main(["admin", *words, *servers, *([] if token is None else ["--token", str(token)])])
+            main(["admin", *words, *servers])
         said = capsys.readouterr()
         return end.value.code or 0, said.out + said.err
 
@@ -60,91 +54,113 @@ def admin(capsys, token):
 def test_a_snapshot_an_eviction_and_the_end_of_a_job(server, admin):
     with Peer(server.addresses[0]) as peer:
         peer.make_job(torch.zeros(10))
-        assert admin("snapshot", server=server) == (0, f"{server.status_url}: Durable to generation 1.\n")
+        assert admin("snapshot", server=server) == (0, f"{server.addresses[0]}: Durable to generation 1.\n")
         code, said = admin("evict", "--job", "job", "--worker", "7", server=server)
-        assert (code, "There is no worker 7 in job 'job'. Its workers: 0." in said) == (1, True)
-        code, said = admin("evict", "--job", "jub", "--worker", "0", server=server)
-        assert (code, "Did you mean 'job'?" in said) == (1, True)
+        assert (code, "there is no worker 7 in job 'job'; its workers: [0]" in said) == (1, True), said
         code, said = admin("forget", "--job", "job", server=server)
         assert (code, "in use (expected no workers, got 1)" in said) == (1, True)
         assert admin("evict", "--job", "job", "--worker", "0", server=server)[0] == 0
-        code, said = admin("forget", "--job", "completely-different", server=server)
-        assert (code, "Its jobs: 'job'." in said) == (1, True)
+        code, said = admin("forget", "--job", "another", server=server)
+        assert (code, "its jobs: ['job']" in said) == (1, True)
         assert admin("forget", "--job", "job", server=server)[0] == 0
         assert "job" not in server.status()["jobs"]
 
 
-def test_all_named_servers_are_told_and_one_may_not_know_the_worker(server, admin, token):
-    with running_server(status_token=token) as other, Peer(server.addresses[0]) as peer:
+def test_all_named_servers_are_told_and_one_may_not_know_the_worker(server, admin):
+    with running_server() as other, Peer(server.addresses[0]) as peer:
         peer.job = "at-one"
         peer.make_job(torch.zeros(10))
-        both = f"{server.status_url},{other.status_url}"
+        both = f"{server.addresses[0]},{other.addresses[0]}"
         code, said = admin("evict", "--job", "at-one", "--worker", "0", server=both)
         assert (code, said.count("\n")) == (0, 2)
-        assert "There is no worker 0" in said
+        assert "there is no worker 0" in said
         code, said = admin("snapshot", server=both)
         assert (code, "keeps no snapshots (expected a --snapshot-dir)" in said) == (1, True)
 
 
-def test_who_has_no_token_or_a_wrong_one(server, admin, tmp_path, monkeypatch):
-    code, said = admin("snapshot", server=server, token=None)
-    assert (code, "--token FILE or PSENGINE_STATUS_TOKEN" in said) == (2, True)
-    wrong = tmp_path / "wrong"
-    wrong.touch(mode=0o600)
-    wrong.write_text("wrong-wrong-wrong-wrong")
-    code, said = admin("shutdown", server=server, token=wrong)
-    assert (code, "needs the token of --status-token" in said) == (1, True)
-    monkeypatch.setenv("PSENGINE_STATUS_TOKEN", str(wrong))
-    assert admin("shutdown", server=server, token=None)[0] == 1
-    wrong.chmod(0o644)
-    code, said = admin("shutdown", server=server, token=wrong)
-    assert (code, "mode 0600" in said) == (2, True)
-    assert server.is_alive
-
-
 @pytest.mark.parametrize(
     ("address", "code", "words"),
-    [
-        (None, 2, "got nothing"),
-        ("tcp://127.0.0.1:7077", 2, "expected --server-address http://HOST:PORT"),
-        ("http://", 2, "malformed"),
-        ("http://10.0.0.1:9100", 2, "a token is not sent in the clear"),
-        ("free", 1, "did not answer: .*refused"),
-    ],
+    [(None, 2, "no server is named"), ("http://a:1", 2, "malformed"), ("tcp://127.0.0.1:1", 1, "did not answer")],
 )
-def test_addresses_that_are_no_status_port(admin, address, code, words):
-    if address == "free":
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    found, said = admin("snapshot", server=address)
-    assert found == code, said
-    assert re.search(words, said), said
+def test_addresses_at_which_no_server_answers(admin, address, code, words):
+    found, said = admin("snapshot", "--timeout-s", "0.5", server=address)
+    assert (found, words in said) == (code, True), said
 
 
-def test_a_token_is_not_taken_along_by_a_redirect(server, admin):
-    with web_page(b"", 307, {"Location": f"{server.status_url}/actions/shutdown"}) as elsewhere:
-        code, said = admin("shutdown", server=elsewhere)
-        assert (code, "307" in said) == (1, True)
-    assert server.is_alive
+def order(address, curve, **body):
+    """The answer to an order over TCP, so that the sender's user does not count."""
+    with Peer(address, curve=curve, over_tcp=True) as peer:
+        return peer.request("ADMIN", worker=NOBODY, body={"action": "drain", **body})
 
 
-def test_over_tls_the_certificate_has_to_be_trusted(admin, token, tmp_path, monkeypatch):
-    made = make_certificate(tmp_path)
-    options = {"status_cert": made.certificate, "status_key": made.key, "status_token": token}
-    with running_server(status_bind="0.0.0.0", **options) as server:
-        address = f"https://localhost:{server.status_url.rpartition(':')[2]}"
+def test_a_worker_s_key_does_not_give_orders_and_an_operator_s_does(admin, tmp_path, monkeypatch):
+    server_key, server_public = keygen(tmp_path / "server", "server")
+    keys = {name: keygen(tmp_path / name, name)[0] for name in ("worker", "operator")}
+    files = {"curve_key": server_key, "allow": tmp_path / "worker", "admin_allow": tmp_path / "operator"}
+    with running_server(**files) as server:
+        pairs = {name: CurveClientKeys.load(key, server_public) for name, key in keys.items()}
+        refused = order(server.addresses[0], pairs["worker"])
+        assert (refused.body["code"], "--admin-allow" in refused.body["text"]) == ("not_allowed", True)
+        assert server.status()["is_draining"] is False
+        # A worker's other messages are taken.
+        with Peer(server.addresses[0], curve=pairs["worker"]) as peer:
+            assert peer.hello().type.name == "WELCOME"
+        monkeypatch.setenv("PSENGINE_SERVER_KEY", str(server_public))
+        monkeypatch.setenv("PSENGINE_CLIENT_KEY", str(keys["operator"]))
+        assert order(server.addresses[0], pairs["operator"], action="evict").body["code"] == "bad_message"
+        assert admin("evict", "--job", "job", "--worker", "0", server=server)[0] == 0
+        assert order(server.addresses[0], pairs["operator"]).type.name == "OK"
+        assert server.wait() == 0
+        assert "ordered by the key" in server.log()
+
+
+def test_the_job_s_secret_does_not_give_orders_and_the_operators_does(admin, tmp_path, monkeypatch):
+    files = {"secret_file": tmp_path / "secret", "admin_secret_file": tmp_path / "operators"}
+    for path in files.values():
+        path.touch(mode=0o600)
+        path.write_text(f"a-random-word-of-{path.name}")
+    with running_server(bind="tcp://0.0.0.0:0", **files) as server:
+        address = f"tcp://127.0.0.1:{server.addresses[0].rpartition(':')[2]}"
+        assert order(address, client_keys_of_secret(files["secret_file"])).body["code"] == "not_allowed"
+        monkeypatch.setenv("PSENGINE_SECRET_FILE", str(files["secret_file"]))
         code, said = admin("drain", server=address)
-        assert (code, "its certificate is not trusted" in said) == (1, True)
-        monkeypatch.setenv("PSENGINE_STATUS_CA", str(tmp_path / "none"))
-        assert admin("drain", server=address)[0] == 2
-        assert admin("drain", "--ca", str(made.certificate), server=address)[0] == 0
+        assert (code, "not_allowed" in said) == (1, True), said
+        code, said = admin("drain", "--admin-secret-file", str(files["admin_secret_file"]), server=address)
+        assert code == 0, said
         assert server.wait() == 0
 
 
-def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, token, tmp_path):
+def test_over_tcp_nobody_is_the_server_s_user_whatever_a_client_says():
+    """A client may send any metadata of ZMTP, also under the names by which libzmq tells who it is."""
+    said = {b"Socket-Type": b"DEALER", b"Peer-Address": b"localhost:0:0:1", b"User-Id": b"x"}
+    with running_server(insecure=True) as open_to_all:
+        host, _, port = open_to_all.addresses[0].removeprefix("tcp://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as peer:
+            peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+            assert peer.recv(64, socket.MSG_WAITALL)[:1] == b"\xff"
+            ready = b"".join(
+                bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in said.items()
+            )
+            ready = b"\x05READY" + ready
+            peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
+            assert b"READY" in peer.recv(43, socket.MSG_WAITALL)
+            header, body = encode(Message(MessageType.ADMIN, body={"action": "drain"}))
+            for flags, frame in ((1, header), (0, body)):
+                peer.sendall(bytes([flags, len(frame)]) + bytes(frame))
+            heard = b""
+            while b"not_allowed" not in heard:
+                part = peer.recv(4096)
+                assert part, heard
+                heard += part
+        assert open_to_all.status()["is_draining"] is False
+        # Its user, over the Unix socket, is obeyed by this server too.
+        with Peer(open_to_all.addresses[0]) as own:
+            assert own.request("ADMIN", worker=NOBODY, body={"action": "drain"}).type.name == "OK"
+
+
+def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, tmp_path):
     weights = {"w": torch.zeros(4)}
-    with running_server(status_token=token, snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
+    with running_server(snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
         with psengine.connect(server.addresses[0], job="kept", rank=0) as client:
             client.register(weights, optimizer=torch.optim.SGD(list(weights.values()), lr=1.0))
             code, said = admin("drain", server=server)
@@ -172,10 +188,10 @@ def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, token,
         assert reader.pull()["w"].tolist() == [-1.0] * 4
 
 
-def test_an_evicted_worker_comes_back_to_a_draining_server(admin, token):
+def test_an_evicted_worker_comes_back_to_a_draining_server(admin):
     """Its process was here before; and a process that takes a dead one's rank succeeds it."""
     with (
-        running_server(status_token=token, lease_s=2.0) as server,
+        running_server(lease_s=2.0) as server,
         Peer(server.addresses[0]) as peer,
         Peer(server.addresses[0]) as keeper,
     ):
@@ -193,8 +209,8 @@ def test_an_evicted_worker_comes_back_to_a_draining_server(admin, token):
         assert server.wait() == 0
 
 
-def test_drain_waits_for_the_end(admin, token):
-    with running_server(status_token=token) as server, Peer(server.addresses[0]) as peer:
+def test_drain_waits_for_the_end(admin):
+    with running_server() as server, Peer(server.addresses[0]) as peer:
         peer.make_job(torch.zeros(4))
         leaving = threading.Timer(1.0, lambda: peer.request("BYE"))
         leaving.start()
@@ -204,3 +220,13 @@ def test_drain_waits_for_the_end(admin, token):
             leaving.join(timeout=10)
         assert (code, said.count("has ended")) == (0, 1)
         eventually(lambda: not server.is_alive, timeout_s=15)
+
+
+def test_shutdown_is_answered_and_ends_the_server(admin):
+    with running_server() as server:
+        assert admin("shutdown", server=server) == (
+            0,
+            f"{server.addresses[0]}: The server shuts down: it answers what is queued, and writes a snapshot if it"
+            " keeps any.\n",
+        )
+        assert server.wait() == 0

@@ -41,8 +41,9 @@ ANSWERS = {
     MessageType.STATUS: MessageType.STATUS_REPORT,
     MessageType.ECHO: MessageType.ECHOED,
 }
-# HELLO is repeated by the clock; ECHO never: it measures, and a second one would hold up the first.
-_UNMARKED = frozenset({MessageType.HELLO, MessageType.ECHO})
+# HELLO is repeated by the clock. ECHO never is: it measures, and a second one would hold up the first. Nor is ADMIN:
+# the server may work on it for seconds, and must not do it twice.
+_UNMARKED = frozenset({MessageType.HELLO, MessageType.ECHO, MessageType.ADMIN})
 # Other answers do not extend their deadline: it bounds how long a server is looked for, and how long a session ends.
 _STRICT = frozenset({MessageType.HELLO, MessageType.LEAVE, MessageType.BYE})
 # The ids of markers lie above all others.

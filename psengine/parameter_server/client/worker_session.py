@@ -245,6 +245,16 @@ class WorkerSession(ChunkExchanges):
         requests = [membership.ask(link, Message(MessageType.SNAPSHOT)) for link in membership.first_links()]
         return [int(request.wait().body.get("generation", 0)) for request in requests]
 
+    def administer(self, order: dict[str, Any]) -> list[str]:
+        """Give every server an order, the body of an ADMIN; their answers.
+
+        Raises:
+            ServerRefusedError: a server does not obey this client ("not_allowed"), or could not do it.
+        """
+        membership = self._membership
+        requests = [membership.ask(link, Message(MessageType.ADMIN, body=order)) for link in membership.first_links()]
+        return [str(request.wait().body.get("text", "")) for request in requests]
+
 
 def _say_goodbye(membership: Membership, process_id: int) -> None:
     """LEAVE and BYE where a server hears them, then end the I/O thread."""

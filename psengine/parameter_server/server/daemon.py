@@ -19,17 +19,19 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 
-from psengine.errors import AuthenticationError, ConfigurationError, SnapshotError
+from psengine.errors import AuthenticationError, ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.segments.memory import machine_memory_bytes
 from psengine.parameter_server.server import systemd
+from psengine.parameter_server.server.admin import Orders
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, ShardSettings
@@ -73,6 +75,7 @@ NOT_DURABLE = (
     " lost"
 )
 LOOP_S = 0.1
+MAX_ORDERS_AT_ONCE = 4
 LAST_SNAPSHOT_S = 600.0
 _REPORT_S = 10.0
 _MAX_DESCRIPTORS = 1 << 20
@@ -106,6 +109,7 @@ class Server:
         self._listeners = Listeners(settings, self._shards)
         self._durability: Durability | None = None
         self._is_draining = False
+        self._order_threads = ThreadPoolExecutor(MAX_ORDERS_AT_ONCE, thread_name_prefix="psengine-admin")
         self._started_s = time.monotonic()
 
     def run(self, announce: Callable[[str], None] | None = None) -> int:
@@ -159,7 +163,7 @@ class Server:
         threads = []
         for shard, endpoint in zip(shards, self._listeners.endpoints, strict=True):
             shard.shard_addresses = self._listeners.addresses("*")
-            threads.append(ShardThread(shard, endpoint, self._on_snapshot))
+            threads.append(ShardThread(shard, endpoint, self._on_snapshot, self._on_admin))
             threads[-1].segments.is_open = shard.index in segments.shards
         stack.callback(self._end_threads)
         if durability is not None:
@@ -288,15 +292,45 @@ class Server:
         def answer(outcome: SnapshotOutcome) -> None:
             body: dict[str, Any] = {"generation": outcome.generation}
             if outcome.error:
-                body = {"code": ErrorCode.SNAPSHOT_FAILED, "text": outcome.error[:MAX_TEXT_CHARS]}
-            to = {name: getattr(request, name) for name in ("job", "worker", "incarnation", "key", "sequence")}
-            kind = MessageType.ERROR if outcome.error else MessageType.OK
-            thread.post(Outgoing(route, Message(kind, epoch=self.epoch, body=body, **to)))
+                body = {"code": ErrorCode.SNAPSHOT_FAILED, "text": outcome.error}
+            self._answer(thread, route, request, body)
 
         if self._durability is None:
             answer(SnapshotOutcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
         else:
             self._durability.snapshots.begin(is_ours=False).add_done_callback(lambda written: answer(written.result()))
+
+    def _on_admin(self, thread: ShardThread, route: bytes, request: Message, operator: str) -> None:
+        """ADMIN arrived at a shard, from an operator."""
+        logger.warning("ordered by %s: %s", operator, request.body)
+        self._order_threads.submit(self._obey, thread, route, request)
+
+    def _obey(self, thread: ShardThread, route: bytes, request: Message) -> None:
+        begin_snapshot = None if self._durability is None else self._durability.snapshots.begin
+        orders = Orders(
+            snapshot=begin_snapshot,
+            evict=self._shards.evict,
+            forget=lambda job: self._shards.forget(job, begin_snapshot or (lambda: None)),
+            drain=self._drain,
+        )
+        try:
+            body: dict[str, Any] = {"text": orders.perform(request.body)}
+        except ProtocolError as error:
+            body = {"code": error.code, "text": str(error)}
+        except Exception as error:
+            logger.exception("an order failed: %s", request.body)
+            body = {"code": ErrorCode.INTERNAL, "text": f"the server failed on this order: {error!r}"}
+        self._answer(thread, route, request, body)
+        if request.body["action"] == "shutdown" and "code" not in body:
+            self._ends.put("psengine admin shutdown")
+
+    def _answer(self, thread: ShardThread, route: bytes, request: Message, body: dict[str, Any]) -> None:
+        """Send OK, or the ERROR that the body describes, from a shard's thread."""
+        to = {name: getattr(request, name) for name in ("job", "worker", "incarnation", "key", "sequence")}
+        kind = MessageType.ERROR if "code" in body else MessageType.OK
+        if "text" in body:
+            body["text"] = body["text"][:MAX_TEXT_CHARS]
+        thread.post(Outgoing(route, Message(kind, epoch=self.epoch, body=body, **to)))
 
     def is_healthy(self) -> bool:
         """Whether every thread lives, and every shard ticks."""
@@ -349,6 +383,7 @@ class Server:
         return EXIT_SNAPSHOT if outcome.error and not outcome.is_empty else EXIT_OK
 
     def _end_threads(self) -> None:
+        self._order_threads.shutdown(wait=False, cancel_futures=True)
         if self._durability is not None:
             self._durability.end_snapshots()
         self._shards.end()

@@ -16,7 +16,14 @@ from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.transport.authentication import Authenticator
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, BindError, Endpoint
-from psengine.parameter_server.server.transport.key_rings import AllowedKeys, KeyRing, SecretKeys
+from psengine.parameter_server.server.transport.key_rings import (
+    AllowedKeys,
+    KeyList,
+    KeyRing,
+    OperatorKeys,
+    OperatorSecret,
+    SecretKeys,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +61,7 @@ class Listeners:
             )
         else:
             try:
-                self.authenticator = Authenticator(self._context, _key_ring(settings))
+                self.authenticator = Authenticator(self._context, _key_ring(settings), _operators(settings))
             except BaseException:
                 self._end_context()
                 raise
@@ -134,6 +141,14 @@ def _key_ring(settings: ServerSettings) -> KeyRing | None:
     if settings.curve_key is not None and settings.allow is not None:
         return AllowedKeys(settings.curve_key, settings.allow)
     return None if settings.secret_file is None else SecretKeys(settings.secret_file)
+
+
+def _operators(settings: ServerSettings) -> OperatorKeys | None:
+    if settings.admin_allow is not None:
+        return KeyList(settings.admin_allow)
+    if settings.admin_secret_file is None or settings.secret_file is None:
+        return None
+    return OperatorSecret(settings.admin_secret_file, settings.secret_file)
 
 
 def _reachable(address: str) -> str:

@@ -123,6 +123,18 @@ class ServerSettings:
         " admits clients that have the word. Instead of keys.",
         _path,
     )
+    admin_allow: Path | None = _setting(
+        None,
+        "Public keys, as in --allow, of operators: they may connect, and give orders (psengine admin). Needs a curve"
+        " key.",
+        _path,
+    )
+    admin_secret_file: Path | None = _setting(
+        None,
+        "File of mode 0600 with a second random word, for operators (PSENGINE_ADMIN_SECRET_FILE of psengine admin)."
+        " Needs a secret file, which holds another word.",
+        _path,
+    )
     insecure: bool = _setting(
         False,
         "Admit every client without keys: everybody who reaches the address, also other local users, can change"
@@ -174,6 +186,12 @@ class ServerSettings:
                 f"curve_key, secret_file and insecure exclude each other (expected one of them, got"
                 f" {' and '.join(chosen)})."
             )
+        for name, needed in {"admin_allow": "curve_key", "admin_secret_file": "secret_file"}.items():
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ConfigurationError(
+                    f"{name} names operators beside the workers (expected {needed} with it, got none). Fix: give both;"
+                    " the server's own user needs neither over the Unix socket."
+                )
         if not self.is_local and not chosen:
             raise ConfigurationError(
                 f"Addresses that other machines reach need keys (expected curve_key and allow, or secret_file, for"

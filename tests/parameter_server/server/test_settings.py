@@ -69,6 +69,8 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "curve_key": None,
         "allow": None,
         "secret_file": None,
+        "admin_allow": None,
+        "admin_secret_file": None,
         "insecure": True,
         "max_memory_bytes": "2GiB",
         "plugins": "json,os.path",

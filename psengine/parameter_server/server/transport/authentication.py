@@ -24,7 +24,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from psengine.errors import AuthenticationError, ConfigurationError
-from psengine.parameter_server.server.transport.key_rings import KeyRing
+from psengine.parameter_server.server.transport.key_rings import KeyRing, OperatorKeys
 from psengine.protocol.keys import KeyPair, write_key_pair
 from psengine.tracing.logging_format import RateLimit
 
@@ -53,6 +53,12 @@ def new_key_pair() -> KeyPair:
     return KeyPair(public.decode(), secret.decode())
 
 
+def local_user(address: bytes) -> int | None:
+    """The user at the other end of a Unix socket, by its address in libzmq; None for any other address."""
+    peer = _LOCAL_PEER.fullmatch(address)
+    return None if peer is None else int(peer["uid"])
+
+
 def keygen(directory: str | Path, name: str) -> tuple[Path, Path]:
     """Write a new ``NAME.key`` (ours alone, mode 0600) and ``NAME.pub``; the two paths.
 
@@ -70,15 +76,17 @@ class Authenticator(threading.Thread):
     Args:
         context: its sockets are guarded; one authenticator per context.
         keys: the CURVE keys that are accepted; None accepts none. Where keys name peers, a Unix socket needs one too.
+        operators: the keys that are accepted and may give orders; None: no key may.
 
     Attributes:
         refused: number of handshakes that it refused.
     """
 
-    def __init__(self, context: zmq.Context[Any], keys: KeyRing | None) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: KeyRing | None, operators: OperatorKeys | None = None) -> None:
         super().__init__(name="psengine-authenticator", daemon=True)
         self._zmq_context = context
         self._keys = keys
+        self._operators = operators
         self.names_peers = keys is not None and keys.names_peers
         self._users = frozenset() if self.names_peers else frozenset({os.geteuid(), 0})
         self._refusals = RateLimit()
@@ -91,9 +99,14 @@ class Authenticator(threading.Thread):
 
     def describe(self) -> str:
         """Who may connect, for the lines of start-up."""
-        curve = f"CURVE: {self._keys.describe()}; " if self._keys is not None else ""
+        operators = f", {len(self._operators)} of operators" if self._operators is not None else ""
+        curve = f"CURVE: {self._keys.describe()}{operators}; " if self._keys is not None else ""
         local = "" if self.names_peers else f"over the Unix socket user {os.geteuid()} and root; "
         return f"{curve}{local}strangers were refused in a test"
+
+    def is_operator(self, key: str) -> bool:
+        """Whether a client with this public key may give orders."""
+        return self._operators is not None and self._operators.allows(key)
 
     @property
     def public_key(self) -> str:
@@ -127,7 +140,7 @@ class Authenticator(threading.Thread):
             self._socket.close(linger=0)
 
     def judge(self, request: list[bytes]) -> list[bytes]:
-        """The answer to one request: 200 and, with keys that name peers, the key as User-Id; or 400."""
+        """The answer to one request: 200 and, for an operator and with keys that name peers, the User-Id; or 400."""
         if len(request) < 6:
             return [b"1.0", request[1] if len(request) > 1 else b"", b"500", b"malformed request", b"", b""]
         version, number, domain, address, _, mechanism, *credentials = request
@@ -136,9 +149,10 @@ class Authenticator(threading.Thread):
             reason = "wrong ZAP version or domain"
         elif mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             key = z85.encode(credentials[0]).decode()
-            is_allowed = self._keys is not None and self._keys.allows(key)
+            is_operator = self.is_operator(key)
+            is_allowed = is_operator or (self._keys is not None and self._keys.allows(key))
             reason = "" if is_allowed else f"unknown key {key}"
-            user_id = key if self.names_peers else ""
+            user_id = key if self.names_peers or is_operator else ""
         elif mechanism == b"NULL" and not credentials and self._users:
             reason = self._judge_user(address)
         else:

@@ -21,9 +21,10 @@ import zmq
 from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
 from psengine.parameter_server.keepalive import KEEPALIVE
-from psengine.parameter_server.server.transport.authentication import Authenticator
+from psengine.parameter_server.server.transport.authentication import Authenticator, local_user
 from psengine.parameter_server.uncopied import UncopiedSends
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES
+from psengine.protocol.frames import HEADER_BYTES, TYPE_AT
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, MessageType
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + 64 * 1024
 # Messages, per peer and direction: zmq counts no bytes.
@@ -53,6 +54,14 @@ class Received(NamedTuple):
     user_id: str  # the client's key; "" where keys name nobody
     frames: list[Any]  # bytes, or memoryviews of bytes
     size_bytes: int  # of the frames
+    part: zmq.Frame  # its last; zmq knows who sent it
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether its header says ADMIN; nothing else of it is looked at."""
+        return (
+            bool(self.frames) and len(self.frames[0]) == HEADER_BYTES and self.frames[0][TYPE_AT] == MessageType.ADMIN
+        )
 
 
 class Endpoint:
@@ -158,7 +167,19 @@ class Endpoint:
         self.received_bytes += size_bytes
         names_peers = self._guard is not None and self._guard.names_peers
         user_id = str(part.get("User-Id")) if names_peers else ""
-        return Received(route, user_id, frames, size_bytes)
+        return Received(route, user_id, frames, size_bytes, part)
+
+    def operator(self, received: Received) -> str:
+        """Who sent this, in words, if it may give orders; "" if it may not.
+
+        That is the server's own user, or root, over a Unix socket, by the kernel's word; or a key of an operator.
+        """
+        user = local_user(str(received.part.get("Peer-Address")).encode())
+        if user in (os.geteuid(), 0):
+            return f"user {user}"
+        # Without an authenticator a User-Id is the client's own word.
+        key = "" if self._guard is None else str(received.part.get("User-Id"))
+        return f"the key {key}" if self._guard is not None and self._guard.is_operator(key) else ""
 
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
         """Send, or keep a copy until the peer reads, or drop; never waits.

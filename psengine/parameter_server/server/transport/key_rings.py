@@ -1,4 +1,4 @@
-"""The CURVE keys that a server accepts: those of a list in files, or the one derived from a shared secret."""
+"""The CURVE keys that a server accepts, of workers and of operators: of a list in files, or derived from a secret."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from psengine.errors import ConfigurationError
-from psengine.parameter_server.shared_secret import pairs_of_secret
+from psengine.parameter_server.shared_secret import operator_pair, pairs_of_secret
 from psengine.protocol.keys import read_allowed, read_key_pair
 
 logger = logging.getLogger(__name__)
@@ -17,13 +17,46 @@ logger = logging.getLogger(__name__)
 RELOAD_S = 1.0
 
 
+class KeyList:
+    """The public keys of files, all valid at the start.
+
+    They are read again while the server runs; then a missing or malformed file allows nobody. Connected clients stay.
+
+    Args:
+        path: directory or file of public keys.
+
+    Raises:
+        ConfigurationError: a file is missing or malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._allowed = read_allowed(path)
+        # Errors of the last reading; each is logged once.
+        self._faults: set[str] = set()
+        self._read_s = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._allowed)
+
+    def allows(self, key: str) -> bool:
+        """Whether this public key is among them."""
+        now_s = time.monotonic()
+        if now_s - self._read_s > RELOAD_S:
+            self._read_s = now_s
+            self._allowed, faults = _read_what_is_good(self._path)
+            for fault in sorted(faults - self._faults):
+                logger.error("keys that cannot be read are not allowed: %s", fault)
+            self._faults = faults
+        return key in self._allowed
+
+
 class AllowedKeys:
     """Clients with a key of ``allow``.
 
     Args:
         curve_key: the server's ``.key`` file.
-        allow: directory or file of public keys, all valid at the start. It is read again while the server runs; then a
-            missing or malformed file allows nobody. Connected clients stay.
+        allow: directory or file of public keys, see ``KeyList``.
 
     Attributes:
         pair: the server's own.
@@ -37,28 +70,17 @@ class AllowedKeys:
 
     def __init__(self, curve_key: Path, allow: Path) -> None:
         self.pair = read_key_pair(curve_key)
-        self._allow = allow
-        self._allowed = read_allowed(allow)
-        # Errors of the last reading; each is logged once.
-        self._faults: set[str] = set()
-        self._read_s = time.monotonic()
-        if self.pair.public in self._allowed:
+        self._list = KeyList(allow)
+        if self._list.allows(self.pair.public):
             logger.warning("the server's own key is among the allowed clients in %s", allow)
 
     def describe(self) -> str:
         """For the lines of start-up."""
-        return f"{len(self._allowed)} keys allowed"
+        return f"{len(self._list)} keys allowed"
 
     def allows(self, key: str) -> bool:
         """Whether a client with this public key may come in."""
-        now_s = time.monotonic()
-        if now_s - self._read_s > RELOAD_S:
-            self._read_s = now_s
-            self._allowed, faults = _read_what_is_good(self._allow)
-            for fault in sorted(faults - self._faults):
-                logger.error("keys that cannot be read are not allowed: %s", fault)
-            self._faults = faults
-        return key in self._allowed
+        return self._list.allows(key)
 
 
 class SecretKeys:
@@ -83,7 +105,31 @@ class SecretKeys:
         return key == self._client_public
 
 
+class OperatorSecret:
+    """Operators that have a second secret, see ``KeyList.allows``.
+
+    Raises:
+        ConfigurationError: see ``SecretKeys``; or it is the workers' secret.
+    """
+
+    def __init__(self, admin_secret_file: Path, secret_file: Path) -> None:
+        if pairs_of_secret(admin_secret_file) == pairs_of_secret(secret_file):
+            raise ConfigurationError(
+                "Operators have a secret of their own (expected another word in admin_secret_file than in secret_file,"
+                f" got the same in {admin_secret_file} and {secret_file})."
+            )
+        self._public = operator_pair(admin_secret_file).public
+
+    def __len__(self) -> int:
+        return 1
+
+    def allows(self, key: str) -> bool:
+        """Whether this public key comes from the secret."""
+        return key == self._public
+
+
 KeyRing: TypeAlias = AllowedKeys | SecretKeys
+OperatorKeys: TypeAlias = KeyList | OperatorSecret
 
 
 def _read_what_is_good(allow: Path) -> tuple[dict[str, str], set[str]]:

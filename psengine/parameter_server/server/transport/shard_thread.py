@@ -57,6 +57,7 @@ class ShardThread(threading.Thread):
         shard: used by this thread only once it started.
         endpoint: closed by this thread.
         on_snapshot: called with the route and the message of a member's SNAPSHOT; answers through ``post``.
+        on_admin: likewise with an operator's ADMIN, and who sent it.
 
     Attributes:
         last_tick_s: monotonic time of the last tick.
@@ -70,6 +71,7 @@ class ShardThread(threading.Thread):
         shard: Shard,
         endpoint: Endpoint,
         on_snapshot: Callable[[ShardThread, bytes, Message], None],
+        on_admin: Callable[[ShardThread, bytes, Message, str], None],
     ) -> None:
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
@@ -79,6 +81,7 @@ class ShardThread(threading.Thread):
         self.last_tick_s = time.monotonic()
         self.drained = threading.Event()
         shard.want_snapshot = lambda route, message: on_snapshot(self, route, message)
+        self._on_admin = on_admin
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # A worker's answers without a payload frame that leave together, and its route.
         self._group: list[bytes] = []
@@ -204,6 +207,9 @@ class ShardThread(threading.Thread):
     def _take(self, received: Received) -> None:
         message: Message | None = None
         try:
+            if received.is_admin:
+                self._administer(received)
+                return
             message = decode(received.frames)
             if message.type is MessageType.PUSH:
                 self.segments.find(message)
@@ -220,6 +226,17 @@ class ShardThread(threading.Thread):
             self._report_failure(what)
             text = f"the server failed on {what}: {error!r}; its log has more"
             self._refuse(received, ProtocolError(text, ErrorCode.INTERNAL))
+
+    def _administer(self, received: Received) -> None:
+        """An operator's order; ProtocolError from anybody else, before the message is decoded."""
+        operator = self.endpoint.operator(received)
+        if not operator:
+            raise ProtocolError(
+                "this server does not obey this client (expected the server's own user over its Unix socket, a key of"
+                " --admin-allow, or the secret of --admin-secret-file)",
+                ErrorCode.NOT_ALLOWED,
+            )
+        self._on_admin(self, received.route, decode(received.frames), operator)
 
     def _note_bad(self, received: Received, error: ProtocolError) -> None:
         self.bad_messages += 1
