@@ -1,5 +1,5 @@
 // The operators' schemas and the Python module; csrc/kernels/fusion_cpu.cpp and csrc/kernels/fusion_cuda.cu implement the operators.
-#include "bindings/count_down.h"
+#include "bindings/ready_counter.h"
 #include "bindings/shared_memory.h"
 #include "bindings/step.h"
 
@@ -98,7 +98,7 @@ PyMODINIT_FUNC PyInit__native() {
   module_definition.m_methods = psengine::shared_memory_methods();
   PyObject* const module = PyModule_Create(&module_definition);
   if (module != nullptr && (PyModule_AddFunctions(module, kernel_methods) != 0 ||
-                            PyModule_AddFunctions(module, psengine::count_down_methods()) != 0 ||
+                            PyModule_AddFunctions(module, psengine::ready_counter_methods()) != 0 ||
                             PyModule_AddFunctions(module, psengine::step_methods()) != 0 ||
                             PyModule_AddObject(module, "note_sent",
                                                PyLong_FromVoidPtr(reinterpret_cast<void*>(&note_sent))) != 0 ||

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
-from psengine.collectives.liveness.roll_call import PATIENCE_S, RollCall
-from psengine.collectives.liveness.whereabouts import StoreWhereabouts
+from psengine.collectives.liveness import PATIENCE_S, Liveness
 from psengine.collectives.operands import check_flat, check_parts, coalesce, copy_out, flat_bytes, real
+from psengine.collectives.pending_operations import StorePendingOperations
 from psengine.errors import CollectiveError, PeerLostError
 from psengine.tracing.stall_inspector import inspector, stall_after_s
 from psengine.tracing.timeline import record_wait, recorder
 
 # How long a wait stays inside the transport before it looks whether another rank raised the alarm.
 WAIT_SLICE_S = 1.0
-# How long a rank that has not exited may take to answer a roll call; see RollCall.
+# How long a rank that has not exited may take to answer a roll call; see Liveness.
 ROLL_CALL_GRACE_S = 10.0
 # Between two ranks gloo sums two halves of a message, one on each of its two threads, 12 to 16 % sooner than the whole
 # (benchmarks/step_overhead), with the same bits. With more ranks the order of additions depends on an element's place
@@ -58,8 +58,8 @@ class C10dCollective(Collective):
         after_s = stall_after_s()
         self._stall_after_s = after_s if self.world_size > 1 else 0.0  # one rank never waits
         self._begun = 0
-        self._roll_call = _start_roll_call(group, self.timeout_s)
-        self.whereabouts = None if self._roll_call is None else StoreWhereabouts(self._roll_call)
+        self._liveness = _start_liveness(group, self.timeout_s)
+        self.pending_operations = None if self._liveness is None else StorePendingOperations(self._liveness)
 
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
@@ -205,7 +205,7 @@ class C10dCollective(Collective):
             return future.wait()
         except Exception as error:
             # The hook itself may have failed: only a certain death or a transport's error makes it a lost peer.
-            has_lost = self._roll_call is not None and self._roll_call.lost_processes()
+            has_lost = self._liveness is not None and self._liveness.lost_processes()
             if has_lost or _is_transport_error(error):
                 raise self.diagnose(error, what) from error
             raise
@@ -251,33 +251,33 @@ class C10dCollective(Collective):
 
     @override
     def hosts(self) -> tuple[str, ...]:
-        if self._roll_call is None:
+        if self._liveness is None:
             return ()
         try:
-            return self._roll_call.hosts()
+            return self._liveness.hosts()
         except Exception as store_error:
             raise self.diagnose(store_error, "asking the ranks for their hosts") from store_error
 
     def note_processes(self, process_ids: Sequence[int]) -> None:
-        """See ``RollCall.note_processes``."""
-        if self._roll_call is not None:
-            self._roll_call.note_processes(process_ids)
+        """See ``Liveness.note_processes``."""
+        if self._liveness is not None:
+            self._liveness.note_processes(process_ids)
 
     def alarm_raised(self) -> bool:
         """Whether another rank reported a failed operation; False without a store."""
-        return self._roll_call is not None and self._roll_call.alarm_raised()
+        return self._liveness is not None and self._liveness.alarm_raised()
 
     def diagnose(self, error: BaseException, what: str) -> Exception:
         """Hold a roll call and return the error that names the missing ranks, else ``CollectiveError``."""
         if isinstance(error, CollectiveError):
             return error
         failure = f"{what} failed on rank {self.rank} of {self.world_size}: {str(error).strip()}"
-        if self._roll_call is None:
+        if self._liveness is None:
             return CollectiveError(failure)
         try:
-            missing = self._roll_call.missing_ranks(begin=not isinstance(error, _AlarmError))
+            missing = self._liveness.missing_ranks(begin=not isinstance(error, _AlarmError))
         except Exception as store_error:
-            missing = self._roll_call.lost_processes()
+            missing = self._liveness.lost_processes()
             failure += (
                 f"\nThe rendezvous store does not answer either ({store_error}); rank 0, or torchrun's agent, hosts it."
             )
@@ -285,7 +285,7 @@ class C10dCollective(Collective):
         if not missing:
             return CollectiveError(f"{failure}\nEvery rank answered the roll call, so the fault lies in the transport.")
         return PeerLostError(
-            f"Lost {self._roll_call.describe(missing)}. {failure}\n"
+            f"Lost {self._liveness.describe(missing)}. {failure}\n"
             "Look at the first error in the output of the ranks named above; restart the job from its last checkpoint.",
             missing,
         )
@@ -383,12 +383,12 @@ def _group_timeout_s(process_group: dist.ProcessGroup) -> float:
         return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
-def _start_roll_call(process_group: dist.ProcessGroup, timeout_s: float) -> RollCall | None:
+def _start_liveness(process_group: dist.ProcessGroup, timeout_s: float) -> Liveness | None:
     if process_group.size() == 1:
         return None
     try:
         store = dist.distributed_c10d._get_default_store()
-        return RollCall(
+        return Liveness(
             store,
             process_group.group_name,
             process_group.rank(),

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from psengine.gradients.bucket_layout import BucketLayout
-from psengine.gradients.flight import Flight
 from psengine.gradients.graphs import EveryParameter
 from psengine.gradients.hooks import AccumulationNodes
+from psengine.gradients.in_flight import BucketsInFlight
 
 
 class NativeNames:
@@ -20,7 +20,7 @@ class NativeNames:
     _run_allreduce_hook: Callable[[Any], Any]
 
     graph: EveryParameter
-    flight: Flight
+    in_flight: BucketsInFlight
     _layout: BucketLayout
     _nodes: AccumulationNodes
     _converts_parameters: bool
@@ -39,11 +39,11 @@ class NativeNames:
 
     def _set_optimizer_in_backward(self) -> None:
         """The communication hook steps optimizers itself; gradients are not written back."""
-        self.flight.writes_gradients = False
+        self.in_flight.writes_gradients = False
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Wait for ``futures`` (of a buffer communication hook) before backward returns."""
-        self.flight.futures.extend(futures)
+        self.in_flight.futures.extend(futures)
 
     def _get_local_used_map(self) -> torch.Tensor:
         """By index, how many ranks used each parameter in the last backward that agreed on it: int32."""

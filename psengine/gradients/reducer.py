@@ -23,19 +23,19 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError, ReductionError
+from psengine.gradients.averaging_weight import AveragingWeight
 from psengine.gradients.bucket_layout import BucketLayout
-from psengine.gradients.count_down import CountDown
 from psengine.gradients.error_texts import (
     DISTRIBUTED_AUTOGRAD_MESSAGE,
     LOCAL_BACKWARD_MESSAGE,
     converted_message,
 )
 from psengine.gradients.finite_check import FiniteCheck
-from psengine.gradients.flight import Flight
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
 from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd
+from psengine.gradients.in_flight import BucketsInFlight
 from psengine.gradients.native_names import NativeNames
-from psengine.gradients.step_share import StepShare
+from psengine.gradients.ready_counter import ReadyCounter
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
 from psengine.tracing.backward_timer import BackwardTimer
@@ -63,7 +63,7 @@ class Reducer(NativeNames):
         on_error: gets the text of each error before it is raised.
 
     Attributes:
-        flight: the buckets on their way.
+        in_flight: the buckets on their way.
         graph: which hooks will fire.
         completed_steps: backwards whose gradients were exchanged.
         ready_order: indices in the order in which parameters became ready in the last backward that was timed.
@@ -111,18 +111,18 @@ class Reducer(NativeNames):
             counts_non_finite=check_finite,
             divides_copies=batched_grad_copy,
         )
-        self._count_down = CountDown(len(self.parameters))
+        self._ready_counter = ReadyCounter(len(self.parameters))
         self._lay_out(initial_limits_bytes)
         self.initial_bucket_sizes_bytes = [bucket.size_bytes for bucket in self.buckets]
 
         self._expects_hooks = False
         self._next_bucket = 0
-        self.step_share = StepShare(strategy, collective)
-        self.flight = Flight(
+        self.averaging_weight = AveragingWeight(strategy, collective)
+        self.in_flight = BucketsInFlight(
             strategy,
             collective,
             self._layout,
-            self.step_share,
+            self.averaging_weight,
             FiniteCheck(self.names, collective, tells_others=strategy.capabilities.gathers) if check_finite else None,
         )
         self._arrival_order: list[int] = []
@@ -142,12 +142,12 @@ class Reducer(NativeNames):
     def listen(self) -> None:
         """Begin to listen to autograd."""
         called = self._autograd_hook, self._reduce_full_buckets
-        self._nodes.listen(functools.partial(self._count_down.hook, *called))
+        self._nodes.listen(functools.partial(self._ready_counter.hook, *called))
 
     @property
     def is_in_backward(self) -> bool:
         """Whether some gradients of a backward have come, and not all."""
-        return self._expects_hooks and self._count_down.has_begun
+        return self._expects_hooks and self._ready_counter.has_begun
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Reducer(NativeNames):
     def _lay_out(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> None:
         self._layout.create(limits_bytes, order)
         sizes = [len(bucket.parameters) for bucket in self.buckets]
-        self._count_down.lay_out(self._layout.small_parameter_buckets, sizes)
+        self._ready_counter.lay_out(self._layout.small_parameter_buckets, sizes)
 
     def _should_rebuild(self) -> bool:
         return self.graph.may_rebuild and not self._layout_is_final
@@ -199,7 +199,7 @@ class Reducer(NativeNames):
                 f" constructed. (expected iteration 0, got {self.iteration})"
             )
         self.graph = StaticGraph(self.names, self._device, self.strategy)
-        self._count_down.call()  # usage is recorded from now on
+        self._ready_counter.call()  # usage is recorded from now on
 
     def prepare_for_forward(self) -> None:
         """Count an iteration whose gradients will be exchanged.
@@ -225,15 +225,15 @@ class Reducer(NativeNames):
         self._may_forget_a_backward = self._expects_hooks and not self._warned_local_backward
         self._expects_hooks = True
         self._next_bucket = 0
-        self.step_share.expect_backward()
-        self.flight.begin(self.iteration)
+        self.averaging_weight.expect_backward()
+        self.in_flight.begin(self.iteration)
         only_counts = self._layout_is_final and not (
             self.graph.takes_long_way or self.timer.is_sampling or self._is_multi_device
         )
         if not only_counts:
             self.ready_order = []
         self._misses_gradients = False
-        self._count_down.begin(only_counts=only_counts)
+        self._ready_counter.begin(only_counts=only_counts)
         if unreached := self.graph.begin(outputs):
             self._check_listening([index for index in unreached if self._nodes.was_converted(index)])
         self.graph.agree(has_data=True)
@@ -246,7 +246,7 @@ class Reducer(NativeNames):
         """Raise where the last backward did not reach every parameter."""
         if not self.is_in_backward:
             return
-        missing = {index: self.names[index] for index in self._count_down.missing()}
+        missing = {index: self.names[index] for index in self._ready_counter.missing()}
         self._check_listening(missing)
         self._fail(self.graph.describe_missing(self._collective.rank, missing))
 
@@ -276,7 +276,7 @@ class Reducer(NativeNames):
             if self.graph.is_being_counted:
                 self.graph.count(index)
                 return
-            left = self._count_down.left
+            left = self._ready_counter.left
             if left[index] <= 0:
                 left[index] = -1  # this backward has begun, even where no other hook has fired
                 self._fail(self.graph.describe_repetition(self._collective.rank, index))
@@ -293,23 +293,23 @@ class Reducer(NativeNames):
         if len(self.ready_order) < len(self.parameters):
             self.ready_order.append(index)
         packing, position = self._layout.locators[index]
-        if self.flight.is_packing and packing.is_eager(position):
-            self.flight.pack_one(packing, position)
-        pending = self._count_down.pending
+        if self.in_flight.is_packing and packing.is_eager(position):
+            self.in_flight.pack_one(packing, position)
+        pending = self._ready_counter.pending
         pending[packing.bucket.index] -= 1
         if pending[packing.bucket.index] == 0:
             self._reduce_full_buckets()
 
     def _reduce_full_buckets(self) -> None:
         """Start every bucket whose turn it is. Buckets start in index order, which is the same on all ranks."""
-        pending = self._count_down.pending
+        pending = self._ready_counter.pending
         if pending[self._next_bucket] > 0:
             return
         if self._next_bucket == 0:
             self.timer.start_communication()
         packings = self._layout.packings
         while self._next_bucket < len(packings) and pending[self._next_bucket] == 0:
-            self.flight.hand_over(packings[self._next_bucket], self.graph)
+            self.in_flight.hand_over(packings[self._next_bucket], self.graph)
             self._next_bucket += 1
         if self._next_bucket == len(packings):
             self.graph.handed_over()
@@ -320,14 +320,14 @@ class Reducer(NativeNames):
         with self._lock:
             assert isinstance(self.graph, StaticGraph), "only a static graph delays its first exchange"
             self.graph.learn()
-            self._count_down.expect(self.graph.counts)
+            self._ready_counter.expect(self.graph.counts)
             with torch.no_grad():
-                for packing in self._layout.packings if self.flight.is_packing else ():
+                for packing in self._layout.packings if self.in_flight.is_packing else ():
                     for position in packing.bucket.eager_runs:
-                        self.flight.pack_one(packing, position)
+                        self.in_flight.pack_one(packing, position)
             self.timer.start_communication()
             for packing in self._layout.packings:
-                self.flight.hand_over(packing, self.graph)
+                self.in_flight.hand_over(packing, self.graph)
             self._next_bucket = len(self.buckets)
             self._finalize()
 
@@ -345,7 +345,7 @@ class Reducer(NativeNames):
         # Cleared first: after an error the next forward must not report an unfinished reduction instead of it.
         self._stop_expecting_hooks()
         try:
-            self.flight.land(self.graph, misses_gradients=self._misses_gradients)
+            self.in_flight.land(self.graph, misses_gradients=self._misses_gradients)
         except NonFiniteGradientError as error:
             self._settle()
             self._on_error(str(error))
@@ -357,21 +357,21 @@ class Reducer(NativeNames):
     def _settle(self) -> None:
         if self.graph.finds_unused:
             self.graph.settle()
-        self.step_share.settle()
+        self.averaging_weight.settle()
 
     def _stop_expecting_hooks(self) -> None:
         self._expects_hooks = False
         if self.graph.records_usage or self._may_forget_a_backward:
-            self._count_down.call()
+            self._ready_counter.call()
         else:
-            self._count_down.ignore()
+            self._ready_counter.ignore()
 
     # ---- for join, and another group of ranks -----------------------------------------------------------------
 
     def shadow_backward(self) -> None:
         """Take part in one backward of ranks that still have data, contributing zeros, in the order they exchange."""
         is_counted = self.graph.is_being_counted
-        self.flight.shadow(self.graph)
+        self.in_flight.shadow(self.graph)
         self._settle()
         if not is_counted and self._should_rebuild() and not self._arrival_order:
             # All ranks rebuild; rank 0's order overwrites this one.
@@ -384,9 +384,9 @@ class Reducer(NativeNames):
         self.has_rebuilt_buckets = False
         self._layout_is_final = self.strategy.capabilities.keeps_first_layout
         self._arrival_order = []
-        self.step_share.settle()
+        self.averaging_weight.settle()
 
     def update_group(self, collective: Collective) -> None:
         """Go on in another group of ranks, to which the strategy has been moved already."""
         self._collective = collective
-        self.flight.move_to(collective)
+        self.in_flight.move_to(collective)

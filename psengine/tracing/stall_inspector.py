@@ -3,7 +3,7 @@
 A rank that takes a branch the others do not take, or whose data loader hangs, leaves the others in a collective until
 its deadline, ten minutes later. So each wait is noted when it begins and when it ends. One daemon thread looks twice a
 second for a wait that has lasted ``PSENGINE_STALL_S``, asks the other ranks through the rendezvous store where they
-wait (``collectives/liveness/whereabouts.py``; such a thread of each waiting rank answers), and logs the answers::
+wait (``collectives/pending_operations.py``; such a thread of each waiting rank answers), and logs the answers::
 
     rank 0   wait ──────────────── 30 s: who is where? ── 6 s ── WARNING ... 60 s ... WARNING ... INFO it ended
     rank 1   (sleeps; does not answer)
@@ -94,8 +94,8 @@ class Position:
         return f"{self.what}, operation {self.operation}"
 
 
-class Whereabouts(Protocol):
-    """How ranks tell each other where they wait; see ``collectives/liveness/whereabouts.py``."""
+class PendingOperations(Protocol):
+    """How ranks tell each other where they wait; see ``collectives/pending_operations.py``."""
 
     def ask(self) -> int: ...
     def latest_question(self) -> int: ...
@@ -112,7 +112,7 @@ class Watched(Protocol):
     world_size: int
 
     @property
-    def whereabouts(self) -> Whereabouts | None:
+    def pending_operations(self) -> PendingOperations | None:
         """How to ask the other ranks; None where there is no store."""
 
     def late_ranks(self) -> tuple[int, ...] | None:
@@ -143,9 +143,9 @@ class Wait:
         return None if self.noted is None else self.noted[1]
 
     @property
-    def whereabouts(self) -> Whereabouts | None:
+    def pending_operations(self) -> PendingOperations | None:
         """How to ask the other ranks; None without a store, and once the wait is over."""
-        return None if self.collective is None else self.collective.whereabouts
+        return None if self.collective is None else self.collective.pending_operations
 
 
 class StallInspector:
@@ -160,8 +160,8 @@ class StallInspector:
         self._noted: dict[int, _Noted] = {}
         self.reported_stalls = 0
         self._waits: dict[int, Wait] = {}
-        # Per whereabouts, the question this rank answered last.
-        self._answered: WeakKeyDictionary[Whereabouts, int] = WeakKeyDictionary()
+        # Per pending_operations, the question this rank answered last.
+        self._answered: WeakKeyDictionary[PendingOperations, int] = WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._starting = threading.Lock()
@@ -251,30 +251,30 @@ class StallInspector:
         elif wait.asked_s == 0 and wait.schedule.is_due(waited_s):
             wait.asked_s = now_s
             wait.question = 0  # until the store has taken one
-            if wait.whereabouts is not None:
-                wait.question = wait.whereabouts.ask()
+            if wait.pending_operations is not None:
+                wait.question = wait.pending_operations.ask()
 
     def _answer(self, wait: Wait, _now_s: float) -> None:
-        whereabouts = wait.whereabouts
-        if whereabouts is None:
+        pending_operations = wait.pending_operations
+        if pending_operations is None:
             return
-        question = whereabouts.latest_question()
-        if question > self._answered.get(whereabouts, 0):
-            whereabouts.answer(question, wait.position)
-            self._answered[whereabouts] = question
+        question = pending_operations.latest_question()
+        if question > self._answered.get(pending_operations, 0):
+            pending_operations.answer(question, wait.position)
+            self._answered[pending_operations] = question
 
     def _report(self, wait: Wait, waited_s: float) -> None:
         collective = wait.collective
         if collective is None:
             return
-        whereabouts = collective.whereabouts
+        pending_operations = collective.pending_operations
         answers: Mapping[int, Position] | None = None
-        if whereabouts is not None and wait.question > 0:
+        if pending_operations is not None and wait.question > 0:
             try:
-                answers = whereabouts.answers(wait.question)
+                answers = pending_operations.answers(wait.question)
             except Exception:  # as above
                 logger.debug("rank %d cannot hear the others", wait.rank, exc_info=True)
-        text = describe_stall(wait, waited_s, answers, collective.late_ranks(), whereabouts)
+        text = describe_stall(wait, waited_s, answers, collective.late_ranks(), pending_operations)
         if wait.noted is not None:
             self.reported_stalls += 1
             logger.warning("%s", text)
@@ -285,7 +285,7 @@ def describe_stall(
     waited_s: float,
     answers: Mapping[int, Position] | None,
     late: Sequence[int] | None,
-    whereabouts: Whereabouts | None,
+    pending_operations: PendingOperations | None,
 ) -> str:
     """Return the report: which ranks are missing, where they are, and what to do.
 
@@ -294,15 +294,15 @@ def describe_stall(
         waited_s: its length.
         answers: where other ranks wait; None where they could not be asked.
         late: ranks that have not begun the operation; None where the transport does not know.
-        whereabouts: names the ranks.
+        pending_operations: names the ranks.
     """
     here = wait.position
-    were_asked = answers is not None and whereabouts is not None
+    were_asked = answers is not None and pending_operations is not None
     heard = answers or {}
     others = [rank for rank in range(wait.world_size) if rank != wait.rank]
     elsewhere = [rank for rank in others if rank in heard and heard[rank] != here]
     absent = [rank for rank in others if rank not in heard and (were_asked if late is None else rank in late)]
-    name = (lambda rank: f"rank {rank}") if whereabouts is None else whereabouts.describe
+    name = (lambda rank: f"rank {rank}") if pending_operations is None else pending_operations.describe
     text = f"rank {wait.rank} of {wait.world_size} has waited {waited_s:.0f} s for {here}. "
     if absent:
         are = "is" if len(absent) == 1 else "are"
@@ -310,7 +310,7 @@ def describe_stall(
         text += f"Missing: {', '.join(map(name, absent))}{doing}. "
     for rank in elsewhere:
         text += f"{name(rank)} waits for another: {heard[rank]}. "
-    if whereabouts is not None and not were_asked:
+    if pending_operations is not None and not were_asked:
         text += (
             "The rendezvous store does not answer (its link is cut or overloaded, or rank 0 or torchrun's agent, which"
             " hosts it, hangs or is gone), so nobody could be asked. "
@@ -322,10 +322,10 @@ def describe_stall(
         )
     elif absent:
         text += "Look there for a branch that only some ranks take, or for data loading that is stuck."
-    elif were_asked or whereabouts is None:
+    elif were_asked or pending_operations is None:
         text += "No rank is known to be missing, so look at the network between them."
-    if absent and whereabouts is not None:
-        text += whereabouts.advise(absent)
+    if absent and pending_operations is not None:
+        text += pending_operations.advise(absent)
     return f"{text.rstrip()} This is no error yet: the wait may last {wait.timeout_s:g} s."
 
 

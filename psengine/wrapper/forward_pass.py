@@ -113,7 +113,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
         if self._join_config.enable:
             self._check_can_join(self._divide_by_initial_world_size)
             # Of several joinables the first one counts the live ranks; the others divide by all, as over native DDP.
-            self.reducer.step_share.join_step(None if self._divide_by_initial_world_size else work)
+            self.reducer.averaging_weight.join_step(None if self._divide_by_initial_world_size else work)
         if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
         if self.modules_buffers and self._check_sync_bufs_pre_fwd():
@@ -194,7 +194,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
                 weighed.
         """
         checks.check_weighable(self)
-        self.reducer.step_share.set_weight(checked_weight(weight))
+        self.reducer.averaging_weight.set_weight(checked_weight(weight))
 
     def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
         """Tell people how training goes here: the servers' dashboard, and Prometheus (PSENGINE_METRICS_PORT).
@@ -206,7 +206,7 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
             samples: how many samples that step took.
         """
         self.strategy.report(loss=loss, samples=samples)
-        meter = None if self._delay_all_reduce_all_params else self.reducer.flight.meter
+        meter = None if self._delay_all_reduce_all_params else self.reducer.in_flight.meter
         if meter is not None:
             meter.report(loss=loss, samples=samples)
 
@@ -300,11 +300,11 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         """Whether any rank's next backward exchanges gradients; every rank asks once per iteration."""
         syncs = self.require_backward_grad_sync and not is_joined_rank
-        weighs = syncs and self.reducer.step_share.weight is not None
+        weighs = syncs and self.reducer.averaging_weight.weight is not None
         flags = torch.tensor([float(syncs), float(weighs)], device=self.device)
         self._collective.sum(flags, what="join: does anybody synchronise gradients")
         syncing_ranks, weighing_ranks = flags.tolist()
-        self.reducer.step_share.shadows_weights = weighing_ranks != 0
+        self.reducer.averaging_weight.shadows_weights = weighing_ranks != 0
         return bool(syncing_ranks != 0)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:

@@ -26,7 +26,7 @@ from support.processes import RanksFailedError, in_ranks, run_ranks, run_ranks_t
 import psengine
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.liveness.roll_call import is_process_running
+from psengine.collectives.liveness import is_process_running
 from psengine.collectives.registry import collective_for, default_group, resolve_collective
 from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, SharedMemoryUnavailableError
 

@@ -16,7 +16,7 @@ from support.processes import run_ranks
 
 import psengine
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.liveness.roll_call import process_state
+from psengine.collectives.liveness import process_state
 from psengine.tracing.stall_inspector import Position, StallSchedule, Wait, describe_stall, inspector, stall_after_s
 
 STEPS = 4
@@ -48,15 +48,15 @@ def test_the_variable(monkeypatch):
 
 
 class _Collective:
-    rank, world_size, whereabouts = 0, 4, None
+    rank, world_size, pending_operations = 0, 4, None
 
     def late_ranks(self):
         return None
 
 
-def _describe(answers, late, whereabouts=None):
+def _describe(answers, late, pending_operations=None):
     wait = Wait((0.0, _Collective(), 58, "all-reduce of bucket 3", 600.0, 30.0))
-    return describe_stall(wait, 31.0, answers, late, whereabouts)
+    return describe_stall(wait, 31.0, answers, late, pending_operations)
 
 
 def test_what_is_said_depends_on_what_is_known():

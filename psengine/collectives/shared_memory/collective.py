@@ -41,7 +41,7 @@ from psengine.collectives.shared_memory.work import SharedMemoryWork
 from psengine.errors import CollectiveError, ConfigurationError
 from psengine.kernels import native
 from psengine.specification import did_you_mean
-from psengine.tracing.stall_inspector import Whereabouts, inspector, stall_after_s
+from psengine.tracing.stall_inspector import PendingOperations, inspector, stall_after_s
 from psengine.tracing.timeline import is_profiling, profiled, record_wait, recorder
 
 # With more operations in flight, complete ones are looked for, in case nobody waits for them.
@@ -242,9 +242,9 @@ class SharedMemoryCollective(Collective):
         return complete
 
     @property
-    def whereabouts(self) -> Whereabouts | None:
+    def pending_operations(self) -> PendingOperations | None:
         """See ``stall_inspector.Watched``."""
-        return self._meeting.whereabouts
+        return self._meeting.pending_operations
 
     def late_ranks(self) -> tuple[int, ...] | None:
         """See ``stall_inspector.Watched``: ranks that entered fewer rounds than this one."""

@@ -97,7 +97,7 @@ def _describe_buckets(reducer: Reducer) -> dict[str, Any]:
         "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in reducer.parameters})),
         "bucket_sizes": _joined(reducer.initial_bucket_sizes_bytes),
         "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
-        "num_buckets_reduced": reducer.flight.buckets_reduced,
+        "num_buckets_reduced": reducer.in_flight.buckets_reduced,
         "unused_parameter_size": sum(reducer.parameters[index].nbytes for index in reducer.graph.unused),
         "prev_iteration_grad_ready_order_indices": _joined(reducer.ready_order),
     }

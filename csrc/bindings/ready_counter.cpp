@@ -1,12 +1,12 @@
-// psengine/gradients/count_down.py has the same hook in Python, and says what it does.
-#include "bindings/count_down.h"
+// psengine/gradients/ready_counter.py has the same hook in Python, and says what it does.
+#include "bindings/ready_counter.h"
 
 #include <cstdint>
 
 namespace psengine {
 namespace {
 
-// count_down.py, LONG_WAY and NO_WAY
+// ready_counter.py, LONG_WAY and NO_WAY
 constexpr int32_t kLongWay = -1;
 constexpr int32_t kNoWay = -2;
 
@@ -22,7 +22,7 @@ PyObject* none() {
   return Py_None;
 }
 
-// The caller holds the GIL, so no other hook counts meanwhile. The arrays keep their sizes: count_down.py holds
+// The caller holds the GIL, so no other hook counts meanwhile. The arrays keep their sizes: ready_counter.py holds
 // memoryviews of them.
 PyObject* hook(PyObject* bound, PyObject* const* arguments, Py_ssize_t count) {
   PyObject* const index_object = PyTuple_GetItem(bound, kIndex);
@@ -41,7 +41,7 @@ PyObject* hook(PyObject* bound, PyObject* const* arguments, Py_ssize_t count) {
 
 PyMethodDef hook_definition = {"counting_hook",
                                reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&hook)), METH_FASTCALL,
-                               "Counts a gradient; see count_down.py."};
+                               "Counts a gradient; see ready_counter.py."};
 
 PyObject* counting_hook(PyObject*, PyObject* arguments) {
   PyObject* numbers[3];
@@ -70,6 +70,6 @@ PyMethodDef methods[] = {
 
 }  // namespace
 
-PyMethodDef* count_down_methods() { return methods; }
+PyMethodDef* ready_counter_methods() { return methods; }
 
 }  // namespace psengine

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from psengine.collectives.liveness.roll_call import (
+from psengine.collectives.liveness import (
+    Liveness,
     Result,
-    RollCall,
     StoreSilentError,
     answer_of,
     ask,
@@ -35,15 +35,15 @@ ANSWER = "psengine/stall/answer/"
 STORE_TIMEOUT_S = 1.0
 
 
-class StoreWhereabouts:
+class StorePendingOperations:
     """Tells other ranks where this one waits, and returns where those of its group do; for one thread.
 
     Methods that ask the store raise StoreSilentError where it does not answer, and its own errors where it is gone.
     """
 
-    def __init__(self, roll_call: RollCall) -> None:
-        self._roll_call = roll_call
-        self._store = roll_call.store
+    def __init__(self, liveness: Liveness) -> None:
+        self._liveness = liveness
+        self._store = liveness.store
         self._pending: Future[Any] | None = None
 
     def ask(self) -> int:
@@ -65,17 +65,17 @@ class StoreWhereabouts:
 
     def answer(self, question: int, position: Position) -> None:
         """Write where this rank waits."""
-        key = self._key(question, self._roll_call.rank)
+        key = self._key(question, self._liveness.rank)
         if key is not None:
             self._put(lambda: self._store.set(key, json.dumps([position.operation, position.what])))
 
     def answers(self, question: int) -> Mapping[int, Position]:
         """By rank, where those wait that answered ``question`` or a later one."""
-        self._put(self._roll_call.look_up_members)
+        self._put(self._liveness.look_up_members)
         found = {}
         # Ranks answer only the latest they see, and another may have asked meanwhile.
         for later in range(question, self.latest_question() + 1):
-            for rank in range(self._roll_call.world_size):
+            for rank in range(self._liveness.world_size):
                 position = self._put(functools.partial(self._answer_of, later, rank))
                 if position is not None:
                     found[rank] = position
@@ -89,15 +89,15 @@ class StoreWhereabouts:
         return Position(int(operation), str(what))
 
     def _key(self, question: int, rank: int) -> str | None:
-        name = self._roll_call.name_of(rank)
+        name = self._liveness.name_of(rank)
         return None if name is None else f"{ANSWER}{question}/{name}"
 
     def describe(self, rank: int) -> str:
         """Such as "rank 1 (process 4711 on host)"."""
-        return self._roll_call.describe_place(rank)
+        return self._liveness.describe_place(rank)
 
     def advise(self, ranks: Sequence[int]) -> str:
         """Commands that show where those ranks' processes are."""
-        places = [self._roll_call.place_of(rank) for rank in ranks]
+        places = [self._liveness.place_of(rank) for rank in ranks]
         commands = [f"`py-spy dump --pid {place[1]}` on {place[0]}" for place in places if place is not None]
         return f" {', '.join(commands)} shows the line it is at." if commands else ""

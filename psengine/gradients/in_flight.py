@@ -10,12 +10,12 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError
+from psengine.gradients.averaging_weight import AveragingWeight
 from psengine.gradients.bucket_layout import BucketLayout
 from psengine.gradients.error_texts import CREATE_GRAPH_MESSAGE
 from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.graphs import EveryParameter
 from psengine.gradients.packing import Packing
-from psengine.gradients.step_share import StepShare
 from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Reduction
 from psengine.tracing.spans import ExchangeSpans
@@ -25,7 +25,7 @@ from psengine.tracing.training_metrics import Meter
 logger = logging.getLogger(__name__)
 
 
-class Flight:
+class BucketsInFlight:
     """Moves the buckets of ``layout`` through a backward.
 
     Attributes:
@@ -41,7 +41,7 @@ class Flight:
         strategy: Strategy,
         collective: Collective,
         layout: BucketLayout,
-        step_share: StepShare,
+        averaging_weight: AveragingWeight,
         finite_check: FiniteCheck | None,
     ) -> None:
         self.is_packing = True
@@ -52,7 +52,7 @@ class Flight:
         self._strategy = strategy
         self._collective = collective
         self._layout = layout
-        self._step_share = step_share
+        self._averaging_weight = averaging_weight
         self._finite_check = finite_check
         self._spans = ExchangeSpans(strategy.capabilities.exchange_name)
         self._reductions: list[Reduction | None] = []
@@ -73,7 +73,7 @@ class Flight:
     def pack_one(self, packing: Packing, position: int) -> None:
         """Pack a large gradient, which is ready, and make progress with the buckets in flight."""
         started_ns = now_ns() if recorder.is_on else 0
-        share = self._step_share.share()
+        share = self._averaging_weight.share()
         if torch.is_grad_enabled():
             self._warn_create_graph()
             with torch.no_grad():
@@ -90,7 +90,7 @@ class Flight:
         bucket = packing.bucket
         reduction = None
         if not (graph.finds_unused and graph.is_unused_everywhere(bucket.parameter_indices)):
-            share = self._step_share.share()
+            share = self._averaging_weight.share()
             if self.is_packing:
                 started_ns = now_ns() if recorder.is_on else 0
                 if torch.is_grad_enabled():
@@ -176,9 +176,9 @@ class Flight:
 
     def shadow(self, graph: EveryParameter) -> None:
         """Take part in one backward of other ranks, contributing zeros, in the order they exchange."""
-        self._step_share.expect_backward(has_data=False)
+        self._averaging_weight.expect_backward(has_data=False)
         graph.agree(has_data=False)
-        self._step_share.share()
+        self._averaging_weight.share()
         reductions = []
         with torch.no_grad():
             for packing in self._layout.packings:
@@ -196,7 +196,7 @@ class Flight:
 
     def move_to(self, collective: Collective) -> None:
         """Go on in another group of replicas."""
-        self._collective = self._step_share.collective = collective
+        self._collective = self._averaging_weight.collective = collective
         if self._finite_check is not None:
             self._finite_check.collective = collective
         self._strategy.lay_out(self._layout.buckets)  # which it exchanges over another collective now

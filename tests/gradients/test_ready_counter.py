@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from psengine.gradients.count_down import LONG_WAY, CountDown
+from psengine.gradients.ready_counter import LONG_WAY, ReadyCounter
 from psengine.kernels import native
 
 needs_extension = pytest.mark.skipif(native.extension is None, reason="the native extension was not built")
@@ -16,14 +16,14 @@ class Listener:
 
     def __init__(self, buckets, sizes, counts, *, is_native, monkeypatch):
         self.calls = []
-        self.count_down = CountDown(len(buckets))
-        self.count_down.lay_out(buckets, sizes)
-        self.count_down.expect(counts)
+        self.counter = ReadyCounter(len(buckets))
+        self.counter.lay_out(buckets, sizes)
+        self.counter.expect(counts)
         with monkeypatch.context() as patch:
             if not is_native:
                 patch.setattr(native, "extension", None)
             self.hooks = [
-                self.count_down.hook(lambda index: self.calls.append(index), lambda: self.calls.append("full"), index)
+                self.counter.hook(lambda index: self.calls.append(index), lambda: self.calls.append("full"), index)
                 for index in range(len(buckets))
             ]
 
@@ -31,13 +31,13 @@ class Listener:
         assert self.hooks[index]((), (gradient,)) is None
 
     def numbers(self):
-        return list(self.count_down.left), list(self.count_down.pending)
+        return list(self.counter.left), list(self.counter.pending)
 
 
 @pytest.mark.parametrize("is_native", [False, pytest.param(True, marks=needs_extension)])
 def test_gradients_are_counted_down(is_native, monkeypatch):
     listener = Listener([1, 0, 0, None], [2, 2], [1, 1, 2, 1], is_native=is_native, monkeypatch=monkeypatch)
-    counts = listener.count_down
+    counts = listener.counter
     counts.ignore()
     listener.fire(0)
     assert not listener.calls
@@ -80,7 +80,7 @@ def test_both_hooks_agree_on_random_backwards(monkeypatch):
         for _ in range(3):
             only_counts = chance.random() < 0.8
             for listener in both:
-                listener.count_down.begin(only_counts=only_counts)
+                listener.counter.begin(only_counts=only_counts)
             for index in chance.choices(range(count), k=2 * count):
                 for listener in both:
                     listener.fire(index)
@@ -91,12 +91,12 @@ def test_both_hooks_agree_on_random_backwards(monkeypatch):
 @needs_extension
 def test_an_error_of_the_reducer_reaches_autograd(monkeypatch):
     listener = Listener([0], [1], [1], is_native=True, monkeypatch=monkeypatch)
-    listener.count_down.call()
+    listener.counter.call()
 
     def fail(index):
         raise ValueError(f"parameter {index}")
 
-    hook = listener.count_down.hook(fail, fail, 0)
+    hook = listener.counter.hook(fail, fail, 0)
     with pytest.raises(ValueError, match="parameter 0"):
         hook((), (None,))
 

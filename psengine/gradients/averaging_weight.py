@@ -10,7 +10,7 @@ from psengine.strategies.exchange import Exchange, Step
 from psengine.tensors.share import Share
 
 
-class StepShare:
+class AveragingWeight:
     """Asks the exchange for this rank's share, once for each backward.
 
     Attributes:

@@ -118,7 +118,7 @@ def _answers_signal_zero(process_id: int) -> bool:
     return True
 
 
-class RollCall:
+class Liveness:
     """Finds the ranks of a group that are alive, for one of them.
 
     Args:

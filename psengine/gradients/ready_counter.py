@@ -4,7 +4,7 @@ Most calls of a hook only count: the short way. The long way is for whatever nee
 a large gradient, errors. Inside no_sync there may be nothing to do.
 
 The numbers lie in plain memory, so that the native extension counts without a Python function: its hook
-(csrc/bindings/count_down.cpp) takes 0.03 µs, the one below 0.4. benchmarks/step_overhead has the rest of the path.
+(csrc/bindings/ready_counter.cpp) takes 0.03 µs, the one below 0.4. benchmarks/step_overhead has the rest of the path.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from psengine.kernels import native
 
-# A hook's way, in place of the number of its bucket; csrc/bindings/count_down.cpp has them too.
+# A hook's way, in place of the number of its bucket; csrc/bindings/ready_counter.cpp has them too.
 LONG_WAY = -1
 NO_WAY = -2
 
 
-class CountDown:
+class ReadyCounter:
     """The counters of one reducer. Whoever changes them holds the GIL, and reads and writes without giving it up.
 
     Attributes:
@@ -102,7 +102,7 @@ def counting_hook(
     reduce_full_buckets: Callable[[], object],
     index: int,
 ) -> Callable[..., None]:
-    """The native extension's function of this name; see ``CountDown.hook``."""
+    """The native extension's function of this name; see ``ReadyCounter.hook``."""
 
     def hook(_outputs: Any, inputs: Any) -> None:
         way = ways[index]

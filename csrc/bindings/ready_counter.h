@@ -9,6 +9,6 @@
 namespace psengine {
 
 // Null-terminated.
-PyMethodDef* count_down_methods();
+PyMethodDef* ready_counter_methods();
 
 }  // namespace psengine

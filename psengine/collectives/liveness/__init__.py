@@ -1,4 +1,0 @@
-"""Finds ranks that died, and where ranks wait, through the rendezvous store.
-
-May import ``tracing``.
-"""
