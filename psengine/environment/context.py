@@ -32,7 +32,7 @@ from psengine.environment.devices import select_device
 from psengine.environment.launchers import Placement
 from psengine.environment.placement import place
 from psengine.environment.rendezvous import Wait, ranks_of_this_host, unreachable
-from psengine.environment.variables import given_worker, launched_as, read_variable
+from psengine.environment.variables import given_worker, launch_attempt, launched_as, read_variable
 from psengine.errors import (
     ArgumentTypeError,
     CollectiveError,
@@ -249,8 +249,9 @@ def _create(backend: str, timeout: timedelta, placement: Placement) -> Context:
     try:
         with wait.in_the_log():
             store = _meet(placement, timeout, wait)
-            # Keys of an earlier group must not be taken for this one's: torchrun's store outlives the group.
-            store = PrefixStore(f"psengine/group/{_generation}", store)
+            # Keys of an earlier group must not be taken for this one's: torchrun's store outlives the group, and the
+            # processes of an attempt that failed (gloo would connect to their addresses).
+            store = PrefixStore(f"psengine/group/{launch_attempt()}/{_generation}", store)
             wait.state = "the ranks' store was reached, and not all other ranks have joined the process group"
             if device is None:
                 placement = _placed_by_hosts(placement, store, timeout)

@@ -40,14 +40,29 @@ def default_collective() -> str:
     return os.environ.get("PSENGINE_COLLECTIVE", "").strip() or "auto"
 
 
+def launch_attempt() -> str:
+    """Return the name of the launcher's attempt that this process belongs to, the same on all of its ranks.
+
+    ``psengine run`` names it on every node. Of torchrun's own count only one node's is right: with several nodes an
+    agent counts the restarts that its own workers caused.
+    """
+    if attempt := os.environ.get("PSENGINE_ATTEMPT"):
+        return attempt
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
+
+
 def read_variable(name: str) -> str | None:
     """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
     return os.environ.get(name)
 
 
-def set_variables(values: Mapping[str, str]) -> None:
-    """Set variables of this process, for a launcher that starts processes before it knows their places."""
-    os.environ.update(values)
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set variables of this process, and unset those that are None; processes that it starts inherit them."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def inherited_variables() -> dict[str, str]:
