@@ -8,7 +8,7 @@
 # make docs         the documentation, in build/docs; warnings are errors
 # make wheel        the source distribution and a wheel for Linux, in dist; the wheel is tried in a fresh environment
 # make test-matrix  the core tests with other versions of Python and torch: docs/versions.md
-# make bench        a quarter of an hour: benchmarks/RESULTS.md and the README's figures; BENCH=all_reduce for some benchmarks,
+# make bench        ten minutes: benchmarks/RESULTS.md; BENCH=all_reduce for some benchmarks,
 #                   QUICK=1 for a noisy try, PS_LITE=PATH to compare with a checkout of ps-lite. Those on several hosts want
 #                   root, an hour and their names: BENCH=cluster,cluster_fast,cluster_slow,cluster_resnet,cluster_far
 # make lint, format, clean

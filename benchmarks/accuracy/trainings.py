@@ -40,7 +40,6 @@ class Plan:
         samples: of all workers together.
         optimizer: "SGD", with ``momentum``, or "AdamW".
         round_steps: steps between two points at which replicas are equal.
-        dropped: which share of the differences does not count; each message is drawn by itself.
     """
 
     task: str
@@ -54,16 +53,15 @@ class Plan:
     momentum: float
     seed: int
     round_steps: int = 1
-    dropped: float = 0.0
 
     @property
     def steps(self) -> int:
         """Of each worker."""
         return self.samples // (self.workers * self.batch_size)
 
-    def rate_after(self, share: float) -> float:
-        """Learning rate after a share of the run: constant in the first half, then falling linearly to zero."""
-        return self.learning_rate * min(1.0, 2 * (1 - share))
+    def rate_after(self, fraction: float) -> float:
+        """Learning rate after a fraction of the run: constant in the first half, then falling linearly to zero."""
+        return self.learning_rate * min(1.0, 2 * (1 - fraction))
 
     def judged_steps(self) -> set[int]:
         """After which steps of a worker the model is judged: more often at the beginning, at ends of rounds."""
@@ -103,18 +101,11 @@ class Worker:
         self.model = psengine.DistributedDataParallel(network, strategy=plan.strategy)
         self.optimizer = psengine.DistributedOptimizer(_optimizer(plan, network), self.model)
         self._generator = torch.Generator().manual_seed(1000 * plan.seed + worker)
-        self._drops = torch.Generator().manual_seed(500_000 + 1000 * plan.seed + worker)
-        self._weight = 1.0
         self.steps = 0
 
     def step(self) -> None:
         """Forward, backward, and the optimizer's step with what its strategy exchanges."""
         plan = self._plan
-        if plan.dropped:
-            if self.steps % plan.round_steps == 0:
-                self._weight = float(torch.rand((), generator=self._drops) >= plan.dropped)
-            # Zero in all of a round: the difference that this worker sends at its end does not count.
-            self.model.batch_weight(self._weight)
         for group in self.optimizer.param_groups:
             group["lr"] = plan.rate_after(self.steps / plan.steps)
         self.optimizer.zero_grad()

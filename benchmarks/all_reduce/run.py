@@ -23,7 +23,6 @@ from harness.ranks import Rank, find_mpiexec, run_ranks
 from harness.record import Record
 from harness.turns import Turn, take_turns
 
-import psengine
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for
 from psengine.kernels import native
@@ -34,7 +33,6 @@ WARM_UP_ROUNDS = 5
 SMALL_KB, SMALL_TIMES = 1024, 10
 
 COPY, IN_PLACE, STAGED, GLOO, MPI = "copy", "psengine in place", "psengine staged", "gloo", "MPICH"
-MEAN, ONE_NUMBER = "psengine.mean", "mean of a loss"
 NO_MPI = "No MPI to compare with: its row is missing. To get one: pip install mpich mpi4py"
 # MPICH's default sums in shared memory and spins without yielding while it waits, so ranks that share a core wait for
 # their time slices to end: a second for 1 MB. Its other algorithm yields.
@@ -72,29 +70,6 @@ def candidates_of(
         communicator, buffer = mpi.COMM_WORLD, [own.numpy(), mpi.FLOAT]
         candidates[MPI] = (own, lambda: communicator.Allreduce(mpi.IN_PLACE, buffer))
     return candidates
-
-
-def measure_mean(rank: Rank, rounds: int) -> dict[str, list[float]]:
-    """Seconds of averaging one number, such as a loss, and of what scripts without psengine do for that."""
-    rank.keep_to_core()
-    loss, world_size = 0.5 + rank.rank, rank.world_size
-
-    def by_hand() -> float:
-        tensor = torch.tensor([loss], dtype=torch.float64)
-        dist.all_reduce(tensor)
-        return tensor.item() / world_size
-
-    candidates: dict[str, Callable[[], float]] = {MEAN: lambda: psengine.mean(loss), GLOO: by_hand}
-    if rank.has_mpi:
-        from mpi4py import MPI as mpi  # noqa: N811
-
-        candidates[MPI] = lambda: mpi.COMM_WORLD.allreduce(loss) / world_size
-    expected = 0.5 + (world_size - 1) / 2
-    for name, mean in candidates.items():
-        if mean() != expected:
-            raise ArithmeticError(f"{name}: rank {rank.rank}: wrong mean (expected {expected}, got {mean()})")
-    turns = {name: Turn(mean) for name, mean in candidates.items()}
-    return take_turns(turns, rounds * SMALL_TIMES, warm_up=WARM_UP_ROUNDS, barrier=rank.barrier.wait)
 
 
 def addends_of(rank: int, numel: int) -> torch.Tensor:
@@ -151,21 +126,10 @@ def measure_on_ranks(
     world_size: int, sizes_kb: list[int], rounds: int, deadline_s: float, mpiexec: str | None
 ) -> list[dict[str, list[float]]]:
     """The slowest rank's seconds, of each size."""
-    per_rank = run_ranks(measure, world_size, sizes_kb, rounds, **how(world_size, deadline_s, mpiexec))
-    return [slowest(of_size) for of_size in zip(*per_rank, strict=True)]
-
-
-def measure_mean_on_ranks(
-    world_size: int, rounds: int, deadline_s: float, mpiexec: str | None
-) -> dict[str, list[float]]:
-    """The slowest rank's seconds, of a mean."""
-    return slowest(run_ranks(measure_mean, world_size, rounds, **how(world_size, deadline_s, mpiexec)))
-
-
-def how(world_size: int, deadline_s: float, mpiexec: str | None) -> dict[str, Any]:
-    """How ranks are started."""
     environment = MPICH_WHERE_CORES_ARE_SHARED if world_size > len(os.sched_getaffinity(0)) else {}
-    return {"deadline_s": deadline_s, "mpiexec": mpiexec, "environment": environment}
+    how: dict[str, Any] = {"deadline_s": deadline_s, "mpiexec": mpiexec, "environment": environment}
+    per_rank = run_ranks(measure, world_size, sizes_kb, rounds, **how)
+    return [slowest(of_size) for of_size in zip(*per_rank, strict=True)]
 
 
 def size_text(size_kb: int) -> str:
@@ -195,8 +159,6 @@ def main() -> None:
         record.caveat(NO_MPI)
     for world_size in options.ranks:
         found = measure_on_ranks(world_size, sizes_kb, rounds, options.deadline, mpiexec)
-        means = measure_mean_on_ranks(world_size, rounds, options.deadline, mpiexec)
-        record.add({"ranks": world_size, "size": ONE_NUMBER}, means)
         for size_kb, seconds in zip(sizes_kb, found, strict=True):
             record.add({"ranks": world_size, "size": size_text(size_kb)}, seconds)
     record.finish()

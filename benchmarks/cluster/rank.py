@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.turns import Turn, labels_of, take_turns, wall_clock
-from step_overhead.models import workload_of
+from step_overhead.models import WORKLOADS
 
 import psengine
 
@@ -107,7 +107,7 @@ def main() -> None:
         labels = labels_of(plan["candidates"])
         turns = {}
         for candidate, label in zip(plan["candidates"], labels, strict=True):
-            turns[label] = turn_of(candidate, workload_of(name))
+            turns[label] = turn_of(candidate, WORKLOADS[name])
         shown = take_turns(
             {label: turn for label, (turn, _) in turns.items()},
             plan["rounds"],

@@ -1,4 +1,4 @@
-"""Kills, loses, cuts, fills and floods at random, and prints tables of what came of it; see README.md."""
+"""Kills, loses and cuts at random, and prints tables of what came of it; see README.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.record import Record  # noqa: E402
 from harness.tables import Table  # noqa: E402
 from support.server_process import APPLY  # noqa: E402
 
-QUESTION = "What is lost, doubled or let in when things go wrong?"
+QUESTION = "What is lost or doubled when things go wrong?"
 COLUMNS = ["fault", *(field.name.replace("_", " ") for field in fields(Counters))]
 # Where the weights are, and what the servers keep of them; "workers": under sync-server they are in the workers.
 TIERS = ("memory", "snapshot", "log", "workers")
@@ -88,47 +88,12 @@ def power(options: Namespace) -> Table:
     return Table("", COLUMNS, rows)
 
 
-def disk_full(options: Namespace) -> Table:
-    from disk_full import fill_disks
-
-    return fill_disks([tier for tier in options.tiers if tier in DURABLE])
-
-
-def mutated(options: Namespace) -> Table:
-    from mutated import mutate_in_process, mutate_over_sockets
-
-    rows = [mutate_in_process(options.frames, options.seed), mutate_over_sockets(options.frames // 10, options.seed)]
-    return Table("", ["frames go", "frames", "messages", "seconds", "memory grew by MB", "wrong"], rows)
-
-
-def crowd(options: Namespace) -> Table:
-    from crowd import stand_in_crowd
-
-    return stand_in_crowd(options.idle, options.active, options.minutes)
-
-
-def soak(options: Namespace) -> Table:
-    rows = []
-    for tier in options.tiers:
-        if tier in DURABLE:
-            found = run_async(sys.maxsize, options.seed, 0.3, tier, 60 * options.minutes / len(options.tiers))
-            rows.append(row(f"async, {tier}: anyone killed", found))
-        elif tier == "workers":
-            found = run_sync(sys.maxsize, options.seed, most_s=60 * options.minutes / len(options.tiers))
-            rows.append(row("sync-server: anyone killed", found))
-    return Table(f"{options.minutes:g} minutes, shared by the rows", COLUMNS, rows)
-
-
 STUDIES: dict[str, Callable[[Namespace], Table]] = {
     "server-kills": server_kills,
     "worker-kills": worker_kills,
     "links": links,
     "lossy": lossy,
     "power": power,
-    "disk-full": disk_full,
-    "mutated": mutated,
-    "crowd": crowd,
-    "soak": soak,
 }
 
 
@@ -140,16 +105,11 @@ def main() -> None:
     add("--tiers", type=some_of(TIERS), default=TIERS, help="of durability: some of %(default)s")
     add("--seed", type=int, default=1)
     add("--pushes", type=at_least(1), default=100_000, help="through the lossy proxy")
-    add("--frames", type=at_least(10), default=10_000_000, help="mutated in process; a tenth as many over sockets")
-    add("--idle", type=at_least(1), default=1000, help="clients that say nothing")
-    add("--active", type=at_least(1), default=256, help="clients that push")
     add("--most-s", type=float, default=float("inf"), help="seconds after which a row of tries ends early")
-    add("--minutes", type=float, default=60.0, help="of the crowd, and of the soak")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # mounts and processes are given back
     if options.quick:
-        quick = {"rounds": 1, "pushes": 256, "frames": 5000, "idle": 50, "active": 8, "minutes": 0.05}
-        options = Namespace(**{**vars(options), **quick})
+        options.rounds, options.pushes = 1, 256
     record = Record.begin("faults", QUESTION, options)
     for name in options.study:
         record.tables.append(STUDIES[name](options))

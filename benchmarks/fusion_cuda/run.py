@@ -1,23 +1,42 @@
 """How fast gradients are packed on a GPU, and what that does to a training step, against torch's own ways.
 
-python benchmarks/fusion_cuda/run.py [--quick] [--parts correctness,passes,steps,bits] [--json FILE]
+python benchmarks/fusion_cuda/run.py [--quick] [--parts passes,steps] [--json FILE]
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fusion_cuda import passes, steps
 from harness.command_line import parser_of, some_of
 from harness.record import Record
+from harness.turns import Turn, take_turns, wall_clock
+from step_overhead.models import GPT, ResidualBlock, ResidualNet
+
+import psengine
+from psengine.kernels import ops
 
 QUESTION = "How fast are gradients packed on a GPU, and what does a training step cost there?"
-PARTS = ("correctness", "passes", "steps", "bits")
+PARTS = ("passes", "steps")
+WARM_UP_ROUNDS = 5  # buckets are rebuilt before the second forward
+SCALE = 1 / 3  # rounds, unlike a power of two
+SIZES_MB = (25, 100)
+TENSOR_COUNTS = (1, 50, 400)
+COPY, NATIVE = "device copy", "native"
 
 
 def why_not() -> str | None:
@@ -27,8 +46,6 @@ def why_not() -> str | None:
             f"torch {torch.__version__} sees no CUDA device here, so there is nothing to measure."
             " Run this on a machine with an NVIDIA GPU and a CUDA build of torch."
         )
-    from psengine.kernels import ops
-
     if not ops.native_available():
         return "psengine's native extension is not built (with a C++ compiler: pip install -e .)"
     if not torch._C._dispatch_has_kernel_for_dispatch_key("psengine::pack_", "CUDA"):
@@ -36,31 +53,168 @@ def why_not() -> str | None:
     return None
 
 
-def describe_device() -> str:
-    properties = torch.cuda.get_device_properties(0)
-    name = f"{properties.name}, {properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
-    return f"{name}, CUDA {torch.version.cuda}"
+def device_clock(sleep_cycles: int) -> Callable[[Callable[[], object]], float]:
+    """A clock that shows seconds on the device, which sleeps until all is queued: the host's time does not count."""
+
+    def clock(run: Callable[[], object]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if sleep_cycles:
+            torch.cuda._sleep(sleep_cycles)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return clock
+
+
+# ---- passes between a flat tensor and many -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """One copy of everything that a candidate may touch; several copies take turns, so that no cache holds them."""
+
+    flat: Tensor
+    views: list[Tensor]
+    gradients: list[Tensor]
+    other_flat: Tensor
+
+    @classmethod
+    def make(cls, numels: list[int]) -> Buffers:
+        flat = torch.empty(sum(numels), device="cuda")
+        gradients = [torch.randn(numel, device="cuda") for numel in numels]
+        return cls(flat, list(flat.split(numels)), gradients, torch.randn_like(flat))
+
+
+def pack_each(b: Buffers) -> None:
+    # What native DDP does in C++ for each parameter, at::mul_out; Python makes its host time longer.
+    for view, gradient in zip(b.views, b.gradients, strict=True):
+        torch.mul(gradient, SCALE, out=view)
+
+
+def pack_foreach(b: Buffers) -> None:
+    torch._foreach_copy_(b.views, b.gradients)
+    b.flat.mul_(SCALE)
+
+
+PASSES: dict[str, dict[str, Callable[[Buffers], Any]]] = {
+    "pack": {
+        COPY: lambda b: b.flat.copy_(b.other_flat),
+        "psengine": lambda b: ops.pack_(b.flat, b.gradients, SCALE),
+        "mul(out=) for each": pack_each,
+        "_foreach_copy_, mul_": pack_foreach,
+    },
+    "unpack": {
+        COPY: lambda b: b.flat.copy_(b.other_flat),
+        "psengine": lambda b: ops.unpack_(b.gradients, b.flat, 1.0),
+        "_foreach_copy_": lambda b: torch._foreach_copy_(b.gradients, b.views),
+    },
+}
+
+
+def numels_of(size_mb: int, count: int) -> list[int]:
+    """Like a network's: most tensors small, a few large; multiples of 16 bytes."""
+    total = size_mb * 10**6 // 4
+    weights = [1000.0 if index % 5 == 0 else 1.0 + index % 7 for index in range(count)]
+    numels = [int(total * weight / sum(weights)) // 4 * 4 for weight in weights]
+    numels[0] += (total - sum(numels)) // 4 * 4
+    return numels
+
+
+def cycles_per_s() -> float:
+    cycles = 10_000_000
+    return cycles / device_clock(0)(lambda: torch.cuda._sleep(cycles))
+
+
+def _on_the_next(candidate: Callable[[Buffers], Any], sets: Iterator[Buffers]) -> None:
+    candidate(next(sets))
+
+
+def measure_passes(rounds: int, record: Record) -> None:
+    speed = cycles_per_s()
+    for direction, size_mb, count in itertools.product(PASSES, SIZES_MB, TENSOR_COUNTS):
+        numels = numels_of(size_mb, count)
+        # 50 MB of cache on an H100, 126 MB on a B200: whoever comes back to its buffers must not find them there.
+        sets = [Buffers.make(numels) for _ in range(max(2, 600 // (3 * size_mb)))]
+        next_set = itertools.cycle(sets)
+        calls = {name: partial(_on_the_next, candidate, next_set) for name, candidate in PASSES[direction].items()}
+        host_s = max(wall_clock(call) for _ in range(WARM_UP_ROUNDS) for call in calls.values())
+        clock = device_clock(int(speed * (2 * host_s + 2e-4)))
+        turns = {name: Turn(call) for name, call in calls.items()}
+        labels = {"pass": direction, "MB": size_mb, "tensors": count}
+        record.add(labels, take_turns(turns, rounds, warm_up=0, clock=clock))
+        torch.cuda.empty_cache()
+
+
+# ---- steps, one rank with nccl -------------------------------------------------------------------------------------
+
+
+def _images() -> tuple[Tensor, Tensor]:
+    return torch.randn(64, 3, 224, 224, device="cuda"), torch.randint(1000, (64,), device="cuda")
+
+
+def _text() -> tuple[Tensor, Tensor]:
+    text = torch.randint(8192, (4, 257), device="cuda")
+    return text[:, :-1].contiguous(), text[:, 1:].flatten()
+
+
+WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "ResNet-34, batch 64": (lambda: ResidualNet(ResidualBlock, (3, 4, 6, 3), classes=1000), _images),
+    "GPT, 12 blocks of width 768, batch 4 x 256": (
+        lambda: GPT(vocabulary=8192, width=768, blocks=12, context=256),
+        _text,
+    ),
+}
+CANDIDATES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda module: module,
+    NATIVE: lambda module: DistributedDataParallel(module, device_ids=[0]),
+    "psengine": lambda module: psengine.DistributedDataParallel(module, device_ids=[0]),
+}
+
+
+def turn_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Turn:
+    def prepare() -> None:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+
+    return Turn(lambda: F.cross_entropy(model(inputs), targets).backward(), before=prepare)
+
+
+def measure_steps(rounds: int, record: Record) -> None:
+    """Time the candidates' steps in this process, the only rank of an nccl group."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=timedelta(minutes=2))
+    try:
+        for name, (build, batch) in WORKLOADS.items():
+            inputs, targets = batch()
+            turns = {}
+            for candidate, wrap in CANDIDATES.items():
+                torch.manual_seed(0)
+                turns[candidate] = turn_of(wrap(build().cuda()), inputs, targets)
+            shown = take_turns(turns, rounds, warm_up=WARM_UP_ROUNDS, clock=device_clock(0))
+            record.add({"model": name, "ranks": 1}, shown)
+    finally:
+        dist.destroy_process_group()
 
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=100, quick="10 rounds")
-    parser.add_argument("--parts", type=some_of(PARTS), default=PARTS, help="comma-separated (default: all, in order)")
+    parser.add_argument("--parts", type=some_of(PARTS), default=PARTS, help="comma-separated (default: all)")
     options = parser.parse_args()
     rounds = min(10, options.rounds) if options.quick else options.rounds
-    record = Record.begin("fusion_cuda", QUESTION, options, peers=(passes.COPY, steps.NATIVE))
+    record = Record.begin("fusion_cuda", QUESTION, options, peers=(COPY, NATIVE))
     if reason := why_not():
         record.caveat(f"Not measured: {reason}")
-        record.finish()
-        return
-    record.caveat(describe_device())
-    measures = {
-        "correctness": lambda: passes.check_bits(record),
-        "passes": lambda: passes.measure(rounds, record),
-        "steps": lambda: steps.measure(rounds, record),
-        "bits": lambda: steps.compare_bits(options.deadline, record),
-    }
-    for name in options.parts:
-        measures[name]()
+    else:
+        properties = torch.cuda.get_device_properties(0)
+        record.caveat(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
+        if "passes" in options.parts:
+            measure_passes(rounds, record)
+        if "steps" in options.parts:
+            measure_steps(rounds, record)
     record.finish()
 
 

@@ -20,7 +20,6 @@ def parser_of(document: str | None, *, rounds: int, quick: str) -> argparse.Argu
     )
     add("--quick", action="store_true", help=f"{quick}: noisy")
     add("--json", type=Path, metavar="FILE", help="also write all figures there")
-    add("--png", "--plot", type=Path, metavar="FILE", help="also draw them (needs the extra: examples)")
     add("--deadline", type=at_least(1), default=600, metavar="S", help="seconds that ranks may take")
     return parser
 

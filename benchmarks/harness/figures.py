@@ -1,4 +1,4 @@
-"""From seconds to figures: medians with their spread, ratios by pair, fitted exponents. Pure."""
+"""From seconds to figures: medians with their spread, ratios by pair. Pure."""
 
 from __future__ import annotations
 
@@ -58,24 +58,10 @@ class Case:
             return None
         return Spread.of(s - b for s, b in zip(self.seconds[candidate], self.seconds[baseline], strict=True))
 
-    def matches(self, labels: Mapping[str, Any]) -> bool:
-        return all(self.labels.get(name) == value for name, value in labels.items())
-
 
 def slowest(per_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """Seconds of each candidate and round on the slowest rank: the next step cannot begin earlier."""
     return {name: [max(turn) for turn in zip(*(rank[name] for rank in per_rank), strict=True)] for name in per_rank[0]}
-
-
-def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The p of cost = c * size**p that fits best (least squares of the logarithms).
-
-    Raises:
-        ValueError: fewer than two sizes, or one that has no logarithm.
-    """
-    if len(set(sizes)) < 2 or min(*sizes, *costs) <= 0:
-        raise ValueError(f"an exponent needs two sizes, and positive figures (got sizes {sizes}, costs {costs})")
-    return statistics.linear_regression([math.log(s) for s in sizes], [math.log(c) for c in costs]).slope
 
 
 def unit_of(seconds: float) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""What one run of a benchmark found, with all that a reader must know beside it; as JSON, Markdown and PNG."""
+"""What one run of a benchmark found, with all that a reader must know beside it; as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import pictures
 from harness.figures import Case
 from harness.machine import Load, describe_machine, sentence
 from harness.tables import Table, table_of
@@ -30,7 +28,6 @@ class Record:
         question: what it answers, in one line.
         peers: candidates by whose time every candidate's is divided.
         baseline: the candidate that does not exchange, if overheads over it are of interest.
-        axis: the label that grows, if cost against it is of interest.
         caveats: what a reader of the figures must know.
         cases: what was timed.
         tables: figures of another kind.
@@ -42,7 +39,6 @@ class Record:
     question: str
     peers: Sequence[str] = ()
     baseline: str | None = None
-    axis: str | None = None
     caveats: list[str] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
@@ -77,26 +73,20 @@ class Record:
             self.caveats.append(text)
             print(f"{text}\n", flush=True)
 
-    def finish(self, draw: Callable[[Path], object] | None = None) -> None:
-        """Print what was found, and write it where the options say; ``draw`` if its picture is of another kind."""
+    def finish(self) -> None:
+        """Print what was found, and write it where --json says."""
         self.load = self._load.so_far()
         for table in self.all_tables():
             table.show()
         print(sentence(self.machine, self.load), flush=True)
         if self._options.json is not None:
             self._options.json.write_text(self.to_json())
-        if self._options.png is not None and (self.cases or self.tables):
-            (draw or partial(pictures.draw, self))(self._options.png)
 
     def all_tables(self) -> list[Table]:
         groups: dict[tuple[Any, ...], list[Case]] = {}
         for case in self.cases:
-            groups.setdefault((*case.labels, case.labels.get("question")), []).append(case)
+            groups.setdefault(tuple(case.labels), []).append(case)
         return [*(table_of(cases, self.peers, self.baseline) for cases in groups.values()), *self.tables]
-
-    def find(self, labels: Mapping[str, Any]) -> Case | None:
-        """The first case with these labels."""
-        return next((case for case in self.cases if case.matches(labels)), None)
 
     # ---- JSON --------------------------------------------------------------------------------------------------------
 
@@ -121,7 +111,7 @@ def _without_outputs(arguments: Sequence[str]) -> list[str]:
     """The command line without where its figures are written to, and without this machine's directories."""
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument not in ("--json", "--png"):
+        if not skip and argument != "--json":
             kept.append(Path(argument).name if argument.startswith("/") else argument)
-        skip = argument in ("--json", "--png")
+        skip = argument == "--json"
     return kept

@@ -1,9 +1,9 @@
-"""``make bench``: every benchmark in turn, about a quarter of an hour on two cores; then RESULTS.md.
+"""``make bench``: every benchmark in turn, about ten minutes on two cores; then RESULTS.md, of the records alone.
 
 Those on several hosts need root and long: they run by name only, ``make bench
 BENCH=cluster,cluster_fast,cluster_slow,cluster_resnet,cluster_far``.
 
-python benchmarks/harness/suite.py [--only all_reduce,growth] [--quick] [--out DIRECTORY] [--ps-lite PATH]
+python benchmarks/harness/suite.py [--only all_reduce,straggler] [--quick] [--out DIRECTORY] [--ps-lite PATH]
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import results
 from harness.command_line import some_of
+from harness.machine import sentence
 from harness.ranks import BENCHMARKS
 from harness.record import Record
 
+HEAD = """# Results
+
+Written by `make bench`; do not edit. Each section has its command, machine, load and caveats. Times are medians over
+rounds, with the 10th and 90th percentile; a ratio is the median of the ratios within a round. "Added to plain" is what
+a candidate adds to the step that exchanges nothing; a ratio of two such times is the ratio of their medians. On a
+machine that is not calm, compare ratios only.
+"""
 QUICK_OUT = BENCHMARKS.parent / "build" / "bench"
 
 
@@ -49,10 +57,8 @@ SUITE = {
     "step_overhead_servers": Entry("step_overhead", f"--models mlp,gpt --ranks 2 --rounds 15 {SERVERS}"),
     "step_overhead_sharded": Entry("step_overhead", f"--models mlp --ranks 2 --rounds 20 {SHARDED}"),
     "all_reduce": Entry("all_reduce", "--rounds 20"),
-    "server_throughput": Entry("server_throughput", "--rounds 15"),
-    "growth": Entry("growth", "--rounds 4", limit_s=360),
+    "server_throughput": Entry("server_throughput", "--rounds 15", limit_s=400),
     "straggler": Entry("straggler", "--candidates native,sync,async --rounds 1 --seconds 20"),
-    "durability": Entry("durability", "--rounds 8"),
     "start_up": Entry("start_up"),
     "codecs": Entry("codecs"),
     "fusion_cuda": Entry("fusion_cuda"),
@@ -79,38 +85,52 @@ def run(name: str, entry: Entry, options: argparse.Namespace) -> str:
     """Run one; return why it failed, or an empty string. What it would have written is then said to be missing."""
     folder = options.out / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    json_path, png_path = (folder / f"{name}.{kind}" for kind in ("json", "png"))
+    json_path = folder / f"{name}.json"
+    json_path.unlink(missing_ok=True)
     command = [sys.executable, str(BENCHMARKS / entry.folder / "run.py"), *shlex.split(entry.arguments)]
-    command += ["--json", str(json_path), "--png", str(png_path)]
+    command += ["--json", str(json_path)]
     command += ["--quick"] if options.quick else []
     if options.ps_lite is not None and entry.folder == "server_throughput":
         command += ["--ps-lite", str(options.ps_lite)]
-    for path in (json_path, png_path):
-        path.unlink(missing_ok=True)
-    process = subprocess.Popen(command, start_new_session=True)
     failed = ""
-    try:
-        code = process.wait(entry.limit_s)
-        if code:
-            failed = f"exit code {code}; its error is in the output of make bench"
-        elif not json_path.exists():
-            failed = "it ended without figures"
-    except subprocess.TimeoutExpired:
-        failed = f"not finished within {entry.limit_s:g} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            code = process.wait(entry.limit_s)
+            if code:
+                failed = f"exit code {code}; its error is in the output of make bench"
+        except subprocess.TimeoutExpired:
+            failed = f"not finished within {entry.limit_s:g} s"
+        finally:
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     if failed:
         said = shlex.join(["python", f"benchmarks/{entry.folder}/run.py", *shlex.split(entry.arguments)])
         date = time.strftime("%Y-%m-%d")
         record = Record(benchmark=entry.folder, question="", command=said, date=date, failed=failed)
         json_path.write_text(record.to_json())
     return failed
+
+
+def write_results(out: Path, names: list[str]) -> None:
+    """Write RESULTS.md into ``out``, of the records in its folder ``results``: those named first, in that order."""
+    records = {path.stem: Record.from_json(path.read_text()) for path in sorted((out / "results").glob("*.json"))}
+    ordered = {name: records[name] for name in [*names, *records] if name in records}
+    (out / "RESULTS.md").write_text(results_of(ordered))
+
+
+def results_of(records: Mapping[str, Record]) -> str:
+    parts = [HEAD]
+    for name, record in records.items():
+        parts += [f"## {name}: {record.question}\n", f"{record.date}. `{record.command}`\n"]
+        if record.failed:
+            parts.append(f"**No figures: {record.failed}**\n")
+            continue
+        parts.append(sentence(record.machine, record.load) + "\n")
+        parts += [f"- {caveat}" for caveat in record.caveats]
+        if record.caveats:
+            parts.append("")
+        parts += [table.markdown() + "\n" for table in record.all_tables()]
+    return "\n".join(parts)
 
 
 def main() -> None:
@@ -129,7 +149,7 @@ def main() -> None:
         print(f"\n==== {name}\n", flush=True)
         outcomes[name] = run(name, SUITE[name], options)
         print(f"\n==== {name}: {time.monotonic() - entry_s:.0f} s {outcomes[name]}", flush=True)
-    results.write(options.out, list(SUITE))
+    write_results(options.out, list(SUITE))
     print(f"\n{time.monotonic() - begin_s:.0f} s in all; {options.out / 'RESULTS.md'}")
     if failed := {name: why for name, why in outcomes.items() if why}:
         sys.exit("\n".join(f"FAILED: {name}: {why}" for name, why in failed.items()))

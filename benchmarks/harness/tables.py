@@ -1,8 +1,7 @@
-"""Tables: Markdown, and on a terminal what rich makes of them."""
+"""Tables in Markdown."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,18 +21,6 @@ class Table:
         return "\n".join(lines)
 
     def show(self) -> None:
-        if sys.stdout.isatty():
-            try:
-                from rich.console import Console
-                from rich.table import Table as RichTable
-            except ImportError:
-                pass
-            else:
-                table = RichTable(*self.columns, title=self.title, title_justify="left")
-                for row in self.rows:
-                    table.add_row(*map(str, row))
-                Console().print(table)
-                return
         print(f"{self.markdown()}\n", flush=True)
 
 

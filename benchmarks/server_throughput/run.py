@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from server_throughput.echo import ECHO, ECHOES, WORKING_ECHO, Echo, WorkingEcho
 from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
 from psengine.parameter_server.client.segments import bytes_for
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.server.log.disk import DirectoryDisk
+from psengine.protocol.frames import buffer_of
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
@@ -48,10 +51,16 @@ PSENGINE: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "sync-server": (AVERAGE, {}),
     "async, Unix socket only": (APPLY, {"uses_segments": False}),
     "async, TCP only": (APPLY, {"uses_local_socket": False}),
+    "async, snapshot": (APPLY, {}),
+    "async, log": (APPLY, {}),
 }
+# Their servers have another durability than "memory". An answer of "log" says that the update is on the disk.
+TIERS = {"async, snapshot": "snapshot", "async, log": "log"}
+# The log's bytes appended to one file, with one fdatasync: no log can be faster.
+DISK = "disk"
 # Its gradients were packed where the server reads them as they came: packing is not timed.
 PACKED = "async, packed in the segment"
-CANDIDATES = (*PSENGINE, *ECHOES, ps_lite.NAME)
+CANDIDATES = (*PSENGINE, DISK, *ECHOES, ps_lite.NAME)
 
 
 # ---- on a worker -----------------------------------------------------------------------------------------------------
@@ -111,6 +120,22 @@ class Psengine:
         self._session.close()
 
 
+class Disk:
+    """Rank 0 writes what all workers send."""
+
+    def __init__(self, folder: str, rank: Rank) -> None:
+        self._times = rank.world_size
+        self._file = DirectoryDisk(Path(folder)).create(f"{rank.world_size} workers") if rank.rank == 0 else None
+
+    def push_pull(self, chunks: Sequence[torch.Tensor]) -> None:
+        if self._file is not None:
+            self._file.append([buffer_of(chunk) for chunk in chunks] * self._times)
+            self._file.sync()
+
+    def close(self) -> None:
+        pass
+
+
 def worker(
     rank: Rank, size: int, rounds: int, optimizer: str, names: list[str], addresses: dict[str, str]
 ) -> dict[str, list[float]]:
@@ -120,7 +145,9 @@ def worker(
     for name in names:
         if name in PSENGINE:
             job = f"{name} {rank.world_size} {size}"
-            candidates[name] = Psengine(addresses["psengine"], name, job, rank, size, optimizer)
+            candidates[name] = Psengine(addresses[TIERS.get(name, "memory")], name, job, rank, size, optimizer)
+        elif name == DISK:
+            candidates[name] = Disk(addresses[DISK], rank)
         elif name == ECHO:
             candidates[name] = Echo(addresses[name])
         elif name == ps_lite.NAME:
@@ -147,39 +174,20 @@ def worker(
 
 
 @contextmanager
-def servers(names: Sequence[str], shards: int = 1) -> Iterator[dict[str, str]]:
-    """Start psengine's server and the echoes' that are among the names; yield their addresses."""
-    command = [sys.executable, "-m", "psengine.cli.server", "--bind", "tcp://127.0.0.1:0", "--shards", str(shards)]
+def psengine_server(*arguments: str) -> Iterator[str]:
+    """A psengine-server with these options; its address."""
     # The candidate over TCP alone goes in the clear.
-    server = subprocess.Popen([*command, "--insecure"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "psengine.cli.server", "--bind", "tcp://127.0.0.1:0", "--insecure", *arguments]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         ready = next((line for line in server.stdout if line.startswith("psengine-server ready")), None)
         if ready is None:
             raise RuntimeError("psengine-server did not start; its error is above")
-        with echo_servers(names) as addresses:
-            yield {**addresses, "psengine": ready.split()[2]}
+        yield ready.split()[2]
     finally:
-        server.terminate()
+        server.kill()  # a snapshot at the end is of no use
         server.wait(15)
-
-
-def measure(
-    names: Sequence[str],
-    workers: int,
-    megabytes: int,
-    rounds: int,
-    optimizer: str,
-    addresses: dict[str, str],
-    deadline_s: float,
-    ps_lite_program: Path | None = None,
-) -> dict[str, list[float]]:
-    """Seconds per round of each candidate, from the workers' common start to the last one's end."""
-    size = megabytes * 1_000_000 // 4
-    with ps_lite.job(ps_lite_program, workers) as address:
-        own = [name for name in names if name != ps_lite.NAME or address]
-        arguments = (size, rounds, optimizer, own, {**addresses, ps_lite.NAME: address})
-        return slowest(run_ranks(worker, workers, *arguments, deadline_s=deadline_s))
 
 
 def main() -> None:
@@ -188,17 +196,27 @@ def main() -> None:
     parser.add_argument("--workers", type=numbers(1), default=(1, 2))
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="SGD")
     parser.add_argument("--candidates", type=some_of(CANDIDATES), default=CANDIDATES, help="comma-separated")
+    parser.add_argument("--directory", type=Path, help="where logs are written (default: a temporary directory)")
     parser.add_argument("--ps-lite", type=Path, metavar="PATH", help="a checkout of ps-lite, to compare with")
     options = parser.parse_args()
     sizes_mb, rounds = ((25,), min(3, options.rounds)) if options.quick else (options.sizes_mb, options.rounds)
-    record = Record.begin("server_throughput", QUESTION, options, peers=(ECHO, WORKING_ECHO, ps_lite.NAME))
+    record = Record.begin("server_throughput", QUESTION, options, peers=(ECHO, WORKING_ECHO, ps_lite.NAME, DISK))
     record.caveat(f"pyzmq {zmq.__version__}, chunks of {CHUNK_BYTES // 1024} KiB, {options.optimizer} applied")
     program = ps_lite.build(options.ps_lite, record.caveat) if ps_lite.NAME in options.candidates else None
-    with servers(options.candidates) as addresses:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory))
+        servers = {DISK: folder, "memory": stack.enter_context(psengine_server())}
+        for tier in (tier for name, tier in TIERS.items() if name in options.candidates):
+            where = ("--snapshot-dir", f"{folder}/{tier}", "--snapshot-interval-s", "0")
+            servers[tier] = stack.enter_context(psengine_server("--durability", tier, *where))
+        servers |= stack.enter_context(echo_servers(options.candidates))
         for megabytes in sizes_mb:
             for workers in options.workers:
-                arguments = (rounds, options.optimizer, addresses, options.deadline, program)
-                seconds = measure(options.candidates, workers, megabytes, *arguments)
+                with ps_lite.job(program, workers) as job:
+                    addresses = {**servers, ps_lite.NAME: job}
+                    names = [name for name in options.candidates if name != ps_lite.NAME or job]
+                    arguments = (megabytes * 1_000_000 // 4, rounds, options.optimizer, names, addresses)
+                    seconds = slowest(run_ranks(worker, workers, *arguments, deadline_s=options.deadline))
                 record.add({"workers": workers, "size": f"{megabytes} MB"}, seconds)
     record.finish()
 

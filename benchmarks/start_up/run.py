@@ -22,8 +22,27 @@ from harness.turns import Turn, take_turns
 QUESTION = "How long does it take to begin?"
 WARM_UP_ROUNDS = 1  # the files are in the page cache then
 DEADLINE_S = 60
-FIRST_STEP = Path(__file__).with_name("first_step.py")
 BIN = Path(sys.executable).parent
+# A training step of each rank; rank 0 writes when it was done.
+FIRST_STEP = """
+import sys, time, pathlib, torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+module = torch.nn.Linear(64, 8)
+optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+if sys.argv[1] == "native":
+    model = torch.nn.parallel.DistributedDataParallel(module)
+else:
+    import psengine
+    model = psengine.DistributedDataParallel(module)
+    optimizer = psengine.DistributedOptimizer(optimizer, model)
+model(torch.randn(4, 64)).sum().backward()
+optimizer.step()
+if dist.get_rank() == 0:
+    pathlib.Path(sys.argv[2]).write_text(str(time.monotonic()))
+dist.barrier()
+dist.destroy_process_group()
+"""
 
 
 def python(code: str) -> Turn:
@@ -35,11 +54,13 @@ def program(*command: object) -> Turn:
     return Turn(lambda: _run(*command))
 
 
-def first_step(which: str, out: Path, *command: object) -> Turn:
+def first_step(which: str, folder: Path, *command: object) -> Turn:
     """A launched training, from the launcher's start to the end of rank 0's first step; its end is waited for."""
+    script, out = folder / "first_step.py", folder / "moment"
+    script.write_text(FIRST_STEP)
 
     def run() -> float:
-        _run(*command, FIRST_STEP, which, out)
+        _run(*command, script, which, out)
         return float(out.read_text())
 
     return Turn(run)
@@ -67,7 +88,7 @@ def clock(run: Callable[[], object]) -> float:
     return (end_s if isinstance(end_s, float) else time.monotonic()) - begin_s
 
 
-def turns_of(what: str, out: Path) -> dict[str, Turn]:
+def turns_of(what: str, folder: Path) -> dict[str, Turn]:
     launch, psengine = ("--nproc-per-node", 2), (sys.executable, "-m", "psengine.cli.main")
     with_server = ("--workers", 2, "--strategy", "async")
     return {
@@ -84,9 +105,9 @@ def turns_of(what: str, out: Path) -> dict[str, Turn]:
             "torchrun": program(BIN / "torchrun", "--help"),
         },
         "first step": {
-            "torchrun": first_step("native", out, BIN / "torchrun", *launch),
-            "psengine run": first_step("psengine", out, *psengine, "run", *launch),
-            "psengine run, 1 server": first_step("psengine", out, *psengine, "run", *with_server),
+            "torchrun": first_step("native", folder, BIN / "torchrun", *launch),
+            "psengine run": first_step("psengine", folder, *psengine, "run", *launch),
+            "psengine run, 1 server": first_step("psengine", folder, *psengine, "run", *with_server),
         },
     }[what]
 
@@ -101,7 +122,7 @@ def main() -> None:
     record.caveat("The processes' files are in the page cache: a first start after boot takes longer.")
     with tempfile.TemporaryDirectory() as directory:
         for what in options.what:
-            turns = turns_of(what, Path(directory) / "first_step")
+            turns = turns_of(what, Path(directory))
             record.add({"what": what}, take_turns(turns, rounds, warm_up=WARM_UP_ROUNDS, clock=clock))
     record.finish()
 

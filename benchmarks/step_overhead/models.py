@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ class Workload:
     """A model and one batch for it.
 
     Attributes:
-        what: one line for the table.
         build: makes the model; the caller seeds torch's generator.
         batch: makes (inputs, targets).
     """
 
-    what: str
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
 
@@ -30,8 +27,8 @@ class Workload:
 class ManySmall(nn.Sequential):
     """Linear layers of 16 x 16, two parameters each: next to no arithmetic, so what is left is a parameter's cost."""
 
-    def __init__(self, parameters: int = 400) -> None:
-        super().__init__(*(nn.Linear(16, 16) for _ in range(parameters // 2)))
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(16, 16) for _ in range(200)))
 
 
 class MultilayerPerceptron(nn.Sequential):
@@ -137,33 +134,19 @@ def _text(rows: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 WORKLOADS = {
     "small": Workload(
-        what="400 small parameters",
         build=ManySmall,
         batch=_vectors(8, 16, 16),
     ),
     "mlp": Workload(
-        what="MLP, 10 M parameters in 10 tensors",
         build=MultilayerPerceptron,
         batch=_vectors(64, 1024, 1000),
     ),
     "gpt": Workload(
-        what="GPT, 9 M parameters in 52 tensors",
         build=GPT,
         batch=lambda: _text(1, 64, 4096),
     ),
     "cnn": Workload(
-        what="ResNet-18, 11 M parameters, 60 buffers",
         build=lambda: ResidualNet(ResidualBlock, (2, 2, 2, 2), classes=100),
         batch=lambda: (torch.randn(4, 3, 64, 64), torch.randint(100, (4,))),
     ),
 }
-
-
-def workload_of(name: str) -> Workload:
-    """One of WORKLOADS, or "small:5000": as "small", with that many parameters."""
-    model, _, parameters = name.partition(":")
-    if not parameters:
-        return WORKLOADS[name]
-    return dataclasses.replace(
-        WORKLOADS[model], what=f"{parameters} small parameters", build=lambda: ManySmall(int(parameters))
-    )

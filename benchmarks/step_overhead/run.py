@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,7 @@ from harness.figures import slowest
 from harness.ranks import Rank, run_ranks
 from harness.record import Record
 from harness.turns import Turn, labels_of, take_turns
-from step_overhead.models import WORKLOADS, workload_of
+from step_overhead.models import WORKLOADS
 
 import psengine
 from psengine.parameter_server.client.embedded import EmbeddedServer
@@ -38,10 +39,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=1e-4),
 }
+
+
+def over_our_backend(module: nn.Module) -> nn.Module:
+    """Native DDP whose process group is of psengine's backend."""
+    return DistributedDataParallel(module, process_group=dist.new_group(backend="psengine"))
+
+
 # name -> wrap(module). "plain" exchanges nothing and ends with a barrier; overheads are measured against it.
 CANDIDATES: dict[str, Callable[[nn.Module], nn.Module]] = {
     PLAIN: lambda module: module,
     NATIVE: DistributedDataParallel,
+    "native-psengine-backend": over_our_backend,
     "psengine": psengine.DistributedDataParallel,
     "psengine-gloo": partial(psengine.DistributedDataParallel, collective="c10d"),
     NATIVE_VIEWS: partial(DistributedDataParallel, gradient_as_bucket_view=True),
@@ -52,9 +61,6 @@ WITH_OPTIMIZER: dict[str, Callable[[nn.Module], nn.Module]] = {
     "sync-server": partial(psengine.DistributedDataParallel, strategy="sync-server"),
     "async": partial(psengine.DistributedDataParallel, strategy="async"),
     "sharded": partial(psengine.DistributedDataParallel, strategy="sync:shard_optimizer=true"),
-    "sharded-views": partial(
-        psengine.DistributedDataParallel, strategy="sync:shard_optimizer=true", gradient_as_bucket_view=True
-    ),
 }
 OVER_SERVERS = ("sync-server", "async")
 
@@ -63,7 +69,7 @@ def measure(
     rank: Rank, workload_name: str, candidates: Sequence[str], rounds: int, optimizer: str | None
 ) -> dict[str, list[float]]:
     """Seconds of each candidate's steps on this rank."""
-    workload = workload_of(workload_name)
+    workload = WORKLOADS[workload_name]
     torch.manual_seed(1 + rank.rank)
     inputs, targets = workload.batch()
     turns = {
@@ -99,22 +105,6 @@ def turn_of(
     return Turn(step)
 
 
-def measure_on_ranks(
-    workload: str,
-    world_size: int,
-    candidates: Sequence[str],
-    rounds: int,
-    deadline_s: float,
-    optimizer: str | None = None,
-) -> dict[str, list[float]]:
-    """Per candidate and round, the seconds of the slowest rank."""
-    needs_servers = any(name in OVER_SERVERS for name in candidates)
-    with EmbeddedServer.start() if needs_servers else nullcontext() as server:
-        environment = {} if server is None else {"PSENGINE_SERVERS": ",".join(server.addresses)}
-        arguments = (workload, list(candidates), rounds, optimizer)
-        return slowest(run_ranks(measure, world_size, *arguments, deadline_s=deadline_s, environment=environment))
-
-
 def main() -> None:
     parser = parser_of(__doc__, rounds=100, quick="10 rounds")
     allowed = [*CANDIDATES, *WITH_OPTIMIZER]
@@ -137,10 +127,16 @@ def main() -> None:
         parser.error(f"argument --candidates: {', '.join(wanting)} steps with its optimizer: add --optimizer SGD")
     rounds = min(10, options.rounds) if options.quick else options.rounds
     record = Record.begin("step_overhead", QUESTION, options, peers=(NATIVE, NATIVE_VIEWS), baseline=PLAIN)
-    for workload, world_size, optimizer in product(options.models, options.ranks, options.optimizer):
-        arguments = (options.candidates, rounds, options.deadline, optimizer)
-        labels = {"model": workload, "ranks": world_size, **({"optimizer": optimizer} if optimizer else {})}
-        record.add(labels, measure_on_ranks(workload, world_size, *arguments))
+    needs_servers = any(name in OVER_SERVERS for name in options.candidates)
+    with EmbeddedServer.start() if needs_servers else nullcontext() as server:
+        environment = {} if server is None else {"PSENGINE_SERVERS": ",".join(server.addresses)}
+        for workload, world_size, optimizer in product(options.models, options.ranks, options.optimizer):
+            labels = {"model": workload, "ranks": world_size, **({"optimizer": optimizer} if optimizer else {})}
+            # A server tells the jobs apart.
+            environment["PSENGINE_JOB"] = "-".join(map(str, labels.values()))
+            arguments = (workload, list(options.candidates), rounds, optimizer)
+            how: dict[str, Any] = {"deadline_s": options.deadline, "environment": environment}
+            record.add(labels, slowest(run_ranks(measure, world_size, *arguments, **how)))
     record.finish()
 
 
