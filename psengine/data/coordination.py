@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from psengine.collectives.registry import collective_for, default_group
-from psengine.data.value_exchange import ValueExchange, check_has_met
+from psengine.data.value_exchange import ValueExchange, check_has_met, load, save
 from psengine.environment.context import is_main_process, this_worker
 from psengine.errors import ArgumentTypeError, ConfigurationError, NonFiniteLossError, PSEngineError
-from psengine.tensors.leaves import is_real_scalar, kind_for_sum, to_float
-from psengine.tensors.plain_values import from_bytes, to_bytes
+from psengine.tensors.leaves import is_real_scalar, to_float
 
 
 def barrier(process_group: dist.ProcessGroup | None = None) -> None:
@@ -38,13 +37,14 @@ def barrier(process_group: dist.ProcessGroup | None = None) -> None:
 
 
 def broadcast_object(value: Any, from_rank: int = 0, process_group: dist.ProcessGroup | None = None) -> Any:
-    """Return ``from_rank``'s ``value`` on every rank; the other ranks' values are ignored. Nothing is pickled.
+    """Return ``from_rank``'s ``value`` on every rank; the other ranks' values are ignored.
 
-    An independent worker gets a copy of its own value: its group is itself alone.
+    It travels through ``torch.save`` and ``torch.load(weights_only=True)``, which runs nobody's code. An independent
+    worker gets a copy of its own value: its group is itself alone.
 
     Args:
-        value: None, bool, int, float, str, dense tensors, and lists, tuples and dicts of these; a subclass of dict
-            arrives as a dict. Not mutated.
+        value: None, bool, int, float, str, bytes, tensors, and lists, tuples, sets and dicts of these; what else
+            ``torch.load(weights_only=True)`` takes. Not mutated.
         from_rank: whose value; the same on every rank.
         process_group: the ranks; None means the default group, or this process alone without one.
 
@@ -52,27 +52,39 @@ def broadcast_object(value: Any, from_rank: int = 0, process_group: dist.Process
         A copy, on ``from_rank`` too. Tensors are detached; those on an accelerator land on each rank's current one.
 
     Raises:
-        ArgumentTypeError: this rank is ``from_rank``, and its value holds something else; names path and type.
-        ConfigurationError: there is no such rank, the value is nested too deeply, or, as for ``barrier``, no group.
+        ArgumentTypeError: this rank is ``from_rank``, and its value holds something else.
+        ConfigurationError: there is no such rank; or, as for ``barrier``, no group.
         ReplicaMismatchError: the ranks made different calls, or the value of ``from_rank`` cannot be sent.
         CollectiveError: a rank did not come within the ``timeout`` of ``psengine.init``, or died.
     """
-    exchange = ValueExchange(f"broadcast_object from rank {from_rank}", [], process_group)
-    payload = b""
-    if type(from_rank) is not int or not 0 <= from_rank < exchange.world_size:
-        error = ConfigurationError(
-            f"from_rank is a rank of the group (expected 0 to {exchange.world_size - 1}, got {from_rank!r}). In an"
+    exchange = ValueExchange("broadcast_object", process_group)
+    exchange.verb = f"broadcast_object from rank {from_rank}"
+    collective = exchange.collective
+    payload, copy = b"", None
+    if type(from_rank) is not int or not 0 <= from_rank < collective.world_size:
+        error: PSEngineError = ConfigurationError(
+            f"from_rank is a rank of the group (expected 0 to {collective.world_size - 1}, got {from_rank!r}). In an"
             " independent worker the group is that process alone: its number is context.worker."
         )
-        exchange.add_fault("from_rank", repr(from_rank), error)
-    elif exchange.rank == from_rank:
+        exchange.faults["from_rank"] = repr(from_rank), error
+    elif collective.rank == from_rank:
         try:
-            payload = to_bytes(value)
-        except PSEngineError as error:
-            exchange.add_fault("the value", f"unfit ({error})", error)
-    exchange.check(kind_for_sum, len(payload))
-    payload = exchange.collective.broadcast_bytes(payload, from_rank, exchange.device, what="broadcast_object()")
-    return from_bytes(payload)
+            payload = save(value)
+            copy = load(payload)  # what the others could not read is refused here
+        except Exception as reason:  # of a user's class too: the other ranks are to be told of it
+            error = ArgumentTypeError(
+                "broadcast_object() takes what torch.load(weights_only=True) reads (expected None, numbers, text,"
+                f" tensors, and lists, tuples and dicts of these, got {type(value).__name__}: {_first_line(reason)})."
+                " Fix: send what it is made of, such as a dict of its fields, and build it anew on each rank."
+            )
+            exchange.faults["the value"] = f"unfit ({_first_line(reason)})", error
+    exchange.check({})
+    payload = collective.broadcast_bytes(payload, from_rank, exchange.device, what="broadcast_object()")
+    return copy if collective.rank == from_rank else load(payload)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def print(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
@@ -97,12 +109,9 @@ def stop_if_not_finite(loss: float | torch.Tensor) -> None:
     """
     given: Any = loss
     if not is_real_scalar(given) and (isinstance(given, bool) or not isinstance(given, numbers.Real)):
-        got = type(loss).__name__
-        if isinstance(loss, torch.Tensor):
-            got = f"a tensor of {loss.dtype} with shape {list(loss.shape)}"
         raise ArgumentTypeError(
             f"stop_if_not_finite() takes the loss, one real number (expected a float or a tensor of one element, got"
-            f" {got}). Fix: stop_if_not_finite(loss.mean())."
+            f" {loss!r}). Fix: stop_if_not_finite(loss.mean())."
         )
     value = to_float(loss)
     if not math.isfinite(value):

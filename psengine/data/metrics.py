@@ -1,50 +1,59 @@
 """Mean, sum and gather of training metrics across ranks: the loss and the accuracy that people average by hand.
 
-Every call is one block of 256 bytes from each rank, which carries up to 216 bytes of values too: 27 numbers of 8 bytes,
-of which ``mean`` needs one for the weight. They are packed and added without torch. More numbers follow in one
-collective operation per kind of number, however many metrics the value holds::
+::
 
-    value ── leaves, in key order ──┬── what I hold, hashed ───────────┐
-                                    └── a few numbers, or one flat ────┴── all-gather ── all equal? else name the
-                                        tensor per kind (float64;              │         difference
-                                        int64 halves; bytes)                   └── added ── the value's structure
+    value ── leaves, in the order of their paths ──┬── what I hold, hashed ──┬── all-gather ── all equal? else name the
+                                                   └── a few numbers ────────┘       │         difference
+                                       more numbers, one flat tensor per dtype ── all-reduce ── the value's structure
 
 A rank that cannot take part (a leaf is no number) still sends its header, so that the others raise at once instead of
-waiting. No rank unpickles bytes of another.
+waiting.
 """
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Sequence
-from itertools import islice
+import math
+import numbers
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from psengine.data.value_exchange import ValueExchange
-from psengine.errors import ConfigurationError
+from psengine.data.value_exchange import ValueExchange, load, save
+from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import (
     CPU,
     Leaf,
+    Leaves,
     as_float64,
     as_halves,
     from_float64,
-    from_floats,
     from_halves,
-    from_ints,
-    from_payload,
     is_integral,
-    kind_for_gather,
-    kind_for_mean,
-    kind_for_sum,
-    numbers_in,
-    to_numbers,
-    to_payload,
+    is_real_scalar,
+    to_float,
 )
 
 Value = TypeVar("Value")
+
+
+def _begin(verb: str, value: Any, process_group: Any) -> tuple[Leaves, ValueExchange]:
+    found = Leaves(value)
+    exchange = ValueExchange(verb, process_group, found.leaves)
+    exchange.faults |= found.faults
+    return found, exchange
+
+
+def _kind(leaf: Leaf) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype} with shape {list(leaf.shape)}"
+    return f"a Python {type(leaf).__name__}"
+
+
+def _kind_without_sizes(leaf: Leaf) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
+    return _kind(leaf)
 
 
 @overload
@@ -55,6 +64,7 @@ def mean(
 def mean(
     value: Value, process_group: dist.ProcessGroup | None = None, *, weight: float | torch.Tensor | None = None
 ) -> Value: ...
+@torch.no_grad()
 def mean(
     value: Any, process_group: dist.ProcessGroup | None = None, *, weight: float | torch.Tensor | None = None
 ) -> Any:
@@ -76,57 +86,43 @@ def mean(
         ConfigurationError: the weights are negative, not finite, or all zero; or, as for ``barrier``, no group.
         ReplicaMismatchError: the ranks' values differ in keys, nesting, dtype or shape.
     """
-    exchange = ValueExchange("mean", value, process_group)
-    share = exchange.check_weight(weight)
-    add = _weighted_numbers if exchange.fits_block(_count(exchange.leaves) + 1) else _weighted_tensors
-    total_share, mean_leaves = add(exchange, share, has_weight=weight is not None)
-    if total_share == 0:
+    found, exchange = _begin("mean", value, process_group)
+    share = 1.0
+    if weight is not None:
+        exchange.verb = "mean with a weight"
+        share = _checked_weight(weight, exchange)
+    addends = [as_float64(leaf) for leaf in found.leaves]
+    if weight is not None:
+        addends = [torch.zeros_like(a) if share == 0 else a * share for a in addends]
+    addends.append(torch.tensor([share], dtype=torch.float64, device=CPU))
+    # All Python numbers are of one kind: a rank without data says 0 where others say 0.5.
+    kinds = (_kind(leaf) if isinstance(leaf, torch.Tensor) else "a Python number" for leaf in found.leaves)
+    ((*totals, total_share),) = exchange.all_reduce(dict(zip(found.paths, kinds, strict=True)), addends)
+    divisor = total_share.item()
+    if divisor == 0:
         raise ConfigurationError(
             "mean(weight=) needs a rank with something to average (expected a weight above 0 on at least one rank, got"
-            f" 0 on all {exchange.world_size}). Skip the call where no rank has samples, or leave weight= out."
+            f" 0 on all {exchange.collective.world_size}). Skip the call where no rank has samples, or leave weight="
+            " out."
         )
-    return exchange.rebuild(mean_leaves())
+    return found.rebuild([from_float64(leaf, t / divisor) for leaf, t in zip(found.leaves, totals, strict=True)])
 
 
-def _count(leaves: Sequence[Leaf]) -> int:
-    return builtins.sum(map(numbers_in, leaves))
-
-
-def _weighted_numbers(
-    exchange: ValueExchange, share: float, *, has_weight: bool
-) -> tuple[float, Callable[[], list[Any]]]:
-    """The sum of the ranks' shares, and what returns the means of the leaves."""
-    counts = [numbers_in(leaf) for leaf in exchange.leaves]
-    addends = [float(number) for leaf in exchange.leaves for number in to_numbers(leaf)]
-    if has_weight:
-        addends = [0.0 if share == 0 else addend * share for addend in addends]
-    (*totals, total_share), _ = exchange.add_numbers(kind_for_mean, [*addends, share], [])
-
-    def means() -> list[Any]:
-        quotients = iter([total / total_share for total in totals])
-        return [from_floats(leaf, list(islice(quotients, n))) for leaf, n in zip(exchange.leaves, counts, strict=True)]
-
-    return total_share, means
+def _checked_weight(weight: Any, exchange: ValueExchange) -> float:
+    """The weight as a number; one that is refused is a fault of this rank's call."""
+    if not isinstance(weight, numbers.Real) and not is_real_scalar(weight):
+        got = type(weight).__name__
+        message = f"mean(weight=) is one real number a rank, such as its sample count (expected a float, got {got})"
+        exchange.faults["weight"] = got, ArgumentTypeError(message)
+        return 1.0
+    share = to_float(weight)
+    if not 0 <= share < math.inf:
+        message = f"mean(weight=) says how much a rank counts (expected a finite number >= 0, got {share})"
+        exchange.faults["weight"] = f"{share}", ConfigurationError(message)
+    return share
 
 
 @torch.no_grad()
-def _weighted_tensors(
-    exchange: ValueExchange, share: float, *, has_weight: bool
-) -> tuple[float, Callable[[], list[Any]]]:
-    """As ``_weighted_numbers``, of any size."""
-    addends = [as_float64(leaf) for leaf in exchange.leaves]
-    if has_weight:
-        addends = [torch.zeros_like(a) if share == 0 else a * share for a in addends]
-    addends.append(torch.tensor([share], dtype=torch.float64, device=CPU))
-    ((*totals, total_share),) = exchange.all_reduce(kind_for_mean, addends)
-    divisor = total_share.item()
-
-    def means() -> list[Any]:
-        return [from_float64(leaf, t / divisor) for leaf, t in zip(exchange.leaves, totals, strict=True)]
-
-    return divisor, means
-
-
 def sum(value: Value, process_group: dist.ProcessGroup | None = None) -> Value:
     """Return the sum of ``value`` over the ranks; every rank of the group calls it and gets the same.
 
@@ -144,41 +140,20 @@ def sum(value: Value, process_group: dist.ProcessGroup | None = None) -> Value:
         ConfigurationError: an int lies outside int64, or the sum of an integer tensor outside its dtype.
         ReplicaMismatchError: the ranks' values differ in keys, nesting, types, dtype or shape.
     """
-    exchange = ValueExchange("sum", value, process_group)
-    add = _sum_numbers if exchange.fits_block(_count(exchange.leaves)) else _sum_tensors
-    integral = [i for i, leaf in enumerate(exchange.leaves) if is_integral(leaf)]
-    floating = [i for i, leaf in enumerate(exchange.leaves) if not is_integral(leaf)]
-    totals = add(exchange, floating, integral)
-    return exchange.rebuild([totals[i] for i in range(len(exchange.leaves))])  # type: ignore[no-any-return]
-
-
-def _sum_numbers(exchange: ValueExchange, floating: Sequence[int], integral: Sequence[int]) -> dict[int, Any]:
-    """By index of the leaf its sum over the ranks."""
-    leaves = exchange.leaves
-    floats = [number for i in floating for number in to_numbers(leaves[i])]
-    integers = [int(number) for i in integral for number in to_numbers(leaves[i])]
-    sums = exchange.add_numbers(kind_for_sum, floats, integers)
-    float_totals, integer_totals = iter(sums[0]), iter(sums[1])
-    totals: dict[int, Any] = {}
-    for i in floating:
-        totals[i] = from_floats(leaves[i], list(islice(float_totals, numbers_in(leaves[i]))))
-    for i in integral:
-        totals[i] = from_ints(leaves[i], list(islice(integer_totals, numbers_in(leaves[i]))), exchange.paths[i])
-    return totals
-
-
-@torch.no_grad()
-def _sum_tensors(exchange: ValueExchange, floating: Sequence[int], integral: Sequence[int]) -> dict[int, Any]:
-    """As ``_sum_numbers``, of any size."""
-    leaves = exchange.leaves
-    addends = [as_float64(leaves[i]) for i in floating], [as_halves(leaves[i]) for i in integral]
-    float_totals, halves_totals = exchange.all_reduce(kind_for_sum, *addends)
-    totals: dict[int, Any] = {}
-    for i, total in zip(floating, float_totals, strict=True):
-        totals[i] = from_float64(leaves[i], total)
-    for i, halves in zip(integral, halves_totals, strict=True):
-        totals[i] = from_halves(leaves[i], halves, exchange.paths[i])
-    return totals
+    found, exchange = _begin("sum", value, process_group)
+    kinds = dict(zip(found.paths, map(_kind, found.leaves), strict=True))
+    integral = [i for i, leaf in enumerate(found.leaves) if is_integral(leaf)]
+    floating = [i for i, leaf in enumerate(found.leaves) if not is_integral(leaf)]
+    float_totals, halves_totals = exchange.all_reduce(
+        kinds, [as_float64(found.leaves[i]) for i in floating], [as_halves(found.leaves[i]) for i in integral]
+    )
+    totals = dict(zip([*floating, *integral], [*float_totals, *halves_totals], strict=True))
+    return found.rebuild(  # type: ignore[no-any-return]
+        [
+            from_halves(leaf, totals[i], found.paths[i]) if is_integral(leaf) else from_float64(leaf, totals[i])
+            for i, leaf in enumerate(found.leaves)
+        ]
+    )
 
 
 @torch.no_grad()
@@ -186,8 +161,8 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
     """Return ``value``'s structure with each leaf replaced by the list of all ranks' leaves, in rank order.
 
     Tensors of a leaf must agree in dtype and number of dimensions; their sizes may differ from rank to rank, as batches
-    do (``torch.cat(gathered)`` joins batches). All leaves travel as one flat tensor of bytes, padded to the largest
-    rank's.
+    do (``torch.cat(gathered)`` joins batches). All leaves travel together, through ``torch.save``
+    and ``torch.load(weights_only=True)``.
 
     ``value`` and ``process_group`` are those of ``mean``.
 
@@ -198,7 +173,21 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
     Raises:
         ArgumentTypeError, ConfigurationError, ReplicaMismatchError: as ``sum``; ranks' sizes may differ, though.
     """
-    exchange = ValueExchange("gather", value, process_group)
-    payload = to_payload(exchange.leaves, exchange.device)
-    leaves_of_ranks = [from_payload(exchange.leaves, flat) for flat in exchange.gather(kind_for_gather, payload)]
-    return exchange.rebuild([list(leaves) for leaves in zip(*leaves_of_ranks, strict=True)])
+    found, exchange = _begin("gather", value, process_group)
+    # A tensor's sizes may differ from rank to rank.
+    kinds = {
+        path: f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
+        if isinstance(leaf, torch.Tensor)
+        else _kind(leaf)
+        for path, leaf in zip(found.paths, found.leaves, strict=True)
+    }
+    exchange.check(kinds)
+    payload = save([leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in found.leaves])
+    payloads = exchange.collective.gather_bytes(payload, exchange.device, what="metrics of gather()")
+    columns = zip(*map(load, payloads), strict=True)
+    return found.rebuild(
+        [
+            [other.to(leaf.device) if isinstance(leaf, torch.Tensor) else other for other in column]
+            for leaf, column in zip(found.leaves, columns, strict=True)
+        ]
+    )

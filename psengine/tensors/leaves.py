@@ -1,127 +1,85 @@
-"""The leaves of a metric: numbers and tensors, found in a value and turned into flat buffers and back.
+"""The leaves of a metric: numbers and tensors, found in a value by torch's pytree, as addends and back. Pure.
 
-Pure: nothing here knows of other ranks::
+::
 
-    value ── Walk ──┬── description: what there is at every path
-                    └── leaves ──┬── to_numbers ──┐          ┌── from_numbers ──┐
-                                 ├── as_float64 ──┤          ├── from_float64 ──┤
-                                 ├── as_halves ───┼─ travels ┼── from_halves ───┼── rebuild ── the value's structure
-                                 └── to_payload ──┘          └── from_payload ──┘
+    value ── Leaves ── as_float64, as_halves ── added over the ranks ── from_float64, from_halves ── rebuild ── a value
 
-A few numbers travel as Python's: torch's calls cost more than they do.
-
-Each ``from_*`` takes the values that arrived, and the leaf that gives the result its type, dtype and device.
+Each ``from_*`` takes a sum, and the leaf that gives the result its type, dtype and device.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import numbers
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from psengine.errors import ArgumentTypeError, ConfigurationError, PSEngineError
 
 INTEGER_DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32}
 )
-FLOATING_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-COMPLEX_DTYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_FLOATING_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX_DTYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})
 CPU = torch.device("cpu")
 LOW_HALF = 2**32 - 1
 
 Leaf = torch.Tensor | bool | int | float
-# Path of every container and leaf ("value['loss']") to its kind ("a Python float").
-Description = dict[str, str]
 
 
-@dataclass
-class Walk:
-    """A value taken apart: its leaves, and the kind at every path, in an order that all ranks share."""
+class Leaves:
+    """A value taken apart; the order of its leaves, that of their paths, is the same on all ranks.
 
-    leaves: list[Leaf] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    description: Description = field(default_factory=dict)
-    faults: list[PSEngineError] = field(default_factory=list)
+    Attributes:
+        paths: where each leaf stands, such as "value['loss']".
+        leaves: Python's bool, int and float, and detached dense tensors.
+        faults: by path, the kind of a leaf that is none of these, and the error to raise once the other ranks know.
+    """
 
-    def visit(self, value: Any, path: str) -> None:
-        """Take ``value`` apart; a leaf that cannot be exchanged becomes a fault, raised once the others know of it."""
-        if type(value) is float:  # most are
-            self._add(path, value)
-        elif isinstance(value, dict):
-            self.description[path] = "a dict"
-            for key in _keys(value):
-                self.visit(value[key], f"{path}[{key!r}]")
-        elif isinstance(value, (list, tuple)):
-            self.description[path] = "a list" if isinstance(value, list) else "a tuple"
-            for index, item in enumerate(value):
-                self.visit(item, f"{path}[{index}]")
-        elif isinstance(value, torch.Tensor):
+    def __init__(self, value: Any) -> None:
+        found, self._spec = tree_flatten_with_path(value)
+        paths = [f"value{keystr(path)}" for path, _ in found]
+        # Keys may have been added in another order on another rank.
+        self._order = sorted(range(len(found)), key=paths.__getitem__)
+        self.paths = [paths[i] for i in self._order]
+        self.faults: dict[str, tuple[str, PSEngineError]] = {}
+        self.leaves = [self._leaf(paths[i], found[i][1]) for i in self._order]
+
+    def _leaf(self, path: str, value: Any) -> Leaf:
+        if isinstance(value, torch.Tensor):
             if _is_dense(value):
-                self._add(path, value.detach())
-            else:
-                kind = f"a tensor of {value.dtype} and layout {value.layout} on {value.device.type}"
-                self.add_fault(path, kind, _leaf_error(path, kind))
+                return value.detach()
+            kind = f"a tensor of {value.dtype} and layout {value.layout} on {value.device.type}"
         elif isinstance(value, bool):
-            self._add(path, value)
+            return value
         elif isinstance(value, numbers.Integral):
             if -(2**63) <= int(value) < 2**63:
-                self._add(path, int(value))
-            else:
-                rule = f"{path} does not fit int64 (expected -2**63 <= value < 2**63, got {value})"
-                self.add_fault(path, "an int beyond int64", ConfigurationError(f"{rule}. Pass a float instead."))
+                return int(value)
+            rule = f"{path} does not fit int64 (expected -2**63 <= value < 2**63, got {value})"
+            self.faults[path] = "an int beyond int64", ConfigurationError(f"{rule}. Pass a float instead.")
+            return 0
         elif isinstance(value, numbers.Real):
-            self._add(path, to_float(value))
+            return to_float(value)
         else:
-            self.add_fault(path, type(value).__name__, _leaf_error(path, type(value).__name__))
+            kind = type(value).__name__
+        error = ArgumentTypeError(
+            f"{path} is no metric (expected a number, a dense tensor of numbers, or a dict, list or tuple of them, got"
+            f" {kind}). Leave it out, or turn it into a float or a tensor."
+        )
+        self.faults[path] = kind, error
+        return 0
 
-    def add_fault(self, path: str, kind: str, error: PSEngineError) -> None:
-        """Note that this rank is to raise ``error``; the other ranks are told ``kind``."""
-        self.description[path] = kind
-        self.faults.append(error)
-
-    def _add(self, path: str, leaf: Leaf) -> None:
-        self.description[path] = ""  # ``check`` fills in the kind, which depends on the verb
-        self.leaves.append(leaf)
-        self.paths.append(path)
-
-
-def _leaf_error(path: str, kind: str) -> ArgumentTypeError:
-    return ArgumentTypeError(
-        f"{path} is no metric (expected a number, a dense tensor of numbers, or a dict, list or tuple of them, got"
-        f" {kind}). Leave it out, or turn it into a float or a tensor."
-    )
-
-
-def _keys(value: dict[Any, Any]) -> list[Any]:
-    """The keys in an order that does not depend on when each was added, which may differ from rank to rank."""
-    return sorted(value, key=lambda key: (type(key).__name__, repr(key)))
-
-
-def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
-    """Undo ``Walk.visit``: ``value``'s structure, in new containers, around ``leaves``."""
-    if isinstance(value, dict):
-        items = {key: rebuild(value[key], leaves) for key in _keys(value)}
-        # A subclass may hold more than its items, such as a default factory; assigning keeps the order of its keys.
-        result = copy.copy(value) if type(value) is not dict else dict.fromkeys(value)
-        for key, item in items.items():
-            result[key] = item
-        return result
-    if isinstance(value, tuple):
-        parts = [rebuild(item, leaves) for item in value]
-        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
-    if isinstance(value, list):
-        return [rebuild(item, leaves) for item in value]
-    return next(leaves)
+    def rebuild(self, results: Sequence[Any]) -> Any:
+        """The value's structure, in new containers, around one result for each leaf."""
+        placed = dict(zip(self._order, results, strict=True))
+        return tree_unflatten([placed[i] for i in range(len(placed))], self._spec)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    known = tensor.dtype in INTEGER_DTYPES | FLOATING_DTYPES | COMPLEX_DTYPES
+    known = tensor.dtype in INTEGER_DTYPES | _FLOATING_DTYPES | _COMPLEX_DTYPES
     return known and tensor.layout is torch.strided and not tensor.is_meta
 
 
@@ -141,69 +99,6 @@ def to_float(number: Any) -> float:
         return float(number.detach() if isinstance(number, torch.Tensor) else number)
     except OverflowError:
         return math.inf if number > 0 else -math.inf
-
-
-def kind_for_sum(leaf: Leaf) -> str:
-    """The leaf's kind, which must be the same on all ranks to add it: its type, or its dtype and shape."""
-    if isinstance(leaf, torch.Tensor):
-        return f"a tensor of {leaf.dtype} with shape {list(leaf.shape)}"
-    return f"a Python {type(leaf).__name__}"
-
-
-def kind_for_mean(leaf: Leaf) -> str:
-    """As ``kind_for_sum``, but all Python numbers are of one kind: a rank without data says 0 where others say 0.5."""
-    return kind_for_sum(leaf) if isinstance(leaf, torch.Tensor) else "a Python number"
-
-
-def kind_for_gather(leaf: Leaf) -> str:
-    """As ``kind_for_sum``, but a tensor's sizes may differ from rank to rank."""
-    dimensions = isinstance(leaf, torch.Tensor) and f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
-    return dimensions or kind_for_sum(leaf)
-
-
-def numbers_in(leaf: Leaf) -> int:
-    """How many real numbers the leaf holds."""
-    return 1 if not isinstance(leaf, torch.Tensor) else leaf.numel() * (1 + leaf.is_complex())
-
-
-def to_numbers(leaf: Leaf) -> list[Any]:
-    """The leaf's elements as Python's numbers; each complex one as two."""
-    if not isinstance(leaf, torch.Tensor):
-        return [leaf]
-    if leaf.is_complex():
-        leaf = torch.view_as_real(leaf.to(torch.complex128).resolve_conj())
-    if leaf.dim() == 0:
-        return [leaf.item()]
-    return leaf.tolist() if leaf.dim() == 1 else leaf.reshape(-1).tolist()
-
-
-def from_floats(leaf: Leaf, results: Sequence[float]) -> Any:
-    """Undo ``to_numbers`` on floats, as ``from_float64``."""
-    if not isinstance(leaf, torch.Tensor):
-        return results[0]
-    if leaf.dtype is torch.float32 or leaf.dtype is torch.float64:  # rounded once here too
-        return _shaped(results, leaf.dtype, leaf)
-    if leaf.is_complex():
-        pairs = torch.tensor(results, dtype=torch.float64, device=leaf.device)
-        return from_float64(leaf, pairs.view(*leaf.shape, 2))
-    return from_float64(leaf, _shaped(results, torch.float64, leaf))
-
-
-def from_ints(leaf: Leaf, totals: Sequence[int], path: str) -> Any:
-    """Undo ``to_numbers`` on sums of integers, as ``from_halves``."""
-    if not isinstance(leaf, torch.Tensor):
-        return totals[0]
-    dtype = _dtype_of_sum(leaf)
-    limits = torch.iinfo(dtype)
-    if not all(limits.min <= total <= limits.max for total in totals):
-        raise _overflow(dtype, path)
-    return _shaped(totals, dtype, leaf)
-
-
-def _shaped(numbers: Sequence[float], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    if like.dim() == 0:
-        return torch.tensor(numbers[0], dtype=dtype, device=like.device)
-    return torch.tensor(numbers, dtype=dtype, device=like.device).view(like.shape)
 
 
 def as_float64(leaf: Leaf) -> torch.Tensor:
@@ -233,66 +128,21 @@ def as_halves(leaf: Leaf) -> torch.Tensor:
 
 
 def from_halves(leaf: Leaf, halves: torch.Tensor, path: str) -> Any:
-    """Undo ``as_halves`` on sums of them."""
+    """Undo ``as_halves`` on sums of them; a bool tensor's comes back as int64.
+
+    Raises:
+        ConfigurationError: the sum does not fit the tensor's dtype.
+    """
     high, low = halves
     if not isinstance(leaf, torch.Tensor):
         return (int(high) << 32) + int(low)
-    dtype = _dtype_of_sum(leaf)
+    dtype = torch.int64 if leaf.dtype is torch.bool else leaf.dtype
     high = high + (low >> 32)
     total = (high << 32) | (low & LOW_HALF)
     limits = torch.iinfo(dtype)
     if bool(((high < -(2**31)) | (high >= 2**31) | (total < limits.min) | (total > limits.max)).any()):
-        raise _overflow(dtype, path)
+        raise ConfigurationError(
+            f"the sum of {path} does not fit its dtype (expected {limits.min} <= sum <= {limits.max} for {dtype}, got"
+            " more). Convert it to a larger integer dtype or to torch.float64 before the call."
+        )
     return total.to(dtype, copy=True)
-
-
-def _dtype_of_sum(leaf: torch.Tensor) -> torch.dtype:
-    return torch.int64 if leaf.dtype is torch.bool else leaf.dtype
-
-
-def _overflow(dtype: torch.dtype, path: str) -> ConfigurationError:
-    limits = torch.iinfo(dtype)
-    return ConfigurationError(
-        f"the sum of {path} does not fit its dtype (expected {limits.min} <= sum <= {limits.max} for {dtype}, got"
-        " more). Convert it to a larger integer dtype or to torch.float64 before the call."
-    )
-
-
-def _as_tensor(leaf: Leaf) -> torch.Tensor:
-    if isinstance(leaf, torch.Tensor):
-        return leaf
-    dtype = torch.int64 if isinstance(leaf, int) else torch.float64
-    return torch.tensor(leaf, dtype=dtype, device=CPU)
-
-
-def to_payload(leaves: Sequence[Leaf], device: torch.device) -> torch.Tensor:
-    """The sizes of all tensors' dimensions as int64, then all leaves' elements: flat uint8 on ``device``."""
-    sizes = [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape]
-    parts = [torch.tensor(sizes, dtype=torch.int64, device=CPU), *map(_as_tensor, leaves)]
-    return torch.cat([_bytes_of(part).to(device) for part in parts])
-
-
-def from_payload(leaves: Sequence[Leaf], payload: torch.Tensor) -> list[Any]:
-    """Undo ``to_payload`` of a rank's leaves that are like these but for their sizes; copies."""
-    dimensions = [leaf.dim() if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
-    start = 8 * sum(dimensions)
-    sizes = iter(payload[:start].clone().view(torch.int64).tolist())
-    found: list[Any] = []
-    for leaf, count in zip(leaves, dimensions, strict=True):
-        like, shape = _as_tensor(leaf), list(islice(sizes, count))
-        end = start + math.prod(shape) * like.element_size()
-        # Cloned, because a view of wider elements needs memory that is aligned for them.
-        part = payload[start:end].to(like.device).clone()
-        if like.is_complex():
-            found.append(torch.view_as_complex(part.view(like.dtype.to_real()).view([*shape, 2])))
-        else:
-            result = part.view(like.dtype).view(shape)
-            found.append(result if isinstance(leaf, torch.Tensor) else type(leaf)(result.item()))
-        start = end
-    return found
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    flat = flat.clone(memory_format=torch.contiguous_format)  # contiguous() leaves one element its odd stride
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)

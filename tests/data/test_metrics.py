@@ -16,7 +16,6 @@ import torch.distributed as dist
 from support.counting_collective import note_calls
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from psengine.collectives import registry
 from psengine.collectives.registry import collective_for, default_group
@@ -259,59 +258,26 @@ def uneven_gather(rank: int, world_size: int) -> None:
         "other": [[torch.full((2, 3 - r % 2), r) for r in range(n)]],
         "loss": list(range(n)),
     }
-    calls = note_calls()
     assert_identical(metrics.gather(value), expected)
-    assert calls == [("all_gather", 256)], "sizes and values travel with the header"
-    calls.clear()
-    wide = metrics.gather(torch.arange(27 * (1 + rank)))  # what rank 0 sends would fit
-    assert_identical(wide, [torch.arange(27 * (1 + r)) for r in range(n)])
-    assert calls == [("all_gather", 256), ("all_gather", 8 + 8 * 27 * n)]
     with raises(ReplicaMismatchError, "value", "with 2 dimensions on rank 1"):
         metrics.gather(torch.zeros([1] * (1 + (rank == 1))))
 
 
 def economy(rank: int, world_size: int) -> None:
     value = {"f": [1.0, torch.ones(3), torch.ones(2, dtype=torch.float16), torch.ones(1, dtype=torch.complex64)]}
-    integers = [1, True, torch.ones(4, dtype=torch.int32)]
+    integers = [1, True, torch.ones(2, dtype=torch.int32)]
     header, calls = ("all_gather", 256), note_calls()
     metrics.mean(value)
     metrics.sum({**value, "i": integers})
-    metrics.gather({**value, "i": [1, True]})
-    metrics.mean(torch.ones(26))  # with the weight, all that a header carries
-    assert calls == [header] * 4
+    metrics.mean(torch.ones(27))  # with the weight, all that a header carries
+    assert calls == [header] * 3
     calls.clear()
     value["f"].append(torch.ones(27))
     metrics.mean(value)
     assert calls == [header, ("all_reduce", 8 * (1 + 3 + 2 + 2 + 27 + 1))]
     calls.clear()
     metrics.sum({**value, "i": integers})
-    assert calls == [header, ("all_reduce", 8 * (8 + 27)), ("all_reduce", 8 * 2 * (1 + 1 + 4))]
-    calls.clear()
-    metrics.gather({**value, "g": torch.ones(27), "i": [1, True]})
-    assert calls == [header, ("all_gather", 8 * 5 + 8 + 12 + 4 + 8 + 4 * 27 + 4 * 27 + 8 + 8)]
-
-
-class NotingOperators(TorchDispatchMode):
-    """Notes the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*arguments, **(options or {}))
-
-
-def numbers_without_torch(rank: int, world_size: int) -> None:
-    metrics.mean(1.0)  # the ranks connect
-    with NotingOperators() as noting:
-        assert metrics.mean({"loss": 0.5 + rank, "seen": rank}, weight=2) == {"loss": 1.0, "seen": 0.5}
-        assert metrics.sum([rank, 0.5, True]) == [1, 1.0, 2]
-    assert set(noting.names) <= {"aten.detach.default"}, "of the block, by the collective"
-    with NotingOperators() as noting:
-        metrics.mean(torch.tensor(0.5))
-    assert noting.names
+    assert calls == [header, ("all_reduce", 8 * (8 + 27)), ("all_reduce", 8 * 2 * (1 + 1 + 2))]
 
 
 @pytest.mark.parametrize("function", [numbers_and_structures, tensors, awkward_tensors, weights, uneven_gather])
@@ -319,7 +285,7 @@ def test_across_ranks(function):
     run_ranks(function, 3)
 
 
-@pytest.mark.parametrize("function", [exact_integers, economy, numbers_without_torch])
+@pytest.mark.parametrize("function", [exact_integers, economy])
 def test_across_two_ranks(function):
     run_ranks(function, 2)
 
@@ -335,8 +301,7 @@ def structures_that_differ(rank: int, world_size: int) -> None:
         ({"a": 1.0}, {"a": 1.0, "b": 2.0}, ["value['b']", "got nothing on rank 1"]),
         ({"a": 1.0, "c": 2.0}, {"a": 1.0}, ["value['c']", "to be nothing as on rank 0"]),
         ({"a": {"b": [1.0]}}, {"a": {"b": [1.0, 2.0]}}, ["value['a']['b'][1]", "nothing on rank 1"]),
-        ({"a": {"b": 1.0}}, {"a": 1.0}, ["value['a']", "a dict on rank 1"]),
-        ([1.0], (1.0,), ["expected value to be a tuple", "a list on rank 1"]),
+        ({"a": {"b": 1.0}}, {"a": 1.0}, ["value['a']", "nothing on rank 1"]),
         ({"a": float64}, {"a": float32}, ["value['a']", "torch.float32", "torch.float64", "on rank 1"]),
         ({"a": float32[:1]}, {"a": float32}, ["value['a']", "shape [2]", "shape [1] on rank 1"]),
         ({"a": 1.0}, {"a": torch.tensor(1.0)}, ["value['a']", "a Python", "on rank 1"]),
@@ -346,7 +311,7 @@ def structures_that_differ(rank: int, world_size: int) -> None:
         for verb in (metrics.mean, metrics.sum):
             with raises(ReplicaMismatchError, *texts, f"seen on rank {rank}"):
                 verb(ours if odd else theirs)
-    for ours, theirs, texts in cases[:6]:
+    for ours, theirs, texts in cases[:5]:
         with raises(ReplicaMismatchError, *texts):
             metrics.gather(ours if odd else theirs)
     with raises(ReplicaMismatchError, "value['n'] to be a Python int as on rank 0", "a Python float on rank 1"):
@@ -481,5 +446,5 @@ def test_where_metrics_travel(config, leaf, header, flat):
         mock.patch.object(dist, "get_backend_config", return_value=config),
         mock.patch("torch.cuda.current_device", return_value=2),
     ):
-        devices = value_exchange._transport_devices(None, [1.0, tensor], value_exchange._backends_of(None))
+        devices = value_exchange._transport_devices(None, [1.0, tensor])
         assert devices == (torch.device(header), torch.device(flat))
