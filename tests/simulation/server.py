@@ -151,7 +151,7 @@ class ServerProcess:
             if message.type is MessageType.PUSH:
                 self.segments[wire.shard].find(message)
             self.witness.before(self, shard, message)
-            outgoing = shard.handle(Sender(wire.route, "", ""), message, self.clock.now_s)
+            outgoing = shard.handle(Sender(wire.route, ""), message, self.clock.now_s)
         except ProtocolError as error:
             answer = refusal(frames, error)
             if answer is not None:
