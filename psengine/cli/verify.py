@@ -60,11 +60,8 @@ def verify(
     strategy: Annotated[str, typer.Option(help="What to test: a strategy, or native.")] = "sync",
     against: Annotated[
         str,
-        typer.Option(
-            help='What to compare it with: native, a strategy, or "the rule of STRATEGY", computed in one process; auto'
-            " takes the rule of a strategy that has one, else native."
-        ),
-    ] = "auto",
+        typer.Option(help="What to compare it with: native, or a strategy."),
+    ] = "native",
     seed: Annotated[int, typer.Option(help="Seed of the model, dropout, ...")] = 0,
     rtol: Annotated[
         float | None, typer.Option(help="Tolerance relative to a tensor's largest magnitude (default: by dtype).")
@@ -77,7 +74,7 @@ def verify(
     """Train under native DDP and under psengine from the same seed; find the first difference.
 
     Both run in the same processes, in turn, and draw the same random numbers. After each step losses, buffers,
-    gradients and parameters are compared, to the bit. Local strategies and codecs are compared with their rule.
+    gradients and parameters are compared, to the bit.
     """
     from psengine.verify import RankFailedError, Settings, compare, compare_zoo
     from psengine.verify.target import check_name

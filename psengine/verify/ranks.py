@@ -74,13 +74,6 @@ class Place:
     note: Callable[[str], None] = field(default=lambda text: None)
 
 
-@torch.no_grad()
-def become_rank_0s(tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite ``tensors`` by rank 0's. All ranks call it."""
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), 0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Setup:
     """What a rank is told. Both ends of the pipe are our own processes, so that setups and reports may be pickled."""

@@ -10,7 +10,8 @@ from psengine.errors import ConfigurationError
 from psengine.specification import Specification
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.verify.ranks import MAX_RANKS
-from psengine.verify.rules import AUTO, NATIVE, PREFIX, reference_of, rule_of
+
+NATIVE = "native"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +23,7 @@ class Settings:
         world_size: number of ranks, processes on this machine.
         strategy: "native" for native DDP, or a strategy: "sync", "async:staleness_scaling=inverse", ... Those over
             servers get a server of their own, unless they name one.
-        against: the same, for the reference; or "the rule of STRATEGY", what that strategy computes, for one process
-            that holds all replicas (see ``rule.Rule``). "auto", the default: the rule of ``strategy`` where it has one,
-            else native DDP.
+        against: the same, for the reference.
         seed: of the model; ranks draw dropout and the like from it and their rank.
         rtol: two numbers may differ by atol + rtol * the largest magnitude in the reference's tensor. Default:
             torch.testing's tolerances for the dtype.
@@ -39,7 +38,7 @@ class Settings:
     steps: int = 10
     world_size: int = 2
     strategy: str = "sync"
-    against: str = AUTO
+    against: str = NATIVE
     seed: int = 0
     rtol: float | None = None
     atol: float | None = None
@@ -63,8 +62,6 @@ class Settings:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigurationError("device 'cuda' needs a GPU that this torch can use (got none). Fix: --device cpu")
         self._check_exchange(self.strategy)
-        if self.against == AUTO:
-            object.__setattr__(self, "against", reference_of(self.strategy, self.world_size))
         self._check_exchange(self.against)
 
     def _check_exchange(self, exchange: str) -> None:
@@ -72,16 +69,10 @@ class Settings:
             raise ConfigurationError(f"a strategy is a name here (expected {NATIVE!r} or a strategy, got {exchange!r})")
         try:
             is_over_servers(exchange)
-            has_rule = not exchange.startswith(PREFIX) or rule_of(exchange.removeprefix(PREFIX), self.world_size)
         except ConfigurationError as error:
-            if exchange.removeprefix(PREFIX).partition(":")[0] in STRATEGIES:
+            if exchange.partition(":")[0] in STRATEGIES:
                 raise
             raise ConfigurationError(f"{error} ({NATIVE!r} is native DDP)") from error
-        if not has_rule:
-            raise ConfigurationError(
-                f"this strategy computes what native DDP computes (expected one with a rule of its own, got"
-                f" {exchange!r}). Fix: {NATIVE!r} in its place"
-            )
 
     @property
     def needs_server(self) -> bool:
@@ -94,6 +85,6 @@ class Settings:
 
 def is_over_servers(exchange: str) -> bool:
     """Whether ranks that train under ``exchange`` meet at servers."""
-    if exchange == NATIVE or exchange.startswith(PREFIX):
+    if exchange == NATIVE:
         return False
     return not resolve_strategy(exchange).capabilities.needs_process_group

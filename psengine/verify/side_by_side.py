@@ -10,19 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from psengine.errors import PSEngineError
 from psengine.verify.differences import KINDS, Difference, Tolerance, find_difference, is_finite, square_distance
 from psengine.verify.ranks import Place
-from psengine.verify.rule_training import RuleTraining
-from psengine.verify.rules import PREFIX
 from psengine.verify.target import RefusedError, Target, TargetError
 from psengine.verify.training import Exchange, Training, seed_all
-
-SomeTraining: TypeAlias = Training | RuleTraining
 
 START = -1
 
@@ -74,7 +70,7 @@ def train_side_by_side(
         TargetError: the target is not what a target has to be.
         Exception: whatever the user's code or a training raised.
     """
-    trainings: list[SomeTraining] = []
+    trainings: list[Training] = []
     models: list[torch.nn.Module] = []
 
     def make_seeded() -> Target:
@@ -92,11 +88,7 @@ def train_side_by_side(
         for which, exchange in (("candidate", candidate), ("reference", reference)):
             place.note(f"the start of {name} under {exchange.name!r} (the {which})")
             try:
-                if exchange.name.startswith(PREFIX):
-                    layout = trainings[0].layout if trainings else None
-                    trainings.append(RuleTraining(exchange, make_seeded, name, seed, place, layout))
-                else:
-                    trainings.append(Training(exchange, make_seeded(), name, seed, place))
+                trainings.append(Training(exchange, make_seeded(), name, seed, place))
             except (TargetError, RefusedError):
                 raise
             except PSEngineError as error:
@@ -117,7 +109,7 @@ def train_side_by_side(
 
 
 def _compare(
-    findings: Findings, step: int, candidate: SomeTraining, reference: SomeTraining, rank: int, tolerance: Tolerance
+    findings: Findings, step: int, candidate: Training, reference: Training, rank: int, tolerance: Tolerance
 ) -> None:
     """Compare everything that the trainings hold after ``step``."""
     entry: dict[str, Any] = {"step": step}
@@ -143,7 +135,7 @@ def _compare(
     findings.history.append(entry)
 
 
-def _is_blind(training: SomeTraining) -> bool:
+def _is_blind(training: Training) -> bool:
     """Whether ``training`` is not finite after this step: its loss, or every gradient, has NaN or infinity.
 
     NaN equals NaN, so a comparison with such a training shows nothing. One gradient with NaN does not make the
@@ -153,7 +145,7 @@ def _is_blind(training: SomeTraining) -> bool:
     return not is_finite(training.loss) or (bool(gradients) and not any(map(is_finite, gradients)))
 
 
-def _distance(candidate: SomeTraining, reference: SomeTraining) -> float:
+def _distance(candidate: Training, reference: Training) -> float:
     """The norm of the difference of the weights, divided by that of the reference's."""
     theirs = reference.tensors("parameter")
     apart = norm = 0.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
-from psengine.strategies.servers.base import ServerStrategy
-from psengine.verify.parts import Part, whole
 from psengine.verify.ranks import Place
-from psengine.verify.rules import NATIVE
+from psengine.verify.settings import NATIVE
 from psengine.verify.target import NativeDistributedDataParallel, Target, TargetError, type_of
 from psengine.wrapper.ddp import DistributedDataParallel
 from psengine.wrapper.optimizer import DistributedOptimizer
@@ -30,7 +27,7 @@ class Exchange:
     """A way of exchanging gradients.
 
     Attributes:
-        name: as the user wrote it: "native" for native DDP, a strategy, or "the rule of" one.
+        name: as the user wrote it: "native" for native DDP, or a strategy.
         specification: the same for ``psengine.DistributedDataParallel``, with the servers and the job to use.
     """
 
@@ -45,29 +42,24 @@ class Training:
     their steps in turn draw the numbers that each would draw alone.
 
     Args:
-        exchange: how gradients are exchanged; None: a plain process, without a wrapper's exchange.
+        exchange: how gradients are exchanged.
         target: made for this training; its model is moved to the place's device and trained in place.
         name: the target's name, for messages.
         seed: the seed ``target`` was built from; the steps' generators are seeded by it and the rank.
         place: of this rank.
     """
 
-    def __init__(self, exchange: Exchange | None, target: Target, name: str, seed: int, place: Place) -> None:
+    def __init__(self, exchange: Exchange, target: Target, name: str, seed: int, place: Place) -> None:
         self.loss = torch.zeros(())
         self._target = target
         self._rule = f"target {name!r}"
         self._place = place
         self._optimizer: Any = None
         self._batch: Any = None
-        # What the parts of ``layout`` follow from.
-        self._laid_out_by: object = None
-        self._parts: list[list[Part]] = []
         target.model.to(place.device)
         self._strategy: Strategy | None = None
-        if exchange is None:
-            self._wrapped: Any = _Plain(target.model)
-        elif exchange.name == NATIVE:
-            self._wrapped = NativeDistributedDataParallel(target.model, **target.ddp_options)
+        if exchange.name == NATIVE:
+            self._wrapped: Any = NativeDistributedDataParallel(target.model, **target.ddp_options)
         else:
             self._strategy = resolve_strategy(exchange.specification)
             self._wrapped = DistributedDataParallel(target.model, strategy=self._strategy, **target.ddp_options)
@@ -77,7 +69,7 @@ class Training:
             if not isinstance(self._optimizer, torch.optim.Optimizer):
                 raise TargetError(f"{self._rule}: optimizer_fn returns an optimizer (got {type_of(self._optimizer)})")
             closure = inspect.signature(self._optimizer.step).parameters.get("closure")
-            self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+            self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
             if self._strategy is not None:
                 self._optimizer = DistributedOptimizer(self._optimizer, self._wrapped)
         except BaseException:
@@ -95,25 +87,14 @@ class Training:
 
     def step(self, index: int) -> None:
         """Zero the gradients, forward, backward, optimizer step; ``loss`` is the step's."""
-        self.compute(index)
-        self.update()
-
-    def compute(self, index: int) -> None:
-        """The part of a step before the optimizer's."""
         _restore_random_state(self._random, self._place.device)
         batch = self._target.batch_fn(index, self._place.rank, self._place.world_size)
         self._batch = _moved(batch, self._place.device)
-        if not self.needs_closure:
-            self.loss = self._forward_backward().detach()
-        self._random = _random_state(self._place.device)
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        _restore_random_state(self._random, self._place.device)
-        if self.needs_closure:
+        if self._needs_closure:
             # The optimizer evaluates the loss several times (LBFGS); the gradients left are the last ones.
             self.loss = self._optimizer.step(self._forward_backward).detach()
         else:
+            self.loss = self._forward_backward().detach()
             self._optimizer.step()
         self._random = _random_state(self._place.device)
 
@@ -152,54 +133,11 @@ class Training:
             return {name: parameter.grad for name, parameter in module.named_parameters()}
         return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
-    @property
-    def module(self) -> torch.nn.Module:
-        """The plain model."""
-        return self._target.model
-
-    def layout(self) -> Sequence[Sequence[Part]]:
-        """See ``rule.Layout``; without a wrapper of ours a bucket for the parameters of each dtype."""
-        if isinstance(self._strategy, ServerStrategy):
-            laid_out_by: object = self._strategy.chunks
-        elif isinstance(self._wrapped, DistributedDataParallel):
-            laid_out_by = self._wrapped.reducer.buckets
-        else:
-            laid_out_by = self
-        if laid_out_by is not self._laid_out_by:
-            self._laid_out_by, self._parts = laid_out_by, self._find_parts()
-        return self._parts
-
-    def _find_parts(self) -> list[list[Part]]:
-        if isinstance(self._strategy, ServerStrategy):
-            specs = [spec for chunks in self._strategy.chunks.of_bucket for spec, _, _ in chunks]
-            return [[Part(one.name, one.start, one.numel) for one in spec.segments] for spec in specs]
-        if isinstance(self._wrapped, DistributedDataParallel):
-            return [whole(bucket.names, self.module) for bucket in self._wrapped.reducer.buckets]
-        trained = {name: one.dtype for name, one in self.module.named_parameters() if one.requires_grad}
-        by_dtype = [
-            [name for name, own in trained.items() if own == dtype] for dtype in dict.fromkeys(trained.values())
-        ]
-        return [whole(names, self.module) for names in by_dtype]
-
     def close(self) -> None:
         """Leave servers and let go of the wrapper."""
         if self._strategy is not None:
             self._strategy.close()
         del self._wrapped, self._optimizer
-
-
-class _Plain(torch.nn.Module):
-    """A model in a wrapper that exchanges nothing."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        return self.module(*arguments, **options)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def seed_all(seed: int) -> None:

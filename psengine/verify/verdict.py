@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from psengine.verify.differences import KINDS, Difference
-from psengine.verify.rules import PREFIX
 from psengine.verify.settings import Settings
 from psengine.verify.side_by_side import Findings
 
@@ -195,7 +194,7 @@ def _notes(
             f"control: {against} in both places, in fresh processes, is bitwise equal: the target repeats itself, and"
             f" the difference comes with {settings.strategy}"
         )
-    if verdict in (WITHIN, DIFFERENT) and settings.world_size > 1 and not against.startswith(PREFIX):
+    if verdict in (WITHIN, DIFFERENT) and settings.world_size > 1:
         names = dict.fromkeys(exchange.partition(":")[0] for exchange in (settings.strategy, against))
         notes += [
             _EXPECTED[name] for name in names if name in _EXPECTED and (name == "async" or settings.world_size > 2)

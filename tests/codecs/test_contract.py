@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracles.codec_values import ARRIVES, WithFeedback
 from support.top_one_codec import TopOne
 from support.trial_codecs import register
 
@@ -16,7 +17,6 @@ from psengine.codecs.base import Codec, CodecState
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import CODECS, codec_for, resolve_codec
 from psengine.errors import ConfigurationError, ProtocolError
-from psengine.verify.codec_values import ARRIVES, WithFeedback
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64]
 NUMELS = [1, 7, 1000]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles.rules import LocalRule, RuleOptions
 from support import trial_codecs
 from support.averaging_strategy import Averaging
 from support.expectations import raises
@@ -25,7 +26,6 @@ from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
-from psengine.verify.local_rule import LocalRule, RuleOptions
 
 
 @pytest.fixture(autouse=True)

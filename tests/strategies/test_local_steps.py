@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles.rules import LocalRule, RuleOptions
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
@@ -19,8 +20,6 @@ from psengine.errors import ConfigurationError
 from psengine.strategies.local.fragments import cut
 from psengine.strategies.local.schedule import Schedule
 from psengine.strategies.registry import resolve_strategy
-from psengine.verify import local_rule
-from psengine.verify.local_rule import LocalRule, RuleOptions
 
 STEPS = 14
 RULES = {
@@ -56,14 +55,13 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(batch_of(rank, step)).square().mean()
 
 
-def in_one_process(options: Any, world_size: int, make_optimizer: Any = adamw) -> list[list[torch.Tensor]]:
+def in_one_process(options: RuleOptions, world_size: int, make_optimizer: Any = adamw) -> list[list[torch.Tensor]]:
     """The state of each replica after the last step."""
     torch.set_num_threads(1)  # as in ranks
     replicas = [make_model() for _ in range(world_size)]
     optimizers = [make_optimizer(replica) for replica in replicas]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) for optimizer in optimizers]
-    is_options = isinstance(options, RuleOptions)
-    rule = LocalRule(replicas, options) if is_options else options(replicas, list)
+    rule = LocalRule(replicas, options)
     for step in range(STEPS):
         rule.before_forward()
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
@@ -304,23 +302,6 @@ def test_codecs_and_wrong_input(rank, world_size):
         loss_of(plain, rank, 0).backward()
     with raises(psengine.ReplicaMismatchError, "every=2", "every=3"):
         psengine.DistributedDataParallel(make_model(), strategy=f"local:every={2 + rank}")
-
-
-CODED = {
-    f"{name},compress={codec}": local_rule.of_collective(resolve_strategy(f"{name},compress={codec}"), 2)
-    for name in ("local:every=2", "diloco:every=4,fragments=2,overlap=3,keep=0.25")
-    for codec in ("bf16", "int8", "fp4", "onebit", "topk,ratio=0.2")
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_with_a_codec_too_every_rank_has_the_bits_of_its_replica_in_one_process(world_size):
-    results = run_ranks(train, world_size, list(CODED), {}, range(STEPS), None, sgd)
-    for index, (name, make_rule) in enumerate(CODED.items()):
-        wanted = in_one_process(make_rule, world_size, sgd)
-        for rank, (states, _) in enumerate(results):
-            assert all(map(torch.equal, states[index], wanted[rank])), f"{name} on rank {rank}"
 
 
 def under_codecs(rank: int, world_size: int, collective: str) -> None:

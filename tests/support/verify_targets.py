@@ -122,29 +122,6 @@ def awkward():
     return made(model=Awkward(), optimizer=optimizer, options={"find_unused_parameters": True})
 
 
-class InChunks(nn.Module):
-    """Servers cut its first matrix within a row, and the kernel of a convolution is not row-major in memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernel = nn.Conv2d(3, 8, 2).to(memory_format=torch.channels_last)
-        self.inner = nn.Linear(8, 700)
-        self.outer = nn.Linear(700, 501)
-        self.head = nn.Linear(501, 3)
-
-    def forward(self, inputs):
-        images = inputs.unflatten(1, (3, 2, 1)).expand(-1, -1, -1, 2)
-        return self.head(torch.tanh(self.outer(torch.tanh(self.inner(self.kernel(images).flatten(1))))))
-
-
-def in_chunks():
-    return made(model=InChunks())
-
-
-def own_buffers():
-    return made(options={"forward_sync_buffers": False})
-
-
 def lbfgs():
     return made(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=2))
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
-from psengine.errors import ConfigurationError
 
 Arrives: TypeAlias = Callable[[Tensor], Tensor]
 # Of each piece of a bucket: number of elements, and of those in a row of its matrix; 0 for a vector.
@@ -274,13 +273,3 @@ def sender(codec: Codec, dtype: torch.dtype, pieces: Pieces) -> Sender:
         return Factored(pieces, **options)
     keeps = options.pop("error_feedback", True)
     return WithFeedback(ARRIVES[codec.name](**options), keeps=keeps)
-
-
-def check_has_rule(codec: Codec) -> None:
-    """Raise ConfigurationError for a codec that is not known here, such as one that a user registered."""
-    known = sorted([*ARRIVES, *CASTS, "powersgd"])
-    if not codec.is_lossless and codec.name not in known:
-        raise ConfigurationError(
-            f"verify has no rule of codec {codec.name!r} (expected one of {known}). Fix: --against native, and compare"
-            " losses."
-        )
