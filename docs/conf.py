@@ -3,9 +3,13 @@
 import re
 from pathlib import Path
 
+import typer
 from pygments.lexers.special import TextLexer
+from typer.cli import get_docs_for_click
+from typer.main import get_command
 
 import psengine
+from psengine.cli import main, server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -15,7 +19,7 @@ copyright = "The psengine authors"
 version = release = psengine.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_generated"]
 html_theme = "furo"
 html_title = f"psengine {release}"
 html_static_path = []
@@ -58,8 +62,21 @@ def _point_inside(app, document, content):
     content[0] = _LINK.sub(replace, content[0])
 
 
+def _write_commands(app, config):
+    """Write what commands.md includes: typer's own pages of the commands, one level lower."""
+    written = []
+    for name, made in (("psengine", main.build_app()), ("psengine-server", server.build_app(lambda *_: 0))):
+        command = get_command(made)
+        text = get_docs_for_click(obj=command, ctx=typer.Context(command), name=name)
+        written.append(re.sub(r"^#", "##", re.sub(r"\[/?bold\]", "**", text), flags=re.MULTILINE))
+    page = Path(app.srcdir) / "_generated" / "commands.md"
+    page.parent.mkdir(exist_ok=True)
+    page.write_text("\n".join(written))
+
+
 def setup(app):
     """Called by Sphinx."""
+    app.connect("config-inited", _write_commands)
     app.add_lexer("hex", TextLexer)
     app.connect("source-read", _point_inside)
     # The event names the including page without its folder; the environment knows all of it.
