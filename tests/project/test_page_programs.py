@@ -39,15 +39,6 @@ def run_program(source: str, *options: object) -> dict[str, Any]:
     return names
 
 
-RUN_ELSEWHERE = {"README.md", "docs/quickstart.md", "docs/launching/ray.md"}
-RUN_HERE = {"docs/checkpoints.md", "docs/precision.md", "docs/launching/index.md", "docs/servers/index.md"}
-
-
-def test_no_page_has_a_program_that_nobody_runs():
-    with_programs = {name for page in PAGES if programs(name := page.relative_to(ROOT).as_posix())}
-    assert with_programs - RUN_ELSEWHERE == RUN_HERE
-
-
 @pytest.fixture(scope="module")
 def server():
     with running_server() as running:
@@ -167,23 +158,6 @@ def test_scaling_accumulating_and_clipping_take_the_same_steps(server, strategie
     (sync, other), *_ = run_ranks(train_in_float16, workers, strategies, server.addresses[0])
     torch.testing.assert_close(other, sync, rtol=0, atol=0)
     assert sync[1][-1] < 0.5 * sync[1][0]
-
-
-# ---------------------------------------------------------------------------------------------------------- examples
-
-
-def test_the_index_of_examples_has_every_file_and_no_other():
-    named = set(re.findall(r"`((?:recipes/)?\w+\.py)`", (DOCS / "examples.md").read_text()))
-    there = {path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py")}
-    assert named == there
-
-
-# ---------------------------------------------------------------------------------------------------------- glossary
-
-
-def test_the_glossary_is_in_order_and_explains_each_word_once():
-    words = re.findall(r"^## (.+)$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
-    assert words == sorted(set(words), key=str.lower)
 
 
 # ------------------------------------------------------------------------------------------------------------ README
