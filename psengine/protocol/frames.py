@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -135,7 +136,7 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
             dtype_number = DTYPE_NUMBERS[dtype]
         _check(kind, flags, message.key, message.sequence, numel, payload_bytes, dtype_number)
         if kind in _NAMED_IN_BODY:
-            _check_body_agrees(message, dtype_number, numel)
+            _check_body_agrees(replace(message, numel=numel))
         frames[0] = _HEADER.pack(
             MAGIC, PROTOCOL_VERSION, kind, flags, message.job, message.epoch, message.worker, message.key,
             message.incarnation, message.sequence, message.version, numel, payload_bytes, body_bytes, dtype_number,
@@ -217,7 +218,7 @@ def decode(frames: Sequence[Any]) -> Message:
         in_segment == 1,
     )  # fmt: skip
     if kind in _NAMED_IN_BODY:
-        _check_body_agrees(message, dtype_number, numel)
+        _check_body_agrees(message)
     return message
 
 
@@ -311,30 +312,26 @@ def _check(
                 f"{kind.name} describes a payload and has none (expected zeros, got numel {numel}, {payload_bytes} "
                 f"bytes, dtype {dtype_number}, flags {flags})"
             )
-    if not flags & FLAG_BODY and (complaint := bodies.check_empty(kind)):
-        raise ProtocolError(f"{kind.name} has no body, and so{complaint}")
+    if not flags & FLAG_BODY:
+        bodies.check_empty(kind)
     if kind in _KEYED and key == NO_KEY:
         raise ProtocolError(f"{kind.name} names no chunk (expected a key below {NO_KEY})")
     if kind in _EXCHANGES and sequence == 0:
         raise ProtocolError(f"{kind.name} has no exchange number (expected a sequence of 1 or more, got 0)")
 
 
-def _check_body_agrees(message: Message, dtype_number: int, numel: int) -> None:
+def _check_body_agrees(message: Message) -> None:
     """Raise ProtocolError where header and body say the same thing differently."""
     body = message.body
     if message.type is MessageType.HELLO:
-        pairs = [("job", job_number(body["job"]), message.job)]
+        name, in_body, in_header = "job", job_number(body["job"]), message.job
     else:
-        segments = sum(segment[4] for segment in body["segments"])
-        own = {"key": message.key, "dtype": dtype_number, "numel": numel}
-        pairs = [("numel, as the sum of the segments,", segments, numel)]
-        pairs += [(name, body[name], value) for name, value in own.items() if name in body]
-    for name, in_body, in_header in pairs:
-        if in_body != in_header:
-            raise ProtocolError(
-                f"{message.type.name} contradicts itself: {name} of the body is not the header's "
-                f"(expected {in_header}, got {in_body})"
-            )
+        name, in_body, in_header = "sum of the segments", sum(one[4] for one in body["segments"]), message.numel
+    if in_body != in_header:
+        raise ProtocolError(
+            f"{message.type.name} contradicts itself: the body's {name} is not the header's (expected {in_header}, got"
+            f" {in_body})"
+        )
 
 
 def _another_version(peer_version: int) -> ProtocolError:

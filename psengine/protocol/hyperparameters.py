@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from psengine.errors import ConfigurationError, ProtocolError
+from psengine.protocol.bodies import convert
 from psengine.protocol.messages import ErrorCode
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -25,104 +26,71 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A finite number: low <= value < high, or <= high."""
-
-    low: float
-    high: float
-    includes_high: bool = False
-
-    def rule(self, name: str) -> str:
-        """The bounds, in words."""
-        return f"{self.low:g} <= {name} {'<=' if self.includes_high else '<'} {self.high:g}"
-
-    def read(self, value: Any) -> float | None:
-        """The number as a float; None where it is none, or out of bounds."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return None
-        is_inside = self.low <= value < self.high or (self.includes_high and value == self.high)
-        return float(value) if is_inside else None
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A list of two numbers of equal bounds."""
-
-    number: Number
-
-    def rule(self, name: str) -> str:
-        """The bounds, in words."""
-        return f"two numbers, {self.number.rule(name)}"
-
-    def read(self, value: Any) -> list[float] | None:
-        """The numbers as a list of floats; None where they are not two, or out of bounds."""
-        if not isinstance(value, (list, tuple)) or len(value) != 2:
-            return None
-        numbers = [number for v in value if (number := self.number.read(v)) is not None]
-        return numbers if len(numbers) == 2 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A boolean."""
-
-    def rule(self, name: str) -> str:
-        """What it is, in words."""
-        return f"{name} true or false"
-
-    def read(self, value: Any) -> bool | None:
-        """The boolean; None where it is none."""
-        return value if isinstance(value, bool) else None
-
-
 # torch's schedulers may end a hair below 0 (LinearLR(end_factor=0) at -4e-18), which torch steps with; so do servers.
-_LEARNING_RATE = Number(-1e-9, 1e6)
-_FRACTION = Number(0, 1, includes_high=True)
-_SMALL = Number(0, 1e6)
-_ADAM: dict[str, Number | Pair | Flag] = {
-    "lr": _LEARNING_RATE,
-    "betas": Pair(Number(0, 1)),
-    "eps": _SMALL,
-    "weight_decay": _SMALL,
-    "amsgrad": Flag(),
-    "maximize": Flag(),
-    "decoupled_weight_decay": Flag(),
-}
+LearningRate = Annotated[float, Meta(ge=-1e-9, lt=1e6)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Decay = Annotated[float, Meta(ge=0.0, lt=1.0)]
+Small = Annotated[float, Meta(ge=0.0, lt=1e6)]
 
-# The arguments of the constructors, without those that choose an implementation (foreach, capturable): on a CPU
-# they change hardly a bit. "fused" does, and may stand in a group where it is true.
-HYPERPARAMETERS: dict[str, dict[str, Number | Pair | Flag]] = {
-    "SGD": {
-        "lr": _LEARNING_RATE,
-        "momentum": _FRACTION,
-        "dampening": _FRACTION,
-        "weight_decay": _SMALL,
-        "nesterov": Flag(),
-        "maximize": Flag(),
-    },
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
-    "Adagrad": {
-        "lr": _LEARNING_RATE,
-        "lr_decay": _SMALL,
-        "weight_decay": _SMALL,
-        "initial_accumulator_value": _SMALL,
-        "eps": _SMALL,
-        "maximize": Flag(),
-    },
-    "RMSprop": {
-        "lr": _LEARNING_RATE,
-        "alpha": _FRACTION,
-        "eps": _SMALL,
-        "weight_decay": _SMALL,
-        "momentum": _FRACTION,
-        "centered": Flag(),
-        "maximize": Flag(),
-    },
-}
 
-FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+class Group(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The arguments of an optimizer's constructor, for one group.
+
+    Those that choose an implementation (foreach, capturable) are left out: on a CPU they change hardly a bit. "fused"
+    does.
+    """
+
+    lr: LearningRate
+    weight_decay: Small
+    maximize: bool
+
+
+class SGD(Group, kw_only=True):
+    """See ``torch.optim.SGD``."""
+
+    momentum: Fraction
+    dampening: Fraction
+    nesterov: bool
+    fused: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what belongs together."""
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError(
+                "nesterov needs a momentum and no dampening (expected momentum > 0 and dampening 0,"
+                f" got momentum {self.momentum:g} and dampening {self.dampening:g})"
+            )
+
+
+class Adam(Group, kw_only=True):
+    """See ``torch.optim.Adam`` and ``AdamW``."""
+
+    betas: tuple[Decay, Decay]
+    eps: Small
+    amsgrad: bool
+    decoupled_weight_decay: bool
+    fused: bool = False
+
+
+class Adagrad(Group, kw_only=True):
+    """See ``torch.optim.Adagrad``."""
+
+    lr_decay: Small
+    initial_accumulator_value: Small
+    eps: Small
+    fused: bool = False
+
+
+class RMSprop(Group, kw_only=True):
+    """See ``torch.optim.RMSprop``."""
+
+    alpha: Fraction
+    eps: Small
+    momentum: Fraction
+    centered: bool
+
+
+GROUPS: dict[str, type[Group]] = {"SGD": SGD, "Adam": Adam, "AdamW": Adam, "Adagrad": Adagrad, "RMSprop": RMSprop}
 
 # Tensors of state by torch's names -> the hyperparameter that makes the optimizer keep them, "" where it always does.
 SLOTS: dict[str, dict[str, str]] = {
@@ -149,53 +117,20 @@ def check_groups(name: Any, groups: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(name, str) or name not in OPTIMIZERS:
         raise _refusal(
-            f"servers do not run this optimizer (expected one of {', '.join(OPTIMIZERS)}, got {_show(name)})"
+            f"servers do not run this optimizer (expected one of {', '.join(OPTIMIZERS)}, got {reprlib.repr(name)})"
         )
     if not isinstance(groups, (list, tuple)) or not groups:
-        raise _refusal(f"an optimizer has groups (expected a list of at least one map, got {_show(groups)})")
-    return [_check_group(name, index, group) for index, group in enumerate(groups)]
-
-
-def _check_group(name: str, index: int, group: Any) -> dict[str, Any]:
-    known = {**HYPERPARAMETERS[name], "fused": Flag()} if name in FUSED else HYPERPARAMETERS[name]
-    if not isinstance(group, Mapping):
-        raise _refusal(
-            f"group {index} of {name} is a map of hyperparameters (expected {', '.join(known)}, got {_show(group)})"
-        )
-    for key in group:
-        if key not in known:
-            raise _refusal(
-                f"{name} has no such hyperparameter (expected {', '.join(known)}, got {_show(key)} in group {index})"
-            )
-    checked: dict[str, Any] = {}
-    for key, kind in known.items():
-        if key not in group and key != "fused":
-            raise _refusal(
-                f"hyperparameter {key!r} of {name} is missing (expected {kind.rule(key)}, got nothing in group {index})"
-            )
-        checked[key] = kind.read(group.get(key, False))
-        if checked[key] is None:
-            raise _refusal(
-                f"hyperparameter {key!r} of {name} is out of bounds"
-                f" (expected {kind.rule(key)}, got {_show(group[key])} in group {index})"
-            )
-    if not checked.get("fused"):
-        checked.pop("fused", None)
-    if checked.get("nesterov") and (checked["momentum"] <= 0 or checked["dampening"] != 0):
-        raise _refusal(
-            "nesterov needs a momentum and no dampening (expected momentum > 0 and dampening 0,"
-            f" got momentum {checked['momentum']:g} and dampening {checked['dampening']:g} in group {index})"
-        )
+        raise _refusal(f"an optimizer has groups (expected a list of at least one map, got {reprlib.repr(groups)})")
+    checked = []
+    for index, group in enumerate(groups):
+        read = convert(group, GROUPS[name], f"{name}'s group {index}", ErrorCode.BAD_VALUE)
+        fields = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(read).items()}
+        checked.append({key: value for key, value in fields.items() if key != "fused" or value})
     return checked
 
 
 def _refusal(text: str) -> ProtocolError:
     return ProtocolError(text, ErrorCode.BAD_VALUE)
-
-
-def _show(value: Any) -> str:
-    # A peer's value may be as long as a body.
-    return reprlib.repr(value)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -253,8 +188,8 @@ def wire_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 "servers take no differentiable steps (expected differentiable=False, got True in group"
                 f" {index}). Leave the argument out."
             )
-        sent = {key: _plain(group[key]) for key in HYPERPARAMETERS[name] if key in group}
-        groups.append({**sent, "fused": True} if group.get("fused") else sent)
+        known = GROUPS[name].__struct_fields__
+        groups.append({key: _plain(group[key]) for key in known if group.get(key) is not None})
     if name == "Adagrad":
         for adagrad_group in groups:
             # torch fills every group's state from the constructor's argument, not from the group's.

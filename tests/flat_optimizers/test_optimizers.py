@@ -19,8 +19,8 @@ from psengine.flat_optimizers.finite import is_finite
 from psengine.flat_optimizers.kernel_windows import LINE_BYTES, Window, places_of, window_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
+from psengine.protocol import hyperparameters
 from psengine.protocol.hyperparameters import (
-    HYPERPARAMETERS,
     OPTIMIZERS,
     SLOTS,
     check_groups,
@@ -353,25 +353,25 @@ def spec(runs=((0, 4, 0),), name="SGD", **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("SGD", {"lr": -0.5}, "'lr' of SGD is out of bounds (expected -1e-09 <= lr < 1e+06, got -0.5 in group 0)"),
+        ("SGD", {"lr": -0.5}, "SGD's group 0.lr: Expected `float` >= -1e-09, got -0.5"),
         ("SGD", {"lr": math.nan}, "got nan"),
         ("SGD", {"lr": "0.1"}, "got '0.1'"),
         ("SGD", {"lr": "9" * 60000}, "got '999999"),
-        ("SGD", {"momentum": 1.5}, "'momentum' of SGD is out of bounds (expected 0 <= momentum <= 1, got 1.5"),
-        ("SGD", {"nesterov": 1}, "'nesterov' of SGD is out of bounds (expected nesterov true or false, got 1"),
+        ("SGD", {"momentum": 1.5}, "SGD's group 0.momentum: Expected `float` <= 1.0, got 1.5"),
+        ("SGD", {"nesterov": 1}, "SGD's group 0.nesterov: Expected `bool`, got 1"),
         ("SGD", {"nesterov": True}, "nesterov needs a momentum and no dampening"),
         ("SGD", {"nesterov": True, "momentum": 0.5, "dampening": 0.5}, "got momentum 0.5 and dampening 0.5"),
-        ("SGD", {"eps": 1e-8}, "SGD has no such hyperparameter (expected lr, momentum, "),
+        ("SGD", {"eps": 1e-8}, "SGD's group 0: Object contains unknown field `eps` (expected lr, "),
         (
             "Adam",
             {"betas": [0.9, 1.0]},
-            "'betas' of Adam is out of bounds (expected two numbers, 0 <= betas < 1, got [0.9",
+            "Adam's group 0.betas[1]: Expected `float` < 1.0, got 1.0",
         ),
-        ("Adam", {"betas": 0.9}, "expected two numbers"),
-        ("Adam", {"betas": [[0.9], 0.9]}, "got [[0.9], 0.9]"),
-        ("AdamW", {"eps": -1e-8}, "'eps' of AdamW is out of bounds (expected 0 <= eps < 1e+06, got -1e-08"),
-        ("RMSprop", {"fused": True}, "RMSprop has no such hyperparameter"),
-        ("AdamW", {"fused": 1}, "'fused' of AdamW is out of bounds (expected fused true or false, got 1"),
+        ("Adam", {"betas": 0.9}, ".betas: Expected `array`, got 0.9"),
+        ("Adam", {"betas": [[0.9], 0.9]}, ".betas[0]: Expected `float`, got [0.9]"),
+        ("AdamW", {"eps": -1e-8}, "AdamW's group 0.eps: Expected `float` >= 0.0, got -1e-08"),
+        ("RMSprop", {"fused": True}, "RMSprop's group 0: Object contains unknown field `fused`"),
+        ("AdamW", {"fused": 1}, "AdamW's group 0.fused: Expected `bool`, got 1"),
     ],
 )
 def test_bad_hyperparameters_are_refused(name, changes, words):
@@ -394,10 +394,10 @@ def test_bad_hyperparameters_are_refused(name, changes, words):
         ({"optimizer": "LBFGS"}, "expected one of SGD, Adam, AdamW, Adagrad, RMSprop, got 'LBFGS'"),
         ({"optimizer": ["SGD"]}, "got ['SGD']"),
         ({"groups": []}, "expected a list of at least one map, got []"),
-        ({"groups": [3]}, "group 0 of SGD is a map of hyperparameters"),
+        ({"groups": [3]}, "SGD's group 0: Expected `object`, got 3"),
         (
             {"groups": [{"lr": 0.1}]},
-            "'momentum' of SGD is missing (expected 0 <= momentum <= 1, got nothing in group 0)",
+            "SGD's group 0: Object missing required field",
         ),
         ({"runs": None}, "expected a list, got NoneType"),
         ({"runs": [[0, 4]]}, "run 0 is a start, an end and a group"),
@@ -459,7 +459,7 @@ def test_the_tables_are_torchs(name):
     expected = set(parameters) - IMPLEMENTATION_CHOICES
     if name == "AdamW":
         expected.add("decoupled_weight_decay")  # in its groups
-    assert set(HYPERPARAMETERS[name]) == expected
+    assert {*hyperparameters.GROUPS[name].__struct_fields__} - {"fused"} == expected
     parameter = torch.nn.Parameter(torch.zeros(3))
     switches = {switch: 0.5 if switch == "momentum" else True for switch in SLOTS[name].values() if switch}
     optimizer = OPTIMIZERS[name]([parameter], **switches)
@@ -484,7 +484,7 @@ def test_wire_groups_reads_what_torch_accepts():
     optimizer.param_groups[0]["initial_lr"] = 0.5  # as schedulers do
     groups = wire_groups(optimizer)
     assert [group["lr"] for group in groups] == [0.5, 1.0]
-    assert set(groups[0]) == {*HYPERPARAMETERS["Adam"], "fused"}
+    assert set(groups[0]) == {*hyperparameters.GROUPS["Adam"].__struct_fields__}
     assert (groups[0]["betas"], groups[0]["eps"]) == ([0.5, 0.25], 0.5)
     assert json.loads(json.dumps(groups)) == groups == check_groups("Adam", groups)
 
@@ -537,7 +537,9 @@ def test_names_of_optimizers():
         wire_groups(torch.optim.LBFGS(parameters))
     with pytest.raises(ConfigurationError, match=r"expected differentiable=False, got True in group 0"):
         wire_groups(torch.optim.SGD(parameters, differentiable=True))
-    with pytest.raises(ConfigurationError, match=r"0 <= momentum <= 1, got 3.*Change it, or use strategy"):
+    with pytest.raises(
+        ConfigurationError, match=r"momentum: Expected `float` <= 1.0, got 3.*Change it, or use strategy"
+    ):
         wire_groups(torch.optim.SGD(parameters, momentum=3))
 
 

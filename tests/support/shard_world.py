@@ -206,10 +206,6 @@ class Worker:
             values = torch.zeros(spec.numel, dtype=spec.dtype)
         return self.ask(MessageType.REGISTER, key=spec.key, body=body, payload=values, **fields)
 
-    def register_empty(self, spec):
-        """Without values: an averaging job needs none."""
-        return self.send(MessageType.REGISTER, key=spec.key, body=spec.to_body(), codec=False)
-
     def seal(self, specs, **changes):
         body = {"chunks": len(specs), "fingerprint": layout_fingerprint(specs)} | changes
         return self.send(MessageType.SEAL, body=body)

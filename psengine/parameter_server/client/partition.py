@@ -8,7 +8,7 @@ import torch
 
 from psengine.errors import ConfigurationError
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
-from psengine.protocol.messages import DTYPE_NUMBERS, MAX_NAME_BYTES, MAX_SEGMENTS
+from psengine.protocol.messages import DTYPE_NUMBERS, MAX_NAME_CHARS, MAX_SEGMENTS
 
 # Smaller chunks overlap better with backward and cost more messages; larger ones stall behind each other.
 CHUNK_BYTES = 1024 * 1024
@@ -110,8 +110,8 @@ def _check(tensors: Sequence[TensorDescription], dtype: torch.dtype) -> None:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPE_NUMBERS)
         raise ConfigurationError(f"tensors of this dtype cannot travel (expected one of {names}, got {dtype})")
     for name, _, _, _ in tensors:
-        if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+        if not 0 < len(name) <= MAX_NAME_CHARS:
             raise ConfigurationError(
-                f"a tensor's name does not fit a message (expected 1 to {MAX_NAME_BYTES} bytes,"
-                f" got {len(name.encode())}: {name[:80]!r})"
+                f"a tensor's name does not fit a message (expected 1 to {MAX_NAME_CHARS} characters,"
+                f" got {len(name)}: {name[:80]!r})"
             )

@@ -9,7 +9,7 @@ from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.partition import CHUNK_BYTES, MAX_DESCRIPTION_BYTES, cut
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.layout import ChunkKind, balance
-from psengine.protocol.messages import MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_SEGMENTS, Message, MessageType
+from psengine.protocol.messages import MAX_NAME_CHARS, MAX_PAYLOAD_BYTES, MAX_SEGMENTS, Message, MessageType
 
 
 def described(*numels, prefix="w"):
@@ -65,7 +65,7 @@ def test_many_small_tensors_respect_the_bounds_of_a_message(tensors):
 
 
 def test_what_just_fits_is_taken():
-    for name in ("n", "n" * MAX_NAME_BYTES):
+    for name in ("n", "n" * MAX_NAME_CHARS):
         (spec,) = cut(ChunkKind.PARAMETER, [(name, (2,), (1,), 2)], torch.float32, 0)
         assert spec.segments[0].name == name
     assert len(cut(ChunkKind.PARAMETER, described(3), torch.float32, 0, 4)) == 3
@@ -80,7 +80,7 @@ def test_tensors_without_elements_are_left_out():
 
 
 def test_what_cannot_travel_is_refused_by_name():
-    for name in ("", "n" * (MAX_NAME_BYTES + 1)):
+    for name in ("", "n" * (MAX_NAME_CHARS + 1)):
         with pytest.raises(ConfigurationError, match="name does not fit"):
             cut(ChunkKind.PARAMETER, [(name, (2,), (1,), 2)], torch.float32, 0)
     with pytest.raises(ConfigurationError, match=r"expected one of float32, float64, .*float8_e4m3fn"):

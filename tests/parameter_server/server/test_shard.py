@@ -311,19 +311,6 @@ class TestReading:
         assert [(bytes(a.payload)[0], a.body["pieces"]) for a in answers] == [(20, 2), (21, 2)]
         assert codes([worker.pull(2, blob="b")]) == [ErrorCode.UNKNOWN_KEY]
 
-    def test_an_averaging_job_needs_no_values(self):
-        world = World()
-        worker = Worker(world, 0)
-        worker.hello()
-        assert [m.type for m in worker.register_empty(spec(0, 4))] == [MessageType.OK]
-        worker.seal([spec(0, 4)])
-        assert codes([worker.pull(0)]) == [ErrorCode.NOT_READY]
-        assert world.shard.jobs.memory_bytes() == 0
-        assert worker.push(0, 1, torch.ones(4))
-        other = Worker(World(), 0, rule=APPLY)
-        other.hello()
-        assert codes(other.register_empty(spec(0, 4))) == [ErrorCode.BAD_MESSAGE]
-
 
 class TestReaders:
     def test_they_may_look_and_nothing_else(self):

@@ -80,7 +80,7 @@ class ChunkStore:
     def register(self, message: Message) -> None:
         """REGISTER: take a chunk with its initial values; a repetition replaces it."""
         spec = _spec_of(message)
-        values = None if message.payload is None else received_values(message, spec)
+        values = received_values(message, spec)
         known = self.rules.get(message.key)
         more_bytes = spec.size_bytes - (known.spec.size_bytes if known is not None else 0)
         try:
@@ -89,7 +89,7 @@ class ChunkStore:
             raise ProtocolError(f"{spec.describe()} cannot be listed: {error}. Cut it into more chunks.") from None
         if more_bytes > 0:
             self._take_memory(more_bytes, f"registering {spec.describe()}")
-        self.rules[message.key] = self._rule.make(spec, None if values is None else values.clone(), self._context)
+        self.rules[message.key] = self._rule.make(spec, values.clone(), self._context)
 
     def configure(self, message: Message) -> list[str]:
         """CONFIGURE: attach the server-side optimizer; returns the names of its slots so far."""
@@ -203,17 +203,10 @@ def absent_ranges(segments: Sequence[Segment], absent: list[int]) -> list[tuple[
 
 
 def _spec_of(message: Message) -> ChunkSpec:
-    body, chunk = message.body, f"REGISTER of chunk {message.key}"
-    # Without a payload the body says what the values are like.
-    dtype = body.get("dtype") if message.dtype is None else DTYPE_NUMBERS[message.dtype]
-    if dtype is None:
-        raise ProtocolError(f"{chunk} without payload needs dtype and numel in its body")
-    numel = body.get("numel", 0) if message.dtype is None else message.numel
-    described = {name: body[name] for name in ("kind", "segments")}
-    try:
-        spec = ChunkSpec.from_body({"key": message.key, "dtype": dtype, "numel": numel, **described})
-    except (KeyError, ValueError) as error:
-        raise ProtocolError(f"{chunk} has an unknown kind or dtype: {error}") from None
+    assert message.dtype is not None
+    spec = ChunkSpec.from_body(
+        {**message.body, "key": message.key, "dtype": DTYPE_NUMBERS[message.dtype], "numel": message.numel}
+    )
     segments_numel = sum(segment.numel for segment in spec.segments)
     if spec.numel != segments_numel or spec.numel == 0:
         raise ProtocolError(
