@@ -11,12 +11,12 @@
 
 #include "kernels/kernels.h"
 
-// layout: int64 on the CPU, from psengine.kernels.ops.layout_of(). The statistics are, for each tensor, the number of
-// values written that are not finite (int64) and the sum of the squares of what was written (float64), on flat's device.
+// layout: int64 on the CPU, from psengine.kernels.ops.layout_of(). pack_counting_ returns, for each tensor, the number
+// of values written that are not finite (int64), on flat's device.
 STABLE_TORCH_LIBRARY(psengine, m) {
   m.def("pack_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> ()");
   m.def("unpack_(Tensor(a!)[] tensors, Tensor flat, float scale, Tensor? layout=None) -> ()");
-  m.def("pack_stats_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> (Tensor, Tensor)");
+  m.def("pack_counting_(Tensor(a!) flat, Tensor[] tensors, float scale, Tensor? layout=None) -> Tensor");
   m.def("accumulate_(Tensor(a!) destination, Tensor source, float scale) -> ()");
   m.def("encode_blocks_(Tensor(a!) payload, Tensor values, Tensor? residual, Tensor(b!)? next, int format) -> ()");
   m.def("decode_blocks_(Tensor(a!) into, Tensor payload, int format, bool adds) -> ()");

@@ -1,12 +1,10 @@
 // The fused operators on the CPU.
 //
-// Work is cut into blocks of kBlock elements of one tensor, whatever the number of threads: statistics are taken a
-// block at a time and combined in the order of the blocks, so that they have the same bits on every rank.
+// Work is cut into blocks of kBlock elements of one tensor.
 #include "kernels/fusion.h"
 
 #include <algorithm>
 #include <cstring>
-#include <tuple>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -84,49 +82,49 @@ struct Pass {
   double scale;
   bool may_stream;
 
-  Pass(const Fusion& of, Direction to, double by, bool with_statistics)
+  Pass(const Fusion& of, Direction to, double by, bool is_counting)
       : fusion(of),
         kernels(psengine::kernels()),
         direction(to),
         scale(by),
-        may_stream(!with_statistics && of.flat_kind == ScalarKind::float32 &&
+        may_stream(!is_counting && of.flat_kind == ScalarKind::float32 &&
                    of.flat_numel * int64_t(sizeof(float)) >=
                        (to == Direction::pack ? kStreamPackBytes : kStreamUnpackBytes)) {}
 
   // Elements [begin, begin + count) of a part.
-  void run(const Part& part, int64_t begin, int64_t count, Statistics* statistics) const {
+  void run(const Part& part, int64_t begin, int64_t count, int64_t* non_finite_count) const {
     const size_t part_bytes = element_bytes(part.kind);
     char* const flat = fusion.flat + (part.flat_offset + begin) * int64_t(element_bytes(fusion.flat_kind));
     if (part.sizes.empty()) {
-      convert(flat, part.data + begin * int64_t(part_bytes), part.kind, count, statistics);
+      convert(flat, part.data + begin * int64_t(part_bytes), part.kind, count, non_finite_count);
       return;
     }
     alignas(64) char staged[kBlock * sizeof(double)];
     if (direction == Direction::pack) {
       copy_strided(part, staged, begin, count, direction);
-      convert(flat, staged, part.kind, count, statistics);
+      convert(flat, staged, part.kind, count, non_finite_count);
     } else {
-      kernels.convert(staged, part.kind, flat, fusion.flat_kind, size_t(count), scale, statistics);
+      kernels.convert(staged, part.kind, flat, fusion.flat_kind, size_t(count), scale, non_finite_count);
       copy_strided(part, staged, begin, count, direction);
     }
   }
 
-  void run_block(const Part& part, int64_t block, Statistics* statistics) const {
+  void run_block(const Part& part, int64_t block, int64_t* non_finite_count) const {
     const int64_t begin = block * kBlock;
-    run(part, begin, std::min(kBlock, part.numel - begin), statistics);
+    run(part, begin, std::min(kBlock, part.numel - begin), non_finite_count);
   }
 
  private:
-  void convert(char* flat, char* memory, ScalarKind kind, int64_t count, Statistics* statistics) const {
+  void convert(char* flat, char* memory, ScalarKind kind, int64_t count, int64_t* non_finite_count) const {
     if (may_stream && kind == ScalarKind::float32) {
       float* const in_flat = reinterpret_cast<float*>(flat);
       float* const in_tensor = reinterpret_cast<float*>(memory);
       const bool is_packing = direction == Direction::pack;
       kernels.stream(is_packing ? in_flat : in_tensor, is_packing ? in_tensor : in_flat, size_t(count), scale);
     } else if (direction == Direction::pack) {
-      kernels.convert(flat, fusion.flat_kind, memory, kind, size_t(count), scale, statistics);
+      kernels.convert(flat, fusion.flat_kind, memory, kind, size_t(count), scale, non_finite_count);
     } else {
-      kernels.convert(memory, kind, flat, fusion.flat_kind, size_t(count), scale, statistics);
+      kernels.convert(memory, kind, flat, fusion.flat_kind, size_t(count), scale, non_finite_count);
     }
   }
 };
@@ -136,7 +134,7 @@ bool is_worth_threads(const Fusion& fusion) {
          torch::stable::get_num_threads() > 1;
 }
 
-// Calls visit(part's index, block of the part, number of the block in the call) from several threads.
+// Calls visit(part's index, block of the part) from several threads.
 template <class Visit>
 void each_block_in_parallel(const std::vector<Part>& parts, const Visit& visit) {
   std::vector<int64_t> first_block(parts.size() + 1, 0);
@@ -145,16 +143,16 @@ void each_block_in_parallel(const std::vector<Part>& parts, const Visit& visit) 
     size_t i = size_t(std::upper_bound(first_block.begin(), first_block.end(), begin) - first_block.begin()) - 1;
     for (int64_t block = begin; block < end; ++block) {
       while (block >= first_block[i + 1]) ++i;
-      visit(i, block - first_block[i], block);
+      visit(i, block - first_block[i]);
     }
     finish_streaming();
   });
 }
 
 void move(const Fusion& fusion, Direction direction, double scale) {
-  const Pass pass(fusion, direction, scale, /*with_statistics=*/false);
+  const Pass pass(fusion, direction, scale, /*is_counting=*/false);
   if (is_worth_threads(fusion)) {
-    each_block_in_parallel(fusion.parts, [&](size_t i, int64_t block, int64_t) {
+    each_block_in_parallel(fusion.parts, [&](size_t i, int64_t block) {
       pass.run_block(fusion.parts[i], block, nullptr);
     });
     return;
@@ -169,45 +167,27 @@ void move(const Fusion& fusion, Direction direction, double scale) {
   if (pass.may_stream) finish_streaming();
 }
 
-void add(const Statistics& block, Statistics* total) {
-  total->non_finite_count += block.non_finite_count;
-  total->square_sum += block.square_sum;
-}
-
-std::tuple<Tensor, Tensor> pack_with_statistics(const Fusion& fusion, const Tensor& flat, double scale) {
-  const Pass pass(fusion, Direction::pack, scale, /*with_statistics=*/true);
-  const int64_t count = int64_t(fusion.parts.size());
-  Tensor non_finite_counts = torch::stable::new_empty(flat, {count}, torch::headeronly::ScalarType::Long);
-  Tensor square_sums = torch::stable::new_empty(flat, {count}, torch::headeronly::ScalarType::Double);
-  int64_t* const counts = static_cast<int64_t*>(non_finite_counts.mutable_data_ptr());
-  double* const sums = static_cast<double*>(square_sums.mutable_data_ptr());
-
-  std::vector<Statistics> by_block;
+Tensor pack_and_count(const Fusion& fusion, const Tensor& flat, double scale) {
+  const Pass pass(fusion, Direction::pack, scale, /*is_counting=*/true);
+  Tensor counted = torch::stable::new_empty(flat, {int64_t(fusion.parts.size())}, torch::headeronly::ScalarType::Long);
+  int64_t* const counts = static_cast<int64_t*>(counted.mutable_data_ptr());
+  std::fill_n(counts, fusion.parts.size(), 0);
   if (is_worth_threads(fusion)) {
-    int64_t block_count = 0;
-    for (const Part& part : fusion.parts) block_count += blocks_of(part.numel);
-    by_block.resize(size_t(block_count));
-    each_block_in_parallel(fusion.parts, [&](size_t i, int64_t block, int64_t number) {
-      pass.run_block(fusion.parts[i], block, &by_block[size_t(number)]);
+    each_block_in_parallel(fusion.parts, [&](size_t i, int64_t block) {
+      int64_t count = 0;
+      pass.run_block(fusion.parts[i], block, &count);
+      if (count > 0) __atomic_fetch_add(&counts[i], count, __ATOMIC_RELAXED);
     });
+    return counted;
   }
-  size_t number = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const Part& part = fusion.parts[size_t(i)];
-    Statistics total;
-    for (int64_t block = 0; block < blocks_of(part.numel); ++block, ++number) {
-      Statistics statistics;
-      if (by_block.empty()) {
-        pass.run_block(part, block, &statistics);
-      } else {
-        statistics = by_block[number];
-      }
-      add(statistics, &total);
+  for (size_t i = 0; i < fusion.parts.size(); ++i) {
+    for (int64_t block = 0; block < blocks_of(fusion.parts[i].numel); ++block) {
+      int64_t count = 0;
+      pass.run_block(fusion.parts[i], block, &count);
+      counts[i] += count;
     }
-    counts[i] = total.non_finite_count;
-    sums[i] = total.square_sum;
   }
-  return {non_finite_counts, square_sums};
+  return counted;
 }
 
 void pack_(const Tensor& flat, const Tensors& tensors, double scale, const std::optional<Tensor>& layout) {
@@ -218,9 +198,8 @@ void unpack_(const Tensors& tensors, const Tensor& flat, double scale, const std
   move(check_fusion(flat, tensors, layout, Direction::unpack), Direction::unpack, scale);
 }
 
-std::tuple<Tensor, Tensor> pack_stats_(const Tensor& flat, const Tensors& tensors, double scale,
-                                       const std::optional<Tensor>& layout) {
-  return pack_with_statistics(check_fusion(flat, tensors, layout, Direction::pack), flat, scale);
+Tensor pack_counting_(const Tensor& flat, const Tensors& tensors, double scale, const std::optional<Tensor>& layout) {
+  return pack_and_count(check_fusion(flat, tensors, layout, Direction::pack), flat, scale);
 }
 
 void accumulate_(const Tensor& destination, const Tensor& source, double scale) {
@@ -242,7 +221,7 @@ void accumulate_(const Tensor& destination, const Tensor& source, double scale) 
 STABLE_TORCH_LIBRARY_IMPL(psengine, CPU, m) {
   m.impl("pack_", TORCH_BOX(&pack_));
   m.impl("unpack_", TORCH_BOX(&unpack_));
-  m.impl("pack_stats_", TORCH_BOX(&pack_stats_));
+  m.impl("pack_counting_", TORCH_BOX(&pack_counting_));
   m.impl("accumulate_", TORCH_BOX(&accumulate_));
 }
 

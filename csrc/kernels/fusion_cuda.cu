@@ -2,8 +2,7 @@
 //
 // The bits are those of `convert` and `accumulate` in kernels.h, except for the payloads of NaNs. Products and sums are
 // written as __fmul_rn and __fadd_rn (__dmul_rn, __dadd_rn), which the compiler never contracts; --use_fast_math must
-// not be passed, because it flushes subnormals. Statistics are summed in an order of their own, that of threads and
-// chunks: it depends on sizes, kinds and the alignment of memory, and on nothing else.
+// not be passed, because it flushes subnormals.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -11,7 +10,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -33,7 +31,7 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-enum class Mode { convert, convert_and_measure, accumulate };
+enum class Mode { convert, convert_and_count, accumulate };
 
 // ---- arithmetic
 
@@ -78,15 +76,11 @@ using Wide = std::conditional_t<std::is_same_v<Source, double> || std::is_same_v
 
 // What one thread saw of the values it wrote.
 struct Tally {
-  double square_sum = 0.0;
   uint32_t non_finite_count = 0;
 
   template <typename Value>
   __device__ __forceinline__ void count(Value value) {
-    const auto wide = to<Wide<Value, Value>>(value);
-    non_finite_count += !isfinite(wide);
-    const double widest = static_cast<double>(wide);
-    square_sum = __dadd_rn(square_sum, __dmul_rn(widest, widest));
+    non_finite_count += !isfinite(to<Wide<Value, Value>>(value));
   }
 };
 
@@ -128,7 +122,7 @@ __device__ __forceinline__ void write_packs(uint32_t pack_count, const Source* s
           WideValue value = multiply(to<WideValue>(loaded[p].values[i]), factor);
           if constexpr (mode == Mode::accumulate) value = add(to<WideValue>(written[p].values[i]), value);
           written[p].values[i] = to<Destination>(value);
-          if constexpr (mode == Mode::convert_and_measure) tally.count(written[p].values[i]);
+          if constexpr (mode == Mode::convert_and_count) tally.count(written[p].values[i]);
         }
         *reinterpret_cast<Pack<Destination, numel>*>(destination + destination_at(number)) = written[p];
       }
@@ -215,7 +209,7 @@ template <Mode mode, typename WideValue>
 __device__ __forceinline__ void store(char* address, ScalarKind kind, WideValue value, Tally& tally) {
   const auto write = [&](auto narrow) {
     *reinterpret_cast<decltype(narrow)*>(address) = narrow;
-    if constexpr (mode == Mode::convert_and_measure) tally.count(narrow);
+    if constexpr (mode == Mode::convert_and_count) tally.count(narrow);
   };
   switch (kind) {
     case ScalarKind::float32:
@@ -258,27 +252,17 @@ __device__ __forceinline__ Tally write_item(const StridedItem& item, ScalarKind 
 
 // ---- kernels
 
-// The sum over the block, in thread 0: within warps by halves, then warp by warp. Always in this order.
+// The sum over the block, in thread 0.
 template <typename Count>
-__device__ __forceinline__ Partial sum_of_block(double square_sum, Count non_finite_count) {
+__device__ __forceinline__ Count sum_of_block(Count count) {
   constexpr int warps = kThreads / 32;
-  __shared__ double square_sums[warps];
-  __shared__ Count non_finite_counts[warps];
-  for (int distance = 16; distance > 0; distance /= 2) {
-    square_sum = __dadd_rn(square_sum, __shfl_down_sync(0xffffffffu, square_sum, distance));
-    non_finite_count += __shfl_down_sync(0xffffffffu, non_finite_count, distance);
-  }
-  if (threadIdx.x % 32 == 0) {
-    square_sums[threadIdx.x / 32] = square_sum;
-    non_finite_counts[threadIdx.x / 32] = non_finite_count;
-  }
+  __shared__ Count counts[warps];
+  for (int distance = 16; distance > 0; distance /= 2) count += __shfl_down_sync(0xffffffffu, count, distance);
+  if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
   __syncthreads();
-  Partial sum{0.0, 0};
+  Count sum = 0;
   if (threadIdx.x == 0) {
-    for (int warp = 0; warp < warps; ++warp) {
-      sum.square_sum = __dadd_rn(sum.square_sum, square_sums[warp]);
-      sum.non_finite_count += non_finite_counts[warp];
-    }
+    for (int warp = 0; warp < warps; ++warp) sum += counts[warp];
   }
   return sum;
 }
@@ -297,30 +281,24 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
   const ScalarKind source_kind = header.to_flat ? tensor_kind : header.flat_kind;
   const ScalarKind destination_kind = header.to_flat ? header.flat_kind : tensor_kind;
   const Tally tally = write_item<mode>(item, source_kind, destination_kind, begin, numel, header);
-  if constexpr (mode == Mode::convert_and_measure) {
-    const Partial sum = sum_of_block(tally.square_sum, tally.non_finite_count);
-    if (threadIdx.x == 0) header.partials[chunk] = sum;
+  if constexpr (mode == Mode::convert_and_count) {
+    const uint32_t sum = sum_of_block(tally.non_finite_count);
+    if (threadIdx.x == 0) header.partial_counts[chunk] = sum;
   }
 }
 
-// One block a tensor: its chunks' statistics, always added in the same order.
+// One block a tensor: the sum of its chunks' counts.
 template <class BatchType>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ BatchType batch) {
   const BatchHeader& header = batch.header;
   const int32_t number = static_cast<int32_t>(blockIdx.x);
   const uint32_t end = number + 1 < header.item_count ? batch.first_chunks[number + 1] : header.chunk_count;
-  double square_sum = 0.0;
-  unsigned long long non_finite_count = 0;
+  unsigned long long count = 0;
   for (uint32_t chunk = batch.first_chunks[number] + threadIdx.x; chunk < end; chunk += kThreads) {
-    square_sum = __dadd_rn(square_sum, header.partials[chunk].square_sum);
-    non_finite_count += static_cast<unsigned long long>(header.partials[chunk].non_finite_count);
+    count += static_cast<unsigned long long>(header.partial_counts[chunk]);
   }
-  const Partial sum = sum_of_block(square_sum, non_finite_count);
-  if (threadIdx.x == 0) {
-    const uint32_t index = index_of(batch.labels[number]);
-    header.square_sums[index] = sum.square_sum;
-    header.non_finite_counts[index] = sum.non_finite_count;
-  }
+  const unsigned long long sum = sum_of_block(count);
+  if (threadIdx.x == 0) header.non_finite_counts[index_of(batch.labels[number])] = static_cast<int64_t>(sum);
 }
 
 // ---- launches
@@ -360,19 +338,19 @@ class Launches {
       write_kernel<mode, BatchType><<<header.chunk_count, kThreads, 0, stream_>>>(batch_);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     }
-    if constexpr (mode == Mode::convert_and_measure) {
+    if constexpr (mode == Mode::convert_and_count) {
       if (header.item_count > 0) {
         combine_kernel<BatchType><<<header.item_count, kThreads, 0, stream_>>>(batch_);
         STD_CUDA_KERNEL_LAUNCH_CHECK();
       }
-      header.partials += header.chunk_count;
+      header.partial_counts += header.chunk_count;
     }
     header.item_count = 0;
     header.chunk_count = 0;
   }
 
-  // Where the next batch's statistics begin.
-  Partial* partials() const { return batch_.header.partials; }
+  // Where the next batch's counts begin.
+  int64_t* partial_counts() const { return batch_.header.partial_counts; }
 
  private:
   BatchType batch_;  // its unused items stay uninitialised
@@ -437,7 +415,7 @@ void launch_dense(const Fusion& fusion, const Plan& plan, BatchHeader& header, c
                  chunk_count_of(part.numel, part.kind, fusion.flat_kind));
   }
   launches.flush();
-  header.partials = launches.partials();
+  header.partial_counts = launches.partial_counts();
 }
 
 template <Mode mode>
@@ -482,24 +460,20 @@ void convert(const Tensor& flat, const std::vector<Tensor>& tensors, double scal
   launch_all<Mode::convert>(fusion, plan, header_of(fusion, direction, scale), device_index);
 }
 
-std::tuple<Tensor, Tensor> convert_and_measure(const Tensor& flat, const std::vector<Tensor>& tensors, double scale,
-                                               const std::optional<Tensor>& layout, Direction direction) {
+Tensor convert_and_count(const Tensor& flat, const std::vector<Tensor>& tensors, double scale,
+                         const std::optional<Tensor>& layout, Direction direction) {
   const Fusion fusion = check_fusion(flat, tensors, layout, direction);
   const Plan plan = plan_of(fusion);
   const int32_t device_index = flat.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device_index);
-  const int64_t tensor_count = static_cast<int64_t>(tensors.size());
-  Tensor non_finite_counts = empty_on(flat, tensor_count, ScalarType::Long);
-  Tensor square_sums = empty_on(flat, tensor_count, ScalarType::Double);
+  Tensor non_finite_counts = empty_on(flat, static_cast<int64_t>(tensors.size()), ScalarType::Long);
   // Freed on return, while kernels may still run: the allocator gives it out again only to later work on this stream.
-  static_assert(sizeof(Partial) == 2 * sizeof(double));
-  const Tensor partials = empty_on(flat, 2 * plan.chunk_count, ScalarType::Double);
+  const Tensor partial_counts = empty_on(flat, plan.chunk_count, ScalarType::Long);
   BatchHeader header = header_of(fusion, direction, scale);
-  header.partials = static_cast<Partial*>(partials.mutable_data_ptr());
+  header.partial_counts = static_cast<int64_t*>(partial_counts.mutable_data_ptr());
   header.non_finite_counts = static_cast<int64_t*>(non_finite_counts.mutable_data_ptr());
-  header.square_sums = static_cast<double*>(square_sums.mutable_data_ptr());
-  launch_all<Mode::convert_and_measure>(fusion, plan, header, device_index);
-  return {non_finite_counts, square_sums};
+  launch_all<Mode::convert_and_count>(fusion, plan, header, device_index);
+  return non_finite_counts;
 }
 
 // ---- ops
@@ -513,9 +487,9 @@ void unpack_(const std::vector<Tensor>& tensors, const Tensor& flat, double scal
   convert(flat, tensors, scale, layout, Direction::unpack);
 }
 
-std::tuple<Tensor, Tensor> pack_stats_(const Tensor& flat, const std::vector<Tensor>& tensors, double scale,
-                                       const std::optional<Tensor>& layout) {
-  return convert_and_measure(flat, tensors, scale, layout, Direction::pack);
+Tensor pack_counting_(const Tensor& flat, const std::vector<Tensor>& tensors, double scale,
+                      const std::optional<Tensor>& layout) {
+  return convert_and_count(flat, tensors, scale, layout, Direction::pack);
 }
 
 void accumulate_(const Tensor& destination, const Tensor& source, double scale) {
@@ -541,6 +515,6 @@ void accumulate_(const Tensor& destination, const Tensor& source, double scale) 
 STABLE_TORCH_LIBRARY_IMPL(psengine, CUDA, m) {
   m.impl("pack_", TORCH_BOX(&psengine::pack_));
   m.impl("unpack_", TORCH_BOX(&psengine::unpack_));
-  m.impl("pack_stats_", TORCH_BOX(&psengine::pack_stats_));
+  m.impl("pack_counting_", TORCH_BOX(&psengine::pack_counting_));
   m.impl("accumulate_", TORCH_BOX(&psengine::accumulate_));
 }

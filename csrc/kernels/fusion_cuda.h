@@ -41,12 +41,6 @@ PSENGINE_HOST_DEVICE constexpr uint32_t chunk_numel(size_t source_bytes, size_t 
   return kThreads * kPacksPerThread * static_cast<uint32_t>(pack_numel(source_bytes, destination_bytes));
 }
 
-// What a block saw of the values it wrote.
-struct Partial {
-  double square_sum;
-  int64_t non_finite_count;
-};
-
 // A tensor whose memory is in the order of its place in the flat tensor.
 struct Item {
   char* flat;    // where its place begins
@@ -66,9 +60,8 @@ struct StridedItem {
 
 struct BatchHeader {
   double scale;
-  Partial* partials;           // one for each chunk of the batch; null: no statistics
+  int64_t* partial_counts;     // one for each chunk of the batch; null: nothing is counted
   int64_t* non_finite_counts;  // one for each tensor of the whole call
-  double* square_sums;         // the same
   ScalarKind flat_kind;
   bool to_flat;
   int32_t item_count;

@@ -1,7 +1,7 @@
 // Elementwise kernels over contiguous memory: one table of functions per instruction set, chosen at run time.
 //
 // kernels.inl and step.inl hold the code once; kernels_<instruction set>.cpp compile it. Every table computes the same
-// bits, except for NaN payloads: the order of each sum is fixed (see SumOfSquares in kernels.inl), and multiplications
+// bits, except for NaN payloads: the order of each sum is fixed, and multiplications
 // are never fused with additions. SGD's step differs: it has the bits of torch on that instruction set.
 #pragma once
 
@@ -34,12 +34,6 @@ constexpr size_t element_bytes(ScalarKind kind) {
 //   onebit  512 values: float32 scale; 64 bytes of signs, the first value's lowest       value = scale or -scale
 enum class BlockFormat : int32_t { int8 = 0, fp4 = 1, onebit = 2 };
 
-// What a pass saw of the values it wrote.
-struct Statistics {
-  int64_t non_finite_count = 0;
-  double square_sum = 0.0;
-};
-
 // One step of torch.optim.SGD over contiguous memory. `to` may be `from`; else memory does not overlap.
 struct SgdStep {
   const void* from;  // the values
@@ -57,9 +51,9 @@ struct Kernels {
   // destination[i] = source[i] * scale, rounded once to the destination's kind. Floating kinds only. The product is
   // taken in float64 where either side is float64, else in float32; float64 goes to a 16-bit kind through float32, as
   // in torch's casts. Memory must not overlap, except that source and destination may be the same memory of the same
-  // kind. `statistics`, unless null, is overwritten.
+  // kind. `non_finite_count`, unless null, becomes the count of values written that are not finite.
   void (*convert)(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind,
-                  size_t numel, double scale, Statistics* statistics);
+                  size_t numel, double scale, int64_t* non_finite_count);
 
   // destination[i] += source[i] * scale, product and sum as in convert, rounded once. Floating kinds only.
   void (*accumulate)(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind,

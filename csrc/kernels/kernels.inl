@@ -46,7 +46,7 @@ struct Choose<true> {
 template <class A, class B>
 using Work = typename Choose<is_double<A> || is_double<B>>::type;
 
-// Blocks of this many elements are staged in the first-level cache: a multiple of SumOfSquares::lanes.
+// Blocks of this many elements are staged in the first-level cache.
 constexpr size_t kStage = 1024;
 
 inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
@@ -200,66 +200,7 @@ void narrow_block(Half* __restrict destination, const float* __restrict source, 
 
 #endif
 
-// ---- statistics
-
-typedef double DoubleVector __attribute__((vector_size(PSENGINE_VECTOR_BYTES)));
-typedef float HalfFloatVector __attribute__((vector_size(PSENGINE_VECTOR_BYTES / 2)));
-
-// The sum of the squares in float64 (the square of a float32 is exact there). Element i goes to lane i % 16 and the
-// lanes are added pairwise, so every vector width gives the same bits.
-struct SumOfSquares {
-  static constexpr int lanes = 16;
-  static constexpr int width = PSENGINE_VECTOR_BYTES / sizeof(double);
-  static constexpr int vectors = lanes / width;
-
-  alignas(64) double lane[lanes] = {};
-
-  // numel must be a multiple of `lanes` in all calls but the last.
-  void add(const float* values, size_t numel) { add_vectors<HalfFloatVector>(values, numel); }
-  void add(const double* values, size_t numel) { add_vectors<DoubleVector>(values, numel); }
-  void add(const Half* values, size_t numel) {
-    float stage[kStage];
-    for (size_t i = 0; i < numel; i += kStage) {
-      const size_t count = smaller(kStage, numel - i);
-      widen_block(stage, values + i, count);
-      add(stage, count);
-    }
-  }
-  void add(const BFloat16* values, size_t numel) {
-    float stage[kStage];
-    for (size_t i = 0; i < numel; i += kStage) {
-      const size_t count = smaller(kStage, numel - i);
-      for (size_t j = 0; j < count; ++j) stage[j] = widen(values[i + j]);
-      add(stage, count);
-    }
-  }
-
-  double total() const {
-    double sums[lanes];
-    for (int i = 0; i < lanes; ++i) sums[i] = lane[i];
-    for (int step = lanes / 2; step > 0; step /= 2)
-      for (int i = 0; i < step; ++i) sums[i] += sums[i + step];
-    return sums[0];
-  }
-
- private:
-  template <class Vector, class T>
-  void add_vectors(const T* values, size_t numel) {
-    DoubleVector sums[vectors];
-    __builtin_memcpy(sums, lane, sizeof(lane));
-    size_t i = 0;
-    for (; i + lanes <= numel; i += lanes) {
-      for (int k = 0; k < vectors; ++k) {
-        Vector loaded;
-        __builtin_memcpy(&loaded, values + i + k * width, sizeof(loaded));
-        const DoubleVector wide = __builtin_convertvector(loaded, DoubleVector);
-        sums[k] += wide * wide;
-      }
-    }
-    __builtin_memcpy(lane, sums, sizeof(lane));
-    for (int k = 0; i < numel; ++i, ++k) lane[k] += double(values[i]) * double(values[i]);
-  }
-};
+// ---- values that are not finite
 
 inline bool is_non_finite(float value) { return (float_bits(value) & 0x7f800000) == 0x7f800000; }
 inline bool is_non_finite(Half value) { return (value.bits & 0x7c00) == 0x7c00; }
@@ -270,21 +211,30 @@ inline bool is_non_finite(double value) {
   return (bits & 0x7ff0000000000000) == 0x7ff0000000000000;
 }
 
-// Watches what a pass writes, block by block, while the block is still in the first-level cache.
-struct Observer {
-  SumOfSquares squares;
-  int64_t non_finite_count = 0;
-
-  template <class T>
-  void observe(const T* values, size_t numel) {
-    squares.add(values, numel);
-    // Squares are not negative: a finite sum says that every value so far was finite, and counting can be spared.
-    if (!is_non_finite(squares.total())) return;
-    int64_t count = 0;
-    for (size_t i = 0; i < numel; ++i) count += is_non_finite(values[i]);
-    non_finite_count += count;
-  }
+template <class T>
+struct BitsOf {
+  using type = uint16_t;
 };
+template <>
+struct BitsOf<float> {
+  using type = uint32_t;
+};
+template <>
+struct BitsOf<double> {
+  using type = uint64_t;
+};
+
+template <class T>
+int64_t count_non_finite(const T* values, size_t numel) {
+  // Most blocks have none; vectors say so faster than they count.
+  typename BitsOf<T>::type found = 0;
+  PSENGINE_LOOP
+  for (size_t i = 0; i < numel; ++i) found |= is_non_finite(values[i]);
+  if (found == 0) return 0;
+  int64_t count = 0;
+  for (size_t i = 0; i < numel; ++i) count += is_non_finite(values[i]);
+  return count;
+}
 
 // ---- convert
 
@@ -327,22 +277,21 @@ void convert_run(D* destination, const S* source, size_t numel, Work<D, S> scale
 }
 
 template <class D, class S>
-void convert_pair(void* destination, const void* source, size_t numel, double scale, Statistics* statistics) {
+void convert_pair(void* destination, const void* source, size_t numel, double scale, int64_t* non_finite_count) {
   D* const to = static_cast<D*>(destination);
   const S* const from = static_cast<const S*>(source);
   const auto work_scale = Work<D, S>(scale);
-  if (statistics == nullptr) {
+  if (non_finite_count == nullptr) {
     convert_run<D, S>(to, from, numel, work_scale);
     return;
   }
-  Observer observer;
+  *non_finite_count = 0;
+  // Block by block, while what was written is still in the first-level cache.
   for (size_t begin = 0; begin < numel; begin += kStage) {
     const size_t count = smaller(kStage, numel - begin);
     convert_run<D, S>(to + begin, from + begin, count, work_scale);
-    observer.observe(to + begin, count);
+    *non_finite_count += count_non_finite(to + begin, count);
   }
-  statistics->non_finite_count = observer.non_finite_count;
-  statistics->square_sum = observer.squares.total();
 }
 
 // ---- stream
@@ -589,32 +538,32 @@ void sum_kind(void* const* destinations, size_t destination_count, const void* c
 // The branch for the integer kinds is not reached: callers check kinds.
 template <class D>
 void convert_from(void* destination, const void* source, ScalarKind source_kind, size_t numel, double scale,
-                  Statistics* statistics) {
+                  int64_t* non_finite_count) {
   switch (source_kind) {
     case ScalarKind::float32:
-      return convert_pair<D, float>(destination, source, numel, scale, statistics);
+      return convert_pair<D, float>(destination, source, numel, scale, non_finite_count);
     case ScalarKind::float64:
-      return convert_pair<D, double>(destination, source, numel, scale, statistics);
+      return convert_pair<D, double>(destination, source, numel, scale, non_finite_count);
     case ScalarKind::float16:
-      return convert_pair<D, Half>(destination, source, numel, scale, statistics);
+      return convert_pair<D, Half>(destination, source, numel, scale, non_finite_count);
     case ScalarKind::bfloat16:
-      return convert_pair<D, BFloat16>(destination, source, numel, scale, statistics);
+      return convert_pair<D, BFloat16>(destination, source, numel, scale, non_finite_count);
     default:
       __builtin_trap();
   }
 }
 
 void convert(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind, size_t numel,
-             double scale, Statistics* statistics) {
+             double scale, int64_t* non_finite_count) {
   switch (destination_kind) {
     case ScalarKind::float32:
-      return convert_from<float>(destination, source, source_kind, numel, scale, statistics);
+      return convert_from<float>(destination, source, source_kind, numel, scale, non_finite_count);
     case ScalarKind::float64:
-      return convert_from<double>(destination, source, source_kind, numel, scale, statistics);
+      return convert_from<double>(destination, source, source_kind, numel, scale, non_finite_count);
     case ScalarKind::float16:
-      return convert_from<Half>(destination, source, source_kind, numel, scale, statistics);
+      return convert_from<Half>(destination, source, source_kind, numel, scale, non_finite_count);
     case ScalarKind::bfloat16:
-      return convert_from<BFloat16>(destination, source, source_kind, numel, scale, statistics);
+      return convert_from<BFloat16>(destination, source, source_kind, numel, scale, non_finite_count);
     default:
       __builtin_trap();
   }

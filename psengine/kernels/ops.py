@@ -28,7 +28,6 @@ NATIVE_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bf
 OLDEST_CUDA_CAPABILITY = (7, 5)
 
 Strides = tuple[int, ...]
-Statistics = tuple[torch.Tensor, torch.Tensor]
 
 
 def native_available() -> bool:
@@ -87,16 +86,12 @@ def unpack_(
     _call(_unpack, unpack_reference_, flat, (tensors, flat, scale, layout))
 
 
-def pack_stats_(
+def pack_counting_(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0, layout: torch.Tensor | None = None
-) -> Statistics:
-    """``pack_`` that also returns statistics of the values written.
-
-    For each tensor the count of values that are not finite (int64) and the sum of squares (float64), on ``flat``'s
-    device. On the CPU the sums have the same bits for every processor and number of threads.
-    """
-    result: Statistics = _call(_pack_stats, pack_stats_reference_, flat, (flat, tensors, scale, layout))
-    return result
+) -> torch.Tensor:
+    """``pack_``; return for each tensor how many of the values written are not finite: int64, on ``flat``'s device."""
+    counts: torch.Tensor = _call(_pack_counting, pack_counting_reference_, flat, (flat, tensors, scale, layout))
+    return counts
 
 
 def accumulate_(destination: torch.Tensor, source: torch.Tensor, scale: float = 1.0) -> None:
@@ -158,18 +153,16 @@ def unpack_reference_(
 
 
 @torch.no_grad()
-def pack_stats_reference_(
+def pack_counting_reference_(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float = 1.0, layout: torch.Tensor | None = None
-) -> Statistics:
-    """``pack_stats_`` in plain torch; its sums of squares are added in another order."""
+) -> torch.Tensor:
+    """``pack_counting_`` in plain torch, for any dtype."""
     pack_reference_(flat, tensors, scale, layout)
-    non_finite_counts = flat.new_empty(len(tensors), dtype=torch.int64)
-    square_sums = flat.new_empty(len(tensors), dtype=torch.float64)
+    counts = flat.new_empty(len(tensors), dtype=torch.int64)
     for index, values in enumerate(flat.split([tensor.numel() for tensor in tensors]) if tensors else ()):
         wide = (values.abs() if values.is_complex() else values).to(torch.float64)
-        non_finite_counts[index] = wide.numel() - wide.isfinite().sum()
-        square_sums[index] = wide.square().sum()
-    return non_finite_counts, square_sums
+        counts[index] = wide.numel() - wide.isfinite().sum()
+    return counts
 
 
 @torch.no_grad()
@@ -244,20 +237,20 @@ def _places(flat: torch.Tensor, tensors: Sequence[torch.Tensor], layout: torch.T
 
 _pack: Any = None
 _unpack: Any = None
-_pack_stats: Any = None
+_pack_counting: Any = None
 _accumulate: Any = None
 _NATIVE_DEVICES: frozenset[str] = frozenset()
 _RUNS_ON_CPU = False
 
 
-def _fake_pack_stats(flat: torch.Tensor, tensors: Sequence[torch.Tensor], *_rest: Any, **_options: Any) -> Statistics:
-    return flat.new_empty(len(tensors), dtype=torch.int64), flat.new_empty(len(tensors), dtype=torch.float64)
+def _fake_pack_counting(flat: torch.Tensor, tensors: Sequence[torch.Tensor], *_: Any, **_options: Any) -> torch.Tensor:
+    return flat.new_empty(len(tensors), dtype=torch.int64)
 
 
 if native.extension is not None:
     _pack = torch.ops.psengine.pack_.default
     _unpack = torch.ops.psengine.unpack_.default
-    _pack_stats = torch.ops.psengine.pack_stats_.default
+    _pack_counting = torch.ops.psengine.pack_counting_.default
     _accumulate = torch.ops.psengine.accumulate_.default
     _NATIVE_DEVICES = frozenset({"meta"}) | {
         device
@@ -267,7 +260,7 @@ if native.extension is not None:
     _RUNS_ON_CPU = "cpu" in _NATIVE_DEVICES
     # Autograd has nothing to record: without this every call would search its arguments for something to warn about.
     _autograd = torch.library.Library("psengine", "IMPL")
-    for _name in ("pack_", "unpack_", "pack_stats_", "accumulate_"):
+    for _name in ("pack_", "unpack_", "pack_counting_", "accumulate_"):
         _autograd.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-        _fake: Any = _fake_pack_stats if _name == "pack_stats_" else lambda *_, **__: None
+        _fake: Any = _fake_pack_counting if _name == "pack_counting_" else lambda *_, **__: None
         torch.library.register_fake(f"psengine::{_name}", _fake)

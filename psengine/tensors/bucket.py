@@ -215,7 +215,7 @@ class Bucket:
             return False
         try:
             if self.counts_non_finite:
-                counts, _ = ops.pack_stats_(run.flat, tensors, 1.0 / divisor, run.layout)
+                counts = ops.pack_counting_(run.flat, tensors, 1.0 / divisor, run.layout)
                 self._non_finite.append((run.first, counts))
             elif self._is_native:
                 ops.pack_(run.flat, tensors, 1.0 / divisor, run.layout)
