@@ -7,6 +7,7 @@ that the user made.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import logging
 import os
@@ -15,7 +16,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -23,23 +23,13 @@ import torch.distributed as dist
 # Its default arguments hold the default group. Imported later, by torch._dynamo for an optimizer, it would keep our
 # group and gloo's threads until the interpreter's teardown, which then sometimes aborts the process.
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from psengine.environment import job
-from psengine.environment.backends import check_backend, default_backend
-from psengine.environment.devices import select_device
-from psengine.environment.launchers import Placement
-from psengine.environment.placement import place
-from psengine.environment.rendezvous import Wait, ranks_of_this_host, unreachable
-from psengine.environment.variables import given_worker, launch_attempt, launched_as, read_variable
-from psengine.errors import (
-    ArgumentTypeError,
-    CollectiveError,
-    ConfigurationError,
-    EnvironmentVariableError,
-    SharedMemoryUnavailableError,
-)
+from psengine.environment.devices import check_backend, default_backend, select_device
+from psengine.environment.launchers import WORKER, WORKERS, Placement
+from psengine.environment.rendezvous import Wait, ranks_of_this_host
+from psengine.environment.variables import given_worker, launch_attempt, launched_as, master_variables
+from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +68,9 @@ class Context:
         """The number of this process among the workers of the job, 0 <= worker < workers.
 
         In a process group the rank. In an independent worker PSENGINE_WORKER, else the number that the servers assign
-        when the model is wrapped; until then 0, and a warning says so.
+        when the model is wrapped, and 0 until then.
         """
-        return job.worker_of(self.rank, self.world_size)
+        return _worker_of(self.rank, self.world_size)
 
     @property
     def workers(self) -> int:
@@ -89,7 +79,7 @@ class Context:
         Raises:
             EnvironmentVariableError: PSENGINE_WORKER is set without PSENGINE_WORKERS.
         """
-        return job.workers_of(self.rank, self.world_size)
+        return _workers_of(self.rank, self.world_size)
 
     @property
     def is_main_process(self) -> bool:
@@ -101,9 +91,7 @@ class Context:
         _open_blocks += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         global _open_blocks
         _open_blocks -= 1
         if not _open_blocks:
@@ -125,6 +113,8 @@ _generation = 0
 # Blocks ``with init()`` that this process is inside.
 _open_blocks = 0
 _before_shutdown: list[Callable[[], None]] = []
+# The number that the servers gave to this process's first model.
+_assigned: int | None = None
 
 
 def init(
@@ -145,8 +135,7 @@ def init(
         backend: torch.distributed backend; default nccl where there is a CUDA device, else gloo. It says how tensors
             travel, not where they live: with ``"gloo"`` on a CUDA machine the device is CUDA.
         timeout: deadline for meeting the other ranks and, in a group made here, for its operations. From the fifth
-            second on, the log says what init() waits for. If an address derived from Slurm's list of hosts does not
-            resolve, init() fails after ten seconds.
+            second on, the log says what init() waits for.
         rank: this process in the group, instead of the launcher's; together with ``world_size``.
         world_size: number of processes, instead of the launcher's.
         init_method: where the ranks meet, as torch spells it: "tcp://HOST:PORT", "file:///PATH", or "env://" for
@@ -157,8 +146,8 @@ def init(
 
     Raises:
         EnvironmentVariableError: the launcher's variables are incomplete or contradict each other.
-        ConfigurationError, ArgumentTypeError: the backend is unknown, unavailable or not the existing group's; the
-            timeout is no positive ``timedelta``; or rank, world size and init method do not fit each other.
+        ConfigurationError: the backend is unknown or not the existing group's; the timeout is no positive
+            ``timedelta``; or rank, world size and init method do not fit each other.
         CollectiveError: the other ranks could not be reached.
     """
     global _session
@@ -174,7 +163,7 @@ def init(
     if dist.is_initialized():
         context, is_ours = _adopt(timeout), False
     else:
-        context, is_ours = _create(backend or default_backend(), timeout, place(rank, world_size, init_method)), True
+        context, is_ours = _create(backend or default_backend(), timeout, _place(rank, world_size, init_method)), True
     assert dist.group.WORLD is not None
     _session = _Session(context, dist.group.WORLD, is_ours, os.getpid())
     return context
@@ -213,7 +202,7 @@ def is_main_process() -> bool:
 
 def this_worker() -> int:
     """Return this process's number among the workers of the job; see ``Context.worker``, ``is_main_process``."""
-    return job.worker_of(*group_place())
+    return _worker_of(*group_place())
 
 
 def job_place() -> tuple[int, int]:
@@ -223,7 +212,7 @@ def job_place() -> tuple[int, int]:
         EnvironmentVariableError: the launcher's variables are incomplete, or PSENGINE_WORKERS is missing.
     """
     place = group_place()
-    return job.worker_of(*place), job.workers_of(*place)
+    return _worker_of(*place), _workers_of(*place)
 
 
 def group_place() -> tuple[int, int]:
@@ -239,23 +228,81 @@ def world_place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def _worker_of(rank: int, world_size: int) -> int:
+    """The group's rank, else PSENGINE_WORKER, else the number that the servers gave, else 0."""
+    if world_size > 1:
+        return rank
+    worker, _ = given_worker()
+    return worker if worker is not None else _assigned or 0
+
+
+def _workers_of(rank: int, world_size: int) -> int:
+    if world_size > 1:
+        return world_size
+    named, workers = given_worker()
+    if named is not None and workers is None:
+        raise EnvironmentVariableError(
+            f"The number of workers of the job is not known (expected {WORKERS} beside {WORKER}={named}, got none)."
+            f" Fix: set {WORKERS} to the number of workers of the whole job, the same on each of them."
+        )
+    return _worker_of(rank, world_size) + 1 if workers is None else workers
+
+
+def assign_worker(worker: int | None) -> None:
+    """The servers gave this process a number, which its later models do not change; None forgets it."""
+    global _assigned
+    if _assigned is None or worker is None:
+        _assigned = worker
+
+
+def _place(rank: int | None, world_size: int | None, init_method: str | None) -> Placement:
+    """The placement that the arguments of ``init`` describe; what they leave out is the launcher's."""
+    if rank is None and world_size is None:
+        if init_method is None:
+            return launched_as()
+        placement = launched_as(needs_master=False)
+        if placement.launcher == "none" and init_method != "env://":
+            raise ConfigurationError(
+                "init_method says where ranks meet, and nothing says how many there are (expected rank= and"
+                f" world_size= beside it, or a launcher's variables, got only init_method={init_method!r}). Fix: give"
+                " them, or leave it out to train alone."
+            )
+    elif rank is not None and world_size is not None and 0 <= rank < world_size:
+        placement = _placement_of(rank, world_size, "arguments of init()")
+    else:
+        raise ConfigurationError(
+            "init(rank=, world_size=) go together, and ranks count from 0 (expected 0 <= rank < world_size, or neither,"
+            f" got rank={rank}, world_size={world_size}). Fix: give both, or neither, to take the launcher's."
+        )
+    if placement.world_size == 1:
+        return placement
+    return replace(placement, init_method=master_variables() if init_method in (None, "env://") else init_method)
+
+
+def _placement_of(rank: int, world_size: int, launcher: str) -> Placement:
+    """A rank's placement without a meeting point: the launcher's, where its variables describe the same world."""
+    with contextlib.suppress(EnvironmentVariableError):  # of variables that nobody needs here
+        placement = launched_as(needs_master=False)
+        if (placement.rank, placement.world_size) == (rank, world_size):
+            return replace(placement, launcher=launcher, note="")
+    return Placement(launcher=launcher, rank=rank, world_size=world_size, local_rank=None, local_world_size=None)
+
+
 def _create(backend: str, timeout: timedelta, placement: Placement) -> Context:
     global _generation, _meeting_point
     if placement.note:
         logger.warning("%s", placement.note)
-    # Before the others are met, where that is known: what is wrong here ends at once.
-    device = None if placement.local_rank is None else _device_of(placement)
-    wait = Wait(placement, timeout.total_seconds())
+    wait = Wait(placement, timeout)
     try:
         with wait.in_the_log():
-            store = _meet(placement, timeout, wait)
+            if _meeting_point is None or _meeting_point[0] != placement:
+                _meeting_point = placement, wait.meet()
             # Keys of an earlier group must not be taken for this one's: torchrun's store outlives the group, and the
             # processes of an attempt that failed (gloo would connect to their addresses).
-            store = PrefixStore(f"psengine/group/{launch_attempt()}/{_generation}", store)
-            wait.state = "the ranks' store was reached, and not all other ranks have joined the process group"
-            if device is None:
-                placement = _placed_by_hosts(placement, store, timeout)
-                device = _device_of(placement)
+            store = PrefixStore(f"psengine/group/{launch_attempt()}/{_generation}", _meeting_point[1])
+            store.set_timeout(timeout)
+            wait.what = "the other ranks to join the process group"
+            context = _context(placement, store, timeout)
             dist.init_process_group(
                 backend,
                 store=store,
@@ -263,122 +310,61 @@ def _create(backend: str, timeout: timedelta, placement: Placement) -> Context:
                 world_size=placement.world_size,
                 timeout=timeout,
                 # Ties the group to the device: fails early, and barrier() need not guess (it warns when it does).
-                device_id=device if backend.lower() == "nccl" else None,
+                device_id=context.device if backend.lower() == "nccl" else None,
             )
-    except (SharedMemoryUnavailableError, EnvironmentVariableError):
-        _meeting_point = None
-        raise  # by backend "psengine", or for want of a device; the text has the fix
     except (RuntimeError, ValueError, OSError) as error:
         _meeting_point = None
-        cause = error.__cause__ if isinstance(error, CollectiveError) else None
-        raise unreachable(wait, cause or error) from error
+        if isinstance(error, PSEngineError):
+            raise  # its text has the fix
+        raise wait.failed(error) from error
     _generation += 1
     atexit.register(_shutdown_at_exit)
-    try:
-        return _context(placement, device, store, timeout)
-    except BaseException:
-        dist.destroy_process_group()
-        raise
-
-
-def _device_of(placement: Placement) -> torch.device:
-    index = placement.local_rank if placement.device_index is None else placement.device_index
-    assert index is not None, "its place on the host is known"
-    return select_device(index)
-
-
-def _meet(placement: Placement, timeout: timedelta, wait: Wait) -> Store:
-    """Return the store all ranks of the world share."""
-    global _meeting_point
-    if _meeting_point is None or _meeting_point[0] != placement:
-        store: Store = HashStore()
-        url, rank, world_size = f"file://{placement.meeting_file}", placement.rank, placement.world_size
-        if placement.master is not None:
-            # As torch's own rendezvous decides it: torchrun's agent hosts the store, else rank 0.
-            listens_here = placement.rank == 0 and read_variable("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            wait.reach_master(listens_here=listens_here)
-            url = f"tcp://{placement.master}"
-            store, _, _ = wait.meet(
-                lambda: next(rendezvous(url, rank, world_size, timeout=timeout)), listens_here=listens_here
-            )
-        elif placement.meeting_file:
-            store, _, _ = next(rendezvous(url, rank, world_size, timeout=timeout))
-        _meeting_point = placement, store
-    _meeting_point[1].set_timeout(timeout)
-    return _meeting_point[1]
+    return context
 
 
 def _adopt(timeout: timedelta) -> Context:
-    """Describe the user's group: from the environment if it describes the same world, else by host names."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    placement = None
-    try:
-        placement = launched_as(needs_master=False)
-    except EnvironmentVariableError:
-        logger.debug("the environment is incomplete; placing rank %d by host names", rank)
-    if placement is None or (placement.rank, placement.world_size) != (rank, world_size):
-        placement = Placement(
-            launcher="none", rank=rank, local_rank=None, world_size=world_size, local_world_size=None, master=None
-        )
-    if placement.local_rank is None:
-        placement = _placed_by_hosts(placement, store, timeout)
+    """Describe the user's group."""
     assert dist.group.WORLD is not None
-    device: torch.device | None = dist.group.WORLD.bound_device_id
-    return _context(placement, device or _device_of(placement), store, timeout)
+    placement = _placement_of(dist.get_rank(), dist.get_world_size(), "none")
+    store = dist.distributed_c10d._get_default_store()
+    return _context(placement, store, timeout, dist.group.WORLD.bound_device_id)
 
 
-def _placed_by_hosts(placement: Placement, store: Store, timeout: timedelta) -> Placement:
-    """The placement with this rank's place among those that call their host alike. All ranks call it."""
-    rank, world_size = placement.rank, placement.world_size
-    mates = [0] if world_size == 1 else ranks_of_this_host(store, rank, world_size, timeout)
-    return replace(placement, local_rank=mates.index(rank), local_world_size=len(mates))
-
-
-def _context(placement: Placement, device: torch.device, store: Store, timeout: timedelta) -> Context:
-    local_world_size = placement.local_world_size
+def _context(placement: Placement, store: Store, timeout: timedelta, device: torch.device | None = None) -> Context:
+    """Where nobody says which ranks share this host, those do that give it the same name. All ranks call it."""
+    local_rank, local_world_size = placement.local_rank, placement.local_world_size
     if local_world_size is None:
-        local_world_size = len(ranks_of_this_host(store, placement.rank, placement.world_size, timeout))
-    assert placement.local_rank is not None, "its place on the host is known"
-    if placement.local_rank >= local_world_size:
-        raise EnvironmentVariableError(
-            f"A local rank lies below the number of ranks on its host (expected below {local_world_size}, which is how"
-            f" many ranks call their host {socket.gethostname()}, got {placement.local_rank} on rank"
-            f" {placement.rank}). Fix: set LOCAL_WORLD_SIZE, or give the containers of one host the same host name."
-        )
+        mates = ranks_of_this_host(store, placement.rank, placement.world_size, timeout)
+        local_world_size = len(mates)
+        local_rank = mates.index(placement.rank) if local_rank is None else local_rank
+    assert local_rank is not None, "a launcher that counts the ranks of a host numbers them"
     return Context(
         rank=placement.rank,
-        local_rank=placement.local_rank,
+        local_rank=local_rank,
         world_size=placement.world_size,
         local_world_size=local_world_size,
-        device=device,
+        device=device or select_device(local_rank if placement.device_index is None else placement.device_index),
         hostname=socket.gethostname(),
     )
 
 
 def _check_timeout(timeout: timedelta) -> None:
-    if not isinstance(timeout, timedelta):
-        raise ArgumentTypeError(
-            f"timeout is a datetime.timedelta, as torch.distributed has it (expected one, got {timeout!r})."
-            " Fix: init(timeout=timedelta(seconds=60))."
-        )
-    if not timedelta(milliseconds=1) <= timeout <= _LONGEST_TIMEOUT:
+    if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= _LONGEST_TIMEOUT:
         raise ConfigurationError(
-            f"timeout is a time to wait (expected at least a millisecond and at most a year, got {timeout})"
+            "timeout is a datetime.timedelta, as torch.distributed has it (expected at least a millisecond and at most"
+            f" a year, got {timeout!r}). Fix: init(timeout=timedelta(seconds=60))."
         )
 
 
 def _check_same_group(backend: str | None, rank: int | None, world_size: int | None) -> None:
-    names: tuple[Callable[[], str], ...] = (dist.get_backend, dist.get_backend_config)
-    if backend is not None and backend.lower() not in [str(name()).lower() for name in names]:
-        raise ConfigurationError(
-            f"The default process group exists and keeps its backend (expected backend={dist.get_backend()!r} or none,"
-            f" got {backend!r}). Fix: leave the argument out, or call shutdown() or destroy_process_group() first."
-        )
-    for name, value, own in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
-        if value is not None and value != own:
+    own = {str(dist.get_backend()).lower(), str(dist.get_backend_config()).lower()}
+    backend = dist.get_backend() if backend is not None and backend.lower() in own else backend
+    given = {"backend": backend, "rank": rank, "world_size": world_size}
+    kept = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    for name, value in given.items():
+        if value not in (None, kept[name]):
             raise ConfigurationError(
-                f"The default process group exists and keeps its ranks (expected {name}={own} or none, got {value!r})."
+                f"The default process group exists (expected {name}={kept[name]!r} or none, got {value!r})."
                 " Fix: leave the argument out, or call shutdown() or destroy_process_group() first."
             )
 

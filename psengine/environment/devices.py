@@ -1,12 +1,28 @@
-"""Which CUDA device a rank of this host takes."""
+"""Which backends of torch.distributed and which CUDA devices this process may use."""
 
 from __future__ import annotations
 
 import socket
 
 import torch
+import torch.distributed as dist
 
-from psengine.errors import EnvironmentVariableError
+from psengine.errors import ConfigurationError, EnvironmentVariableError
+
+
+def default_backend() -> str:
+    """Return nccl where there is a CUDA device, else gloo."""
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def check_backend(backend: str) -> None:
+    """Raise ``ConfigurationError`` unless ``backend`` names one, or a list such as "cpu:gloo,cuda:nccl" of them."""
+    if not all(dist.is_backend_available(part.rpartition(":")[2]) for part in str(backend).lower().split(",")):
+        known = filter(dist.is_backend_available, dist.Backend.backend_list[1:])
+        raise ConfigurationError(
+            f"backend must be one of this torch's (expected one of {', '.join(known)}, or a list such as"
+            f" 'cpu:gloo,cuda:nccl' of them; got {backend!r}). Fix: leave it out, for nccl with CUDA and gloo else."
+        )
 
 
 def choose_device(local_rank: int, device_count: int) -> torch.device:
@@ -19,15 +35,13 @@ def choose_device(local_rank: int, device_count: int) -> torch.device:
     """
     if device_count == 0:
         return torch.device("cpu")
-    if device_count == 1:
-        return torch.device("cuda", 0)
-    if local_rank >= device_count:
+    if device_count > 1 and local_rank >= device_count:
         raise EnvironmentVariableError(
             f"Every local rank needs a CUDA device of its own (expected a local rank below {device_count} visible"
             f" devices, got local rank {local_rank}). Fix: start at most {device_count} processes on"
             f" {socket.gethostname()}, or make more devices visible in CUDA_VISIBLE_DEVICES."
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", min(local_rank, device_count - 1))
 
 
 def select_device(local_rank: int) -> torch.device:

@@ -6,9 +6,7 @@ project's distribution; its package has the same name, and would overwrite this 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from psengine.errors import MissingExtraError
 
@@ -33,7 +31,9 @@ def missing_extra(what: str, error: ImportError, extra: str) -> MissingExtraErro
 
 def build_command(*, package: Path = _PACKAGE) -> str:
     """Return the command that restores the files of that copy, and builds its native extension here."""
-    return f"pip install --force-reinstall --no-deps {_source(package)}"
+    if _is_checkout(package):
+        return f"pip install --force-reinstall --no-deps -e '{package.parent}'"
+    return "in psengine's folder: pip install --force-reinstall --no-deps ."
 
 
 def other_distributions(*, package: Path = _PACKAGE) -> list[str]:
@@ -47,26 +47,6 @@ def other_distributions(*, package: Path = _PACKAGE) -> list[str]:
     return [f"psengine {version} in {folder}" for folder, version in found if folder != sources]
 
 
-def _source(package: Path) -> str:
-    """What pip is to install, with its options."""
-    if _is_checkout(package):
-        return f"-e '{package.parent}'"
-    folder = _installed_from(package)
-    return f"'{folder}'" if folder else f"--no-binary {DISTRIBUTION} {DISTRIBUTION}"
-
-
 def _is_checkout(package: Path) -> bool:
     """Whether the sources lie beside the package: installed as editable, or found on PYTHONPATH."""
     return (package.parent / "csrc").is_dir() and (package.parent / "pyproject.toml").is_file()
-
-
-def _installed_from(package: Path) -> Path | None:
-    """The folder of sources that pip installed that copy from (PEP 610: direct_url.json beside its metadata)."""
-    from importlib import metadata
-
-    for found in metadata.distributions(name=DISTRIBUTION, path=[str(package.parent)]):
-        url = str(json.loads(found.read_text("direct_url.json") or "{}").get("url", ""))
-        folder = Path(unquote(urlsplit(url).path))
-        if url.startswith("file:") and folder.is_dir():
-            return folder
-    return None

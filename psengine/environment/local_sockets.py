@@ -40,26 +40,22 @@ def private_directory(*, make: bool = False) -> Path:
     Raises:
         ConfigurationError: it cannot be made, is not ours, or others may enter it.
     """
-    user = os.geteuid()
+    user, problem = os.geteuid(), ""
     directory = Path(read_variable(_DIRECTORY_VARIABLE) or f"/tmp/psengine-{user}")
-    fix = f"Fix: remove it, or set {_DIRECTORY_VARIABLE} to a directory of yours, alike for servers and workers."
     try:
         if make:
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir(mode=0o700)
+            directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or stat.S_IMODE(status.st_mode) & 0o077:
+            problem = f"{stat.filemode(status.st_mode)} of user {status.st_uid}"
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not make:
-            return directory
+        if make or not isinstance(error, FileNotFoundError):
+            problem = str(error)
+    if problem:
         raise ConfigurationError(
-            f"The directory {directory} for Unix sockets cannot be used (expected one of ours, got: {error}). {fix}"
-        ) from error
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or mode & 0o077:
-        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no directory"
-        raise ConfigurationError(
-            f"The directory {directory} for Unix sockets must be ours alone (expected a directory of user {user} with"
-            f" mode 0700, got {kind} of user {status.st_uid} with mode {mode:04o}). {fix}"
+            f"The directory {directory} for Unix sockets must be ours alone (expected drwx------ of user {user}, got"
+            f" {problem}). Fix: remove it, or set {_DIRECTORY_VARIABLE} to a directory of yours, alike for servers and"
+            " workers."
         )
     return directory
 
@@ -145,18 +141,13 @@ def _host(match: re.Match[str]) -> str:
 
 def remove_stale_sockets() -> None:
     """Remove the sockets of killed servers from the private directory."""
-    try:
-        entries = list(os.scandir(private_directory()))
-    except (ConfigurationError, OSError):
-        return
-    for entry in entries:
-        try:
-            status = entry.stat(follow_symlinks=False)
-            is_old = stat.S_ISSOCK(status.st_mode) and time.time() - status.st_mtime > _STALE_S
-            if is_old and not is_listening(f"ipc://{entry.path}"):
-                os.unlink(entry.path)
-        except OSError:
-            continue  # another server removes it too
+    with contextlib.suppress(ConfigurationError, OSError):
+        for path in private_directory().iterdir():
+            with contextlib.suppress(OSError):  # another server removes it too
+                status = path.lstat()
+                is_old = stat.S_ISSOCK(status.st_mode) and time.time() - status.st_mtime > _STALE_S
+                if is_old and not is_listening(f"ipc://{path}"):
+                    path.unlink()
 
 
 def _connected(address: str) -> socket.socket:
@@ -184,30 +175,20 @@ def _network_namespace() -> int:
 
 
 def _tcp_listener_uid(host: str, port: int) -> int | None:
-    """The user who listens at this address, else at all addresses, by the kernel's table."""
-    exact = {_hexadecimal(socket.AF_INET6 if ":" in host else socket.AF_INET, host)}
-    if ":" not in host:
-        exact.add(_hexadecimal(socket.AF_INET6, f"::ffff:{host}"))
-    anywhere: int | None = None
+    """The user who listens at this address, else at all addresses, by the kernel's tables."""
+    users: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            words = line.split()
-            bound, _, number = words[1].partition(":")
-            if words[3] != _LISTENS or int(number, 16) != port:
-                continue
-            if bound in exact:
-                return int(words[7])
-            if not bound.strip("0"):
-                anywhere = int(words[7])
-    return anywhere
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                words = line.split()
+                bound, _, number = words[1].partition(":")
+                if words[3] == _LISTENS and int(number, 16) == port:
+                    users[bound] = int(words[7])
+    hosts = [host, "::"] if ":" in host else [host, f"::ffff:{host}", "0.0.0.0", "::"]
+    return next((users[bound] for bound in map(_hexadecimal, hosts) if bound in users), None)
 
 
-def _hexadecimal(family: int, host: str) -> str:
+def _hexadecimal(host: str) -> str:
     """An address as /proc/net/tcp has it: words of four bytes in the machine's order."""
-    packed = socket.inet_pton(family, host)
-    words = struct.unpack(f"={len(packed) // 4}I", packed)
-    return "".join(f"{word:08X}" for word in words)
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed))

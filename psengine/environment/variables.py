@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from psengine.environment.launchers import Master, Placement, detect, master_from, read_worker
+from psengine.environment.launchers import Placement, detect, master_from, read_worker
 
 
 def launched_as(*, needs_master: bool = True) -> Placement:
     """Return what the launcher told this process.
 
     Args:
-        needs_master: False where the ranks meet elsewhere: then ``master`` is None, and nothing about it is required.
+        needs_master: False where the ranks meet elsewhere: then nothing about the master is required.
 
     Raises:
         EnvironmentVariableError: the launcher's variables are incomplete or contradict each other.
@@ -20,9 +20,9 @@ def launched_as(*, needs_master: bool = True) -> Placement:
     return detect(os.environ, needs_master=needs_master)
 
 
-def master_of(world_size: int) -> Master | None:
-    """Return the master that MASTER_ADDR and MASTER_PORT name; see ``launchers.master_from``."""
-    return master_from(os.environ, world_size)
+def master_variables() -> str:
+    """Return the init method that MASTER_ADDR and MASTER_PORT name; see ``launchers.master_from``."""
+    return master_from(os.environ)
 
 
 def given_worker() -> tuple[int | None, int | None]:

@@ -112,27 +112,6 @@ def test_a_check_that_fails_or_hangs_is_a_finding(monkeypatch):
     assert "0.2 s" in second.text
 
 
-def test_with_torch_alone_the_report_is_on_plain_lines_and_another_command_names_the_extra():
-    program = (
-        "import sys, warnings\n"
-        "for name in ('typer', 'rich', 'zmq', 'msgpack', 'numpy', 'xxhash', 'safetensors'): sys.modules[name] = None\n"
-        "warnings.filterwarnings('ignore', 'Failed to initialize NumPy')\n"
-        "from psengine.cli.main import main\n"
-        "main(sys.argv[1:])\n"
-    )
-    for arguments, code in ((["doctor"], 0), (["run", "train.py"], 2), (["doctor", "--json"], 2)):
-        command = [sys.executable, "-c", program, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == code, done.stderr
-        assert "[cli]'" in done.stderr.splitlines()[-1]
-        assert len(done.stderr.splitlines()) == 1
-        if code == 0:
-            assert {line[8:25].strip() for line in done.stdout.splitlines()[:-1]} == {*doctor_report.CHECKS, ""}
-            assert re.fullmatch(r"0 problems, \d+ warnings?, \d+ notes?\.", done.stdout.splitlines()[-1])
-        else:
-            assert done.stdout == ""
-
-
 # ---- the machine ---------------------------------------------------------------------------------------------------
 
 

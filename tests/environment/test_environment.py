@@ -1,7 +1,10 @@
+"""``init`` and ``shutdown``: alone, in a group, as an independent worker; how ranks meet."""
+
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -9,83 +12,46 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-import zlib
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.expectations import raises
 from support.interpreters import running_program
 from support.marks import slow
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 
+import psengine
 from psengine.environment import context as environment
-from psengine.environment.backends import default_backend
-from psengine.environment.context import Context, init, is_main_process, shutdown
-from psengine.environment.devices import choose_device
-from psengine.environment.launchers import detect
-from psengine.environment.slurm_lists import expand_node_list
-from psengine.environment.variables import default_strategy
-from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationError, EnvironmentVariableError
+from psengine.environment import rendezvous
+from psengine.environment.context import Context, assign_worker, init, is_main_process, shutdown
+from psengine.environment.devices import default_backend
+from psengine.errors import CollectiveError, ConfigurationError, EnvironmentVariableError, ServerLostError
+from psengine.parameter_server.client import reachability
 
 LAUNCHER_VARIABLE = re.compile(
-    r"(SLURM|OMPI|PMIX|TORCHELASTIC|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$|GROUP_RANK|PSENGINE_STRATEGY"
+    r"(SLURM|OMPI|PMIX|TORCHELASTIC|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$|GROUP_RANK|PSENGINE_(STRATEGY|WORKERS?|SERVERS)"
 )
-
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "29500",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-host-4711@1",
-}
-# What srun sets for task 5 of `srun -n 7` on four nodes, in a job of more.
-SLURM = {
-    "SLURM_JOB_ID": "99",
-    "SLURM_JOB_NODELIST": "node[1-9]",
-    "SLURM_NTASKS": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_STEP_NODELIST": "node[03-06]",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-}
-# What a batch script of the same job has before any srun.
-SBATCH = {
-    "SLURM_JOB_ID": "99",
-    "SLURM_JOB_NODELIST": "node[1-9]",
-    "SLURM_NTASKS": "36",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-}
-SINGLE = (0, 0, 1, 1, None)
+# RFC 6761: no such name will ever resolve.
+NO_HOST = "node-0.invalid"
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+TORCHRUN |= {"MASTER_ADDR": NO_HOST, "MASTER_PORT": "1"}
 
 
-SEED = "slurm 99.0"
-
-
-def without(variables: dict[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if name not in names}
-
-
-def derived(seed: str) -> int:
-    return 10000 + zlib.crc32(seed.encode()) % 20000
+def clear() -> None:
+    for name in list(os.environ):
+        if LAUNCHER_VARIABLE.match(name):
+            del os.environ[name]
 
 
 @pytest.fixture
-def bare_environment(monkeypatch: pytest.MonkeyPatch):
+def bare(monkeypatch: pytest.MonkeyPatch):
     for name in list(os.environ):
         if LAUNCHER_VARIABLE.match(name):
             monkeypatch.delenv(name)
@@ -93,241 +59,164 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch):
     shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+    assign_worker(None)
 
 
-OPEN_MPI_4 = without(OPEN_MPI, "PMIX_NAMESPACE") | {"OMPI_MCA_ess_base_jobid": "77"}
-OPEN_MPI_MANY = OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}
-LOCAL_MASTER = f"127.0.0.1:{derived(OPEN_MPI['PMIX_NAMESPACE'])}"
-PLACEMENTS = {
-    "nothing": ({}, "none", SINGLE),
-    "an address is no launch": ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "none", SINGLE),
-    "empty is unset": ({"RANK": " ", "WORLD_SIZE": ""}, "none", SINGLE),
-    "torchrun": (TORCHRUN, "torchrun", (3, 1, 4, 2, "a:29500")),
-    "no local size": (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "torchrun", (3, 1, 4, None, "a:29500")),
-    "IPv6": (TORCHRUN | {"MASTER_ADDR": "::1"}, "torchrun", (3, 1, 4, 2, "[::1]:29500")),
-    "torchrun in a Slurm step": (TORCHRUN | SLURM, "torchrun", (3, 1, 4, 2, "a:29500")),
-    "world of 1": ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "torchrun", SINGLE),
-    "srun": (SLURM, "Slurm", (5, 1, 7, None, f"node03:{derived(SEED)}")),
-    "exported WORLD_SIZE": (SLURM | {"WORLD_SIZE": "36"}, "Slurm", (5, 1, 7, None, f"node03:{derived(SEED)}")),
-    "own address": (SLURM | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, "Slurm", (5, 1, 7, None, "m:5")),
-    "--preserve-env": (SLURM | {"SLURM_NTASKS": "36"}, "Slurm", (5, 1, 7, None, f"node03:{derived(SEED)}")),
-    "sbatch without srun": (SBATCH, "none", SINGLE),
-    "salloc's interactive step": (SBATCH | {"SLURM_STEP_ID": "4294967290"}, "none", SINGLE),
-    "mpirun": (OPEN_MPI, "Open MPI", (1, 1, 2, 2, LOCAL_MASTER)),
-    "Open MPI 4": (OPEN_MPI_4, "Open MPI", (1, 1, 2, 2, f"127.0.0.1:{derived('77')}")),
-    "two hosts": (OPEN_MPI_MANY | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, "Open MPI", (1, 1, 4, 2, "h:9")),
-    "mpirun's daemons started by srun": (OPEN_MPI | SLURM, "Open MPI", (1, 1, 2, 2, LOCAL_MASTER)),
-}  # fmt: skip
+def set_all(patches: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        patches.setenv(name, value)
 
 
-@pytest.mark.parametrize(("variables", "launcher", "expected"), PLACEMENTS.values(), ids=PLACEMENTS)
-def test_a_launchers_variables_are_a_placement(variables, launcher, expected):
-    found = detect(variables)
-    master = found.master and str(found.master)
-    assert found.launcher == launcher
-    assert (found.rank, found.local_rank, found.world_size, found.local_world_size, master) == expected
+def numbers(context: Context) -> tuple[Any, ...]:
+    return context.rank, context.world_size, context.worker, context.workers, context.is_main_process
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, SLURM, OPEN_MPI_MANY])
-def test_who_needs_no_master_needs_none_of_its_variables(variables):
-    about_master = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
-    found = detect(without(variables, *about_master), needs_master=False)
-    expected = detect(variables | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    assert found == dataclasses.replace(expected, master=None)
-
-
-REFUSED = {
-    "RANK alone": ({"RANK": "0"}, ["got RANK=0", "missing WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"]),
-    "no port": (without(TORCHRUN, "MASTER_PORT"), ["missing MASTER_PORT)", "MASTER_ADDR=a"]),
-    "rank >= world": (TORCHRUN | {"WORLD_SIZE": "2"}, ["RANK", "0 to 1", "got '3'"]),
-    "other digits": (TORCHRUN | {"RANK": "\u0661"}, ["RANK", "0 to 3"]),
-    "local > world": (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE", "1 to 4", "got '5'"]),
-    "port abc": (TORCHRUN | {"MASTER_PORT": "abc"}, ["MASTER_PORT", "1 to 65535", "got 'abc'"]),
-    "no PROCID": (without(SLURM, "SLURM_PROCID"), ["missing SLURM_PROCID)", "SLURM_LOCALID=1"]),
-    "bad node list": (SLURM | {"SLURM_STEP_NODELIST": "n[1"}, ["SLURM_STEP_NODELIST", "'n[1'"]),
-    "no node list": (
-        without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-        ["7 ranks", "neither MASTER_ADDR nor", "Fix: set MASTER_ADDR to"],
-    ),
-    "no job id": (without(SLURM, "SLURM_JOB_ID"), ["Fix: set MASTER_PORT to"]),
-    "no local rank": (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), ["COMM_WORLD_LOCAL_RANK)", "mpirun"]),
-    "several hosts": (OPEN_MPI_MANY, ["MASTER_ADDR", "=2 of", "=4", "mpirun -x"]),
-    "no job name": (without(OPEN_MPI, "PMIX_NAMESPACE"), ["Fix: set MASTER_PORT to"]),
-}
-
-
-@pytest.mark.parametrize(("variables", "words"), REFUSED.values(), ids=REFUSED)
-def test_incomplete_and_contradicting_variables_are_refused(variables, words):
-    with pytest.raises(EnvironmentVariableError) as caught:
-        detect(variables)
-    assert [word for word in (*words, "expected", "Fix: ") if word not in str(caught.value)] == []
-
-
-def test_a_batch_script_without_srun_is_told():
-    assert "SLURM_NTASKS=36" in detect(SBATCH).note
-    assert "srun python" in detect(SBATCH).note
-    assert detect(SBATCH | {"SLURM_NTASKS": "1"}).note == detect(SLURM).note == ""
-
-
-def test_derived_ports_lie_below_the_ephemeral_range():
-    ports = [detect(SLURM | {"SLURM_JOB_ID": str(job)}).master.port for job in range(500)]
-    assert min(ports) >= 10000
-    assert max(ports) < 30000
-    assert len(set(ports)) > 450
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("node[1-3,07,10-12]", "node1 node2 node3 node07 node10 node11 node12"),
-        ("n[08-11]", "n08 n09 n10 n11"),
-        ("r[0-1][5-6]", "r05 r06 r15 r16"),
-        ("node[1-2,07],gpu-a[001-002]-x,single", "node1 node2 node07 gpu-a001-x gpu-a002-x single"),
-    ],
-)
-def test_slurms_lists_of_hosts(text, hosts):
-    assert expand_node_list(text) == hosts.split()
-
-
-@pytest.mark.parametrize("text", ["", "a,,b", "a[1", "a[[1]]", "a[]", "a[3-1]", "a[x]", "a[1-2-3]"])
-def test_malformed_lists_of_hosts_are_refused(text):
-    with pytest.raises(EnvironmentVariableError, match=r"NODES must follow.*expected.*got .*Fix: ") as caught:
-        expand_node_list(text, "NODES")
-    assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "count", "device"), [(3, 0, "cpu"), (3, 1, "cuda:0"), (0, 4, "cuda:0"), (3, 4, "cuda:3")]
-)
-def test_a_local_rank_has_its_device(local_rank, count, device):
-    assert choose_device(local_rank, count) == torch.device(device)
-
-
-def test_too_few_devices():
-    with pytest.raises(EnvironmentVariableError, match=r"below 2 visible.*got local rank 2.*Fix: .*at most 2"):
-        choose_device(2, 2)
+# ---- a process alone -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asserts the CPU's defaults")
-class TestSingleProcess:
-    def test_init_and_shutdown(self, bare_environment):
-        context = init()
-        assert context == Context(
-            rank=0,
-            local_rank=0,
-            world_size=1,
-            local_world_size=1,
-            device=torch.device("cpu"),
-            hostname=socket.gethostname(),
-        )
-        assert context.is_main_process
-        assert dist.get_backend() == "gloo"
-        ones = torch.ones(3)
-        dist.all_reduce(ones)
-        assert ones.tolist() == [1, 1, 1]
-        assert init() == init("gloo") == context
-        shutdown()
-        assert not dist.is_initialized()
-        shutdown()
-        assert init() == context
+def test_init_and_shutdown(bare):
+    assert is_main_process()
+    bare.setenv("MASTER_ADDR", NO_HOST)  # nobody is met
+    bare.setenv("MASTER_PORT", "1")
+    context = init()
+    assert context == Context(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        device=torch.device("cpu"),
+        hostname=socket.gethostname(),
+    )
+    assert numbers(context) == (0, 1, 0, 1, True)
+    assert dist.get_backend() == "gloo"
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    assert ones.tolist() == [1, 1, 1]
+    assert init() == init("gloo") == init(rank=0, world_size=1) == context
+    shutdown()
+    assert not dist.is_initialized()
+    shutdown()
+    assert init() == context
+    dist.destroy_process_group()
+    assert init() == context
 
-    def test_meets_nobody(self, bare_environment):
-        bare_environment.setattr(environment, "rendezvous", None)
-        bare_environment.setenv("MASTER_ADDR", "no.such.host.invalid")
-        bare_environment.setenv("MASTER_PORT", "1")
-        assert init().world_size == 1
-        shutdown()
-        for name in ("RANK", "LOCAL_RANK"):
-            bare_environment.setenv(name, "0")
-        bare_environment.setenv("WORLD_SIZE", "1")
-        assert init().world_size == 1
 
-    def test_after_the_user_replaced_our_group(self, bare_environment):
-        context = init()
-        dist.destroy_process_group()
-        assert init() == context
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = dist.group.WORLD
-        shutdown()
-        assert dist.group.WORLD is group
-        init()
-        shutdown()
-        assert dist.group.WORLD is group
+def test_adopts_a_group_and_leaves_it(bare):
+    init()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    shutdown()
+    assert dist.group.WORLD is group
+    assert init().world_size == 1
+    with pytest.raises(ConfigurationError, match=r"expected backend='gloo' or none, got 'cpu:gloo'.*Fix: "):
+        init("cpu:gloo")
+    shutdown()
+    assert dist.group.WORLD is group
 
-    def test_adopts_a_group(self, bare_environment):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = dist.group.WORLD
-        assert init().world_size == 1
-        assert dist.group.WORLD is group
-        with pytest.raises(ConfigurationError, match=r"expected backend='gloo' or none, got 'cpu:gloo'.*Fix: "):
-            init("cpu:gloo")
-        shutdown()
-        assert dist.group.WORLD is group
 
-    @pytest.mark.parametrize("backend", ["bogus", "nccl", "", "cpu:gloo,cuda:bogus", 3])
-    def test_refuses_backends(self, bare_environment, backend):
-        with pytest.raises(ConfigurationError, match=rf"expected one of gloo.*got {re.escape(repr(backend))}.*Fix: "):
-            init(backend)
-        assert not dist.is_initialized()
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"backend": "bogus"}, ConfigurationError, "got 'bogus'"),
+        ({"backend": "cpu:gloo,cuda:bogus"}, ConfigurationError, "one of gloo, "),
+        ({"timeout": timedelta(0)}, ConfigurationError, "at least a millisecond"),
+        ({"timeout": 5}, ConfigurationError, "got 5"),
+        ({"rank": 0}, ConfigurationError, "got rank=0, world_size=None"),
+        ({"rank": 2, "world_size": 2}, ConfigurationError, "got rank=2, world_size=2"),
+        ({"init_method": "tcp://h:1"}, ConfigurationError, "nothing says how many there are"),
+        ({"rank": 0, "world_size": 2}, EnvironmentVariableError, "MASTER_ADDR"),
+        ({"rank": 0, "world_size": 2, "init_method": "tcp://h"}, CollectiveError, "port number missing"),
+        ({"rank": 0, "world_size": 2, "init_method": "foo://h:1"}, CollectiveError, "No rendezvous handler for foo://"),
+    ],
+)
+def test_arguments_that_do_not_fit(bare, arguments, error, words):
+    with raises(error, words, "expected", "Fix: "):
+        init(**{"backend": "gloo", **arguments})
+    assert not dist.is_initialized()
 
-    @pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), timedelta.max])
-    def test_refuses_timeouts(self, bare_environment, timeout):
-        with pytest.raises(ConfigurationError, match=rf"at least a millisecond.*got {re.escape(str(timeout))}"):
-            init(timeout=timeout)
 
-    @pytest.mark.parametrize("timeout", [5, 0.5, True, "5", None])
-    def test_refuses_timeouts_that_are_none(self, bare_environment, timeout):
-        with pytest.raises(ArgumentTypeError, match=rf"got {re.escape(repr(timeout))}.*timedelta\(seconds=60\)"):
-            init(timeout=timeout)
-
-    def test_half_set_environment(self, bare_environment):
-        bare_environment.setenv("RANK", "0")
+def test_half_set_variables(bare):
+    bare.setenv("RANK", "0")
+    for call in (init, is_main_process):
         with pytest.raises(EnvironmentVariableError, match="missing WORLD_SIZE"):
-            init()
-        with pytest.raises(EnvironmentVariableError, match="missing WORLD_SIZE"):
-            is_main_process()
+            call()
 
-    def test_batch_script_logs_what_is_missing(self, bare_environment, caplog):
-        for name, value in SBATCH.items():
-            bare_environment.setenv(name, value)
-        assert init().world_size == 1
-        assert "srun python" in caplog.text
 
-    def test_is_main_process(self, bare_environment):
-        assert is_main_process()
-        for name, value in TORCHRUN.items():
-            bare_environment.setenv(name, value)
-        assert not is_main_process()
-        bare_environment.setenv("RANK", "0")
-        assert is_main_process()
+def test_a_batch_script_without_srun_is_told(bare, caplog):
+    set_all(bare, {"SLURM_JOB_ID": "99", "SLURM_NTASKS": "36"})
+    assert init().world_size == 1
+    assert "srun python" in caplog.text
 
-    def test_default_strategy(self, bare_environment):
-        assert default_strategy() == "sync"
-        bare_environment.setenv("PSENGINE_STRATEGY", "")
-        assert default_strategy() == "sync"
-        bare_environment.setenv("PSENGINE_STRATEGY", "async:max_staleness=4")
-        assert default_strategy() == "async:max_staleness=4"
 
-    def test_gloo_keeps_a_cuda_device(self, bare_environment):
-        selected = []
-        bare_environment.setattr(torch.cuda, "is_available", lambda: True)
-        bare_environment.setattr(torch.cuda, "device_count", lambda: 2)
-        bare_environment.setattr(torch.cuda, "set_device", selected.append)
-        assert init("gloo").device == torch.device("cuda", 0)
-        assert selected == [torch.device("cuda", 0)]
-        assert dist.get_backend() == "gloo"
+def test_gloo_keeps_a_cuda_device_and_nccl_is_preferred(bare):
+    selected = []
+    bare.setattr(torch.cuda, "is_available", lambda: True)
+    bare.setattr(torch.cuda, "device_count", lambda: 2)
+    bare.setattr(torch.cuda, "set_device", selected.append)
+    assert init("gloo").device == torch.device("cuda", 0)
+    assert selected == [torch.device("cuda", 0)]
+    bare.setattr(dist, "is_nccl_available", lambda: True)
+    assert default_backend() == "nccl"
 
-    def test_nccl_is_preferred_with_cuda(self, bare_environment):
-        bare_environment.setattr(torch.cuda, "is_available", lambda: True)
-        bare_environment.setattr(dist, "is_nccl_available", lambda: True)
-        assert default_backend() == "nccl"
+
+def test_of_nested_blocks_the_outermost_shuts_down(bare):
+    for _ in range(2):
+        with init("gloo", rank=0, world_size=1):
+            with init():
+                pass
+            assert dist.is_initialized()
+            with pytest.raises(KeyError), init():
+                raise KeyError
+            assert dist.is_initialized()
+        assert not dist.is_initialized()
+
+
+def leave_by_an_error(rank: int, world_size: int) -> None:
+    clear()
+    with init("gloo", rank=0, world_size=1):
+        raise ValueError("of the script")
+
+
+def test_an_error_in_the_block_is_raised_on():
+    [result] = run_ranks_to_any_end(leave_by_an_error, 1, init_group=False)
+    assert "ValueError: of the script" in result.error
+
+
+# ---- workers of a job ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", [{}, TORCHRUN], ids=["no launcher", "torchrun"])
+def test_an_independent_worker_is_a_world_of_its_own_whatever_the_launcher_says(bare, launcher):
+    set_all(bare, launcher | {"PSENGINE_WORKER": "2", "PSENGINE_WORKERS": "4"})
+    assert not is_main_process()
+    assert numbers(init()) == (0, 1, 2, 4, False)
+
+
+def test_an_independent_worker_does_not_train_alone_unnoticed(bare):
+    bare.setenv("PSENGINE_WORKER", "1")
+    context = init()
+    with raises(ConfigurationError, "independent worker 1", "got 'sync' with PSENGINE_WORKER=1", "Fix: strategy="):
+        psengine.DistributedDataParallel(torch.nn.Linear(1, 1), strategy="sync")
+    assert (context.worker, context.is_main_process) == (1, False)
+    with raises(EnvironmentVariableError, "PSENGINE_WORKERS beside PSENGINE_WORKER=1", "Fix: set PSENGINE_WORKERS"):
+        _ = context.workers
+
+
+def test_the_servers_number_counts_from_the_first_model_on(bare):
+    context = init()
+    assert numbers(context) == (0, 1, 0, 1, True)
+    assign_worker(3)
+    assign_worker(5)  # of a second model
+    assert numbers(context) == (0, 1, 3, 4, False)
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def set_environment(style: str, rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> None:
-    for name in list(os.environ):
-        if LAUNCHER_VARIABLE.match(name):
-            del os.environ[name]
+    clear()
     names = {
         "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -412,12 +301,8 @@ def init_with_host_names(rank: int, world_size: int, port: int, local_ranks: lis
     set_environment("torchrun", rank, world_size, port)
     os.environ["LOCAL_RANK"] = str(local_ranks[rank])
     host = "left" if rank < 2 else "right"
-    environment.socket.gethostname = lambda: host  # type: ignore[attr-defined]
-    try:
-        context = init("gloo", timeout=timedelta(seconds=30))
-    except EnvironmentVariableError as error:
-        assert not dist.is_initialized()
-        return str(error)
+    socket.gethostname = lambda: host
+    context = init("gloo", timeout=timedelta(seconds=30))
     dist.barrier()
     return context.hostname, context.local_world_size
 
@@ -425,16 +310,6 @@ def init_with_host_names(rank: int, world_size: int, port: int, local_ranks: lis
 def test_ranks_of_a_host_are_counted_where_the_launcher_does_not_say():
     results = run_ranks(init_with_host_names, 3, free_port(), [0, 1, 0], init_group=False)
     assert results == [("left", 2), ("left", 2), ("right", 1)]
-
-
-def init_alone_with_local_rank(rank: int, world_size: int, port: int):
-    return init_with_host_names(rank, world_size, port, [0, 2, 0])
-
-
-def test_local_rank_beyond_the_counted_ranks():
-    results = run_ranks_to_any_end(init_alone_with_local_rank, 3, free_port(), init_group=False)
-    assert "expected below 2" in results[1].value
-    assert "got 2 on rank 1" in results[1].value
 
 
 def adopt(rank: int, world_size: int, variables: dict[str, str]):
@@ -460,26 +335,140 @@ def test_adopted_group_is_placed_by_the_environment():
     assert run_ranks(adopt, 2, variables) == [(0, 0, 2, 1), (1, 0, 2, 1)]
 
 
-def fail_to_meet(rank: int, world_size: int, port: int, missing_rank: int):
-    """Only one of two ranks comes."""
-    set_environment("torchrun", 1 - missing_rank, 2, port)
-    started = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
-        init("gloo", timeout=timedelta(seconds=0.5))
+def in_a_group(rank: int, world_size: int) -> Any:
+    """A group that the user made: its rank is the worker, whatever PSENGINE_WORKER says."""
+    clear()
+    os.environ.update(PSENGINE_WORKER="7", PSENGINE_WORKERS="9")
+    context = init()
+    assert is_main_process() == context.is_main_process
+    return numbers(context)
+
+
+def test_in_a_group_the_rank_is_the_worker():
+    assert run_ranks(in_a_group, 2) == [(0, 2, 0, 2, True), (1, 2, 1, 2, False)]
+
+
+def by_arguments(rank: int, world_size: int, init_method: str | None, launcher: dict[str, str]) -> Any:
+    clear()
+    os.environ.update({name: value.format(rank=rank) for name, value in launcher.items()})
+    if rank == 1 and "WORLD_SIZE" not in launcher:
+        socket.gethostname = lambda: "elsewhere"
+    arguments: dict[str, Any] = {"rank": rank, "world_size": world_size} if "RANK" not in launcher else {}
+    with init("gloo", timeout=timedelta(seconds=30), init_method=init_method, **arguments) as context:
+        total = torch.tensor([context.rank + 1.0])
+        dist.all_reduce(total)
+        psengine.barrier()
+        assert init(rank=rank, world_size=world_size) == context
+        with raises(ConfigurationError, f"expected rank={rank} or none, got {1 - rank}", "Fix: "):
+            init(rank=1 - rank, world_size=world_size)
+        found = total.item(), context.rank, context.local_rank, context.local_world_size
     assert not dist.is_initialized()
-    return str(caught.value), time.monotonic() - started
+    return found
 
 
-@pytest.mark.parametrize("missing_rank", [0, 1])
-def test_unreachable_master(missing_rank):
+def test_ranks_meet_where_the_arguments_say(tmp_path):
     port = free_port()
-    [(message, waited_s)] = run_ranks(fail_to_meet, 1, port, missing_rank, init_group=False)
-    assert f"MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in message
-    assert f"Rank {1 - missing_rank} of 2" in message
-    assert "within timeout=0.5 s" in message
+    alone = [(3, 0, 0, 1), (3, 1, 0, 1)]
+    assert run_ranks(by_arguments, 2, f"tcp://127.0.0.1:{port}", {}, init_group=False) == alone
+    assert run_ranks(by_arguments, 2, f"file://{tmp_path}/meeting", {}, init_group=False) == alone
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert run_ranks(by_arguments, 2, None, master, init_group=False) == alone
+
+
+def test_the_place_on_the_host_is_the_launchers():
+    launcher = {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "2"}
+    method = f"tcp://127.0.0.1:{free_port()}"
+    assert run_ranks(by_arguments, 2, method, launcher, init_group=False) == [(3, 0, 0, 2), (3, 1, 1, 2)]
+
+
+# ---- ranks that cannot meet ------------------------------------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def wait_in_vain(rank: int, world_size: int, as_rank: int, init_method: str) -> tuple[str, float, list[str]]:
+    """The error, how long it took to come, and what was logged meanwhile."""
+    clear()
+    rendezvous.FIRST_LINE_S, rendezvous.GRACE_S = 0.3, 0.2
+    said = Lines(rendezvous.logger).lines
+    started_s = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        init("gloo", timeout=timedelta(seconds=1), rank=as_rank, world_size=2, init_method=init_method)
+    assert not dist.is_initialized()
+    return str(caught.value), time.monotonic() - started_s, said
+
+
+@pytest.mark.parametrize(("as_rank", "address"), [(0, "127.0.0.1"), (1, "127.0.0.1"), (1, NO_HOST), slow(1, "[::1]")])
+def test_who_is_missed_is_logged_and_is_an_error(as_rank, address):
+    method = f"tcp://{address}:{free_port()}"
+    ((message, waited_s, said),) = run_ranks(wait_in_vain, 1, as_rank, method, init_group=False)
+    assert f"rank {as_rank} of 2 (arguments of init()) is still waiting for the other ranks at {method}" in said[0]
+    assert f"Rank {as_rank} of 2" in message
+    assert f"group at {method} (expected all 2 ranks to meet there within timeout=1 s" in message
     assert "Fix: " in message
     assert "\n" not in message
-    assert waited_s < 10
+    assert (f"{NO_HOST} does not resolve here" in message) == (address == NO_HOST)
+    assert waited_s < 30
+
+
+@contextlib.contextmanager
+def silent_program():
+    """It listens at a port, and is no store."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepted: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted.append(listener.accept()[0])
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    for connection in accepted:
+        connection.close()
+
+
+def test_another_program_has_the_port():
+    with silent_program() as port:
+        method = f"tcp://127.0.0.1:{port}"
+        ((message, waited_s, _),) = run_ranks(wait_in_vain, 1, 1, method, init_group=False)
+        assert "does not answer as a store" in message
+        assert waited_s < 30
+        ((refusal, _, _),) = run_ranks(wait_in_vain, 1, 0, method, init_group=False)
+        assert "address already in use" in refusal
+
+
+def name_a_server(rank: int, world_size: int, address: str) -> tuple[str, list[str]]:
+    os.environ["PSENGINE_SERVERS"] = address
+    reachability.SILENCE_S = 0.1
+    said = Lines(reachability.logger).lines
+    with pytest.raises(ServerLostError) as caught:
+        psengine.connect(role="reader", connect_timeout_s=1.0).layout()
+    return str(caught.value), said
+
+
+@pytest.mark.parametrize(
+    ("host", "words"), [(NO_HOST, "does not resolve here"), ("127.0.0.1", "nobody can be reached there")]
+)
+def test_a_server_that_cannot_be_reached_is_said_at_once_and_in_the_error(host, words):
+    address = f"tcp://{host}:{free_port()}"
+    ((message, said),) = run_ranks(name_a_server, 1, address, init_group=False)
+    assert f"{address} cannot be reached: " in said[0]
+    assert "PSENGINE_SERVERS" in said[0]
+    assert words in said[0]
+    assert words in message
+
+
+# ---- the interpreter's end -------------------------------------------------------------------------------------------
 
 
 SCRIPT = """

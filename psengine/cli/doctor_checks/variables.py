@@ -6,6 +6,7 @@ import difflib
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from urllib.parse import urlsplit
 
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, problem_of, warning
 from psengine.collectives.registry import check_name
@@ -63,9 +64,7 @@ def launcher(context: CheckContext) -> Iterator[Finding]:
         return
     if placement.launcher == WORKER:
         worker, workers = read_worker(context.variables)
-        if placement.note:
-            yield warning(placement.note, f"unset {WORKER}, or start the script without torchrun")
-        elif workers is None:
+        if workers is None:
             yield warning(
                 f"{WORKER} makes this process independent worker {worker}, of an unknown number",
                 f"set {WORKERS} to the number of workers of the job; context.workers is an error without it",
@@ -74,10 +73,11 @@ def launcher(context: CheckContext) -> Iterator[Finding]:
             yield ok(f"{WORKER} makes this process independent worker {worker} of {workers}")
         return
     where = f"{placement.launcher} places this process as rank {placement.rank} of {placement.world_size}"
-    if placement.master is None:
+    if not placement.init_method:
         yield ok(where)
         return
-    address, port = placement.master.address, placement.master.port
+    url = urlsplit(placement.init_method)
+    address, port = url.hostname, url.port
     try:
         socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 
-from psengine.environment.rendezvous import connect_to_any, resolve
 from psengine.parameter_server.client.link import Link
 
 logger = logging.getLogger(__name__)
 
 # A server that is started together with its workers listens by then.
 SILENCE_S = 3.0
+CONNECT_S = 3.0
 
 
 def watch_first_contact(link: Link, closing: threading.Event) -> None:
@@ -26,19 +27,23 @@ def watch_first_contact(link: Link, closing: threading.Event) -> None:
     if not link.address.startswith("tcp://"):
         return
     host, _, port = link.address.removeprefix("tcp://").rpartition(":")
+    address = host.strip("[]"), int(port)
 
     def look() -> None:
         try:
-            found = resolve(host, int(port))
+            socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             reason = f"the host name {host!r} does not resolve here ({getattr(error, 'strerror', None) or error})"
             _say(link, reason, "or add the name to DNS or /etc/hosts")
             return
         if closing.wait(SILENCE_S) or link.last_heard_s is not None:
             return
-        refusals = connect_to_any(found)
-        if refusals is not None and link.last_heard_s is None and not closing.is_set():
-            _say(link, f"nobody can be reached there ({refusals})", "or start psengine-server there")
+        try:
+            socket.create_connection(address, CONNECT_S).close()
+        except OSError as error:
+            if link.last_heard_s is None and not closing.is_set():
+                reason = f"nobody can be reached there ({error.strerror or error})"
+                _say(link, reason, "or start psengine-server there")
 
     threading.Thread(target=look, name="psengine-reachability", daemon=True).start()
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
-from psengine.environment.job import assign
+from psengine.environment.context import assign_worker
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.protocol.messages import DURABILITY_TIERS
@@ -249,7 +249,7 @@ class ServerStrategy(Strategy):
             self._session.start()
             self._session.reserve(_shared_bytes(replica))
             if rendezvous.rank is None and not rendezvous.is_embedded:
-                assign(self._session.rank)
+                assign_worker(self._session.rank)
         except BaseException:
             self.close()
             raise
