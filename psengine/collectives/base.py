@@ -14,7 +14,7 @@ is there. W is the world size, n the numel of the tensor that is named first::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,17 +42,15 @@ class CompletedWork(Work):
         """Return at once."""
 
 
-class _ThenCopy(Work):
-    """Another operation, whose result is then copied."""
+class DeferredWork(Work):
+    """Work that is done by the wait: ``finish`` is called."""
 
-    def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._work = work
-        self._source = source
-        self._target = target
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish = finish
 
     def wait(self) -> None:
-        self._work.wait()
-        self._target.copy_(self._source)
+        """Call it."""
+        self._finish()
 
 
 class Collective(ABC):
@@ -163,7 +161,13 @@ class Collective(ABC):
         gathered = flat.new_empty((self.world_size, flat.numel()))
         first = sum(sizes[: self.rank])
         part = gathered[:, first : first + sizes[self.rank]]
-        return _ThenCopy(self.all_gather(gathered, flat, what=what), part, output)
+        work = self.all_gather(gathered, flat, what=what)
+
+        def copy_part() -> None:
+            work.wait()
+            output.copy_(part)
+
+        return DeferredWork(copy_part)
 
     @abstractmethod
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:

@@ -7,11 +7,21 @@ Stepping    what an optimizer's step does              called by DistributedOpti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from psengine.strategies.exchange import Exchange
-from psengine.strategies.life_cycle import LifeCycle
-from psengine.strategies.stepping import Stepping
+import torch
+from typing_extensions import override
+
+from psengine.errors import ConfigurationError
+from psengine.strategies.exchange import Exchange, Reduction, StaysLocal, Step
+from psengine.strategies.life_cycle import LifeCycle, Replica
+from psengine.strategies.stepping import Stepping, check_one
+from psengine.tensors.bucket import Bucket
+from psengine.tensors.share import WHOLE, Share
+
+Stepper = TypeVar("Stepper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +67,46 @@ class Strategy(Exchange, LifeCycle, Stepping):
     """
 
     capabilities: Capabilities = Capabilities()
+
+
+class StepStrategy(Strategy, Generic[Stepper]):
+    """A strategy that exchanges in the step of its one optimizer: until then gradients stay what this process computed.
+
+    Attributes:
+        stepper: what steps in the optimizer's stead; None until ``bind`` was called.
+    """
+
+    stepper: Stepper | None = None
+
+    def bound(self) -> Stepper:
+        """What steps in the optimizer's stead.
+
+        Raises:
+            ConfigurationError: no optimizer was distributed.
+        """
+        self.check_in_service()
+        if self.stepper is None:
+            raise ConfigurationError(
+                f"strategy {self.name!r} exchanges in the optimizer's step (expected optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
+            )
+        return self.stepper
+
+    @property
+    @override
+    def needs_packing(self) -> bool:
+        return False
+
+    @override
+    def begin(self, step: Step) -> Share:
+        self.bound()
+        return WHOLE
+
+    @override
+    def reduce(self, bucket: Bucket) -> Reduction:
+        return StaysLocal()
+
+    @override
+    def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        check_one(optimizers, self.name)
+        super().check_ready(replica, optimizers)

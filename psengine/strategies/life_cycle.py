@@ -66,6 +66,9 @@ class LifeCycle(ABC):
             ReplicaMismatchError: see ``prepare``. After any error the caller closes the strategy.
         """
 
+    def check_in_service(self) -> None:  # noqa: B027 - most need not know
+        """Raise ReductionError where the strategy serves no replica."""
+
     def report(  # noqa: B027 - most tell nobody
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,10 +36,13 @@ class Stepping:
         """After ``optimizer.load_state_dict()``: take the new state to wherever it is kept."""
 
 
-def check_one(optimizers: Sequence[torch.optim.Optimizer], strategy: str) -> None:
+def check_one(optimizers: Iterable[torch.optim.Optimizer], strategy: str) -> None:
     """Raise ConfigurationError unless ``optimizers`` are at most one, as ``strategy`` needs it."""
-    if len(optimizers) > 1:
+    found = len({id(optimizer) for optimizer in optimizers})
+    if found > 1:
         raise ConfigurationError(
-            f"strategy {strategy!r} takes one optimizer for each wrapped model (expected at most one"
-            f" psengine.DistributedOptimizer, got {len(optimizers)}). Fix: one optimizer with several parameter groups."
+            f"strategy {strategy!r} steps one optimizer for each wrapped model (expected at most one"
+            f" psengine.DistributedOptimizer, got {found}). Fix: give one optimizer several parameter groups; or wrap"
+            " the parts of the model one by one, each with its own optimizer; or use strategy='sync' or 'sync-server',"
+            " where every worker steps any number of optimizers itself."
         )

@@ -41,6 +41,10 @@ class OverCollective(Strategy):
             )
         return self._replica.collective
 
+    @override
+    def check_in_service(self) -> None:
+        _ = self.collective
+
     @property
     @abstractmethod
     def agreed_options(self) -> dict[str, str]:

@@ -348,7 +348,7 @@ def drop_state_of_one(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.pop(optimizer.param_groups[0]["params"][0])
 
 
-CHANGED_GROUPS = "the servers train the parameters that the optimizer had when psengine.DistributedOptimizer"
+CHANGED_GROUPS = "strategy 'async' trains the parameters that the optimizer had when psengine.DistributedOptimizer"
 CHANGED_STATE = "optimizer.state is only a copy of the servers'"
 # What is done before the third backward, and what is said then.
 REFUSED: list[tuple[Callable[[Any, torch.optim.Optimizer], None], list[str]]] = [

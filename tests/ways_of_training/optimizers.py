@@ -243,7 +243,7 @@ def parameter_groups(run: Run) -> None:
         classify(model, x, y).backward()
 
 
-@row(one_worker=refused("the servers train the parameters that the optimizer had"))
+@row(one_worker=refused("trains the parameters that the optimizer had"))
 def group_added_late(run: Run) -> None:
     """A parameter group is added in the third step."""
     model = run.wrap(mlp())

@@ -21,22 +21,18 @@ from typing_extensions import override
 from psengine.codecs.base import Codec
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.chunk_codecs import only_gradients
-from psengine.strategies.exchange import Reduction, StaysLocal, Step
-from psengine.strategies.life_cycle import Replica
 from psengine.strategies.local.diloco import checked_outer
 from psengine.strategies.local.fragments import OuterStep, copies_of, parameter_buckets
-from psengine.strategies.local.scaled_step import ScaledStep, bound, check_bound
+from psengine.strategies.local.scaled_step import CountedSteps
 from psengine.strategies.local.schedule import Schedule, checked_number
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
-from psengine.strategies.stepping import check_one
 from psengine.tensors.bucket import Bucket
-from psengine.tensors.share import WHOLE, Share
 
 logger = logging.getLogger(__name__)
 
 
-class DilocoServer(ServerStrategy):
+class DilocoServer(CountedSteps, ServerStrategy):
     """Step locally; after ``every`` steps let the servers merge the difference; needs ``DistributedOptimizer``.
 
     A merge is an outer Nesterov step with the average of the differences, each weighed by the samples since its
@@ -96,7 +92,7 @@ class DilocoServer(ServerStrategy):
 
     def _forget(self) -> None:
         super()._forget()
-        self._stepper: ScaledStep | None = None
+        self.stepper = None
         self._steps = 0
         self._samples: float | None = None
         self._is_replaced = False  # the model was loaded without this state
@@ -149,26 +145,10 @@ class DilocoServer(ServerStrategy):
                 runs = runs_of(spec, dict.fromkeys(views, 0))
                 requests.append(self.session.configure(spec.key, body | {"runs": runs}))
         wait_all(requests)
-        self._outer = ServerOptimizer(outer, views, self.session, specs)  # type: ignore[arg-type]
+        self._outer = ServerOptimizer(outer, views, self.session, specs, self.name)  # type: ignore[arg-type]
         self._views = views
 
-    @override
-    def close(self) -> None:
-        if self._stepper is not None:
-            self._stepper.release()
-        super().close()
-
-    # ---- gradients stay where they are -------------------------------------------------------------------------
-
-    @property
-    @override
-    def needs_packing(self) -> bool:
-        return False
-
-    @override
-    def begin(self, step: Step) -> Share:
-        self._bound()
-        return WHOLE
+    # ---- stepping ----------------------------------------------------------------------------------------------
 
     @override
     def weigh(self, weight: float | None) -> None:
@@ -176,28 +156,9 @@ class DilocoServer(ServerStrategy):
             self._samples = (self._samples or 0.0) + weight
 
     @override
-    def reduce(self, bucket: Bucket) -> Reduction:
-        return StaysLocal()
-
-    # ---- stepping ----------------------------------------------------------------------------------------------
-
-    @override
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps of ``optimizer`` are counted.
-
-        Raises:
-            ConfigurationError: a second optimizer.
-        """
-        self._stepper = bound(self._stepper, optimizer, self.name)
-
-    def _bound(self) -> ScaledStep:
-        _ = self.session  # a closed strategy raises
-        return check_bound(self._stepper, self.name)
-
-    @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Step locally; at the end of this worker's round return with the merged parameters."""
-        stepper = self._bound()
+        stepper = self.bound()
         if self._is_replaced:
             self._begin_anew()
         result = stepper.take(local_step)
@@ -206,11 +167,6 @@ class DilocoServer(ServerStrategy):
             with torch.no_grad():
                 self._merge()
         return result
-
-    @override
-    def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        check_one(optimizers, self.name)
-        super().check_ready(replica, optimizers)
 
     @override
     def conclude(self) -> None:

@@ -16,7 +16,7 @@ out counts too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,19 +28,16 @@ from psengine.codecs.registry import resolve_codec
 from psengine.errors import ConfigurationError
 from psengine.strategies.base import Capabilities
 from psengine.strategies.batch_weights import WHAT
-from psengine.strategies.exchange import Reduction, StaysLocal, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.local.fragments import Fragment, OuterStep, cut
-from psengine.strategies.local.scaled_step import ScaledStep, bound, check_bound
+from psengine.strategies.local.scaled_step import CountedSteps
 from psengine.strategies.local.schedule import Schedule
-from psengine.strategies.stepping import check_one
 from psengine.strategies.sync_all_reduce import OverCollective
-from psengine.tensors.bucket import Bucket
-from psengine.tensors.share import NOTHING, WHOLE, Share
+from psengine.tensors.share import NOTHING, Share
 from psengine.tracing.timeline import recorder
 
 
-class LocalSteps(OverCollective):
+class LocalSteps(CountedSteps, OverCollective):
     """Average the parameters of all replicas after every ``every`` steps; needs ``psengine.DistributedOptimizer``.
 
     Buffers that are floating-point (running statistics) are averaged with the parameters; others become rank 0's. The
@@ -79,7 +76,7 @@ class LocalSteps(OverCollective):
         self._fragments: list[Fragment] = []
         # (after which step it arrives, index) of the fragments on their way.
         self._travelling: deque[tuple[int, int]] = deque()
-        self._stepper: ScaledStep | None = None
+        self.stepper = None
         # By fragment, the samples since it left last; None where nobody calls ``batch_weight``.
         self._samples: list[float | None] = [None] * self._schedule.fragments
         # Whether parameters are rank 0's, or each rank's own, since the model was loaded without this state.
@@ -132,21 +129,9 @@ class LocalSteps(OverCollective):
     @override
     def close(self) -> None:
         super().close()
-        if self._stepper is not None:
-            self._stepper.release()
         self._forget()
 
-    # ---- gradients stay where they are -------------------------------------------------------------------------
-
-    @property
-    @override
-    def needs_packing(self) -> bool:
-        return False
-
-    @override
-    def begin(self, step: Step) -> Share:
-        self._bound()
-        return WHOLE
+    # ---- stepping ----------------------------------------------------------------------------------------------
 
     @override
     def weigh(self, weight: float | None) -> None:
@@ -155,28 +140,9 @@ class LocalSteps(OverCollective):
             self._samples = [weight + (samples or 0.0) for samples in self._samples]
 
     @override
-    def reduce(self, bucket: Bucket) -> Reduction:
-        return StaysLocal()
-
-    # ---- stepping ----------------------------------------------------------------------------------------------
-
-    @override
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps of ``optimizer`` are counted.
-
-        Raises:
-            ConfigurationError: a second optimizer.
-        """
-        self._stepper = bound(self._stepper, optimizer, self.name)
-
-    def _bound(self) -> ScaledStep:
-        _ = self.collective  # a closed strategy raises
-        return check_bound(self._stepper, self.name)
-
-    @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Step locally; exchange what is due after this step. All ranks call it."""
-        stepper = self._bound()
+        stepper = self.bound()
         self._begin_anew()
         result = stepper.take(local_step)
         self._end_step()
@@ -282,11 +248,6 @@ class LocalSteps(OverCollective):
                         f"the saved state is not one of {self!r} (expected what it keeps of each parameter, got nothing"
                         f" for {error}). Fix: use the same options, or leave out the strategy's state."
                     ) from error
-
-    @override
-    def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        check_one(optimizers, self.name)
-        super().check_ready(replica, optimizers)
 
     @override
     def conclude(self) -> None:

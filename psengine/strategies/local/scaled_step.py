@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from psengine.errors import ConfigurationError
+from psengine.strategies.base import StepStrategy
+from psengine.strategies.stepping import check_one
 
 
 class ScaledStep:
@@ -46,32 +48,22 @@ class ScaledStep:
         return local_step()
 
 
-def bound(former: ScaledStep | None, optimizer: torch.optim.Optimizer, strategy: str) -> ScaledStep:
-    """The steps of ``optimizer``, the only one of a model under ``strategy``; ``former``: what was bound before.
+class CountedSteps(StepStrategy[ScaledStep]):
+    """A strategy whose rounds are a number of steps of this replica's own optimizer."""
 
-    Raises:
-        ConfigurationError: another optimizer was bound before.
-    """
-    if former is None:
-        return ScaledStep(optimizer)
-    if former.optimizer is not optimizer:
-        raise ConfigurationError(
-            f"strategy {strategy!r} counts the steps of one optimizer for each wrapped model (expected one"
-            " psengine.DistributedOptimizer, got a second). Fix: give one optimizer several parameter groups; or"
-            " wrap the parts of the model one by one, each with its own optimizer; or strategy='sync'."
-        )
-    return former
+    @override
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps of ``optimizer`` are counted.
 
+        Raises:
+            ConfigurationError: a second optimizer.
+        """
+        if self.stepper is None:
+            self.stepper = ScaledStep(optimizer)
+        check_one((self.stepper.optimizer, optimizer), self.name)
 
-def check_bound(stepper: ScaledStep | None, strategy: str) -> ScaledStep:
-    """Return ``stepper``.
-
-    Raises:
-        ConfigurationError: there is none, so that nobody would count steps.
-    """
-    if stepper is None:
-        raise ConfigurationError(
-            f"strategy {strategy!r} exchanges in the optimizer's step (expected optimizer ="
-            " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
-        )
-    return stepper
+    @override
+    def close(self) -> None:
+        if self.stepper is not None:
+            self.stepper.release()
+        super().close()

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.errors import ConfigurationError
-from psengine.strategies.exchange import Reduction, StaysLocal, Step
+from psengine.strategies.base import StepStrategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
 from psengine.strategies.servers.gradient_pushes import GradientPushes
@@ -27,7 +27,6 @@ from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.strategies.step_hooks import take_step
 from psengine.strategies.stepping import check_one
 from psengine.tensors.bucket import Bucket
-from psengine.tensors.share import WHOLE, Share
 from psengine.tracing.timeline import now_ns, recorder
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class AsyncServer(ServerStrategy):
+class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     """Push gradients in ``optimizer.step()``, get the servers' weights back; needs ``psengine.DistributedOptimizer``.
 
     Args:
@@ -92,7 +91,7 @@ class AsyncServer(ServerStrategy):
 
     def _forget(self) -> None:
         super()._forget()
-        self._optimizer: ServerOptimizer | None = None
+        self.stepper = None
         self._pushes: GradientPushes | None = None
         self._written: WrittenWeights | None = None
         # Whether the job began with this worker's model.
@@ -151,13 +150,8 @@ class AsyncServer(ServerStrategy):
         from psengine.protocol.hyperparameters import optimizer_name, wire_groups
         from psengine.protocol.layout import ChunkKind
 
-        if self._optimizer is not None and self._optimizer.optimizer is not optimizer:
-            raise ConfigurationError(
-                "strategy 'async' steps one optimizer for each wrapped model (expected one"
-                " psengine.DistributedOptimizer, got a second). Fix: give one optimizer several parameter groups; or"
-                " wrap the parts of the model one by one, each with its own optimizer; or use strategy='sync-server',"
-                " where every worker steps any number of optimizers itself."
-            )
+        if self.stepper is not None:
+            check_one((self.stepper.optimizer, optimizer), self.name)
         name, groups = optimizer_name(optimizer), wire_groups(optimizer)
         assert self._replica is not None
         parameters = self._replica.parameters
@@ -179,34 +173,12 @@ class AsyncServer(ServerStrategy):
                 requests.append(self.session.configure(spec.key, body))
         wait_all(requests)
         trained = [spec for spec in self.chunks.specs if spec.key in self.pushes.trained]
-        self._optimizer = ServerOptimizer(optimizer, parameters, self.session, trained)
-        # A fused optimizer's kernel would divide by GradScaler's scale, which servers do not know: so the scaler itself
-        # divides, and leaves out steps with gradients that are not finite.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        self.stepper = ServerOptimizer(optimizer, parameters, self.session, trained, self.name)
         if optimizer.state:
             # Loaded before, from a checkpoint as the model was: like the model it counts where the job began with it.
-            self._optimizer.store_state(counts=self._gave_values)
-
-    def _bound(self) -> ServerOptimizer:
-        _ = self.session  # a closed strategy raises
-        if self._optimizer is None:
-            raise ConfigurationError(
-                "strategy 'async' applies gradients at the servers (expected optimizer ="
-                " psengine.DistributedOptimizer(optimizer, model) before the first backward, got a plain optimizer)"
-            )
-        return self._optimizer
+            self.stepper.store_state(counts=self._gave_values)
 
     # ---- a step ------------------------------------------------------------------------------------------------
-
-    @property
-    def needs_packing(self) -> bool:
-        """Gradients stay where they are until ``step``, so that clipping and unscaling count."""
-        return False
-
-    @override
-    def begin(self, step: Step) -> Share:
-        self._bound()
-        return WHOLE
 
     @override
     def weigh(self, weight: float | None) -> None:
@@ -218,13 +190,9 @@ class AsyncServer(ServerStrategy):
             )
 
     @override
-    def reduce(self, bucket: Bucket) -> Reduction:
-        return StaysLocal()
-
-    @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Push all gradients; return with the servers' new weights."""
-        bound = self._bound()
+        bound = self.bound()
 
         def push_and_pull() -> None:
             bound.check()
@@ -254,7 +222,6 @@ class AsyncServer(ServerStrategy):
     def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 
-        check_one(optimizers, self.name)
         for optimizer in optimizers:
             optimizer_name(optimizer)
             wire_groups(optimizer)
@@ -272,13 +239,13 @@ class AsyncServer(ServerStrategy):
 
     @override
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        self._bound().fetch_state()
+        self.bound().fetch_state()
 
     @override
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         if self.session.rank != 0:
             logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
-        self._bound().store_state(counts=self.session.rank == 0)
+        self.bound().store_state(counts=self.session.rank == 0)
 
 
 class WrittenWeights:

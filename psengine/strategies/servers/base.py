@@ -145,6 +145,10 @@ class ServerStrategy(Strategy):
             )
         return self._session
 
+    @override
+    def check_in_service(self) -> None:
+        _ = self.session
+
     @property
     def chunks(self) -> ChunkedReplica:
         """The replica's chunks; set by ``lay_out``."""

@@ -1,6 +1,6 @@
 """The optimizer that servers run in this process's stead: checks, hooks of its step, and its state.
 
-Its own ``step`` never runs. Pushes carry gradients and hyperparameters; they carry neither the list of parameters nor
+Pushes carry gradients and hyperparameters; they carry neither the list of parameters nor
 the optimizer's state, so a step after a change of those is refused.
 
 Servers keep flat slots, one element for each of a chunk's; torch keeps tensors by parameter. Slot names are torch's.
@@ -9,13 +9,14 @@ Servers keep flat slots, one element for each of a chunk's; torch keeps tensors 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from psengine.errors import ConfigurationError
 from psengine.protocol.hyperparameters import SLOTS, optimizer_name, slot_names, wire_groups
+from psengine.strategies.step_hooks import ReplacedOptimizer
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.worker_session import WorkerSession
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _COUNTS_STEPS = ("Adam", "AdamW", "Adagrad", "RMSprop")
 
 
-class ServerOptimizer:
+class ServerOptimizer(ReplacedOptimizer):
     """The distributed ``optimizer``, as the servers were told of it.
 
     Args:
@@ -33,6 +34,7 @@ class ServerOptimizer:
         parameters: name to parameter, for those whose gradients reach the servers.
         session: the worker's.
         specs: the chunks that the optimizer trains, configured with a run for each segment.
+        strategy: its name, for messages.
     """
 
     def __init__(
@@ -41,19 +43,12 @@ class ServerOptimizer:
         parameters: Mapping[str, torch.nn.Parameter],
         session: WorkerSession,
         specs: Sequence[ChunkSpec],
+        strategy: str,
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, set(parameters.values()), strategy)
         self._parameters = parameters
         self._session = session
         self._specs = specs
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        exchanged = set(parameters.values())
-        self._untrained = [
-            (group_index, index, parameter)
-            for group_index, group in enumerate(self._groups)
-            for index, parameter in enumerate(group)
-            if parameter not in exchanged
-        ]
         self._note_state()
 
     def _note_state(self) -> None:
@@ -62,55 +57,10 @@ class ServerOptimizer:
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
+    @override
     def check(self) -> None:
-        """See that the servers' step is this optimizer's.
-
-        Raises:
-            ConfigurationError: its parameters or state changed, or there is a gradient that no server applies.
-        """
-        self._check_groups()
-        self._check_untrained()
-        self._check_state()
-        scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None:  # for torch's fused kernels, which divide by it
-            raise ConfigurationError(
-                "strategy 'async' does not divide gradients by optimizer.grad_scale (expected it unset, got"
-                f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
-            )
-
-    def _check_groups(self) -> None:
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        if len(groups) != len(self._groups):
-            difference = f"expected {len(self._groups)} groups, got {len(groups)}"
-        else:
-            for index, (known, parameters) in enumerate(zip(self._groups, groups, strict=True)):
-                if len(known) != len(parameters):
-                    difference = f"expected {len(known)} parameters in group {index}, got {len(parameters)}"
-                    break
-                if not all(map(is_, known, parameters)):
-                    difference = f"expected the same {len(known)} parameters in group {index}, got others"
-                    break
-            else:
-                return
-        raise ConfigurationError(
-            "the servers train the parameters that the optimizer had when psengine.DistributedOptimizer was made, each"
-            f" in its group ({difference}). Fix: give it all of them before, and freeze some until they are wanted"
-            " (requires_grad_(False) after the model was wrapped with find_unused_parameters=True): step() leaves those"
-            " alone whose gradient is None. Or use strategy='sync-server', where every worker steps itself."
-        )
-
-    def _check_untrained(self) -> None:
-        for group_index, index, parameter in self._untrained:
-            if parameter.grad is not None:
-                raise ConfigurationError(
-                    f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) has a gradient that"
-                    " no server applies: when the model was wrapped it was frozen, or one to ignore, or not there yet"
-                    " (expected grad = None). Fix: freeze it after psengine.DistributedDataParallel(model,"
-                    " find_unused_parameters=True); wrap the model after load_state_dict(..., assign=True); or give it"
-                    " an optimizer of its own."
-                )
-
-    def _check_state(self) -> None:
+        """And that its state is the servers'."""
+        super().check()
         state = self.optimizer.state
         if state is not self._state:
             difference = "expected the mapping that psengine knows, got another"

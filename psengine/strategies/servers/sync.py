@@ -12,14 +12,14 @@ state of a donor through the servers::
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
-from psengine.collectives.base import Work
+from psengine.collectives.base import DeferredWork, Work
 from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
 from psengine.strategies.exchange import Reduction, Step
 from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
@@ -215,7 +215,12 @@ class SyncServer(ServerStrategy):
         assert self.chunks.usage is not None
         landing = torch.empty(used.numel(), dtype=used.dtype)
         self._exchange(self.chunks.usage, used.cpu().contiguous().clone(), landing)
-        return _UsageSum(self, used, landing)
+
+        def take_sum() -> None:
+            self.await_exchanges()  # all of them: then none is repeated later, and map and averages are of one step
+            used.copy_(landing)
+
+        return DeferredWork(take_sum)
 
     def await_exchanges(self, indices: range | None = None) -> None:
         """Wait for these exchanges of the step under way; None: for all of them.
@@ -248,14 +253,15 @@ class SyncServer(ServerStrategy):
             spec = self.chunks.specs[key]
             landings[key] = torch.empty(spec.numel, dtype=spec.dtype)
             self._exchange(key, self.chunks.values(spec), landings[key])
-        return _Remainder(self, landings)
 
-    def end_step(self, buffers: Mapping[int, torch.Tensor]) -> None:
-        """Every exchange of the step was waited for; ``buffers`` are the buffers' new values, by chunk."""
-        self.chunks.assign([self.chunks.specs[key] for key in buffers], list(buffers.values()))
-        self._is_open = False
-        self.completed_steps += 1
-        self.session.telemetry.step_ended()
+        def end_step() -> None:
+            self.await_exchanges()
+            self.chunks.assign([self.chunks.specs[key] for key in landings], list(landings.values()))
+            self._is_open = False
+            self.completed_steps += 1
+            self.session.telemetry.step_ended()
+
+        return DeferredWork(end_step)
 
     # ---- joining late ------------------------------------------------------------------------------------------
 
@@ -368,31 +374,3 @@ class _Average(Reduction):
             return average
         self._bucket.flat.copy_(average)
         return self._bucket.flat
-
-
-class _Remainder(Work):
-    """The end of a step: waits for all exchanges, buffers too."""
-
-    def __init__(self, strategy: SyncServer, landings: Mapping[int, torch.Tensor]) -> None:
-        self._strategy = strategy
-        self._landings = landings
-
-    @override
-    def wait(self) -> None:
-        self._strategy.await_exchanges()
-        self._strategy.end_step(self._landings)
-
-
-class _UsageSum(Work):
-    """The map of used parameters. Its wait is for all exchanges of the step, so that none of them is repeated
-    afterwards, and the map and the averages are of one step.
-    """
-
-    def __init__(self, strategy: SyncServer, used: torch.Tensor, landing: torch.Tensor) -> None:
-        self._strategy = strategy
-        self._used = used
-        self._landing = landing
-
-    def wait(self) -> None:
-        self._strategy.await_exchanges()
-        self._used.copy_(self._landing)

@@ -16,9 +16,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from typing_extensions import override
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Collective, DeferredWork, Work
 from psengine.errors import ReductionError
 from psengine.strategies.sharding.flat_parameters import in_memory_order
 from psengine.strategies.sharding.plan import Piece
@@ -95,7 +94,7 @@ class ShareGradients:
 
     def end_backward(self) -> Work:
         """All results were asked for: the work that finishes gradients, once these are there."""
-        return _Finish(self._finish)
+        return DeferredWork(self._finish)
 
     def _finish(self) -> None:
         is_anything_lost = torch.tensor([0.0 if self._is_finite else 1.0])
@@ -184,14 +183,3 @@ class ShareGradients:
         norms = torch.stack(self._collective.gather(norm.reshape(1).to(dtype), what="gradient norms")).view(-1)
         whole: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
         return whole
-
-
-class _Finish(Work):
-    """Something to do when results are there."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    @override
-    def wait(self) -> None:
-        self._finish()

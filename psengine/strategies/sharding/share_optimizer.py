@@ -1,25 +1,26 @@
 """The part of an optimizer that one rank runs: a chunk optimizer, the servers' own, for each of its blocks.
 
-torch's ``step`` never runs. Between two steps ``optimizer.state`` is empty, or a copy for ``state_dict``.
+Between two steps ``optimizer.state`` is empty, or a copy for ``state_dict``.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from operator import is_
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.protocol.hyperparameters import SLOTS, optimizer_name, slot_names, wire_groups
 from psengine.strategies.sharding.flat_parameters import FlatParameters, Section, in_memory_order
 from psengine.strategies.sharding.plan import Piece
+from psengine.strategies.step_hooks import ReplacedOptimizer
 
 
-class ShareOptimizer:
+class ShareOptimizer(ReplacedOptimizer):
     """Steps this rank's blocks of ``flat`` as ``optimizer`` would.
 
     Args:
@@ -34,24 +35,17 @@ class ShareOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, flat: FlatParameters) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, set(flat.parameters), "sync:shard_optimizer=true")
         self.flat = flat
         self._name = _name_of(optimizer)
         groups = _groups_of(optimizer)
-        self._params = [list(group["params"]) for group in optimizer.param_groups]
         places = {parameter: index for index, parameter in enumerate(flat.parameters)}
         self._group_of = {
             places[parameter]: group
-            for group, parameters in enumerate(self._params)
+            for group, parameters in enumerate(self.groups)
             for parameter in parameters
             if parameter in places
         }
-        self._untrained = [
-            (group, index, parameter)
-            for group, parameters in enumerate(self._params)
-            for index, parameter in enumerate(parameters)
-            if parameter not in places
-        ]
         # By index of the parameter: torch's "step"; of SGD 1 where there is a momentum buffer.
         self._steps = [0.0] * len(flat.parameters)
         self._slots: list[str] = []
@@ -153,7 +147,7 @@ class ShareOptimizer:
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """By index of the parameter its gradient in memory order; None where it has none, or is not trained."""
-        self._check()
+        self.check()
         flats: list[torch.Tensor | None] = []
         for index, parameter in enumerate(self.flat.parameters):
             gradient = parameter.grad if index in self._group_of else None
@@ -176,33 +170,10 @@ class ShareOptimizer:
             )
         return in_memory_order(gradient.detach(), self.flat.parameters[index])
 
-    def _check(self) -> None:
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        is_same = len(groups) == len(self._params) and all(
-            len(known) == len(parameters) and all(map(is_, known, parameters))
-            for known, parameters in zip(self._params, groups, strict=True)
-        )
-        if not is_same:
-            raise ConfigurationError(
-                "a sharded optimizer steps the parameters that it had when psengine.DistributedOptimizer was made, each"
-                f" in its group (expected groups of {list(map(len, self._params))} parameters, the same ones, got"
-                f" {list(map(len, groups))}). Fix: give it all of them before, and freeze some until they are wanted"
-                " (requires_grad_(False) after the model was wrapped with find_unused_parameters=True); or"
-                " strategy='sync'."
-            )
-        for group, index, parameter in self._untrained:
-            if parameter.grad is not None:
-                raise ConfigurationError(
-                    f"parameter {index} of group {group} (shape {tuple(parameter.shape)}) has a gradient that was not"
-                    " exchanged: when the model was wrapped it was frozen, or one to ignore (expected grad = None)."
-                    " Fix: freeze it after psengine.DistributedDataParallel(model, find_unused_parameters=True); or"
-                    " give it an optimizer of its own."
-                )
-        if getattr(self.optimizer, "grad_scale", None) is not None:
-            raise ConfigurationError(
-                "a sharded optimizer does not divide gradients by optimizer.grad_scale (expected it unset). Fix: divide"
-                " the gradients before step(), or let a torch.amp.GradScaler do it."
-            )
+    @override
+    def check(self) -> None:
+        """And that the parameters are where they were placed."""
+        super().check()
         self.flat.check()
 
     # ---- state -------------------------------------------------------------------------------------------------
@@ -272,7 +243,7 @@ class ShareOptimizer:
         """(index, section, place in it) of the optimizer's parameters, in its order."""
         places = {i: (section, place) for section in self.flat.sections for place, i in enumerate(section.indices)}
         indices = {parameter: index for index, parameter in enumerate(self.flat.parameters)}
-        for parameters in self._params:
+        for parameters in self.groups:
             for parameter in parameters:
                 if parameter in indices:
                     index = indices[parameter]

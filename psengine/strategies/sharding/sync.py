@@ -29,6 +29,7 @@ from psengine.strategies.sharding.share_exchange import ShareExchange
 from psengine.strategies.sharding.share_gradients import ShareGradients
 from psengine.strategies.sharding.share_optimizer import ShareOptimizer
 from psengine.strategies.step_hooks import take_step
+from psengine.strategies.stepping import check_one
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
@@ -191,12 +192,8 @@ class SyncShardedOptimizer(SyncAllReduce):
             ConfigurationError: an optimizer that cannot be sharded, or a second one.
             ReplicaMismatchError: the ranks' optimizers differ.
         """
-        if self._optimizer is not None and self._optimizer.optimizer is not optimizer:
-            raise ConfigurationError(
-                "shard_optimizer=true shards one optimizer for each wrapped model (expected one"
-                " psengine.DistributedOptimizer, got a second). Fix: give one optimizer several parameter groups; or"
-                " wrap the parts of the model one by one, each with its own optimizer; or strategy='sync'."
-            )
+        if self._optimizer is not None:
+            check_one((self._optimizer.optimizer, optimizer), "sync:shard_optimizer=true")
         self.collective.connect()
         assert self._replica is not None, "prepared"
         if self._flat is None:
@@ -204,9 +201,6 @@ class SyncShardedOptimizer(SyncAllReduce):
             verify_replicas(self.collective, {}, {}, self._replica.device, chosen)
             self._flat = flat_parameters(self._replica.parameters, self.collective)
         self._optimizer = ShareOptimizer(optimizer, self._flat)
-        # A fused optimizer's kernel would divide by GradScaler's scale, which a share's step does not know: so the
-        # scaler itself divides, and leaves out steps with gradients that are not finite.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
     def _bound(self) -> ShareOptimizer:
         _ = self.collective  # a closed strategy raises
