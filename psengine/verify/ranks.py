@@ -1,16 +1,16 @@
 """Run a function on several ranks of this machine, each a process of its own, and name the rank that failed first.
 
 launcher   store on a free loopback port ─ starts ranks ─ reads notes and reports ─ ends ranks
-rank       joins the group ─ notes what it does ─ reports a result or an error ─ waits until it is ended
+rank       joins the group ─ notes what it does ─ reports a result or an error ─ ends
 
-A pipe connects each rank with the launcher, so that each notices when the other dies.
+A pipe connects each rank with the launcher, so that each notices when the other dies. How a process is started is a
+function: verify, doctor and benchmarks start interpreters, tests fork.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import math
 import os
 import signal
 import subprocess
@@ -18,21 +18,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from psengine.environment.devices import choose_device
 from psengine.errors import CollectiveError, ConfigurationError, PSEngineError
-from psengine.verify.target import RefusedError, TargetError
 
 MAX_RANKS = 64
 _HERE = str(Path(__file__).parent)
@@ -41,7 +40,7 @@ _POLL_S = 0.05
 _GRACE_S = 0.3
 # After an error that another rank's failure caused: how long the error of that rank may take to be reported.
 _CAUSE_GRACE_S = 10.0
-_KILL_S = 10.0
+_END_S = 10.0
 
 
 class RankFailedError(PSEngineError, RuntimeError):
@@ -74,6 +73,27 @@ class Place:
     note: Callable[[str], None] = field(default=lambda text: None)
 
 
+class Process(Protocol):
+    """A rank's process: ``subprocess.Popen`` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+
+    def poll(self) -> int | None:
+        """Its exit code, minus the signal that ended it; None while it runs."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def wait(self, timeout: float) -> object:
+        """Wait until it has ended."""
+
+
+# Starts so many processes that call ``serve``, and returns each with the launcher's end of its pipe.
+Start: TypeAlias = Callable[[int], Sequence[tuple[Process, Connection]]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Setup:
     """What a rank is told. Both ends of the pipe are our own processes, so that setups and reports may be pickled."""
@@ -81,34 +101,54 @@ class _Setup:
     rank: int
     world_size: int
     port: int
-    timeout_s: float
+    group_timeout_s: float
     device: str
+    threads: int | None
+    joins: bool
+    leaves_together: bool
     work: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """How a rank failed; ``is_consequence`` where another rank's failure seems to be the cause."""
+class Failure:
+    """How a rank failed.
+
+    Attributes:
+        unix_s: when; 0 where it died without a report.
+        is_consequence: whether another rank's failure seems to be the cause.
+        error: a ``RankFailedError``, or the ``ConfigurationError`` that the rank raised.
+        full_traceback: of what it raised; "" where it died.
+    """
 
     unix_s: float
     is_consequence: bool
     error: PSEngineError
+    full_traceback: str = ""
 
 
 @dataclass
-class _Rank:
-    """A rank as the launcher knows it; the rank sends new values of ``note``, then of ``result`` or ``failure``."""
+class RankEnd:
+    """A rank as the launcher knows it.
 
-    number: int
-    process: subprocess.Popen[bytes]
+    Attributes:
+        rank: its number.
+        process: what was started; it has ended once the launcher returns this.
+        note: what it did last.
+        result: what the function returned, in a tuple; None where it failed or is not done.
+        failure: None where it returned or is not done.
+    """
+
+    rank: int
+    process: Process
     connection: Connection
     note: str = "its start, importing torch"
     result: tuple[Any] | None = None
-    failure: _Failure | None = None
+    failure: Failure | None = None
 
     @property
     def is_done(self) -> bool:
+        """Whether it reported, or died."""
         return self.result is not None or self.failure is not None
 
     def read(self) -> None:
@@ -116,110 +156,168 @@ class _Rank:
         code = self.process.poll()
         with contextlib.suppress(EOFError, OSError):
             while self.connection.poll():
+                # The rank sends new values of ``note``, then of ``result`` or ``failure``.
                 setattr(self, *self.connection.recv())
         if code is not None and not self.is_done:
             name = next((known.name for known in signal.Signals if known == -code), str(-code))
             fate = f"was ended by signal {name}" if code < 0 else f"ended with exit code {code}"
-            text = f"rank {self.number} (process {self.process.pid}) {fate}, without an exception, at {self.note}"
-            self.failure = _Failure(unix_s=0.0, is_consequence=False, error=RankFailedError(text, self.number))
+            text = f"rank {self.rank} (process {self.process.pid}) {fate}, without an exception, at {self.note}"
+            self.failure = Failure(unix_s=0.0, is_consequence=False, error=RankFailedError(text, self.rank))
 
 
-def run_ranks(
-    work: Callable[..., Any],
-    *arguments: Any,
-    world_size: int,
-    timeout_s: float,
-    device: str = "cpu",
-    on_note: Callable[[str], None] = lambda text: None,
-) -> list[Any]:
-    """Call ``work(place, *arguments)`` on ranks that share this machine's cores; return the results in rank order.
+def start_interpreters(
+    world_size: int, environment: Mapping[str, str] | None = None
+) -> list[tuple[Process, Connection]]:
+    """Start fresh interpreters, with this process's environment unless another is given.
+
+    The launcher's own stdout may be read by a program, so what ranks print goes to stderr. Each has a session of its
+    own: a Ctrl-C is for the launcher, which ends the ranks.
+    """
+    started: list[tuple[Process, Connection]] = []
+    for _ in range(world_size):
+        ours, theirs = Pipe()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"from psengine.verify.ranks import serve_at; serve_at({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        started.append((process, ours))
+    return started
+
+
+def run_ranks(work: Callable[..., Any], *arguments: Any, world_size: int, timeout_s: float, **how: Any) -> list[Any]:
+    """Call ``work(place, *arguments)`` on every rank; return the results in rank order.
 
     Args:
         work: a function at the top level of a module that ranks can import.
         arguments: these and the results are pickled.
         world_size: number of ranks.
-        timeout_s: deadline for everything, and of every operation between the ranks.
-        device: "cpu" or "cuda".
-        on_note: told what rank 0 is doing.
+        timeout_s: deadline for everything.
+        how: see ``run_ranks_to_any_end``.
 
     Raises:
-        ConfigurationError: the target is wrong, or a strategy refused it.
-        RankFailedError: a rank raised, died, or was not done in time.
+        ConfigurationError: a rank raised it.
+        RankFailedError: a rank raised something else, died, or was not done in time.
+    """
+    how = {"stops_early": True, "leaves_together": True, **how}
+    ends = run_ranks_to_any_end(work, *arguments, world_size=world_size, timeout_s=timeout_s, **how)
+    failures = [end.failure for end in ends if end.failure is not None]
+    if failures:
+        raise min(failures, key=lambda failure: (failure.is_consequence, failure.unix_s)).error
+    if not all(end.is_done for end in ends):
+        places = "; ".join(f"rank {end.rank} was at {end.note}" for end in ends if not end.is_done)
+        raise RankFailedError(
+            f"the ranks were not done in time (expected within {timeout_s:g} s, got {places}). Fix: if they were"
+            " only slow, give them more time, or fewer steps."
+        )
+    return [end.result[0] for end in ends if end.result is not None]
+
+
+def run_ranks_to_any_end(
+    work: Callable[..., Any],
+    *arguments: Any,
+    world_size: int,
+    timeout_s: float,
+    group_timeout_s: float | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    start: Start = start_interpreters,
+    on_note: Callable[[str], None] = lambda text: None,
+    joins: bool = True,
+    leaves_together: bool = False,
+    stops_early: bool = False,
+) -> list[RankEnd]:
+    """Like ``run_ranks``, for ranks that may raise or be killed; at the deadline those that still run are ended.
+
+    Args:
+        work: see ``run_ranks``.
+        arguments: see ``run_ranks``.
+        world_size: number of ranks.
+        timeout_s: deadline for everything.
+        group_timeout_s: deadline of an operation between the ranks; None: ``timeout_s``.
+        device: "cpu" or "cuda".
+        threads: of torch in each rank; None shares this machine's cores.
+        start: starts the processes.
+        on_note: told what rank 0 is doing.
+        joins: whether ranks have a default process group.
+        leaves_together: whether ranks wait for each other before they end.
+        stops_early: end all ranks once it is clear which one failed first.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks: list[_Rank] = []
+    ends = [RankEnd(rank, *started) for rank, started in enumerate(start(world_size))]
     try:
-        for rank in range(world_size):
+        for end in ends:
             setup = _Setup(
-                rank=rank,
+                rank=end.rank,
                 world_size=world_size,
                 port=store.port,
-                timeout_s=timeout_s,
+                group_timeout_s=timeout_s if group_timeout_s is None else group_timeout_s,
                 device=device,
+                threads=threads,
+                joins=joins,
+                leaves_together=leaves_together and joins,
                 work=work,
                 arguments=arguments,
             )
-            ranks.append(_start(setup))
-        return _wait(ranks, timeout_s, on_note)
+            # A process that died at once is found by ``read``.
+            with contextlib.suppress(OSError):
+                end.connection.send(setup)
+        _wait(ends, timeout_s, stops_early, on_note)
+        if all(end.is_done for end in ends) and not stops_early:
+            for end in ends:
+                end.process.wait(_END_S)
+        return ends
     finally:
-        for one in ranks:
-            one.process.kill()
-        for one in ranks:
-            one.process.wait(_KILL_S)
-            one.connection.close()
+        for end in ends:
+            end.connection.close()
+            end.process.kill()
+        for end in ends:
+            end.process.wait(_END_S)
 
 
-def _start(setup: _Setup) -> _Rank:
-    ours, theirs = Pipe()
-    with theirs:
-        # Its own session: a Ctrl-C is for the launcher, which ends the ranks.
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"from psengine.verify.ranks import serve; serve({theirs.fileno()})"],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-        )
-    ours.send(setup)
-    return _Rank(setup.rank, process, ours)
-
-
-def _wait(ranks: Sequence[_Rank], timeout_s: float, on_note: Callable[[str], None]) -> list[Any]:
-    """Return every rank's result; raise the error of the first that failed."""
+def _wait(ends: Sequence[RankEnd], timeout_s: float, stops_early: bool, on_note: Callable[[str], None]) -> None:
+    """Until all ranks are done, or the first failure is known, or the deadline."""
     deadline_s = time.monotonic() + timeout_s
-    failed_s, noted = math.inf, ""
-    while not all(rank.result is not None for rank in ranks):
-        wait([rank.connection for rank in ranks if not rank.is_done], _POLL_S)
-        for rank in ranks:
-            rank.read()
-        if ranks[0].note != noted:
-            noted = ranks[0].note
-            on_note(noted)
-        failures = [rank.failure for rank in ranks if rank.failure is not None]
-        if failures:
-            failed_s = min(failed_s, time.monotonic())
+    failed_s, shown = 0.0, ""
+    while not all(end.is_done for end in ends):
+        wait([end.connection for end in ends if not end.is_done], timeout=_POLL_S)
+        for end in ends:
+            if not end.is_done:
+                end.read()
+        if ends[0].note != shown:
+            shown = ends[0].note
+            on_note(shown)
+        failures = [end.failure for end in ends if end.failure is not None]
+        if failures and stops_early:
+            failed_s = failed_s or time.monotonic()
             # A rank closes its connections before it reports its error, so its peers may report the lost peer first.
             grace_s = _CAUSE_GRACE_S if all(failure.is_consequence for failure in failures) else _GRACE_S
-            if len(failures) == len(ranks) or time.monotonic() > failed_s + grace_s:
-                raise min(failures, key=lambda failure: (failure.is_consequence, failure.unix_s)).error
-        elif time.monotonic() > deadline_s:
-            places = "; ".join(f"rank {rank.number} was at {rank.note}" for rank in ranks if not rank.is_done)
-            raise RankFailedError(
-                f"the ranks were not done in time (expected within {timeout_s:g} s, got {places}). Fix: if they were"
-                " only slow, give them more time (--timeout-s) or fewer steps."
-            )
-    return [rank.result[0] for rank in ranks if rank.result is not None]
+            if time.monotonic() > failed_s + grace_s:
+                return
+        if time.monotonic() > deadline_s:
+            return
 
 
-def serve(descriptor: int) -> None:
-    """Be the rank at the other end of the pipe ``descriptor``, until the launcher ends this process, or ends itself."""
+# ---- on a rank -------------------------------------------------------------------------------------------------------
+
+
+def serve_at(descriptor: int) -> None:
+    """Be the rank at the other end of the pipe ``descriptor``; end with the launcher."""
     os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
     faulthandler.enable()
-    # The command's own stdout may be read by a program: what the user's code prints goes to stderr.
-    os.dup2(2, 1)
-    setup: _Setup = connection.recv()
-    watch = threading.Thread(target=_end_with_launcher, args=(connection,), name="psengine-launcher-watch", daemon=True)
-    watch.start()
+    serve(Connection(descriptor), watches=True)
+
+
+def serve(connection: Connection, *, watches: bool) -> None:
+    """Be the rank at the other end of ``connection``: do the work, report, and end this process.
+
+    ``watches``: end with the launcher too, which a thread waits for.
+    """
+    setup: _Setup | None = None
     noted = ""
 
     def note(text: str) -> None:
@@ -229,18 +327,26 @@ def serve(descriptor: int) -> None:
 
     report: tuple[str, Any]
     try:
+        setup = connection.recv()
+        if watches:
+            threading.Thread(
+                target=_end_with_launcher, args=(connection,), name="psengine-launcher-watch", daemon=True
+            ).start()
         note("joining the group")
         result = setup.work(_join(setup, note), *setup.arguments)
-        note("waiting for the other ranks at the end")
-        dist.barrier()
+        if setup.leaves_together:
+            note("waiting for the other ranks at the end")
+            dist.barrier()
         report = "result", (result,)
     except BaseException as error:  # the user's code may also end with SystemExit
         report = "failure", _failure(error, setup, noted)
+    connection.send(report)
+    if dist.is_initialized() and report[0] == "result":
+        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    connection.send(report)
-    # The launcher ends all ranks together, without the interpreter's shutdown, in which other libraries' threads hang.
-    watch.join()
+    # Without the interpreter's shutdown, in which other libraries' threads hang.
+    os._exit(report[0] == "failure")
 
 
 def _end_with_launcher(connection: Connection) -> None:
@@ -251,7 +357,7 @@ def _end_with_launcher(connection: Connection) -> None:
 
 def _join(setup: _Setup, note: Callable[[str], None]) -> Place:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // setup.world_size))
+    torch.set_num_threads(setup.threads or max(1, cores // setup.world_size))
     device, backend = torch.device("cpu"), "gloo"
     if setup.device == "cuda":
         count = torch.cuda.device_count()
@@ -259,24 +365,31 @@ def _join(setup: _Setup, note: Callable[[str], None]) -> Place:
         torch.cuda.set_device(device)
         # nccl does not support two ranks on one GPU.
         backend = "cpu:gloo,cuda:nccl" if count >= setup.world_size and dist.is_nccl_available() else "gloo"
-    timeout = timedelta(seconds=setup.timeout_s)
-    store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
+    if setup.joins:
+        timeout = timedelta(seconds=setup.group_timeout_s)
+        store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
     return Place(rank=setup.rank, world_size=setup.world_size, device=device, note=note)
 
 
-def _failure(error: BaseException, setup: _Setup, where: str) -> _Failure:
+def _failure(error: BaseException, setup: _Setup | None, where: str) -> Failure:
     unix_s = time.time()  # first, because str(error) may take long
     described: PSEngineError
-    if isinstance(error, TargetError | RefusedError):
+    if isinstance(error, ConfigurationError):
         described = ConfigurationError(str(error))
     else:
+        rank, who = (None, "a rank") if setup is None else (setup.rank, f"rank {setup.rank} of {setup.world_size}")
         described = RankFailedError(
-            f"rank {setup.rank} of {setup.world_size} raised {type(error).__name__} at {where}",
-            setup.rank,
+            f"{who} raised {type(error).__name__} at {where or 'its start'}",
+            rank,
             "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))),
         )
-    return _Failure(unix_s=unix_s, is_consequence=_is_consequence(error), error=described)
+    return Failure(
+        unix_s=unix_s,
+        is_consequence=_is_consequence(error),
+        error=described,
+        full_traceback="".join(traceback.format_exception(error)),
+    )
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -1,41 +1,32 @@
-"""The one way tests start ranks: real processes, a store on port 0, a deadline, exit codes, nothing left behind."""
+"""How tests start ranks: forks of a process that has imported everything, under the runner of ``psengine.verify``."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import os
 import pickle
 import socket
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from psengine.verify import ranks
 
 GROUP_TIMEOUT_S = 60.0
 
 # Ranks, servers and commands fork from one process that has imported what any of them imports (dynamo is what native
 # DDP's constructor loads): a start costs 50 ms instead of seconds.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(
-    [
-        *("torch._dynamo", "torch.distributed", "torch.testing", "hypothesis", "pytest"),
-        *(
-            "psengine.strategies.registry",
-            "psengine.strategies.servers.asynchronous",
-            "psengine.strategies.servers.sync",
-        ),
-        *("psengine.parameter_server.server.daemon", "psengine.cli.main", "psengine.cli.server", "psengine.cli.run"),
-        *("psengine.cli.advise", "psengine.cli.launching.elastic", "psengine.cli.launching.run"),
-    ]
-)
+PRELOADED = """
+torch._dynamo torch.distributed torch.testing hypothesis pytest psengine.strategies.registry
+psengine.strategies.servers.asynchronous psengine.strategies.servers.sync psengine.verify.ranks
+psengine.parameter_server.server.daemon psengine.cli.main psengine.cli.server psengine.cli.run psengine.cli.advise
+psengine.cli.launching.elastic psengine.cli.launching.run
+"""
+forkserver.set_forkserver_preload(PRELOADED.split())
 
 
 @dataclass(frozen=True)
@@ -125,93 +116,65 @@ def run_ranks_to_any_end(
     ``leave_together`` makes ranks wait for each other before they close their connections; ``may_have_children`` lets
     them start processes through multiprocessing, which they must end themselves.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, receivers = [], []
-    try:
-        for rank in range(world_size):
-            receiver, sender = forkserver.Pipe(duplex=False)
-            setup = _Setup(rank, world_size, store.port, group_timeout_s, init_group, leave_together, dict(os.environ))
-            process = forkserver.Process(
-                target=_rank_main, args=(setup, sender, function, arguments), daemon=not may_have_children
-            )
-            process.start()
-            sender.close()
-            processes.append(process)
-            receivers.append(receiver)
-        messages = _receive(receivers, time.monotonic() + deadline_s)
-        for process in processes:
-            process.join(timeout=10)
-        if any(process.is_alive() for process in processes):
-            hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-            raise RanksFailedError(f"ranks {hung} still ran after {deadline_s:g} s; the others said {messages}")
-        return [
-            RankResult(rank, process.exitcode, *messages.get(rank, (None, None)))
-            for rank, process in enumerate(processes)
-        ]
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join(timeout=10)
-            process.close()
-        for receiver in receivers:
-            receiver.close()
+    ends = ranks.run_ranks_to_any_end(
+        _call,
+        function,
+        arguments,
+        world_size=world_size,
+        timeout_s=deadline_s,
+        group_timeout_s=group_timeout_s,
+        threads=1,
+        start=functools.partial(_fork, daemon=not may_have_children),
+        joins=init_group,
+        leaves_together=leave_together,
+    )
+    results = [
+        RankResult(
+            end.rank,
+            end.process.poll(),
+            None if end.result is None else pickle.loads(end.result[0]),
+            None if end.failure is None else end.failure.full_traceback or None,
+        )
+        for end in ends
+    ]
+    for end in ends:
+        end.process.close()  # type: ignore[attr-defined]
+    late = {end.rank: end.note for end in ends if not end.is_done}
+    if late:
+        said = {result.rank: result for result in results if result.rank not in late}
+        raise RanksFailedError(
+            f"ranks {list(late)} had not finished at the deadline of {deadline_s:g} s, at {late}; the others: {said}"
+        )
+    return results
 
 
-@dataclass(frozen=True)
-class _Setup:
-    rank: int
-    world_size: int
-    port: int
-    group_timeout_s: float
-    init_group: bool
-    leave_together: bool
-    environment: dict[str, str]
-
-
-def _receive(receivers: list[Connection], deadline: float) -> dict[int, tuple[Any, str | None]]:
-    open_receivers = {receiver: rank for rank, receiver in enumerate(receivers)}
-    messages: dict[int, tuple[Any, str | None]] = {}
-    while open_receivers:
-        ready = wait(list(open_receivers), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = sorted(open_receivers.values())
-            raise RanksFailedError(f"ranks {late} had not finished at the deadline; the others said {messages}")
-        for receiver in ready:
-            rank = open_receivers.pop(receiver)  # type: ignore[index]
-            try:
-                messages[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                continue  # died without a word
-    return messages
-
-
-def _rank_main(setup: _Setup, sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.clear()
-    os.environ.update(setup.environment)
-    torch.set_num_threads(1)
-    exit_code = 0
-    try:
-        if setup.init_group:
-            store = dist.TCPStore("127.0.0.1", setup.port, is_master=False)
-            dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=setup.rank,
-                world_size=setup.world_size,
-                timeout=timedelta(seconds=setup.group_timeout_s),
-            )
-        message = (function(setup.rank, setup.world_size, *arguments), None)
-        if setup.init_group and setup.leave_together:
-            dist.barrier()
-    except BaseException:
-        message = (None, traceback.format_exc())
-        exit_code = 1
+def _call(place: ranks.Place, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     # Plain pickle: multiprocessing's own would share tensors through descriptors of a process that is about to end.
-    sender.send_bytes(pickle.dumps(message))
-    sender.close()
-    if dist.is_initialized() and exit_code == 0:
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    return pickle.dumps(function(place.rank, place.world_size, *arguments))
+
+
+class _Forked(forkserver.Process):  # type: ignore[name-defined, misc]
+    """A process as the runner knows it."""
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float) -> None:
+        self.join(timeout)
+
+
+def _fork(world_size: int, *, daemon: bool) -> list[tuple[ranks.Process, Connection]]:
+    started = []
+    for _ in range(world_size):
+        ours, theirs = forkserver.Pipe()
+        process = _Forked(target=_serve, args=(theirs, dict(os.environ)), daemon=daemon)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    return started
+
+
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    ranks.serve(connection, watches=False)

@@ -17,13 +17,14 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.processes import GROUP_TIMEOUT_S, _rank_main, _Setup, forkserver
+from support.processes import GROUP_TIMEOUT_S, forkserver
 from torch import Tensor
 from ways_of_training.run import Run
 from ways_of_training.table import SYNC, Expected, Program, oracle_of
@@ -111,10 +112,9 @@ class Ranks:
         environment = {**os.environ, "PSENGINE_SERVERS": self._servers}
         for rank in range(self._world_size):
             ours, theirs = forkserver.Pipe()
-            setup = _Setup(rank, self._world_size, self._store.port, GROUP_TIMEOUT_S, True, False, environment)
-            arguments = (theirs, self._directory.name)
+            arguments = (rank, self._world_size, self._store.port, environment, theirs, self._directory.name)
             # Not as daemons, which may not have the children that a DataLoader starts; they end when the pipe closes.
-            process = forkserver.Process(target=_rank_main, args=(setup, theirs, serve, arguments))
+            process = forkserver.Process(target=_join_and_serve, args=arguments)
             process.start()
             theirs.close()
             self._members.append((process, ours))
@@ -133,8 +133,7 @@ class Ranks:
                     answer = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     answer = f"the process died\n{self._log(rank)}"
-                # A tuple is processes.py's: the program went round the loop that serves cells.
-                outcomes[rank] = answer if isinstance(answer, Outcome | str) else f"the process ended: {answer[1]}"
+                outcomes[rank] = answer
                 if not isinstance(answer, Outcome) or answer.error is not None:
                     deadline = min(deadline, time.monotonic() + failed_deadline_s)
         for rank in waiting.values():
@@ -187,6 +186,26 @@ def _judge_one(expected: Expected, outcome: Outcome | str) -> str | None:
 
 
 # ---- in a rank -----------------------------------------------------------------------------------------------
+
+
+def _join_and_serve(
+    rank: int, world_size: int, port: int, environment: dict[str, str], connection: Connection, directory: str
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        serve(rank, world_size, connection, directory)
+        dist.destroy_process_group()
+    except BaseException:
+        # The program went round the loop that serves cells.
+        connection.send_bytes(pickle.dumps(f"the process ended: {traceback.format_exc()}"))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def serve(rank: int, world_size: int, connection: Connection, directory: str) -> None:
