@@ -1,7 +1,6 @@
 """``psengine-server``: serve; make keys; look at, and copy, what a server keeps.
 
-Options are the fields of ``ServerSettings``: an argument beats a ``PSENGINE_*`` variable, which beats a TOML file.
-Annotations of commands are evaluated here and now, because typer is imported only once it is known to be there.
+Options are the fields of ``ServerSettings``: an option beats a ``PSENGINE_*`` variable, which beats a TOML file.
 """
 
 import importlib
@@ -11,16 +10,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
-from psengine.errors import ConfigurationError, PSEngineError, SnapshotError
+import typer
+
+from psengine.errors import PSEngineError, SnapshotError
 from psengine.version import __version__
 
 if TYPE_CHECKING:
-    import typer
-
     from psengine.parameter_server.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -50,32 +48,26 @@ def _read_arguments() -> list[str]:
     return arguments
 
 
-def build_app(run: "Callable[[ServerSettings, bool, int | None, Sequence[str]], int]") -> "typer.Typer":
+def build_app(run: "Callable[[ServerSettings, bool, int | None, Sequence[str]], int]") -> typer.Typer:
     """The command line.
 
     Args:
         run: serves, given the settings, ``--until-stdin-closes``, ``--announce-fd`` and what is to be logged about
             where settings came from; returns the exit code.
     """
-    import typer
-
-    from psengine.parameter_server.server.settings import ServerSettings, SettingError
-
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-    def serve(context: Any, **options: Any) -> None:
+    def serve(context: typer.Context, **options: Any) -> None:
         until_stdin_closes, announce_fd = options.pop("until_stdin_closes"), options.pop("announce_fd")
         config = options.pop("config")
         del options["version"]
         if context.invoked_subcommand is not None:
             return
-        try:
-            settings = ServerSettings(**options)
-        except SettingError as error:
-            if _origin(context, error.setting) == "DEFAULT_MAP":
-                raise ConfigurationError(f"{config}: {error}") from error
-            raise
-        raise typer.Exit(run(settings, until_stdin_closes, announce_fd, _overrides(context, config)))
+        from psengine.parameter_server.server.settings import read_settings
+
+        given = {name: value for name, value in options.items() if value is not None}
+        settings, overrides = read_settings(given, config)
+        raise typer.Exit(run(settings, until_stdin_closes, announce_fd, overrides))
 
     serve.__doc__ = (
         "Keep the parameters of training jobs: a psengine parameter server.\n\nEvery option may also be given as a"
@@ -132,17 +124,8 @@ def _print_lines(lines: Iterator[str]) -> None:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """One option for each setting, and further ones."""
-    import typer
-
-    from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings, read_config
-
-    def load_config(context: typer.Context, path: str | None) -> str | None:
-        if path:
-            read = read_config(Path(path))
-            # As in a variable: each option's own type reads its text.
-            context.default_map = {name: _as_text(value) for name, value in read.items()}
-        return path
+    """One option for each setting, which ``read_settings`` checks, and further ones."""
+    from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings
 
     def show_version(is_wanted: bool) -> None:
         if is_wanted:
@@ -150,28 +133,18 @@ def _parameters() -> list[inspect.Parameter]:
             raise typer.Exit
 
     found: list[tuple[str, Any, Any]] = [("context", typer.Context, inspect.Parameter.empty)]
-    types = get_type_hints(ServerSettings)
-    for one in fields(ServerSettings):
-        parse = one.metadata["parse"]
-        option = typer.Option(
-            f"--{one.name.replace('_', '-')}",
-            envvar=f"{ENVIRONMENT_PREFIX}{one.name.upper()}",
-            help=one.metadata["help"],
-            parser=parse,
-            metavar=parse and parse.__name__.strip("_").upper(),
-        )
-        found.append((one.name, Annotated[str | None if parse else types[one.name], option], one.default))
+    for name, setting in ServerSettings.model_fields.items():
+        default = "" if setting.default is None else f"  [default: {setting.default}]"
+        text = f"{setting.description}  [variable: {ENVIRONMENT_PREFIX}{name.upper()}]{default}"
+        flag, kind = f"--{name.replace('_', '-')}", bool if setting.annotation is bool else str
+        option = typer.Option(flag, help=" ".join(text.split()), metavar=None if kind is bool else "VALUE")
+        found.append((name, Annotated[kind | None, option], None))
     config = typer.Option(
-        "--config",
-        metavar="FILE",
-        envvar=f"{ENVIRONMENT_PREFIX}CONFIG",
-        help="TOML file of settings.",
-        callback=load_config,
-        is_eager=True,
+        "--config", metavar="FILE", envvar=f"{ENVIRONMENT_PREFIX}CONFIG", help="TOML file of settings."
     )
     version = typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     found += [
-        ("config", Annotated[str | None, config], None),
+        ("config", Annotated[Path | None, config], None),
         ("version", Annotated[bool, version], False),
         ("until_stdin_closes", Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)], False),
         ("announce_fd", Annotated[int | None, typer.Option("--announce-fd", hidden=True)], None),
@@ -180,27 +153,6 @@ def _parameters() -> list[inspect.Parameter]:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, annotation, default in found
     ]
-
-
-def _origin(context: Any, name: str) -> str:
-    """Where a setting's value came from: "COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP" (the file) or "DEFAULT"."""
-    source = context.get_parameter_source(name)
-    return "" if source is None else str(source.name)
-
-
-def _overrides(context: Any, config: str | None) -> list[str]:
-    """A line for each setting of the file that a variable has overridden."""
-    from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX
-
-    return [
-        f"the variable {ENVIRONMENT_PREFIX}{name.upper()} overrides {name} = {text} of {config}"
-        for name, text in (context.default_map or {}).items()
-        if _origin(context, name) == "ENVIRONMENT"
-    ]
-
-
-def _as_text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _serve(

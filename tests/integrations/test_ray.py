@@ -223,8 +223,11 @@ WRONG = [
     ({"strategy": "sync", "server_options": {"shards": 2}}, "servers that this run starts"),
     ({"strategy": "sync-server", "snapshot_dir": "/tmp/a"}, "the workers hold the weights"),
     ({"strategy": "async", "server_options": {"bind": "tcp://0.0.0.0:1"}}, "do not set themselves"),
-    ({"strategy": "async", "server_options": {"shards": 0}}, "shards is out of bounds"),
-    ({"strategy": "async", "server_options": {"shards": "two"}}, "values of psengine-server"),
+    (
+        {"strategy": "async", "server_options": {"shards": 0}},
+        "(expected greater than or equal to 1, got 0)",
+    ),
+    ({"strategy": "async", "server_options": {"shards": "two"}}, "expected a valid integer"),
     ({"strategy": "async", "server_options": {"max_memory_bytes": "much"}}, "expected a size such as 8GiB"),
     ({"strategy": ["sync"]}, "travels to other processes as text"),
 ]

@@ -8,12 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings, read_config
+from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings, read_settings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -146,6 +145,7 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path):
 def test_the_settings_are_a_servers():
     names = re.findall(r"^(\w+)=", (DEPLOY / "systemd" / "server.env").read_text(), re.MULTILINE)
     assert names
-    known = {f"{ENVIRONMENT_PREFIX}{setting.name.upper()}" for setting in fields(ServerSettings)}
+    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in ServerSettings.model_fields}
     assert set(names) <= known
-    assert read_config(DEPLOY / "systemd" / "server.toml")["snapshot_dir"] == "/var/lib/psengine"
+    settings, _ = read_settings({}, DEPLOY / "systemd" / "server.toml")
+    assert settings.snapshot_dir == Path("/var/lib/psengine")

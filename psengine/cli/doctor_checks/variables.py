@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from urllib.parse import urlsplit
 
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, problem_of, warning
@@ -119,4 +118,4 @@ def known_names() -> list[str]:
     """Every variable that psengine reads."""
     from psengine.parameter_server.server.settings import ServerSettings
 
-    return sorted({*KNOWN, *(PREFIX + one.name.upper() for one in fields(ServerSettings))})
+    return sorted({*KNOWN, *(PREFIX + name.upper() for name in ServerSettings.model_fields)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from argparse import Namespace
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +278,7 @@ def _server_arguments(options: Sequence[str]) -> list[str]:
     """``["lease_s=10"]`` as psengine-server takes them."""
     from psengine.parameter_server.server.settings import ServerSettings
 
-    known = {one.name: one.default for one in fields(ServerSettings) if one.name not in _OUR_SERVER_OPTIONS}
+    known = {name: one.default for name, one in ServerSettings.model_fields.items() if name not in _OUR_SERVER_OPTIONS}
     arguments: list[str] = []
     for option in options:
         name, _, value = option.partition("=")

@@ -13,7 +13,6 @@ import gc
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import ray.train
@@ -123,27 +122,18 @@ class PSEngineConfig(TorchConfig):  # type: ignore[misc]
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of servers, with texts such as "8GiB" read as on the command line."""
-    from psengine.parameter_server.server.settings import ServerSettings
+    """The settings of servers, as ``ServerSettings`` takes them."""
+    from psengine.parameter_server.server.settings import ServerSettings, make_settings
 
-    known = {one.name: one.metadata["parse"] for one in fields(ServerSettings) if one.name not in _OURS}
+    known = [name for name in ServerSettings.model_fields if name not in _OURS]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ConfigurationError(
             "server_options are settings of psengine-server that Ray's actors do not set themselves (expected of"
             f" {', '.join(known)}; got {', '.join(unknown)})."
         )
-    try:
-        read = {
-            name: parse(value) if isinstance(value, str) and (parse := known[name]) else value
-            for name, value in options.items()
-        }
-        ServerSettings(**read)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"server_options are values of psengine-server (got {dict(options)}: {error})"
-        ) from error
-    return read
+    make_settings(options, dict.fromkeys(options, "server_options"))
+    return dict(options)
 
 
 class _WithServers:

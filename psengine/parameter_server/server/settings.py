@@ -1,17 +1,25 @@
-"""Every setting of a server, in one place; ``psengine-server`` makes an option of each."""
-# ruff: noqa: RUF009 - _setting() makes a dataclass field
+"""Every setting of a server, in one place: its type, bounds, default and explanation.
+
+``psengine-server`` makes an option of each. An option beats a variable (PSENGINE_SHARDS), which beats a TOML file.
+"""
 
 from __future__ import annotations
 
 import difflib
-import importlib
-import math
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
 from psengine.errors import ConfigurationError
@@ -27,154 +35,127 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def _setting(default: Any, explanation: str, parse: Callable[[str], Any] | None = None) -> Any:
-    return field(default=default, metadata={"help": explanation, "parse": parse})
-
-
-def size(text: str) -> int:
+def size(text: object) -> int:
     """Bytes of ``8GiB``, ``512 MB`` or a number.
 
     Raises:
         ValueError: it is no size.
     """
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(str(text))
     if match is None:
-        raise ValueError(f"expected a size such as 8GiB, or a number of bytes, got {text!r}")
+        raise ValueError("expected a size such as 8GiB, or a number of bytes")
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
-def _path(text: str) -> Path:
-    if not text.strip():
-        raise ValueError("expected a path, got nothing")
-    return Path(text).expanduser()
+def _address(text: str) -> str:
+    if not _TCP.fullmatch(text) and not _IPC.fullmatch(text):
+        raise ValueError("expected tcp://HOST:PORT or ipc://PATH")
+    return text
 
 
-def _modules(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
+def _modules(value: object) -> tuple[str, ...]:
+    texts = value.split(",") if isinstance(value, str) else value
+    names = tuple(str(name).strip() for name in texts) if isinstance(texts, (list, tuple)) else ("",)
     if not all(part.isidentifier() for name in names for part in name.split(".")):
-        raise ValueError(f"expected names of modules, with commas, got {text!r}")
+        raise ValueError("expected names of modules, with commas")
     return names
 
 
-class SettingError(ConfigurationError):
-    """One setting's value is out of its bounds.
-
-    Attributes:
-        setting: its name.
-    """
-
-    def __init__(self, setting: str, text: str) -> None:
-        super().__init__(text)
-        self.setting = setting
+def _expanded(path: Path) -> Path:
+    if path == Path():
+        raise ValueError("expected a path")
+    return path.expanduser()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """How a server process runs. A field's metadata has its explanation and its parser.
+UserPath = Annotated[Path, AfterValidator(_expanded)]
+
+
+class ServerSettings(BaseSettings):
+    """How a server process runs.
 
     Raises:
-        ConfigurationError: a value is out of its bounds, or two contradict each other.
+        pydantic.ValidationError: a value is out of its bounds, or two contradict each other; ``make_settings`` raises
+            a ConfigurationError.
     """
 
-    bind: str = _setting(
-        DEFAULT_BIND,
-        "Address of the first shard: tcp://HOST:PORT (port 0 takes a free one; the others get PORT+1, ...) or"
-        " ipc://PATH (the others PATH-1, ...).",
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
-    shards: int = _setting(1, "Threads that keep parameters, each with its own socket.")
-    snapshot_dir: Path | None = _setting(None, "Directory of snapshots; without it a restart forgets all.", _path)
-    snapshot_interval_s: float = _setting(
-        60.0, "Seconds between snapshots, which a crash may lose. 0: only on request and at the end."
-    )
-    durability: str | None = _setting(
-        None,
-        "memory, snapshot or log. log: an update is acknowledged once it is on the disk, so none that was acknowledged"
-        " is lost. The last two need a snapshot directory. Default: snapshot with a directory, else memory.",
-    )
-    lease_s: float = _setting(5.0, "Seconds of silence (five heartbeats) after which a worker counts as dead.")
-    status_port: int | None = _setting(
-        None, "Port of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one."
-    )
-    status_bind: str = _setting(
-        "127.0.0.1",
-        "Address of the status port. One that other machines reach needs a certificate and a token, and answers nobody"
-        " without the token.",
-    )
-    status_token: Path | None = _setting(
-        None,
-        "File of mode 0600 with the token for actions (psengine admin, the dashboard): snapshot, evict, forget, drain,"
-        " shut down. It reads too. Needs a status port.",
-        _path,
-    )
-    status_read_token: Path | None = _setting(
-        None,
-        "File of mode 0600 with a token that only reads, such as Prometheus's; without one loopback is open.",
-        _path,
-    )
-    status_cert: Path | None = _setting(None, "The status port's certificate, in PEM: it speaks HTTPS.", _path)
-    status_key: Path | None = _setting(None, "The certificate's private key, in PEM, in a file of mode 0600.", _path)
-    curve_key: Path | None = _setting(None, "The server's .key file of keygen: encrypts every connection.", _path)
-    allow: Path | None = _setting(
-        None, "Clients' public keys: a directory of .pub files, or one file; others are refused.", _path
-    )
-    secret_file: Path | None = _setting(
-        None,
-        "File of mode 0600 with one random word, the same for clients (PSENGINE_SECRET_FILE): encrypts TCP, and"
-        " admits clients that have the word. Instead of keys.",
-        _path,
-    )
-    admin_allow: Path | None = _setting(
-        None,
-        "Public keys, as in --allow, of operators: they may connect, and give orders (psengine admin). Needs a curve"
-        " key.",
-        _path,
-    )
-    admin_secret_file: Path | None = _setting(
-        None,
-        "File of mode 0600 with a second random word, for operators (PSENGINE_ADMIN_SECRET_FILE of psengine admin)."
-        " Needs a secret file, which holds another word.",
-        _path,
-    )
-    insecure: bool = _setting(
-        False,
-        "Admit every client without keys: everybody who reaches the address, also other local users, can change"
-        " the model.",
-    )
-    max_memory_bytes: int | None = _setting(
-        None,
-        "Most memory for values, optimizer state and held gradients, such as 8GiB; shards share it evenly. Default:"
-        " four fifths of the machine's.",
-        size,
-    )
-    plugins: tuple[str, ...] | None = _setting(
-        None, "Modules to import at the start, with commas: those that register codecs of your own.", _modules
-    )
-    log_format: str = _setting("text", "text or json: what a line of the log looks like.")
 
-    def __post_init__(self) -> None:
-        """Check bounds, and that a reachable address is protected."""
-        self._check("shards", 1 <= self.shards <= MAX_SHARDS, f"1 to {MAX_SHARDS}")
-        self._check("lease_s", _is_between(self.lease_s, 0.2, 86400.0), "0.2 to 86400 seconds")
-        self._check("snapshot_interval_s", _is_between(self.snapshot_interval_s, 0.0, 1e7), "0 or a number of seconds")
-        self._check("status_port", self.status_port is None or 0 <= self.status_port < 2**16, "0 to 65535")
-        self._check("max_memory_bytes", self.max_memory_bytes is None or self.max_memory_bytes > 0, "more than 0 bytes")
-        self._check("log_format", self.log_format in ("text", "json"), "text or json")
-        self._check("durability", self.tier in ("memory", "snapshot", "log"), "memory, snapshot or log")
+    bind: Annotated[str, AfterValidator(_address)] = DEFAULT_BIND
+    """Address of the first shard: tcp://HOST:PORT (port 0 takes a free one; the others get PORT+1, ...) or ipc://PATH
+    (the others PATH-1, ...)."""
+    shards: int = Field(1, ge=1, le=MAX_SHARDS)
+    """Threads that keep parameters, each with its own socket."""
+    snapshot_dir: UserPath | None = None
+    """Directory of snapshots; without it a restart forgets all."""
+    snapshot_interval_s: float = Field(60.0, ge=0.0, le=1e7)
+    """Seconds between snapshots, which a crash may lose. 0: only on request and at the end."""
+    durability: Literal["memory", "snapshot", "log"] | None = None
+    """memory, snapshot or log. log: an update is acknowledged once it is on the disk, so none that was acknowledged is
+    lost. The last two need a snapshot directory. Default: snapshot with a directory, else memory."""
+    lease_s: float = Field(5.0, ge=0.2, le=86400.0)
+    """Seconds of silence (five heartbeats) after which a worker counts as dead."""
+    status_port: int | None = Field(None, ge=0, le=65535)
+    """Port of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one."""
+    status_bind: str = "127.0.0.1"
+    """Address of the status port. One that other machines reach needs a certificate and a token, and answers nobody
+    without the token."""
+    status_token: UserPath | None = None
+    """File of mode 0600 with the token for actions (psengine admin, the dashboard): snapshot, evict, forget, drain,
+    shut down. It reads too. Needs a status port."""
+    status_read_token: UserPath | None = None
+    """File of mode 0600 with a token that only reads, such as Prometheus's; without one loopback is open."""
+    status_cert: UserPath | None = None
+    """The status port's certificate, in PEM: it speaks HTTPS."""
+    status_key: UserPath | None = None
+    """The certificate's private key, in PEM, in a file of mode 0600."""
+    curve_key: UserPath | None = None
+    """The server's .key file of keygen: encrypts every connection."""
+    allow: UserPath | None = None
+    """Clients' public keys: a directory of .pub files, or one file; others are refused."""
+    secret_file: UserPath | None = None
+    """File of mode 0600 with one random word, the same for clients (PSENGINE_SECRET_FILE): encrypts TCP, and admits
+    clients that have the word. Instead of keys."""
+    admin_allow: UserPath | None = None
+    """Public keys, as in --allow, of operators: they may connect, and give orders (psengine admin). Needs a curve
+    key."""
+    admin_secret_file: UserPath | None = None
+    """File of mode 0600 with a second random word, for operators (PSENGINE_ADMIN_SECRET_FILE of psengine admin). Needs
+    a secret file, which holds another word."""
+    insecure: bool = False
+    """Admit every client without keys: everybody who reaches the address, also other local users, can change the
+    model."""
+    max_memory_bytes: Annotated[int, BeforeValidator(size)] | None = Field(None, gt=0)
+    """Most memory for values, optimizer state and held gradients, such as 8GiB; shards share it evenly. Default: four
+    fifths of the machine's."""
+    plugins: Annotated[Annotated[tuple[str, ...], BeforeValidator(_modules)] | None, NoDecode] = None
+    """Modules to import at the start, with commas: those that register codecs of your own."""
+    log_format: Literal["text", "json"] = "text"
+    """text or json: what a line of the log looks like."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ServerSettings:
+        """Check what belongs together, and that a reachable address is protected."""
         if (self.tier == "memory") != (self.snapshot_dir is None):
-            raise SettingError(
-                "durability",
+            raise ValueError(
                 "A server keeps what it has in a directory (expected durability snapshot or log with snapshot_dir, or"
                 f" memory without, got {self.tier} and snapshot_dir = {_shown(self.snapshot_dir)}). Fix: give"
                 " --snapshot-dir DIRECTORY, or leave both out.",
             )
         self.bind_addresses()
         if (self.status_cert is None) != (self.status_key is None):
-            raise ConfigurationError(
+            raise ValueError(
                 "A certificate needs its key (expected status_cert and status_key together, got status_cert ="
                 f" {_shown(self.status_cert)}, status_key = {_shown(self.status_key)})."
             )
         if (self.curve_key is None) != (self.allow is None):
-            raise ConfigurationError(
+            raise ValueError(
                 "Keys need both sides (expected curve_key and allow together, got"
                 f" curve_key={_shown(self.curve_key)}, allow={_shown(self.allow)}). Fix: psengine-server keygen makes"
                 " the server's key; --allow names the directory of the clients' .pub files."
@@ -182,23 +163,24 @@ class ServerSettings:
         given = {"curve_key": self.curve_key, "secret_file": self.secret_file, "insecure": self.insecure or None}
         chosen = [name for name, value in given.items() if value is not None]
         if len(chosen) > 1:
-            raise ConfigurationError(
+            raise ValueError(
                 f"curve_key, secret_file and insecure exclude each other (expected one of them, got"
                 f" {' and '.join(chosen)})."
             )
         for name, needed in {"admin_allow": "curve_key", "admin_secret_file": "secret_file"}.items():
             if getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ConfigurationError(
+                raise ValueError(
                     f"{name} names operators beside the workers (expected {needed} with it, got none). Fix: give both;"
                     " the server's own user needs neither over the Unix socket."
                 )
         if not self.is_local and not chosen:
-            raise ConfigurationError(
+            raise ValueError(
                 f"Addresses that other machines reach need keys (expected curve_key and allow, or secret_file, for"
                 f" bind={self.bind!r}, got neither). Fix: psengine-server keygen DIRECTORY --name server, and the same"
                 " for each client; or --secret-file, a secret that all have; or bind to 127.0.0.1 or ipc://; or, where"
                 " only friends reach this network, --insecure."
             )
+        return self
 
     @property
     def tier(self) -> str:
@@ -236,74 +218,86 @@ class ServerSettings:
         tcp, ipc = _TCP.fullmatch(self.bind), _IPC.fullmatch(self.bind)
         if ipc is not None:
             paths = [ipc["path"] + (f"-{index}" if index else "") for index in range(self.shards)]
-            self._check(
-                "bind", all(len(p.encode()) <= LONGEST_PATH_BYTES for p in paths), "a path of at most 107 bytes"
-            )
+            if not all(len(path.encode()) <= LONGEST_PATH_BYTES for path in paths):
+                raise ValueError(f"bind is too long (expected a path of at most 107 bytes, got {self.bind!r})")
             return [f"ipc://{path}" for path in paths]
-        if tcp is None:
-            self._check("bind", False, "tcp://HOST:PORT or ipc://PATH")
-            return []
+        assert tcp is not None
         host = "127.0.0.1" if tcp["host"] == "localhost" else tcp["host"]
         first = 0 if tcp["port"] == "*" else int(tcp["port"])
         ports = [first + index if first else 0 for index in range(self.shards)]
-        self._check("bind", ports[-1] < 2**16, "ports up to 65535, one for each shard")
+        if ports[-1] >= 2**16:
+            raise ValueError(f"bind has too high a port (expected ports up to 65535, one a shard, got {self.bind!r})")
         return [f"tcp://{host}:{port or '*'}" for port in ports]
 
-    def _check(self, name: str, is_good: bool, expected: str) -> None:
-        if not is_good:
-            raise SettingError(name, f"{name} is out of bounds (expected {expected}, got {getattr(self, name)!r}).")
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only the arguments: ``read_settings`` reads the other sources, and remembers where a value came from."""
+        return (init_settings,)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file, by name.
+def read_settings(options: Mapping[str, Any], config: Path | None) -> tuple[ServerSettings, list[str]]:
+    """The settings of a command line, the environment and a TOML file; and which lines of the file variables override.
 
     Raises:
-        ConfigurationError: it cannot be read, or has a name that is no setting's, or a value of a wrong type.
+        ConfigurationError: a value is not understood or out of its bounds; the file cannot be read.
     """
-    # tomllib came with Python 3.11; tomli is its source.
-    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    in_file = {} if config is None else _read_file(config)
+    by_variable = EnvSettingsSource(ServerSettings)()
+    origins = {name: str(config) for name in in_file}
+    origins |= {name: ENVIRONMENT_PREFIX + name.upper() for name in by_variable}
+    origins |= {name: f"--{name.replace('_', '-')}" for name in options}
+    overridden = [name for name in in_file if name in by_variable and name not in options]
+    lines = [f"the variable {origins[name]} overrides {name} = {in_file[name]} of {config}" for name in overridden]
+    return make_settings({**in_file, **by_variable, **options}, origins), lines
+
+
+def make_settings(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> ServerSettings:
+    """Settings of these values.
+
+    Args:
+        values: by name; texts are read as on the command line.
+        origins: what errors say of where a value came from, by name.
+
+    Raises:
+        ConfigurationError: a name is unknown, a value is out of its bounds, or two contradict each other.
+    """
     try:
-        found: dict[str, Any] = toml.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"The configuration file {path} cannot be read: {error}") from error
-    known = [one.name for one in fields(ServerSettings)]
-    for key in found:
-        if key not in known:
-            close = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
+        return ServerSettings(**values)
+    except ValidationError as error:
+        raise ConfigurationError("\n".join(_lines(error, origins or {}))) from None
+
+
+def _lines(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
+    lines = []
+    for one in error.errors():
+        said = one["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
+        if not one["loc"]:
+            lines.append(said)
+            continue
+        name = str(one["loc"][0])
+        if one["type"] == "extra_forbidden":
+            known = list(ServerSettings.model_fields)
+            close = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
             hint = f"Fix: did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
-            raise ConfigurationError(f"{path} has an unknown setting (expected a known name, got {key!r}). {hint}")
-    hints = get_type_hints(ServerSettings)
-    for one in fields(ServerSettings):
-        if one.name in found:
-            _check_type(path, one.name, found[one.name], one.metadata["parse"] or _reader_of(hints[one.name]))
-    return found
+            lines.append(f"{origins.get(name, 'unknown')}: there is no setting {name!r}. {hint}")
+        else:
+            lines.append(f"{origins.get(name, 'settings')}: {name} is not understood ({said}, got {one['input']!r})")
+    return lines
 
 
-def _reader_of(kind: Any) -> Callable[[str], Any]:
-    """What reads a setting of this type from a text."""
-    plain: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: _boolean}
-    return next((plain[one] for one in (*get_args(kind), kind) if one in plain), str)
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
-        raise ValueError("expected true or false")
-    return text.lower() in ("true", "1", "yes", "on")
-
-
-def _check_type(path: Path, name: str, value: Any, read: Callable[[str], Any]) -> None:
-    texts = value if isinstance(value, list) and name == "plugins" else [value]
+def _read_file(config: Path) -> dict[str, Any]:
     try:
-        if isinstance(value, dict) or (isinstance(value, list) and name != "plugins"):
-            raise ValueError("expected one value")
-        for text in texts:
-            read(str(text))
-    except ValueError as error:
-        raise ConfigurationError(f"{path}: {name} = {value!r} is not understood: {error}") from error
-
-
-def _is_between(value: float, lowest: float, highest: float) -> bool:
-    return math.isfinite(value) and lowest <= value <= highest
+        config.read_bytes()  # a file that is missing would count as an empty one
+        return TomlConfigSettingsSource(ServerSettings, config)()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"The configuration file {config} cannot be read: {error}") from error
 
 
 def _shown(path: Path | None) -> str:

@@ -104,7 +104,7 @@ def test_the_command_serves_until_sigterm(tmp_path):
     ("arguments", "code", "words"),
     [
         (["--no-such-option"], 2, "No such option"),
-        (["--shards", "none"], 2, "Invalid value for '--shards'"),
+        (["--shards", "none"], 2, "--shards: shards is not understood"),
         (["--bind", "tcp://0.0.0.0:0"], 2, "need keys"),
         (["--config", "/absent.toml"], 2, "cannot be read"),
         (["--curve-key", "/absent.key", "--allow", "/absent", "--bind", "tcp://127.0.0.1:0"], 2, "/absent.key"),
