@@ -111,16 +111,15 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         found: dict[str, Any] = json.loads(Path(path).read_bytes())
-        is_trace = all({"pid", "ph"} <= event.keys() for event in found["traceEvents"])
-        is_trace = is_trace and all("rank" in process for process in found["otherData"]["processes"])
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{os.fspath(path)} is no timeline (expected JSON, got {error})") from error
-    except (TypeError, LookupError, AttributeError):
-        is_trace = False
-    if not is_trace:
+        for event in found["traceEvents"]:
+            event["pid"], event["ph"]
+        for process in found["otherData"]["processes"]:
+            process["rank"]
+    except (OSError, ValueError, TypeError, LookupError) as error:
         raise ConfigurationError(
-            f"{os.fspath(path)} is no timeline of psengine (expected an object with traceEvents and otherData)"
-        )
+            f"{os.fspath(path)} is no timeline of psengine (expected JSON with traceEvents and otherData, got"
+            f" {type(error).__name__}: {error})"
+        ) from error
     return found
 
 

@@ -23,10 +23,10 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from psengine.environment.variables import read_variable
 from psengine.errors import EnvironmentVariableError
@@ -125,27 +125,17 @@ _Noted = tuple[float, Watched, int, str, float, float]
 
 
 class Wait:
-    """One rank's wait for one operation that has lasted ``ANSWER_AFTER_S``."""
+    """One rank's wait for one operation that has lasted ``ANSWER_AFTER_S``; does not keep its collective alive."""
 
     def __init__(self, noted: _Noted) -> None:
-        self.noted: _Noted | None = noted
         self.since_s, collective, operation, what, self.timeout_s, after_s = noted
+        self.collective = weakref.ref(collective)
         self.rank, self.world_size = collective.rank, collective.world_size
         self.position = Position(operation, what)
         self.schedule = StallSchedule(after_s)
         self.grace_s = min(max(SHORTEST_GRACE_S, after_s / 5), LONGEST_GRACE_S)
         self.question = 0
         self.asked_s = 0.0
-
-    @property
-    def collective(self) -> Watched | None:
-        """None once the wait is over, so that a group that ends is not kept alive."""
-        return None if self.noted is None else self.noted[1]
-
-    @property
-    def pending_operations(self) -> PendingOperations | None:
-        """How to ask the other ranks; None without a store, and once the wait is over."""
-        return None if self.collective is None else self.collective.pending_operations
 
 
 class StallInspector:
@@ -158,10 +148,10 @@ class StallInspector:
     def __init__(self) -> None:
         # By thread, which waits for one operation at a time.
         self._noted: dict[int, _Noted] = {}
-        self.reported_stalls = 0
         self._waits: dict[int, Wait] = {}
-        # Per pending_operations, the question this rank answered last.
-        self._answered: WeakKeyDictionary[PendingOperations, int] = WeakKeyDictionary()
+        self.reported_stalls = 0
+        # By the ranks' pending operations, the question this rank answered last.
+        self._answered: weakref.WeakKeyDictionary[PendingOperations, int] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._starting = threading.Lock()
@@ -179,10 +169,6 @@ class StallInspector:
     def leave(self, key: int) -> None:
         """The wait is over, with a result or an error."""
         self._noted.pop(key, None)
-        if self._waits:
-            wait = self._waits.get(key)
-            if wait is not None:
-                wait.noted = None
 
     # ---- the thread --------------------------------------------------------------------------------------------
 
@@ -193,7 +179,6 @@ class StallInspector:
             if not self._follows_forks and hasattr(os, "register_at_fork"):
                 os.register_at_fork(after_in_child=self._forget)
                 self._follows_forks = True
-            self._stop.clear()
             thread = threading.Thread(target=self._run, name="psengine-stall-inspector", daemon=True)
             try:
                 thread.start()
@@ -217,67 +202,65 @@ class StallInspector:
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            try:
-                self._look()
-            except Exception:  # training goes on
-                logger.debug("the stall inspector could not look", exc_info=True)
+            now_s = time.monotonic()
+            for key, noted in tuple(self._noted.items()):
+                wait = self._waits.get(key)
+                if (wait is None or wait.since_s != noted[0]) and now_s - noted[0] >= ANSWER_AFTER_S:
+                    self._forget_wait(key, now_s)
+                    self._waits[key] = Wait(noted)
+            for key, wait in tuple(self._waits.items()):
+                if not self._lasts(key, wait):
+                    self._forget_wait(key, now_s)
+                    continue
+                for look in (self._answer, self._ask_or_report):
+                    try:
+                        look(key, wait, now_s)
+                    except Exception:  # the store may be gone; this rank still reports what it knows
+                        logger.debug("rank %d cannot ask the others", wait.rank, exc_info=True)
 
-    def _look(self) -> None:
-        now_s = time.monotonic()
-        for key, wait in tuple(self._waits.items()):
-            if wait.noted is None or self._noted.get(key) is not wait.noted:
-                del self._waits[key]
-                if wait.schedule.has_reported:
-                    waited_s = now_s - wait.since_s
-                    logger.info("rank %d no longer waits for %s; it took %.0f s", wait.rank, wait.position, waited_s)
-        for key, noted in tuple(self._noted.items()):
-            if key not in self._waits and now_s - noted[0] >= ANSWER_AFTER_S:
-                self._waits[key] = Wait(noted)
-                if self._noted.get(key) is not noted:
-                    del self._waits[key]  # it ended just now
-        for wait in tuple(self._waits.values()):
-            for look in (self._answer, self._ask_and_report):
-                try:
-                    look(wait, now_s)
-                except Exception:  # the store may be gone; this rank still reports what it knows
-                    logger.debug("rank %d cannot ask the others", wait.rank, exc_info=True)
+    def _lasts(self, key: int, wait: Wait) -> bool:
+        noted = self._noted.get(key)
+        return noted is not None and noted[0] == wait.since_s
 
-    def _ask_and_report(self, wait: Wait, now_s: float) -> None:
-        waited_s = now_s - wait.since_s
-        if wait.asked_s != 0 and now_s - wait.asked_s >= wait.grace_s:
-            wait.asked_s = 0.0
-            self._report(wait, waited_s)
-            wait.schedule.is_due(waited_s)  # this report also stands for one that became due meanwhile
-        elif wait.asked_s == 0 and wait.schedule.is_due(waited_s):
-            wait.asked_s = now_s
-            wait.question = 0  # until the store has taken one
-            if wait.pending_operations is not None:
-                wait.question = wait.pending_operations.ask()
+    def _forget_wait(self, key: int, now_s: float) -> None:
+        wait = self._waits.pop(key, None)
+        if wait is not None and wait.schedule.has_reported:
+            waited_s = now_s - wait.since_s
+            logger.info("rank %d no longer waits for %s; it took %.0f s", wait.rank, wait.position, waited_s)
 
-    def _answer(self, wait: Wait, _now_s: float) -> None:
-        pending_operations = wait.pending_operations
-        if pending_operations is None:
+    def _answer(self, _key: int, wait: Wait, _now_s: float) -> None:
+        collective = wait.collective()
+        operations = None if collective is None else collective.pending_operations
+        if operations is None:
             return
-        question = pending_operations.latest_question()
-        if question > self._answered.get(pending_operations, 0):
-            pending_operations.answer(question, wait.position)
-            self._answered[pending_operations] = question
+        question = operations.latest_question()
+        if question > self._answered.get(operations, 0):
+            operations.answer(question, wait.position)
+            self._answered[operations] = question
 
-    def _report(self, wait: Wait, waited_s: float) -> None:
-        collective = wait.collective
+    def _ask_or_report(self, key: int, wait: Wait, now_s: float) -> None:
+        waited_s, collective = now_s - wait.since_s, wait.collective()
         if collective is None:
             return
-        pending_operations = collective.pending_operations
-        answers: Mapping[int, Position] | None = None
-        if pending_operations is not None and wait.question > 0:
-            try:
-                answers = pending_operations.answers(wait.question)
-            except Exception:  # as above
-                logger.debug("rank %d cannot hear the others", wait.rank, exc_info=True)
-        text = describe_stall(wait, waited_s, answers, collective.late_ranks(), pending_operations)
-        if wait.noted is not None:
-            self.reported_stalls += 1
-            logger.warning("%s", text)
+        operations = collective.pending_operations
+        if wait.asked_s == 0 and wait.schedule.is_due(waited_s):
+            wait.asked_s = now_s
+            wait.question = 0  # until the store has taken one
+            if operations is not None:
+                wait.question = operations.ask()
+        elif wait.asked_s != 0 and now_s - wait.asked_s >= wait.grace_s:
+            wait.asked_s = 0.0
+            wait.schedule.is_due(waited_s)  # this report also stands for one that became due meanwhile
+            answers: Mapping[int, Position] | None = None
+            if operations is not None and wait.question > 0:
+                try:
+                    answers = operations.answers(wait.question)
+                except Exception:  # the store is gone
+                    logger.debug("rank %d cannot hear the others", wait.rank, exc_info=True)
+            text = describe_stall(wait, waited_s, answers, collective.late_ranks(), operations)
+            if self._lasts(key, wait):
+                self.reported_stalls += 1
+                logger.warning("%s", text)
 
 
 def describe_stall(

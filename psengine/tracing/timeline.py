@@ -54,6 +54,7 @@ class Recorder:
         notes_waits: whether waits for collective operations leave spans; False while their caller records them.
         synchronizes: whether ``settled_ns`` waits for the accelerator.
         on_step: called with each training forward's iteration.
+        process_id: of the process that PSENGINE_TIMELINE made record; 0 where none did.
     """
 
     def __init__(self) -> None:
@@ -65,6 +66,7 @@ class Recorder:
         self.notes_waits = True
         self.synchronizes = False
         self.on_step: Callable[[int], None] | None = None
+        self.process_id = 0
         self._events: list[Event] = []
         self._users = 0
 
@@ -202,39 +204,6 @@ def _merge_on_rank_0(path: Path) -> None:
 
 # ---- PSENGINE_TIMELINE -------------------------------------------------------------------------------------------
 
-_from_environment: _FromEnvironment | None = None
-
-
-class _FromEnvironment:
-    """The recording that PSENGINE_TIMELINE asks for: this rank's part, written at the end or after some steps."""
-
-    def __init__(self, path: Path, steps: int | None) -> None:
-        self.process_id = os.getpid()
-        self._path = path
-        self._first = recorder.begin()
-        self._steps = steps
-        self._first_step: int | None = None
-        self._is_over = False
-        if steps is not None:
-            recorder.on_step = self._count
-        before_shutdown(self.write)
-        atexit.register(self.write)
-
-    def _count(self, iteration: int) -> None:
-        if self._first_step is None or iteration < self._first_step:
-            self._first_step = iteration
-        if self._steps is not None and iteration - self._first_step >= self._steps:
-            self.write()
-            self._is_over = True
-            recorder.on_step = None
-            recorder.end()
-            recorder.synchronizes = False
-
-    def write(self) -> None:
-        """Write the spans so far; a later call overwrites the file."""
-        if not self._is_over and self.process_id == os.getpid():
-            recorder.write_part(self._path, self._first)
-
 
 def model_wrapped(worker_rank: int | None) -> None:
     """A model was wrapped, whose strategy gives this process ``worker_rank``: record where PSENGINE_TIMELINE says so.
@@ -243,10 +212,10 @@ def model_wrapped(worker_rank: int | None) -> None:
         EnvironmentVariableError: PSENGINE_TIMELINE names no writable place, PSENGINE_TIMELINE_STEPS no number, or
             PSENGINE_TIMELINE_SYNCHRONIZE neither 0 nor 1.
     """
-    global _from_environment
     recorder.worker_rank = worker_rank
     text = read_variable("PSENGINE_TIMELINE")
-    if not text or (_from_environment is not None and _from_environment.process_id == os.getpid()):
+    process_id = os.getpid()
+    if not text or recorder.process_id == process_id:
         return
     path = _checked_path(text, EnvironmentVariableError, "PSENGINE_TIMELINE")
     steps = read_variable("PSENGINE_TIMELINE_STEPS")
@@ -261,8 +230,25 @@ def model_wrapped(worker_rank: int | None) -> None:
             "PSENGINE_TIMELINE_SYNCHRONIZE says whether forwards and waits are timed when the device has done its work"
             f" (expected 0 or 1, got {synchronize!r})."
         )
-    recorder.synchronizes = synchronize == "1"
-    _from_environment = _FromEnvironment(path, int(steps) if steps else None)
+    first = recorder.begin()
+    recorder.process_id, recorder.synchronizes = process_id, synchronize == "1"
+    seen: set[int] = set()
+
+    def write() -> None:
+        # Not in a forked child, nor again where the steps are over.
+        if os.getpid() == process_id and not (steps and len(seen) > int(steps)):
+            recorder.write_part(path, first)
+
+    def count(iteration: int) -> None:
+        if len(seen | {iteration}) > int(steps or 0):
+            write()
+            recorder.on_step, recorder.synchronizes = None, False
+            recorder.end()
+        seen.add(iteration)
+
+    recorder.on_step = count if steps else None
+    before_shutdown(write)
+    atexit.register(write)
 
 
 def _checked_path(path: str | os.PathLike[str], error: type[PSEngineError], name: str) -> Path:
