@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
 logger = logging.getLogger(__name__)
+
+# After so many steps the loss should have fallen by this part of where it began; medians of the first and last steps.
+JUDGED_STEPS, LEAST_FALL = 200, 0.02
+FIRST_STEPS, LAST_STEPS = 5, 20
 
 
 class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
@@ -94,6 +99,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         self.stepper = None
         self._pushes: GradientPushes | None = None
         self._written: WrittenWeights | None = None
+        self._progress: Progress | None = None
         # Whether the job began with this worker's model.
         self._gave_values = False
 
@@ -122,6 +128,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             torch.autograd.graph.increment_version(self._replica.state.values())
         self._pushes = GradientPushes(self.session, self.chunks)
         self._written = WrittenWeights(self.session, self.chunks, self._replica.parameters)
+        self._progress = Progress(self.session, self._pushes)
 
     @property
     def pushes(self) -> GradientPushes:
@@ -197,6 +204,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         def push_and_pull() -> None:
             bound.check()
             assert self._written is not None, "made when the worker joined"
+            assert self._progress is not None, "made when the worker joined"
             self._written.store_edited()
             self.pushes.begin_step(bound.optimizer)
             for bucket in self._buckets:
@@ -206,6 +214,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             self._written.note()
             self.completed_steps += 1
             self.session.telemetry.step_ended()
+            self._progress.step_ended()
 
         return take_step(bound.optimizer, closure, push_and_pull)
 
@@ -246,6 +255,58 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         if self.session.rank != 0:
             logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
         self.bound().store_state(counts=self.session.rank == 0)
+
+
+class Progress:
+    """Says once that training gets nowhere, and names what may cause it where servers apply gradients on arrival.
+
+    Judges by the loss that ``model.report`` was given, or by gradients that the servers refused because they are not
+    finite.
+    """
+
+    def __init__(self, session: WorkerSession, pushes: GradientPushes) -> None:
+        self._session = session
+        self._pushes = pushes
+        self._steps = 0
+        self._losses: list[float] = []
+        self._has_told = False
+
+    def step_ended(self) -> None:
+        """A step is over."""
+        self._steps += 1
+        problem = "" if self._has_told else self._find_problem()
+        if not problem:
+            return
+        self._has_told = True
+        group = self._pushes.groups[0]
+        rate = ", ".join(f"{name}={group[name]}" for name in ("lr", "momentum", "betas") if name in group)
+        logger.warning(
+            "worker %d, step %d: %s; the optimizer has %s, and gradients were applied with a staleness of %.1f updates"
+            " on average. Under 'async' divide the rate by the number of workers (%d here), take less momentum, or"
+            " bound the staleness: max_staleness=, staleness_scaling=inverse.",
+            self._session.rank,
+            self._steps,
+            problem,
+            rate,
+            self._pushes.mean_staleness,
+            len(self._session.members),
+        )
+
+    def _find_problem(self) -> str:
+        reported = self._session.telemetry.to_body()
+        loss = reported.get("loss")
+        if "loss" in reported and loss is None:
+            return "the loss is not finite"
+        if self._pushes.has_non_finite:
+            return "gradients are not finite"
+        if loss is None or self._steps > JUDGED_STEPS:
+            return ""
+        self._losses.append(loss)
+        if self._steps < JUDGED_STEPS:
+            return ""
+        began, now = median(self._losses[:FIRST_STEPS]), median(self._losses[-LAST_STEPS:])
+        has_fallen = now < began - LEAST_FALL * abs(began)
+        return "" if has_fallen else f"the loss began at {began:.4g} and is {now:.4g}"
 
 
 class WrittenWeights:

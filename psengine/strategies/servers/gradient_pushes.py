@@ -32,12 +32,16 @@ class GradientPushes:
         trained: keys of the chunks that hold a trained parameter; others are never pushed.
         groups: the hyperparameters of the step, as its pushes carry them.
         refused: how many chunks the servers refused.
+        has_non_finite: whether they refused one that is not finite.
     """
 
     def __init__(self, session: WorkerSession, chunks: ChunkedReplica) -> None:
         self.trained: set[int] = set()
         self.groups: Sequence[Mapping[str, Any]] = []
         self.refused = 0
+        self.has_non_finite = False
+        # Of all pushes that were applied: their number, and the sum of their staleness.
+        self._applied = self._staleness = 0
         self._session = session
         self._chunks = chunks
         self._pushes: list[tuple[Bucket, list[tuple[ChunkSpec, Push]]]] = []
@@ -47,6 +51,11 @@ class GradientPushes:
         self._spans = PushSpans()
         # Of chunks that a codec encodes: where the answer is decoded.
         self._landings: dict[int, torch.Tensor] = {}
+
+    @property
+    def mean_staleness(self) -> float:
+        """Of the pushes that the servers applied, in updates."""
+        return self._staleness / max(1, self._applied)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark the following pushes as one step: a server's snapshot has all of it, or nothing."""
@@ -125,9 +134,12 @@ class GradientPushes:
             raise
         for _, pushes in buckets:
             for spec, push in pushes:
-                refused = push.wait().refused
-                if refused and refused != "abstained":
-                    self._report_refusal(spec, refused)
+                result = push.wait()
+                if not result.refused:
+                    self._applied += 1
+                    self._staleness += max(0, result.version - push.message.version - 1)
+                elif result.refused != "abstained":
+                    self._report_refusal(spec, result.refused)
 
     def _load(self, pushes: Sequence[tuple[ChunkSpec, Push]]) -> set[str]:
         specs = [spec for spec, _ in pushes]
@@ -136,6 +148,7 @@ class GradientPushes:
 
     def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
         self.refused += 1
+        self.has_non_finite |= reason == "non_finite"
         # At powers of two: often enough to be seen, rarely enough to be read.
         if self.refused & (self.refused - 1) == 0:
             logger.warning(
