@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
+import threading
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.console import open_console, printable
-from psengine.cli.doctor_checks.findings import CheckContext, Finding, Level, started_with
-from psengine.cli.doctor_checks.report import CHECKS, count_levels, examine, load_checks, summary
-from psengine.errors import ConfigurationError
-from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding
+from psengine.environment.variables import inherited_variables
 
 EXIT_PROBLEM = 1
-STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
-EPILOG = (
-    "Examples: [bold]psengine doctor[/bold] · [bold]psengine doctor --server-address tcp://a:7077,tcp://b:7077"
-    " --model-mb 100[/bold] · [bold]psengine doctor --only hostname --only exchange --json[/bold]"
-)
+STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
+# In the order of the report. Each is a function of the module of doctor_checks, which imports torch.
+CHECKS = {
+    **dict.fromkeys(("versions", "native-extension", "cuda", "threads", "dev-shm", "hostname"), "machine"),
+    **dict.fromkeys(("launcher", "variables", "exchange", "servers"), "training"),
+}
+# Two interpreters start for the exchange.
+CHECK_DEADLINE_S = 45.0
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("doctor", epilog=EPILOG)(doctor)
+    app.command("doctor")(doctor)
 
 
 def doctor(
@@ -44,10 +46,6 @@ def doctor(
         list[str] | None,
         typer.Option("--only", metavar="CHECK", help=f"Only this check; may be repeated. One of {', '.join(CHECKS)}."),
     ] = None,
-    model_mb: Annotated[
-        float | None,
-        typer.Option("--model-mb", help="Size of your parameters in MB: says what a step's exchange costs.", min=0.0),
-    ] = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout-s", help="Deadline of one answer of a server.", min=0.1, max=600.0)
     ] = 5.0,
@@ -61,52 +59,53 @@ def doctor(
     for name in only or ():
         if name not in CHECKS:
             raise typer.BadParameter(f"there is no check {name!r} (expected one of {', '.join(CHECKS)})")
-    context = CheckContext(
-        variables=started_with(),
-        servers=_named_servers(servers),
-        model_bytes=None if model_mb is None else int(model_mb * 1e6),
-        timeout_s=timeout_s,
-    )
+    context = CheckContext(variables=inherited_variables(), servers=servers, timeout_s=timeout_s)
     # The findings say what the client logs about a dead server.
     logging.getLogger("psengine").addHandler(logging.NullHandler())
     console = open_console()
-    found: list[tuple[str, Finding]] = []
-    for name, check in load_checks().items():
-        for finding in examine(name, check, context) if not only or name in only else ():
-            found.append((name, finding))
+    counts = dict.fromkeys(STYLES, 0)
+    report = []
+    for name in only or CHECKS:
+        for finding in examine(name, context):
+            counts[finding.level] += 1
+            report.append({"check": name, **asdict(finding)})
             if not as_json:
                 _show(console, name, finding)
-    counts = count_levels(finding for _, finding in found)
     if as_json:
-        findings = [{"check": name, **asdict(finding), "level": finding.level.value} for name, finding in found]
-        print(json.dumps({"findings": findings, "counts": counts}, default=str))
+        print(json.dumps({"findings": report, "counts": counts}))
     else:
-        console.print(Text(summary(counts), style="bold"))
+        console.print(", ".join(f"{counts[level]} {level}s" for level in ("problem", "warning", "note")), style="bold")
     if counts["problem"]:
         raise typer.Exit(EXIT_PROBLEM)
 
 
-def _named_servers(servers: str | None) -> tuple[str, ...]:
-    """Addresses to try. A malformed PSENGINE_SERVERS is a finding of the check ``variables``."""
-    try:
-        return parse_addresses(servers)
-    except ConfigurationError:
-        if servers is not None:
-            raise
-        return ()
+def examine(name: str, context: CheckContext) -> list[Finding]:
+    """What a check finds; a check that fails, or does not end in time, is a finding too."""
+    module = importlib.import_module(f"psengine.cli.doctor_checks.{CHECKS[name]}")
+    check: Check = getattr(module, name.replace("-", "_"))
+    findings: list[Finding] = []
+
+    def work() -> None:
+        try:
+            for finding in check(context):
+                findings.append(finding)
+        except Exception as error:
+            text = f"this check itself failed: {type(error).__name__}: {error}"
+            findings.append(Finding("warning", text, "report it, with the output of psengine doctor --json"))
+
+    # A daemon thread: a check that hangs must not keep the command from ending.
+    thread = threading.Thread(target=work, name=f"psengine-doctor-{name}", daemon=True)
+    thread.start()
+    thread.join(CHECK_DEADLINE_S + 10 * context.timeout_s)
+    if thread.is_alive():
+        fix = "something that it asks does not answer: name servers, the network, the driver, or a very busy machine"
+        findings.append(Finding("problem", "this check did not end", fix))
+    return findings
 
 
 def _show(console: Console, name: str, finding: Finding) -> None:
     # Texts may hold names that a server sent.
-    level, label = Text(f"{finding.level.value:<8}", STYLES[finding.level]), Text(f"{name:<17}", "dim")
-    rows = [(level, label, Text(printable(finding.text)))]
+    level, label = Text(f"{finding.level:<8}", STYLES[finding.level]), Text(f"{name:<17}", "dim")
+    console.print(Text.assemble(level, label, printable(finding.text)), soft_wrap=True)
     if finding.fix:
-        fix = Text.assemble(("fix: ", "bold"), printable(finding.fix))
-        rows.append((Text(" " * 8), Text(" " * 17), fix))
-    for row in rows:
-        if console.is_terminal:
-            grid = Table.grid()
-            grid.add_row(*row)
-            console.print(grid)
-        else:
-            console.print(Text.assemble(*row))
+        console.print(Text.assemble(" " * 25, ("fix: ", "bold"), printable(finding.fix)), soft_wrap=True)

@@ -1,21 +1,73 @@
-"""Threads, /dev/shm and the host's name, as this process may use them: a container often has less than its machine."""
+"""Versions, the native extension, GPUs, threads, /dev/shm and the host's name, as this process may use them."""
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 import os
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.utils import collect_env
 
-from psengine.cli.doctor_checks.findings import CheckContext, Finding, note, ok, problem, read_text, warning
+import psengine
+from psengine.cli.doctor_checks.findings import CheckContext, Finding, Level, read_text
+from psengine.environment import installation
+from psengine.kernels import native, ops
+from psengine.version import __version__
 
 CGROUPS = Path("/sys/fs/cgroup")
 MIN_SHARED_MEMORY_BYTES = 256 << 20
+GET_TORCH = "install a torch for this GPU and driver: https://pytorch.org/get-started/locally"
+
+_torchs_report = functools.cache(collect_env.get_env_info)
+
+
+def versions(context: CheckContext) -> Iterator[Finding]:
+    """Where psengine lies, torch, Python, the system; another project's package of the same name."""
+    found = _torchs_report()
+    yield Finding(
+        "ok",
+        f"psengine {__version__} in {Path(psengine.__file__).parent}, torch {found.torch_version}, Python"
+        f" {found.python_version.split()[0]}, {found.os}, {found.libc_version}",
+    )
+    for other in installation.other_distributions():
+        yield Finding(
+            "problem",
+            f"{other} is another project's package psengine: the one installed last overwrites files of the other",
+            f"pip uninstall --yes {installation.OTHER_DISTRIBUTION}, then {installation.build_command()}",
+        )
+
+
+def native_extension(context: CheckContext) -> Iterator[Finding]:
+    """Whether the C++ kernels and the shared-memory collective are there."""
+    if native.extension is None:
+        yield Finding(
+            "warning",
+            f"the native extension is not loaded ({native._reason or 'no reason given'}): kernels are plain torch, and"
+            " ranks of one host exchange over gloo instead of shared memory",
+            f"{installation.build_command()}, with a C++ compiler",
+        )
+    else:
+        yield Finding("ok", f"the native extension is loaded, with {ops.native_kernels()} kernels")
+
+
+def cuda(context: CheckContext) -> Iterator[Finding]:
+    """GPUs, the driver, and whether this torch can use them, and nccl."""
+    found = _torchs_report()
+    cards = "; ".join((found.nvidia_gpu_models or "none").splitlines())
+    text = f"GPUs: {cards}; driver {found.nvidia_driver_version}; torch is built for CUDA {torch.version.cuda}"
+    if cards == "none" or (torch.cuda.is_available() and dist.is_nccl_available()):
+        yield Finding("ok", text)
+    else:
+        text += "; torch cannot use them" if not torch.cuda.is_available() else "; torch has no nccl"
+        fix = f"unset CUDA_VISIBLE_DEVICES, update the driver, start the container with --gpus all, or {GET_TORCH}"
+        is_hidden = context.variables.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+        yield Finding("warning" if is_hidden else "problem", text, fix)
 
 
 def threads(context: CheckContext) -> Iterator[Finding]:
@@ -23,26 +75,15 @@ def threads(context: CheckContext) -> Iterator[Finding]:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     usable = min(float(allowed), _cpu_quota())
     ranks = context.number("LOCAL_WORLD_SIZE") or 1
-    fair = f"OMP_NUM_THREADS={max(1, int(usable) // ranks)}"
+    fair = f"set OMP_NUM_THREADS={max(1, int(usable) // ranks)}"
     given = context.variables.get("OMP_NUM_THREADS", "").strip()
-    if given and not re.fullmatch(r"[1-9][0-9]*(\s*,\s*[1-9][0-9]*)*", given):
-        yield problem(
-            f"OMP_NUM_THREADS is no number of threads (expected a positive integer, got {given!r}): libraries"
-            " ignore it",
-            f"set {fair}, or unset it",
-        )
-        return
-    per_rank = int(given.split(",")[0]) if given else torch.get_num_threads()
-    text = f"{ranks} rank{'s' if ranks != 1 else ''} here with {per_rank} thread{'s' if per_rank != 1 else ''} each"
-    text += f", on {usable:g} of {os.cpu_count()} cores"
-    facts = {"usable_cores": usable, "ranks": ranks, "threads": per_rank}
-    if per_rank * ranks > max(1, math.ceil(usable)):
-        yield warning(f"{text}: they take the cores from each other", fair, **facts)
-    elif not given:
-        fix = "set OMP_NUM_THREADS to the number of cores divided by the number of ranks"
-        yield note(f"{text}; OMP_NUM_THREADS is not set", fix, **facts)
+    text = f"ranks here: {ranks}, threads of each: {torch.get_num_threads()}, cores: {usable:g} of {os.cpu_count()}"
+    if given and not given.split(",")[0].lstrip("0").isdecimal():
+        yield Finding("problem", f"OMP_NUM_THREADS={given!r} is no number of threads: libraries ignore it", fair)
+    elif torch.get_num_threads() * ranks > max(1, math.ceil(usable)):
+        yield Finding("warning", f"{text}; the ranks take the cores from each other", fair)
     else:
-        yield ok(text, **facts)
+        yield Finding("ok", text)
 
 
 def _cpu_quota() -> float:
@@ -59,74 +100,52 @@ def _cpu_quota() -> float:
 
 def dev_shm(context: CheckContext) -> Iterator[Finding]:
     """/dev/shm, through which DataLoader's workers hand over batches."""
-    bigger = "start the container with --shm-size=8g or --ipc=host (Kubernetes: an emptyDir with medium: Memory)"
-    try:
-        state = os.statvfs("/dev/shm")
-    except OSError as error:
-        yield warning(f"/dev/shm cannot be used ({error.strerror}): DataLoader(num_workers > 0) fails", bigger)
-        return
+    state = os.statvfs("/dev/shm")
     size, free = state.f_frsize * state.f_blocks, state.f_frsize * state.f_bavail
     text = f"/dev/shm: {free >> 20} MiB free of {size >> 20} MiB"
-    facts = {"size_bytes": size, "free_bytes": free}
-    if not os.access("/dev/shm", os.W_OK):
-        yield warning(f"{text}, and not writable: DataLoader(num_workers > 0) fails", bigger, **facts)
-    elif size < MIN_SHARED_MEMORY_BYTES:
-        yield warning(f"{text}: little for DataLoader's workers, which then die with 'Bus error'", bigger, **facts)
-    elif free < size // 10:
-        yield warning(f"{text}: nearly full", "remove files that dead processes left: ls -l /dev/shm", **facts)
+    if free >= MIN_SHARED_MEMORY_BYTES and os.access("/dev/shm", os.W_OK):
+        yield Finding("ok", text)
     else:
-        yield ok(f"{text} (for DataLoader's workers; psengine's own shared memory does not need it)", **facts)
+        fix = "start the container with --shm-size=8g or --ipc=host, or remove files that dead processes left there"
+        yield Finding("warning", f"{text}, too little or not writable: DataLoader's workers die with 'Bus error'", fix)
 
 
 def hostname(context: CheckContext) -> Iterator[Finding]:
-    """What this host's name resolves to; and the interface of GLOO_SOCKET_IFNAME, which gloo takes instead."""
-    name = socket.gethostname()
+    """The interface of GLOO_SOCKET_IFNAME, else what this host's name resolves to: gloo tells it to the other ranks."""
+    name, chosen = socket.gethostname(), context.variables.get("GLOO_SOCKET_IFNAME", "").strip()
     # Loopback's state is "unknown".
     up = [one for _, one in socket.if_nameindex() if read_text(f"/sys/class/net/{one}/operstate") != "down"]
-    proposed = next((one for one in up if one != "lo"), "<interface>")
-    chosen = context.variables.get("GLOO_SOCKET_IFNAME", "").strip()
+    other = next((one for one in up if one != "lo"), "INTERFACE")
+    fix = f"set GLOO_SOCKET_IFNAME={other} on every host, or let /etc/hosts name the address that the others use"
     if chosen:
-        text, fix = f"GLOO_SOCKET_IFNAME={chosen}", f"GLOO_SOCKET_IFNAME={proposed}, or unset it"
-        if chosen not in up:
-            yield problem(f"{text}: there is no such interface, or it is down (up are {', '.join(up)})", fix)
-        elif chosen == "lo" and context.spans_hosts:
-            yield problem(f"{text}: other hosts do not reach a loopback interface", fix)
-        else:
-            yield ok(text)
-    needs_others = context.spans_hosts and not chosen
-    use = f"set GLOO_SOCKET_IFNAME={proposed} on every host, or"
-    try:
-        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        yield (problem if needs_others else warning)(
-            f"this host's name, {name}, does not resolve ({error.strerror or error}): gloo falls back to loopback, and"
-            " ranks on other hosts cannot reach it",
-            f"{use} add '<address> {name}' to /etc/hosts",
-        )
-        return
-    addresses = list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries))
-    foreign = [address for address in addresses if not _is_ours(address)]
-    text = f"this host's name, {name}, resolves to {', '.join(addresses)}"
-    if foreign:
-        yield (problem if needs_others else warning)(
-            f"{text}; no interface of this host has {', '.join(foreign)}", f"{use} correct /etc/hosts or the DNS entry"
-        )
-    elif all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        yield (problem if needs_others else note)(
-            f"{text}: enough for one host, but ranks on other hosts would be told to connect to themselves",
-            f"for several hosts, {use} let /etc/hosts name the address that the others use",
-        )
+        text = f"GLOO_SOCKET_IFNAME={chosen}; the interfaces that are up: {', '.join(up)}"
+        is_good = chosen in up and not (chosen == "lo" and context.spans_hosts)
     else:
-        yield ok(text, addresses=addresses)
+        addresses = addresses_of(name)
+        text = f"this host's name, {name}, resolves to {', '.join(addresses) or 'nothing'}"
+        is_good = bool(addresses) and all(map(_is_reachable, addresses))
+    level: Level = "problem" if chosen or context.spans_hosts else "note"
+    if is_good:
+        yield Finding("ok", text)
+    else:
+        yield Finding(level, f"{text}: ranks on other hosts cannot connect to this one", fix)
 
 
-def _is_ours(address: str) -> bool:
-    """Whether a socket can listen at the address, which is what gloo tries."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def addresses_of(host: str) -> list[str]:
+    """What a name resolves to; empty where it does not."""
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries))
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether an interface of this host has the address, and other hosts reach it."""
+    ip = ipaddress.ip_address(address)
+    try:
+        with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as probe:
             probe.bind((address, 0))
     except OSError:
-        # A link-local address needs its interface beside it, and is never another host's.
-        return ipaddress.ip_address(address).is_link_local
-    return True
+        return ip.is_link_local  # it needs its interface beside it
+    return not ip.is_loopback
