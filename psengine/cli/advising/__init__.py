@@ -1,1 +1,0 @@
-"""Step times from a timeline, and the advice drawn from them; pure."""
