@@ -136,7 +136,7 @@ class Membership:
         self.links.append(link)
         for number in range(first, control + 1):
             self.connection.do(partial(self.connection.open, address, carries_payloads=number == first))
-        self.runtime.watch(link, self.closing)
+        self.runtime.watch(link, self.closing, min(self.options.connect_timeout_s, self.options.timeout_s))
         return link
 
     def first_links(self) -> list[Link]:

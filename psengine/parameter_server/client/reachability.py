@@ -15,7 +15,7 @@ SILENCE_S = 3.0
 CONNECT_S = 3.0
 
 
-def watch_first_contact(link: Link, closing: threading.Event) -> None:
+def watch_first_contact(link: Link, closing: threading.Event, wait_s: float) -> None:
     """Report, in the log and in the link's errors, a host name that does not resolve or an address without a listener.
 
     Resolving and connecting may take long and have a thread of their own, which nobody waits for.
@@ -23,6 +23,7 @@ def watch_first_contact(link: Link, closing: threading.Event) -> None:
     Args:
         link: to an address as ``addresses.parse_addresses`` returns it; ipc:// is not checked.
         closing: set when the session ends.
+        wait_s: how long the client waits for its first answer.
     """
     if not link.address.startswith("tcp://"):
         return
@@ -34,7 +35,7 @@ def watch_first_contact(link: Link, closing: threading.Event) -> None:
             socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             reason = f"the host name {host!r} does not resolve here ({getattr(error, 'strerror', None) or error})"
-            _say(link, reason, "or add the name to DNS or /etc/hosts")
+            _say(link, reason, "or add the name to DNS or /etc/hosts", wait_s)
             return
         if closing.wait(SILENCE_S) or link.last_heard_s is not None:
             return
@@ -43,17 +44,18 @@ def watch_first_contact(link: Link, closing: threading.Event) -> None:
         except OSError as error:
             if link.last_heard_s is None and not closing.is_set():
                 reason = f"nobody can be reached there ({error.strerror or error})"
-                _say(link, reason, "or start psengine-server there")
+                _say(link, reason, "or start psengine-server there", wait_s)
 
     threading.Thread(target=look, name="psengine-reachability", daemon=True).start()
 
 
-def _say(link: Link, reason: str, other_fix: str) -> None:
+def _say(link: Link, reason: str, other_fix: str, wait_s: float) -> None:
     link.last_problem = reason
     logger.warning(
-        "the server %s cannot be reached: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; until then it is"
-        " tried again.",
+        "the server %s cannot be reached: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; it is tried"
+        " again for %g s in all.",
         link.address,
         reason,
         other_fix,
+        wait_s,
     )

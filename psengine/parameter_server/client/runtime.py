@@ -76,7 +76,7 @@ class Runtime:
         now_s: seconds since any moment, never going back; of the same clock as the receiver's ``now_s``.
         draw_nonce: 64 random bits, by which servers tell this client from others.
         connect: makes the transport for a receiver.
-        watch: called with each new link; may find out why its server cannot be reached.
+        watch: called with each new link and the seconds that it may take; says why its server cannot be reached.
         is_listening: whether anything listens at an ipc:// address.
         host, process_id: of this process, for people.
     """
@@ -84,7 +84,7 @@ class Runtime:
     now_s: Callable[[], float]
     draw_nonce: Callable[[], int]
     connect: Callable[[Receiver, SessionOptions], Transport]
-    watch: Callable[[Link, threading.Event], None]
+    watch: Callable[[Link, threading.Event, float], None]
     is_listening: Callable[[str], bool]
     host: Callable[[], str] = socket.gethostname
     process_id: Callable[[], int] = os.getpid

@@ -1,7 +1,7 @@
 """Log lines about servers that do not answer for long: who asks, for what, and for whom the server waits. Pure.
 
-    asked ──────── stall_s ──────── 2 stall_s ──────────────────── 4 stall_s ── ...  answered
-                   one line         one more                       one more          the end
+    asked ──────── stall_s ──────── 2 stall_s ──────── 3 stall_s ── ...  answered
+                   one line         one more           one more          the end
 
 However many operations are late, a stall has one line: that of the oldest.
 """
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Operation, Push
 from psengine.tracing.observers import Observer
-from psengine.tracing.stall_inspector import StallSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class StallWatch:
         self._next_look_s = 0.0
         # Of the stall under way: when it began, when its next line is due, and the operation in its last line.
         self._since_s = 0.0
-        self._schedule: StallSchedule | None = None
+        self._next_line_s = 0.0
         self._what = ""
 
     @Observer("in the log, what this client waits for")
@@ -47,21 +46,22 @@ class StallWatch:
             links: to all shards.
             now_s: the time.
         """
-        if not self._stall_s or (now_s < self._next_look_s and self._schedule is None):
+        if not self._stall_s or (now_s < self._next_look_s and not self._what):
             return
         self._next_look_s = now_s + self._look_s
         waits = [(link, operation) for link in links if (operation := link.oldest()) is not None]
         late = [wait for wait in waits if now_s - wait[1].submitted_s >= self._stall_s]
         if not late:
-            if self._schedule is not None:
+            if self._what:
                 logger.warning("%s waits no longer for %s; it took %.1f s", who, self._what, now_s - self._since_s)
-            self._schedule = None
+            self._what = ""
             return
         link, operation = min(late, key=lambda wait: wait[1].submitted_s)
-        if self._schedule is None:
-            self._since_s, self._schedule = operation.submitted_s, StallSchedule(self._stall_s)
-        if not self._schedule.is_due(now_s - self._since_s):
+        if not self._what:
+            self._since_s = self._next_line_s = operation.submitted_s
+        elif now_s < self._next_line_s:
             return
+        self._next_line_s += (now_s - self._next_line_s) // self._stall_s * self._stall_s + self._stall_s
         self._what = f"{link.address}: {operation.describe()}"
         others = []
         if more := len(link.open_operations()) - 1:
@@ -69,11 +69,12 @@ class StallWatch:
         if addresses := [other.address for other, _ in late if other is not link]:
             others.append("what was asked of " + ", ".join(addresses[:8]) + (", ..." if len(addresses) > 8 else ""))
         logger.warning(
-            "%s has waited %.1f s for %s%s. %s",
+            "%s has waited %.1f s for %s%s, and gives up in %.0f s. %s",
             who,
             now_s - operation.submitted_s,
             self._what,
             f" (and {' and '.join(others)})" if others else "",
+            max(0.0, operation.deadline_s - now_s),
             _reason(link, operation, now_s),
         )
 
@@ -81,10 +82,10 @@ class StallWatch:
 def _reason(link: Link, operation: Operation, now_s: float) -> str:
     if isinstance(operation, Push) and operation.waiting_for:
         return f"The server has it, and waits for workers {operation.waiting_for}: are they stuck, dead or slow?"
+    if link.last_heard_s is None:
+        return "The server was never heard from: is it running, and reachable from this host?"
     if link.is_paused:
         return "This worker is introducing itself to the servers again."
     if isinstance(operation, Push) and not operation.is_sent:
         return "It could not be sent yet: there is no connection, or too much is in flight to that server."
-    if link.last_heard_s is None:
-        return "The server was never heard from: is it running, and reachable from this host?"
     return f"The server was last heard from {now_s - link.last_heard_s:.1f} s ago."
