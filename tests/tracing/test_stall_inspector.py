@@ -30,11 +30,8 @@ def test_reports_come_at_doubling_intervals():
     schedule = StallSchedule(30.0)
     assert [s for s in range(0, 301, 10) if schedule.is_due(s)] == [30, 60, 120, 240]
     assert schedule.has_reported
-
-
-def test_nothing_is_due_when_turned_off():
     schedule = StallSchedule(0.0)
-    assert not any(schedule.is_due(s) for s in range(10_000))
+    assert not any(schedule.is_due(s) for s in range(1000))
 
 
 def test_the_variable(monkeypatch):
