@@ -77,12 +77,6 @@ def test_batches_are_together_those_of_one_process(shares, extra, beyond, epoch,
     assert [len(sampler) for sampler in ranks] == [len(expected)] * world_size
 
 
-def test_drop_last():
-    ranks = [s.batches(4) for s in samplers(11, [1, 3], drop_last=True)]
-    assert [[len(batch) for batch in sampler] for sampler in ranks] == [[1, 1], [3, 3]]
-    assert [len(sampler) for sampler in ranks] == [2, 2]
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_equal_shares_are_torch_s_distributed_sampler(shuffle):
     for rank in range(3):
@@ -137,15 +131,10 @@ def test_an_evaluation_counts_every_sample_once(count):
     [
         ({"shares": [1]}, ConfigurationError, r"one number for each rank \(expected 2, got 1: \[1\]\)"),
         ({"shares": [1, 0]}, ConfigurationError, r"finite numbers above 0, got 0 for rank 1"),
-        ({"shares": [-1, 1]}, ConfigurationError, r"got -1 for rank 0"),
-        ({"shares": [1, math.nan]}, ConfigurationError, r"got nan for rank 1"),
         ({"shares": [1, math.inf]}, ConfigurationError, r"got inf for rank 1"),
         ({"shares": [1, "3"]}, ArgumentTypeError, r"rank 1's is no number \(expected a float, got '3'\)"),
-        ({"shares": [1, True]}, ArgumentTypeError, r"got True"),
-        ({"shares": "13"}, ArgumentTypeError, r"expected a sequence, got str"),
         ({"shares": 3}, ArgumentTypeError, r"expected a sequence, got int"),
         ({"rank": 2}, ConfigurationError, r"expected 0 <= rank < num_replicas, got rank 2 of 2"),
-        ({"rank": 0.0}, ConfigurationError, r"rank is a whole number below num_replicas"),
         ({"dataset": range(1)}, ConfigurationError, r"expected at least 2 in the dataset, got 1"),
         ({"dataset": Endless()}, ArgumentTypeError, r"expected a map-style dataset, got Endless"),
     ],
@@ -155,26 +144,12 @@ def test_what_is_refused(options, error, message):
         psengine.ProportionalSampler(**{"dataset": range(9), "num_replicas": 2, "rank": 0, **options})
 
 
-@pytest.mark.parametrize(
-    ("size", "error", "message"),
-    [
-        (1, ConfigurationError, r"global_batch_size of at least 2, the number of ranks, got 1"),
-        (4.0, ArgumentTypeError, r"expected an int, got 4.0"),
-        (
-            10,
-            ConfigurationError,
-            r"leaves no batch at all \(expected at least 10 samples, the global_batch_size, got 9",
-        ),
-    ],
-)
-def test_batch_sizes_that_are_refused(size, error, message):
-    sampler = psengine.ProportionalSampler(range(9), num_replicas=2, rank=0, drop_last=True)
-    with pytest.raises(error, match=message):
-        sampler.batches(size)
-
-
-def test_arrays_of_shares():
-    assert samplers(8, torch.tensor([1.0, 3.0]))[1].batches(4).batch_size == 3
+def test_batch_sizes():
+    sampler = psengine.ProportionalSampler(range(9), torch.tensor([1, 3]), num_replicas=2, rank=1, drop_last=True)
+    assert [len(batch) for batch in sampler.batches(4)] == [3, 3]
+    for size, message in ((1, "at least 2, the number of ranks, got 1"), (10, "leaves no batch at all")):
+        with pytest.raises(ConfigurationError, match=message):
+            sampler.batches(size)
 
 
 def place_by_group(rank: int, world_size: int) -> tuple[list[int], list[int]]:
