@@ -19,16 +19,16 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from psengine.cli.console import duration
-from psengine.cli.failure_report import show_outcome, speaker
 from psengine.cli.launching.plan import Plan, RunOptions, make_plan
+from psengine.cli.run import make_logger
 from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError, PSEngineError
 
@@ -135,9 +135,7 @@ def command(
     try:
         through_s = server_exchange_s(times.exchanged_bytes) if times.exchanged_bytes else None
     except PSEngineError as error:
-        speaker(Console(stderr=True, highlight=False), "psengine advise")(
-            f"could not measure an exchange through servers: {error}"
-        )
+        make_logger("psengine advise")(f"could not measure an exchange through servers: {error}")
     advice = advise(times, through_s)
     ranks = [
         {
@@ -178,7 +176,6 @@ def measured_steps(plan: Plan, steps: int) -> StepTimes:
     from psengine.cli.launching.run import run_training
     from psengine.tracing.files import find_parts, merge, read
 
-    console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="psengine-advise-") as directory:
         part = Path(directory) / "timeline.json"
         # The end of the last step is the beginning of one more.
@@ -188,18 +185,15 @@ def measured_steps(plan: Plan, steps: int) -> StepTimes:
             "PSENGINE_TIMELINE_STEPS": str(steps + 1),
             "PSENGINE_TIMELINE_SYNCHRONIZE": "1",
         }
-        sys.stdout.flush()
         # What the script prints goes to stderr; stdout is for the advice.
-        outcome = run_training(
-            replace(plan, variables=variables),
-            report=speaker(console, "psengine advise"),
-            stdout=sys.stderr.buffer,
-            stderr=sys.stderr.buffer,
-            is_enough=lambda: len(find_parts(part)) == plan.workers,
-        )
-        if outcome.exit_code != 0:
-            show_outcome(console, outcome, independent=False, command="psengine advise")
-            raise typer.Exit(130 if outcome.signal_number else 1)
+        with redirect_stdout(sys.stderr):
+            code = run_training(
+                replace(plan, options=replace(plan.options, prefix=True), variables=variables),
+                report=make_logger("psengine advise"),
+                is_enough=lambda: len(find_parts(part)) == plan.workers,
+            )
+        if code != 0:
+            raise typer.Exit(130 if code == 130 else 1)
         parts = find_parts(part)
         if len(parts) < plan.workers:
             raise ConfigurationError(

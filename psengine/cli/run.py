@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import sys
@@ -14,8 +15,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from psengine.cli.failure_report import show_outcome, speaker
+from psengine.cli.console import print_if_read
 from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError
@@ -165,29 +167,29 @@ def run(
         total_workers=total_workers,
         prefix=prefix,
     )
-    console = Console(stderr=True, highlight=False)
-    say = speaker(console)
-    is_coloured = (
-        sys.stdout.isatty() and console.is_terminal and console.color_system is not None and not console.no_color
-    )
+    say = make_logger()
     with launched_servers(options) as launched:
         plan = make_plan(context.meta[PARTS], options)
         for note in plan.notes:
             say(note)
-        sys.stdout.flush()
         from psengine.cli.launching.run import run_training
 
         with recorded(plan, timeline, say) as plan:
-            outcome = run_training(
-                plan,
-                report=say,
-                stdout=sys.stdout.buffer,
-                stderr=sys.stderr.buffer,
-                is_coloured=is_coloured,
-                launched=launched,
-            )
-            show_outcome(console, outcome, independent=independent)
-    raise typer.Exit(outcome.exit_code)
+            code = run_training(plan, report=say, launched=launched)
+    raise typer.Exit(code)
+
+
+def make_logger(command: str = "psengine run") -> Callable[[str], None]:
+    """A function that prints a line in the launcher's name, from any thread, whether or not somebody reads stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Workers' lines are shown when they come, and a character that the terminal lacks ends nothing.
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    console = Console(stderr=True, highlight=False)
+
+    def say(line: str) -> None:
+        print_if_read(console, Text(f"{'' if line.startswith('  ') else f'{command}: '}{line}"), soft_wrap=True)
+
+    return say
 
 
 @contextmanager

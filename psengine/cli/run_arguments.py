@@ -52,7 +52,7 @@ class ScriptCommand(TyperCommand):
         try:
             parts = split_arguments(args, own, {})
         except ConfigurationError:  # not all are ours; torch, which knows torchrun's, takes a second to import
-            from psengine.cli.launching.torchrun_options import torchrun_options
+            from psengine.cli.launching.plan import torchrun_options
 
             parts = split_arguments(args, own, torchrun_options(), command=context.command_path)
         context.meta[PARTS] = parts

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from psengine.environment.devices import check_backend, default_backend, select_device
 from psengine.environment.launchers import WORKER, WORKERS, Placement
 from psengine.environment.rendezvous import Wait, ranks_of_this_host
+from psengine.environment.uncaught import install_hook
 from psengine.environment.variables import given_worker, launch_attempt, launched_as, master_variables
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
 
@@ -151,6 +152,7 @@ def init(
         CollectiveError: the other ranks could not be reached.
     """
     global _session
+    install_hook()
     _check_timeout(timeout)
     if backend is not None:
         check_backend(backend)
@@ -166,6 +168,7 @@ def init(
         context, is_ours = _create(backend or default_backend(), timeout, _place(rank, world_size, init_method)), True
     assert dist.group.WORLD is not None
     _session = _Session(context, dist.group.WORLD, is_ours, os.getpid())
+    install_hook()  # again: torch installs its own in init_process_group
     return context
 
 

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from psengine.environment.launchers import Placement, detect, master_from, read_worker
 
+# ``psengine run`` marks its workers with it, and their children inherit it.
+RUN_ID = "PSENGINE_RUN_ID"
+
 
 def launched_as(*, needs_master: bool = True) -> Placement:
     """Return what the launcher told this process.

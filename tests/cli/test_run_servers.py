@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
-import urllib.request
-from argparse import Namespace
 
 import pytest
 from support.command_process import SUPPORT, WORKER, running_command, servers_of
 from support.waiting import eventually
 
-from psengine.cli.launching import servers as launched_servers
-from psengine.cli.launching.plan import SERVER_STRATEGIES, Plan, RunOptions, expected_servers, make_plan
-from psengine.cli.launching.servers import ServerGroup
+from psengine.cli.launching.plan import SERVER_STRATEGIES, RunOptions, expected_servers, make_plan
+from psengine.cli.launching.servers import launched_servers
 from psengine.cli.run_arguments import RunArguments
 from psengine.parameter_server.client.embedded import discard, launch
 from psengine.strategies.registry import STRATEGIES
@@ -24,50 +19,6 @@ from psengine.strategies.servers.base import ServerStrategy
 TRAINING = str(SUPPORT / "launched_training.py")
 
 
-def kill_server(group):
-    (pid,) = servers_of(os.getpid())
-    os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not group._servers[0].is_running)
-
-
-def test_a_server_comes_back_at_its_address_until_it_dies_too_often(tmp_path, monkeypatch):
-    monkeypatch.setattr(launched_servers, "PAGE_S", 30.0)
-    monkeypatch.setattr(launched_servers, "DEATHS_WITHIN_S", 600.0)
-    said = []
-    json_log = ("--log-format", "json")
-    plan = Plan(torchrun=Namespace(), script=(), workers=1, servers=1, server_arguments=json_log)
-    with ServerGroup(plan, tmp_path, report=said.append, is_hurried=lambda: False) as group, socket.socket() as taken:
-        assert group.revive() == ""
-        assert not group.had_workers()
-        address, dashboard = group.addresses[0], group.dashboard_url
-        kill_server(group)
-        assert group.revive() == ""
-        assert said[-1].startswith(f"the server at {address} is back")
-        assert group._servers[0].addresses == (address,)
-        with urllib.request.urlopen(f"{dashboard}/healthz", timeout=10) as answer:
-            assert answer.status == 200
-        kill_server(group)
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-
-        def is_bound() -> bool:
-            with contextlib.suppress(
-                OSError
-            ):  # the server's other threads may outlive its first one, and hold the port
-                taken.bind((host, int(port)))
-            return taken.getsockname()[1] != 0
-
-        eventually(is_bound)
-        taken.listen()
-        assert group.revive() == ""
-        assert "address" in said[-1]
-        failure = group.revive()
-        assert failure.startswith(f"the server at {address} died, or could not be started again, 3 times in 600 s. It")
-        assert "It wrote last:\n  " in failure
-    assert servers_of(os.getpid()) == []
-
-
-@pytest.mark.slow
 def test_a_server_that_keeps_dying_ends_the_run():
     with running_command(["run", "--strategy", "async", WORKER, "hang"]) as command:
         seen: set[int] = set()
@@ -97,17 +48,6 @@ def test_async_training_outlives_its_server(tmp_path):
         assert "starting it again" in command.stderr
 
 
-def ask_patiently():
-    """Before the run, in its process: a busy machine may take long to answer."""
-    launched_servers.PAGE_S = 30.0
-
-
-def test_servers_that_no_worker_joined_are_said():
-    with running_command(["run", "--strategy", "async", WORKER, "well"], prepare=ask_patiently) as command:
-        assert command.wait() == 0, command.stderr
-        assert "psengine run: no worker joined the servers: does the script name its own strategy" in command.stderr
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -131,7 +71,7 @@ def test_psengine_knows_its_strategies_over_servers_before_it_imports_torch():
 
 
 def test_a_server_launched_ahead_ends_where_the_run_is_refused():
-    with launched_servers.launched_servers(RunOptions(strategy="async")) as launched:
+    with launched_servers(RunOptions(strategy="async")) as launched:
         (server,) = launched
         eventually(lambda: servers_of(os.getpid()) == [server.pid], "the server's own command line")
         assert server.poll() is None

@@ -24,7 +24,7 @@ PRELOADED = """
 torch._dynamo torch.distributed torch.testing hypothesis pytest psengine.strategies.registry
 psengine.strategies.servers.asynchronous psengine.strategies.servers.sync psengine.verify.ranks
 psengine.parameter_server.server.daemon psengine.cli.main psengine.cli.server psengine.cli.run psengine.cli.advise
-psengine.cli.launching.elastic psengine.cli.launching.run
+psengine.cli.launching.run
 """
 forkserver.set_forkserver_preload(PRELOADED.split())
 

@@ -1,158 +1,136 @@
-"""Of the ranks that ended badly, which failed first, and what did it say? Pure.
-
-One rank fails; the others lose their peer and raise in turn, or are ended by the launcher. A user wants to read the
-traceback of the first. We report the earliest failure that is not a lost-peer error, timed by its final traceback, else
-by its exit.
-"""
+"""How a rank ended, which rank failed first, and what a user reads of it."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-MAX_TRACEBACK_LINES = 60
-# An interpreter may take this long to end after its last traceback.
-MAX_TEARDOWN_S = 30.0
-# The lines of one traceback are written together; a program that writes later has survived the error.
-ONE_MESSAGE_S = 1.0
-# Python's exit code after an error that nobody handled.
-UNHANDLED = 1
-# The ``rank`` of a node's launcher.
-LAUNCHER = -1
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_HEADER = re.compile(r"(  \+ Exception Group )?Traceback \(most recent call last\):")
-_FATAL = re.compile(r"Fatal Python error: |terminate called ")
-_CHAINED = (
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
-# The launcher knows a rank's error only as text on stderr.
-_PEER_LOST = re.compile(
-    r"PeerLostError|Connection closed by peer|Connection reset by peer|connection was forcibly closed|ncclRemoteError"
-    r"|Broken pipe|recvValue failed"
-)
+MAX_LINES = 60
+_HEADER = re.compile(r"Traceback \(most recent call last\):|Fatal Python error: |terminate called ")
+# Of a rank whose peer is gone; its own message comes later than the cause, and often at the same moment as its end.
+_PEER_LOST = re.compile(r"PeerLostError|Connection (closed|reset) by peer|ncclRemoteError|Broken pipe|recvValue failed")
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _MEANINGS = {
-    signal.SIGSEGV: "segmentation fault",
-    signal.SIGABRT: "aborted",
-    signal.SIGBUS: "bus error: no space left in shared memory?",
-    signal.SIGTERM: "somebody ended it",
-}
-# By whether the kernel ended a process for lack of memory.
-_KILLED = {
-    True: "out of memory: the kernel ended a process of this host; see its log (dmesg)",
-    False: "by someone or by the kernel, but not for lack of memory",
-    None: "by someone or by the kernel, perhaps for lack of memory: see its log (dmesg)",
+    signal.SIGSEGV: " (segmentation fault)",
+    signal.SIGABRT: " (aborted)",
+    signal.SIGBUS: " (bus error: no space left in shared memory?)",
+    signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see its log, dmesg)",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How a rank's process ended, or a node's launcher (rank ``LAUNCHER``).
+    """How a rank, or an independent worker, failed.
 
     Attributes:
         exit_code: negative for a signal.
-        failed_s: when it failed, ``time.time()``; None where nobody saw it.
-        was_ended: the launcher ended it.
-        traceback: the last one in its stderr, else its last lines.
-        restarts: how often it had been started again.
-        is_independent: it is an independent worker, whose number is ``rank``.
-        was_short_of_memory: the kernel of its host ended a process for lack of memory during the run; None where the
-            kernel does not tell.
+        failed_s: when it raised its error, else when its end was noticed; ``time.time()``.
+        words: what it said of its error: the user's line and the sentence, or the last traceback.
+        hint: how to learn more than ``words``.
     """
 
     rank: int
-    local_rank: int
-    pid: int
     exit_code: int
-    host: str = field(default_factory=socket.gethostname)
-    failed_s: float | None = None
-    was_ended: bool = False
-    traceback: Sequence[str] = ()
-    restarts: int = 0
-    is_independent: bool = False
-    was_short_of_memory: bool | None = None
+    failed_s: float
+    words: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
-    def speaks_of_peer(self) -> bool:
+    def lost_peer(self) -> bool:
         """Whether its error is that another rank is gone."""
-        return any(_PEER_LOST.search(line) for line in self.traceback[-8:])
-
-    @property
-    def name(self) -> str:
-        """Rank, local rank and host in words; of an independent worker its number."""
-        if self.rank == LAUNCHER:
-            return f"the launcher on host {self.host}"
-        if self.is_independent:
-            return f"worker {self.rank} on host {self.host}"
-        return f"rank {self.rank} (local rank {self.local_rank}) on host {self.host}"
+        return any(_PEER_LOST.search(line) for line in self.words[-8:])
 
     @property
     def how(self) -> str:
         """Its exit code in words."""
-        return describe_exit(self.exit_code, self.was_short_of_memory)
+        if self.exit_code >= 0:
+            return f"exit code {self.exit_code}"
+        try:
+            number = signal.Signals(-self.exit_code)
+        except ValueError:
+            return f"killed by signal {-self.exit_code}"
+        return f"killed by {number.name}{_MEANINGS.get(number, '')}"
 
-    @property
-    def last_words(self) -> str:
-        """The last line of its stderr that is not empty."""
-        return next((line.strip() for line in reversed(self.traceback) if line.strip()), "")
+
+def rank_end(rank: int, failure: ProcessFailure, stderr: str) -> RankEnd:
+    """Describe a failure by its error file, else by the end of its file ``stderr`` ("": there is none)."""
+    error_file, words, hint, failed_s = Path(failure.error_file), "", "", time.time()
+    if error_file.is_file():
+        details = json.loads(error_file.read_text())["message"]["extraInfo"]
+        words, hint = details["py_callstack"], details.get("hint", "")
+        failed_s = error_file.stat().st_mtime
+    elif stderr:
+        words = Path(stderr).read_text(errors="replace")
+    lines = [line.removeprefix(f"[rank{rank}]: ") for line in words.splitlines()]
+    headers = [index for index, line in enumerate(lines) if _HEADER.match(line)]
+    if not error_file.is_file():
+        lines = lines[headers[-1] if headers else -10 :]
+    if len(lines) > MAX_LINES:
+        half = MAX_LINES // 2
+        lines = [*lines[:half], f"... {len(lines) - 2 * half} lines left out ...", *lines[-half:]]
+    return RankEnd(rank=rank, exit_code=failure.exitcode, failed_s=failed_s, words=tuple(lines), hint=hint)
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank that failed first; None where none failed."""
-    failed = [end for end in ends if end.exit_code != 0]
-    failed = [end for end in failed if not end.was_ended] or failed
-    return min(failed, key=lambda end: (end.speaks_of_peer, end.failed_s or float("inf"), end.rank), default=None)
+    """The rank that failed first: neither ended by the launcher nor, where another one failed, for want of a peer."""
+    return min(ends, key=lambda end: (end.exit_code == -signal.SIGTERM, end.lost_peer, end.failed_s), default=None)
 
 
-def last_traceback(lines: Sequence[tuple[float, str]]) -> tuple[float | None, tuple[str, ...]]:
-    """(when it was written, its lines) of the last traceback in ``lines``, with the tracebacks of its causes.
-
-    When is None where the program went on writing. The report of a fatal signal (Python's faulthandler) counts as a
-    traceback. Without any: (None, the last ten lines).
-    """
-    headers = [index for index, (_, line) in enumerate(lines) if _HEADER.match(line) or _FATAL.match(line)]
-    if not headers:
-        return None, tuple(line for _, line in lines[-10:])
-    start = headers.pop()
-    written_s = lines[start][0]
-    last_s = max(when for when, line in lines[start:] if line.strip())
-    while headers and any(line in _CHAINED for _, line in lines[max(0, start - 2) : start]):
-        start = headers.pop()
-    found = [line for _, line in lines[start:]]
-    if len(found) > MAX_TRACEBACK_LINES:
-        half = MAX_TRACEBACK_LINES // 2
-        found = [*found[:half], f"... {len(found) - 2 * half} lines left out ...", *found[-half:]]
-    return written_s if last_s - written_s <= ONE_MESSAGE_S else None, tuple(found)
-
-
-def failure_time(exit_code: int, spoke_s: float | None, ended_s: float | None) -> float | None:
-    """When a rank failed: when it wrote its final traceback, because the interpreter may take a while to end after it.
-
-    A rank that was killed, ended with a code of the program's own, or ran on for long had survived its traceback.
-    """
-    if exit_code != UNHANDLED or spoke_s is None or ended_s is None:
-        return ended_s
-    return spoke_s if ended_s - spoke_s < MAX_TEARDOWN_S else ended_s
+def describe(ends: Sequence[RankEnd], left: Sequence[int] = ()) -> list[str]:
+    """The report on ranks that failed together, of which those in ``left`` had ended with exit code 0 before."""
+    first = first_failure(ends)
+    if first is None:
+        return []
+    if first.lost_peer and left:
+        last = f"{_ranks(left)} left in order (exit code 0), in the middle of a step; the others lost it:"
+        return [last, *(f"  {_ranks([end.rank])}: {_last(end)}" for end in ends if end.lost_peer)]
+    same = [end.rank for end in ends if first.words and _unnumbered(end) == _unnumbered(first)]
+    who = f"{_ranks(same or [first.rank])} on {socket.gethostname()}"
+    when = time.strftime("%H:%M:%S", time.localtime(first.failed_s))
+    lines = [f"{who} failed{'' if len(same) > 1 else ' first'}, at {when}: {first.how}"]
+    lines += [f"  {line}" for line in (*first.words, first.hint) if line]
+    fates: dict[str, list[int]] = {}
+    for end in ends:
+        if end is not first and end.rank not in same:
+            is_ended = end.exit_code == -signal.SIGTERM
+            fate = "ended because of it" if is_ended else f"failed after it ({end.how}): {_last(end)}"
+            fates.setdefault(fate, []).append(end.rank)
+    return lines + [f"{_ranks(ranks)} {fate}" for fate, ranks in fates.items()]
 
 
-def describe_exit(exit_code: int, was_short_of_memory: bool | None = None) -> str:
-    """An exit code in words; negative for a signal. Nothing tells who sent SIGKILL, only whether memory was short."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        number = signal.Signals(-exit_code)
-    except ValueError:
-        return f"killed by signal {-exit_code}"
-    if number == signal.SIGKILL:
-        meaning: str | None = _KILLED[was_short_of_memory]
-    else:
-        meaning = _MEANINGS.get(number)
-    return f"killed by {number.name}" + (f" ({meaning})" if meaning else "")
+def _unnumbered(end: RankEnd) -> list[str]:
+    """Its words without its own number, which messages have."""
+    return [re.sub(rf"rank {end.rank}\b", "this rank", line) for line in end.words]
 
 
 def shell_status(exit_code: int) -> int:
     """The exit code with which a shell would report it: 128 + the signal's number."""
     return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+def _last(end: RankEnd) -> str:
+    """Its error in one line."""
+    said = [line.strip() for line in end.words if line.strip()]
+    return next((line for line in reversed(said) if _ERROR.match(line)), said[-1] if said else end.how)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed}"

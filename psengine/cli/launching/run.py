@@ -1,199 +1,369 @@
 """One run from start to end: servers, workers, what they leave behind; for ``psengine run`` and ``psengine advise``.
 
-servers       start ─── started again where they die ──────────────────── end in order
-workers              start ─── output shown, deaths noted ─── end
-left behind                                                   └─ ended, where the run failed
+::
 
-The main thread starts everything, then looks at all of it ten times a second.
+    main thread     start the servers ─── torchrun's agent, or independent workers ─── end what is left, the servers
+    second thread                         └─ start servers again that died; ask whether the run is over
+
+Signals and the second thread end the workers by torchelastic's SignalException in the main thread.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from types import FrameType
+from typing import Any, NoReturn
 
-from psengine.cli.launching.elastic import ElasticWorkers
-from psengine.cli.launching.failure import RankEnd, first_failure, shell_status
-from psengine.cli.launching.independent import IndependentWorkers
-from psengine.cli.launching.interruption import Interruption
-from psengine.cli.launching.output import WorkerOutput
+import torch.distributed as dist
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api as launcher
+from typing_extensions import override
+
+from psengine.cli.launching.failure import RankEnd, describe, first_failure, rank_end, shell_status
 from psengine.cli.launching.plan import Plan
-from psengine.cli.launching.processes import MARK, end_left_behind
+from psengine.cli.launching.processes import GRACE_S, end_left_behind, is_forced
 from psengine.cli.launching.servers import ServerGroup
-from psengine.environment.variables import read_variable
+from psengine.environment.launchers import PLACEMENT_VARIABLES, WORKER, WORKERS
+from psengine.environment.variables import RUN_ID, inherited_variables, read_variable, set_variables
+from psengine.errors import CollectiveError, ConfigurationError
 
 _POLL_S = 0.1
-# The launcher kills the workers this long after torchrun's agent should have.
-_MARGIN_S = 1.0
-# How long to wait, after a signal, for a pager that reads our output. Without a signal the wait has no limit.
-_CLOSE_S = 5.0
-
-Workers = ElasticWorkers | IndependentWorkers
+# Why the second thread ended a run that was not at fault.
+_ENOUGH = "enough"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run ended.
+@dataclass
+class Run:
+    """What the parts of a run share.
 
     Attributes:
-        exit_code: for the shell.
-        ends: how each worker ended, where one ended badly, and of independent ones always.
-        failure: why the launcher itself ended the run; "" otherwise.
-        signal_number: that the launcher got; None.
+        mark: PSENGINE_RUN_ID of every process of it.
+        directory: for the workers' output and error files; removed at the end.
+        report: takes a line about what the launcher does.
+        ends: how the ranks failed in the last attempt; independent workers that failed for good.
     """
 
-    exit_code: int
-    ends: tuple[RankEnd, ...] = ()
-    failure: str = ""
-    signal_number: int | None = None
+    plan: Plan
+    mark: str
+    directory: Path
+    report: Callable[[str], None]
+    ends: list[RankEnd] = field(default_factory=list)
 
-    @property
-    def first(self) -> RankEnd | None:
-        """The rank that failed first."""
-        return first_failure(self.ends)
+    def announce(self, number: signal.Signals) -> None:
+        """Say that the workers are being ended."""
+        self.report(f"{number.name}: ending the workers{' (again: at once)' if number == signal.SIGINT else ''}")
 
 
 def run_training(
     plan: Plan,
     *,
     report: Callable[[str], None],
-    stdout: BinaryIO,
-    stderr: BinaryIO,
-    is_coloured: bool = False,
-    is_enough: Callable[[], bool] = lambda: False,
     launched: list[subprocess.Popen[str]] | None = None,
-) -> Outcome:
-    """Start what ``plan`` says, wait for its end, end the rest.
+    is_enough: Callable[[], bool] = lambda: False,
+) -> int:
+    """Start what ``plan`` says, wait for its end, end the rest; return the exit code for the shell.
 
-    The workers' output is shown on ``stdout`` and ``stderr``; ``report`` takes a line about what the launcher does. The
-    run ends well once ``is_enough``, asked ten times a second, says so. ``launched_servers`` made the processes
-    ``launched``, for the servers of this run.
+    The workers' output is shown on ``sys.stdout`` and ``sys.stderr``, a failure by ``report``. The run ends well once
+    ``is_enough``, asked ten times a second, says so. ``launched_servers`` made the processes ``launched``, for the
+    servers of this run.
 
     Raises:
         PSEngineError: something could not be started.
     """
-    mark = uuid.uuid4().hex
-    with ExitStack() as stack:
-        directory = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="psengine-run-", ignore_cleanup_errors=True))
-        )
-        interruption = stack.enter_context(Interruption(plan.signals))
-        output = WorkerOutput(
-            directory,
-            stdout,
-            stderr,
-            title="worker" if plan.options.independent else "rank",
-            plain_ranks=plan.plain_ranks,
-            is_coloured=is_coloured,
-        )
-        stack.callback(_close, output, interruption)
-        variables = {**_worker_defaults(plan), **plan.variables, MARK: mark}
-        servers: ServerGroup | None = None
-        if plan.servers:
-            servers = stack.enter_context(
-                ServerGroup(
-                    plan,
-                    directory / "snapshots",
-                    launched=launched,
-                    report=report,
-                    is_hurried=lambda: interruption.is_forced,
-                )
-            )
-            variables["PSENGINE_SERVERS"] = ",".join(servers.addresses)
-        if plan.torchrun.log_dir is None and plan.torchrun.redirects == plan.torchrun.tee == "0":
-            # torchrun would leave an empty folder behind.
-            plan.torchrun.log_dir = str(directory / "torchrun")
-        workers: Workers
-        if plan.options.independent:
-            workers = IndependentWorkers(
-                plan, variables=variables, output=output, report=report, interruption=interruption
-            )
-        else:
-            workers = ElasticWorkers(plan, variables=variables, output=output, interruption=interruption)
-        interruption.on_force = workers.kill
-        failure, has_enough = "", False
+    reasons: list[str] = []
+    _silence_torch()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="psengine-run-", ignore_cleanup_errors=True) as directory,
+            _signals_raise(plan.signals),
+        ):
+            run = Run(plan, uuid.uuid4().hex, Path(directory), report)
+            group = ServerGroup(plan, run.directory / "snapshots", report=report, launched=launched)
+            with (
+                group if plan.servers else nullcontext() as servers,
+                _inherited(_workers_variables(run, [] if servers is None else servers.addresses)),
+            ):
+                try:
+                    with _watched(lambda: servers.revive() if servers else "", is_enough, reasons):
+                        (_run_independent if plan.options.independent else _run_agent)(run)
+                finally:
+                    grace_s = 0.0 if is_forced(sys.exc_info()[1]) else GRACE_S
+                    if (left := end_left_behind(run.mark, grace_s)) and run.ends:
+                        report(f"ended {left} more {'process' if left == 1 else 'processes'} of the workers")
+    except SignalException as error:
+        if _ENOUGH in reasons:
+            return 0
+        if not reasons:
+            return 128 + error.sigval
+    if reasons and _ENOUGH not in reasons:
+        report(reasons[0])
+        return 1
+    first = first_failure(run.ends)
+    return 0 if first is None else shell_status(first.exit_code)
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, with an end by force at a second signal, and our words about failures."""
+
+    def __init__(self, run: Run, **options: Any) -> None:
+        super().__init__(**options)
+        self._run = run
+        self._is_announced = False
+
+    @override
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        # Children of a worker that died may hold its addresses, its shared memory, its GPU.
+        end_left_behind(self._run.mark)
+        self._run.ends = []
+        spec, store = worker_group.spec, worker_group.store
+        attempt = str(spec.max_restarts - self._remaining_restarts)
+        if spec.rdzv_handler.get_backend() != "static":
+            # This store is new in every rendezvous; only one node's agent counts a restart.
+            if worker_group.group_rank == 0:
+                store.set("psengine/attempt", uuid.uuid4().hex)
+            attempt = store.get("psengine/attempt").decode()
+        set_variables({"PSENGINE_ATTEMPT": attempt})
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    @override
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        context: Any = self._pcontext
+        processes = {} if context is None else context.subprocess_handlers
+        # Before the agent ends the others, of which some may then end in order.
+        codes = {local_rank: handler.proc.poll() for local_rank, handler in processes.items()}
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and context is not None:
+            ranks = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
+            self._run.ends = [
+                rank_end(rank, failure, context.stderrs[ranks[rank]]) for rank, failure in result.failures.items()
+            ]
+            left = [rank for rank, local_rank in ranks.items() if codes.get(local_rank) == 0]
+            _report_failure(self._run, left, self._remaining_restarts)
+        return result
+
+    @override
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if isinstance(sys.exc_info()[1], SignalException) and not self._is_announced:
+            self._is_announced = True
+            self._run.announce(death_sig)
         try:
-            workers.start()
-            while workers.is_running() and interruption.received is None:
-                failure = "" if servers is None else servers.revive()
-                has_enough = is_enough()
-                if failure or has_enough or workers.lost_node():
-                    break
-                time.sleep(_POLL_S)
-            if interruption.received is not None:
-                _announce(interruption.received, report, output)
-            _stop(workers, interruption, float(plan.torchrun.shutdown_timeout))
-            workers.finish()
-        finally:
-            workers.kill()
-            is_well = not failure and interruption.received is None and first_failure(workers.ends) is None
-            left = 0 if is_well and not has_enough else end_left_behind(mark, lambda: interruption.is_forced)
-        if has_enough and interruption.received is None:
-            return Outcome(exit_code=0)
-        if left:
-            report(f"ended {left} more {'process' if left == 1 else 'processes'} that the workers had started")
-        if is_well and plan.uses_servers and servers is not None and not servers.had_workers():
-            # A script that chooses its strategy itself ignores --strategy, and trains well.
-            report(
-                "no worker joined the servers: does the script name its own strategy, or not use"
-                " psengine.DistributedDataParallel?"
-            )
-        return _outcome(failure, workers, interruption.received)
+            super()._shutdown(death_sig, timeout)
+        except SignalException:
+            super()._shutdown(signal.SIGKILL, 0)
+            raise
 
 
-def _outcome(failure: str, workers: Workers, signal_number: int | None) -> Outcome:
-    if failure:
-        return Outcome(exit_code=1, failure=failure)
-    first = first_failure(workers.ends)
-    if signal_number is not None:
-        # A rank that had failed before the signal came is reported, too.
-        ends = tuple(workers.ends) if first is not None else ()
-        return Outcome(exit_code=128 + signal_number, ends=ends, signal_number=signal_number)
-    return Outcome(exit_code=0 if first is None else shell_status(first.exit_code), ends=tuple(workers.ends))
+def _run_agent(run: Run) -> None:
+    """Run the workers of this node, which live and die together, and meet those of other nodes."""
+    options = run.plan.torchrun
+    has_files = options.log_dir or options.redirects != "0" or options.tee != "0" or options.logs_specs
+    if not options.log_dir:
+        options.log_dir = str(run.directory / "logs")
+    config, program, arguments = _torchrun_config(run.plan)
+    if not has_files:
+        tee = dict.fromkeys(range(run.plan.workers), Std.ALL)
+        if run.plan.first_is_plain:
+            tee[0] = Std.NONE
+        config.logs_specs = DefaultLogsSpecs(log_dir=options.log_dir, tee=tee, local_ranks_filter=_shown_ranks(options))
+    config.log_line_prefix_template = config.log_line_prefix_template or "[rank ${rank}] "
+    # elastic_launch has no argument for its agent.
+    launcher.LocalElasticAgent = functools.partial(_Agent, run)  # type: ignore[assignment, misc]
+    try:
+        launcher.elastic_launch(config, program)(*arguments)
+    except ChildFailedError:
+        return  # reported by the agent
+    except (RendezvousError, dist.DistError) as error:
+        raise CollectiveError(
+            f"this node could not meet the others at {options.rdzv_endpoint}, or lost them ({type(error).__name__}:"
+            f" {error}). Fix: give every node the same --rdzv-endpoint HOST:PORT with a HOST of theirs and a free PORT,"
+            " the same --nnodes, and start them within the rendezvous's timeout; look at what psengine run says on the"
+            " other nodes"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"torchrun could not start the workers: {error}") from error
 
 
-def _stop(workers: Workers, interruption: Interruption, shutdown_s: float) -> None:
-    """Have the workers that still run end; after ``shutdown_s`` seconds, or at a second signal, by force."""
-    if not workers.is_running():
+def _run_independent(run: Run) -> None:
+    """Run workers that meet at the servers alone: one that dies is started again, and the others go on."""
+    plan, options = run.plan, run.plan.torchrun
+    running: dict[int, PContext] = {rank: _start_independent(run, rank) for rank in plan.ranks}
+    restarts = dict.fromkeys(plan.ranks, 0)
+    try:
+        while running:
+            for rank, context in list(running.items()):
+                result = context.wait(0)
+                if result is None:
+                    continue
+                del running[rank]
+                if not result.is_failed():
+                    continue
+                end = rank_end(rank, result.failures[0], context.stderrs[0])
+                for line in (f"worker {rank} failed: {end.how}", *(f"  {word}" for word in end.words)):
+                    run.report(line)
+                if restarts[rank] < options.max_restarts:
+                    restarts[rank] += 1
+                    run.report(f"starting worker {rank} again ({restarts[rank]} of {options.max_restarts})")
+                    running[rank] = _start_independent(run, rank)
+                else:
+                    run.ends.append(end)
+                    run.report(f"worker {rank} is not started again; {len(running)} others go on")
+            time.sleep(_POLL_S)
+    except SignalException as error:
+        run.announce(error.sigval)
+        for context in running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(context.pids()[0], error.sigval)
+        deadline_s = time.monotonic() + options.shutdown_timeout
+        while any(context.wait(0) is None for context in running.values()) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S / 2)
+        raise
+    finally:
+        for context in running.values():
+            context.close(signal.SIGKILL, 0)
+
+
+def _start_independent(run: Run, rank: int) -> PContext:
+    plan = run.plan
+    local_rank = rank - plan.ranks.start
+    variables = {WORKER: str(rank)}
+    devices = inherited_variables().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count_devices())))
+    if named := [device.strip() for device in devices.split(",") if device.strip()]:
+        variables["CUDA_VISIBLE_DEVICES"] = named[local_rank % len(named)]
+    # Unbuffered, as under torchrun.
+    python = [] if plan.torchrun.no_python else [sys.executable, "-u", *(["-m"] if plan.torchrun.module else [])]
+    program, *arguments = [*python, *plan.script]
+    tee = Std.NONE if plan.first_is_plain and not local_rank else Std.ALL
+    return start_processes(
+        "worker", program, {0: tuple(arguments)}, {0: variables},
+        DefaultLogsSpecs(log_dir=str(run.directory / "logs"), tee=tee), {0: f"[worker {rank}] "},
+    )  # fmt: skip
+
+
+def _report_failure(run: Run, left: list[int], remaining_restarts: int) -> None:
+    for line in describe(run.ends, left):
+        run.report(line)
+    first = first_failure(run.ends)
+    if remaining_restarts:
+        most = run.plan.torchrun.max_restarts
+        run.report(f"starting all workers again ({most - remaining_restarts + 1} of {most})")
         return
-    workers.stop(interruption.received or signal.SIGTERM)
-    deadline_s = time.monotonic() + shutdown_s + _MARGIN_S
-    while workers.is_running() and not interruption.is_forced and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S / 2)
-    workers.kill()
+    if run.plan.is_multi_node and first is not None and first.lost_peer:
+        run.report("the lost rank may be another node's: look at what psengine run says there")
+    if run.plan.uses_servers:
+        run.report("with --independent the other workers go on when one dies, and it alone is started again")
 
 
-def _worker_defaults(plan: Plan) -> dict[str, str]:
-    """Variables that workers get unless the user says otherwise."""
-    defaults = {
+def _torchrun_config(plan: Plan) -> tuple[launcher.LaunchConfig, Any, list[str]]:
+    try:
+        return torchrun.config_from_args(plan.torchrun)
+    except (OSError, ValueError, AssertionError) as error:
+        raise ConfigurationError(f"torchrun could not start the workers: {error}") from error
+
+
+@contextmanager
+def _inherited(variables: dict[str, str | None]) -> Iterator[None]:
+    """Set variables of this process while the block runs."""
+    before = inherited_variables()
+    set_variables(variables)
+    try:
+        yield
+    finally:
+        set_variables({name: before.get(name) for name in variables})
+
+
+def _workers_variables(run: Run, servers: list[str]) -> dict[str, str | None]:
+    """What workers inherit from this process."""
+    plan = run.plan
+    variables: dict[str, str | None] = {
         # A segmentation fault says where.
         "PYTHONFAULTHANDLER": "1",
         # As many threads as cores, shared out; torchrun gives each worker one.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // plan.workers)),
     }
-    return {name: read_variable(name) or value for name, value in defaults.items()}
+    variables = {name: read_variable(name) or value for name, value in variables.items()}
+    variables |= {**plan.variables, RUN_ID: run.mark, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(plan.signals)}
+    if servers:
+        variables["PSENGINE_SERVERS"] = ",".join(servers)
+    if plan.options.independent:
+        # A process that another launcher (srun, mpirun) placed would believe that it is one of that world.
+        variables |= {**dict.fromkeys(PLACEMENT_VARIABLES), WORKERS: str(plan.total_workers)}
+    else:
+        plan.torchrun.signals_to_handle = ",".join(plan.signals)
+    return variables
 
 
-def _announce(number: int, report: Callable[[str], None], output: WorkerOutput) -> None:
-    output.hides_interrupts = number == signal.SIGINT
-    again = " (again: at once)" if number == signal.SIGINT else ""
-    report(f"{signal.Signals(number).name}: ending the workers{again}")
+def _silence_torch() -> None:
+    """Hide the agent's log, whose news our report says better. LOGLEVEL brings it back."""
+    if not read_variable("LOGLEVEL"):
+        for name, logger in list(logging.root.manager.loggerDict.items()):
+            if name.startswith("torch.distributed") and isinstance(logger, logging.Logger):
+                logger.setLevel(logging.CRITICAL + 1)
 
 
-def _close(output: WorkerOutput, interruption: Interruption) -> None:
-    begun_s = time.monotonic()
+@contextmanager
+def _watched(revive: Callable[[], str], is_enough: Callable[[], bool], reasons: list[str]) -> Iterator[None]:
+    """Have a second thread look after the servers while the block runs; its reason to end the run ends the block."""
+    over, lock = threading.Event(), threading.Lock()
 
-    def is_hurried() -> bool:
-        is_late = interruption.received is not None and time.monotonic() - begun_s > _CLOSE_S
-        return interruption.is_forced or is_late
+    def watch() -> None:
+        while not over.wait(_POLL_S):
+            reason = revive() or (_ENOUGH if is_enough() else "")
+            with lock:
+                if reason and not over.is_set():
+                    reasons.append(reason)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
 
-    output.close(is_hurried)
+    thread = threading.Thread(target=watch, name="psengine-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with lock:
+            over.set()
+        thread.join()
+
+
+@contextmanager
+def _signals_raise(names: tuple[str, ...]) -> Iterator[None]:
+    """Have the signals raise torchelastic's SignalException, as its agent does once the workers have started."""
+
+    def on_signal(number: int, frame: FrameType | None) -> NoReturn:
+        raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+    previous = {name: signal.signal(signal.Signals[name], on_signal) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in previous.items():
+            signal.signal(signal.Signals[name], handler)
+
+
+def _shown_ranks(options: Any) -> set[int] | None:
+    return {int(rank) for rank in options.local_ranks_filter.split(",")} if options.local_ranks_filter else None
+
+
+def _count_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()

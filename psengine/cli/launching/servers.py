@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import threading
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +20,6 @@ DEATHS_WITHIN_S = 120.0  # longer than as many starts that hang
 # How much a crash of a server may lose unless --server-option says otherwise; psengine-server's own default is 60 s.
 SNAPSHOT_INTERVAL_S = 15.0
 END_S = 20.0
-PAGE_S = 1.0
 
 # With log_format=json a quotation mark follows.
 _STATUS = re.compile(r"(?:status|dashboard) at (http://[\w.:\[\]-]+)")
@@ -45,13 +41,12 @@ def launched_servers(options: RunOptions) -> Iterator[list[subprocess.Popen[str]
 
 
 class ServerGroup:
-    """A context manager: servers on local sockets, which keep their addresses when they are started again.
+    """A context manager: servers on loopback, which keep their addresses when they are started again.
 
     ``launched`` are processes to make them of; further ones are launched where they are too few.
 
     Attributes:
         addresses: of all servers.
-        dashboard_url: of the first one's status port.
     """
 
     def __init__(
@@ -59,40 +54,50 @@ class ServerGroup:
         plan: Plan,
         snapshot_dir: Path,
         *,
-        launched: list[subprocess.Popen[str]] | None = None,
         report: Callable[[str], None],
-        is_hurried: Callable[[], bool],
+        launched: list[subprocess.Popen[str]] | None = None,
     ) -> None:
         self.addresses: list[str] = []
-        self.dashboard_url = ""
-        self._count = plan.servers
+        self._plan = plan
         self._snapshot_dir = plan.options.snapshot_dir or snapshot_dir
-        self._status_port = plan.options.status_port
-        self._options = plan.server_arguments
+        self._status_port = str(plan.options.status_port)
         self._report = report
-        self._is_hurried = is_hurried
         self._launched = [] if launched is None else launched
         self._servers: list[EmbeddedServer] = []
         self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(plan.servers)]
 
     def __enter__(self) -> ServerGroup:
         try:
-            while len(self._launched) < self._count:
-                self._launched.append(launch())
-            for index in range(self._count):
+            self._launched += [launch() for _ in range(self._plan.servers - len(self._launched))]
+            for index in range(self._plan.servers):
                 self._servers.append(self._start(index, "tcp://127.0.0.1:0"))
                 self.addresses += self._servers[index].addresses
             status = _STATUS.search(self._servers[0].log())
-            self.dashboard_url = status[1] if status else ""
-            count = "1 server" if self._count == 1 else f"{self._count} servers"
-            self._report(f"{count} at {','.join(self.addresses)}; dashboard at {self.dashboard_url}")
+            self._status_port = status[1].rpartition(":")[2] if status else self._status_port
+            count = "1 server" if self._plan.servers == 1 else f"{self._plan.servers} servers"
+            dashboard = f"; dashboard at {status[1]}" if status else ""
+            self._report(f"{count} at {','.join(self.addresses)}{dashboard}")
         except BaseException:
-            self._end_all()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._end_all()
+    def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
+        """End all servers in order; by force, after a second signal or at a signal meanwhile, at once."""
+        from psengine.cli.launching.processes import is_forced
+
+        try:
+            for server in self._servers:
+                server.terminate(0.0)
+            deadline_s = time.monotonic() + (0.0 if is_forced(error) else END_S)
+            while (running := [one for one in self._servers if one.is_running]) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            for server in running:
+                self._report(f"server {server.pid} did not end in time and was killed")
+        finally:
+            for server in self._servers:
+                server.kill()
+                server.stop()
 
     def revive(self) -> str:
         """Start again the servers that died; return why that is given up, "" while all is well."""
@@ -101,33 +106,16 @@ class ServerGroup:
                 return failure
         return ""
 
-    def had_workers(self) -> bool:
-        """Whether a worker has ever joined the first server; True where that cannot be known."""
-        if not self.dashboard_url or self._deaths[0]:
-            return True  # a server that was started again does not know whom it had
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(f"{self.dashboard_url}/status.json", timeout=PAGE_S) as page:
-                events = json.load(page)["events"]
-        except (OSError, ValueError, KeyError):
-            return True
-        # Only the latest events are kept: where the start is not among them, much has happened.
-        is_whole = any(event["kind"] == "started" for event in events)
-        return not is_whole or any(event["worker"] is not None for event in events)
-
     def _start(self, index: int, bind: str) -> EmbeddedServer:
         directory = self._snapshot_dir / f"server-{index}"
         directory.mkdir(parents=True, exist_ok=True)
         arguments = ["--bind", bind, "--snapshot-dir", str(directory)]
         if index == 0:
-            arguments += ["--status-port", self.dashboard_url.rpartition(":")[2] or str(self._status_port)]
-        if "--snapshot-interval-s" not in self._options:
+            arguments += ["--status-port", self._status_port]
+        if "--snapshot-interval-s" not in self._plan.server_arguments:
             arguments += ["--snapshot-interval-s", str(SNAPSHOT_INTERVAL_S)]
-        try:
-            process = self._launched.pop() if self._launched else None
-            return EmbeddedServer.start(arguments=[*arguments, *self._options], process=process)
-        except ServerError as error:
-            raise ServerError(f"server {index}: {error}") from error
+        process = self._launched.pop() if self._launched else None
+        return EmbeddedServer.start(arguments=[*arguments, *self._plan.server_arguments], process=process)
 
     def _revive(self, index: int, server: EmbeddedServer) -> str:
         address, deaths = self.addresses[index], self._deaths[index]
@@ -147,19 +135,3 @@ class ServerGroup:
         else:
             self._report(f"the server at {address} is back (process {self._servers[index].pid})")
         return ""
-
-    def _end_all(self) -> None:
-        enders = [threading.Thread(target=self._end, args=(server,), daemon=True) for server in self._servers]
-        for ender in enders:
-            ender.start()
-        while any(ender.is_alive() for ender in enders) and not self._is_hurried():
-            time.sleep(0.02)
-        if self._is_hurried():
-            for server in self._servers:
-                server.kill()
-
-    def _end(self, server: EmbeddedServer) -> None:
-        if server.is_running and not server.terminate(END_S):
-            self._report(f"server {server.pid} did not end within {END_S:g} s and was killed")
-            server.kill()
-        server.stop()

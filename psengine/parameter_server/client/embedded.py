@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from psengine.environment.local_sockets import new_socket
+from psengine.environment.variables import RUN_ID, inherited_variables
 from psengine.errors import ConfigurationError, ServerError
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,8 @@ def launch() -> subprocess.Popen[str]:
         errors="replace",
         # Its own session: a Ctrl-C is for the workers, which then leave it.
         start_new_session=True,
+        # It is no worker of a run, which ends what its workers leave behind.
+        env={**inherited_variables(), RUN_ID: ""},
     )
 
 

@@ -1,0 +1,68 @@
+"""What a process says of an error that nobody handled.
+
+Of psengine's own: the user's line and the sentence; PSENGINE_TRACEBACK=1 shows the whole traceback. ``psengine run``
+and torchrun read every rank's error from a file in torchelastic's form; ``psengine run`` says it once for all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from psengine.environment.variables import RUN_ID, read_variable
+from psengine.errors import PSEngineError
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+HINT = "(PSENGINE_TRACEBACK=1 shows the whole traceback)"
+
+_installed: Hook | None = None
+
+
+def install_hook() -> None:
+    """Report errors that nobody handles as this module says; others as before."""
+    global _installed
+    previous = sys.excepthook
+    if previous is _installed:
+        return
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_short = isinstance(error, PSEngineError) and not read_variable("PSENGINE_TRACEBACK")
+        text = describe(error) if is_short else "".join(traceback.format_exception(error))
+        file = read_variable("TORCHELASTIC_ERROR_FILE")
+        if file:
+            # As torch.distributed.elastic's ErrorHandler writes it.
+            details = {"py_callstack": text, "timestamp": str(int(time.time())), "hint": HINT if is_short else ""}
+            message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
+            with suppress(OSError):
+                Path(file).write_text(json.dumps({"message": message}))
+        if not is_short:
+            previous(kind, error, trace)
+        elif not (file and read_variable(RUN_ID)):
+            print(text, HINT, sep="\n", file=sys.stderr)
+
+    sys.excepthook = _installed = report
+
+
+def describe(error: BaseException) -> str:
+    """The last line of the user's own on the way to ``error``, and the sentence of ``error``."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    lines = [f"{type(error).__name__}: {error}"]
+    if frames:
+        path = Path(frames[-1].filename)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        lines.insert(0, f"{shown}:{frames[-1].lineno}: {frames[-1].line}")
+    return "\n".join(lines)
+
+
+def _is_users(filename: str) -> bool:
+    import torch
+
+    libraries = Path(str(torch.__file__)).parent, Path(__file__).parent.parent
+    return not filename.startswith("<") and not any(map(Path(filename).is_relative_to, libraries))
