@@ -1,29 +1,63 @@
-"""The ranks that a benchmark starts: processes of one gloo group, with a deadline, by mpiexec where MPI is a peer."""
+"""Ranks of a benchmark: those of ``psengine.verify.ranks``, with a barrier, by mpiexec where MPI is a peer."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
-import json
-import math
+import mmap
 import os
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from harness.barrier import CACHE_LINE_BYTES, Barrier
+from psengine.verify import ranks
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 GROUP_TIMEOUT_S = 120
+START_S = 60
+CACHE_LINE_BYTES = 64
+SLEEP_S = 50e-6
+
+
+class Barrier:
+    """Lets ranks go within a microsecond of each other; belongs to no candidate.
+
+    Each rank counts its arrivals in a cache line of its own; nothing else is exchanged, so the order in which
+    processors make stores visible does not matter. The file has a line for each rank, all zeros at first.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        with path.open("r+b") as file:
+            self._counters = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        stride = CACHE_LINE_BYTES // 8
+        self._own = rank * stride
+        self._others = [other * stride for other in range(world_size) if other != rank]
+        self._shares_cores = world_size > len(os.sched_getaffinity(0))
+        self._arrivals = 0
+
+    def wait(self) -> None:
+        """Meet asleep first: a rank that spun at once would keep a core from threads that finish another's work."""
+        self._meet(lambda: time.sleep(SLEEP_S))
+        self.spin()
+
+    def spin(self) -> None:
+        self._meet(os.sched_yield if self._shares_cores else lambda: None)
+
+    def _meet(self, pause: Callable[[], object]) -> None:
+        self._arrivals += 1
+        self._counters[self._own] = self._arrivals
+        for other in self._others:
+            while self._counters[other] < self._arrivals:
+                pause()
 
 
 @dataclass(frozen=True)
@@ -35,25 +69,15 @@ class Rank:
     barrier: Barrier
     has_mpi: bool
 
-    @property
-    def has_a_core(self) -> bool:
-        return self.world_size <= len(os.sched_getaffinity(0))
-
     def keep_to_core(self) -> None:
         """Give this thread, not gloo's, a core of its own where there are enough.
 
         Ranks that compute are on different cores already; ranks that slept a moment ago may wake on the same one, and
         then all who hand pieces to and fro take four times as long.
         """
-        if self.has_a_core:
-            os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[self.rank]})
-
-
-def find_mpiexec() -> str | None:
-    """The mpiexec of this environment, else of the machine; None where there is no MPI to compare with."""
-    if importlib.util.find_spec("mpi4py") is None or importlib.util.find_spec("numpy") is None:
-        return None
-    return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+        cores = sorted(os.sched_getaffinity(0))
+        if self.world_size <= len(cores):
+            os.sched_setaffinity(0, {cores[self.rank]})
 
 
 def run_ranks(
@@ -64,12 +88,12 @@ def run_ranks(
     mpiexec: str | None = None,
     environment: Mapping[str, str] = {},
 ) -> list[Any]:
-    """Call ``function(Rank, *arguments)`` on every rank; return the results in rank order.
+    """Call ``function(Rank, *arguments)`` on every rank, in a gloo group; return the results in rank order.
 
     Args:
-        function: of a module under benchmarks/; what it returns goes through JSON.
+        function: of a module under benchmarks/.
         world_size: number of ranks.
-        arguments: plain values; they go through JSON.
+        arguments: plain values.
         deadline_s: how long the ranks may take.
         mpiexec: starts them, for a candidate that needs MPI.
         environment: for them, besides this process's.
@@ -77,102 +101,93 @@ def run_ranks(
     Raises:
         RuntimeError: a rank failed, or the deadline passed.
     """
-    import torch.distributed as dist
-
     module = ".".join(Path(inspect.getfile(function)).resolve().relative_to(BENCHMARKS).with_suffix("").parts)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     paths = [str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"OMP_NUM_THREADS": "1", **os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
-    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="psengine-benchmark-") as directory:
         folder = Path(directory)
         (folder / "barrier").write_bytes(bytes(world_size * CACHE_LINE_BYTES))
-        plan = {"module": module, "function": function.__name__, "arguments": arguments, "deadline_s": deadline_s}
-        plan |= {"world_size": world_size, "port": store.port, "has_mpi": mpiexec is not None}
-        (folder / "plan").write_text(json.dumps(plan))
+
+        def start(count: int) -> list[tuple[ranks.Process, Connection]]:
+            if mpiexec is None:
+                return ranks.start_interpreters(count, settings)
+            return _start_by(mpiexec, count, settings, str(folder / "socket"))
+
         try:
-            for command in _commands(folder, world_size, mpiexec):
-                processes.append(subprocess.Popen(command, env=settings, start_new_session=True))
-            _wait_for(processes, f"{module}.{function.__name__} on {world_size} ranks", deadline_s)
-            return [json.loads((folder / f"result{rank}").read_text()) for rank in range(world_size)]
-        finally:
-            _end(processes)
+            return ranks.run_ranks(
+                _work,
+                *(module, function.__name__, folder / "barrier", mpiexec is not None, arguments),
+                world_size=world_size,
+                timeout_s=deadline_s,
+                group_timeout_s=GROUP_TIMEOUT_S,
+                threads=1,
+                start=start,
+            )
+        except ranks.RankFailedError as error:
+            raise RuntimeError(f"{module}.{function.__name__}: {error}\n{error.rank_traceback}") from None
 
 
-def _commands(folder: Path, world_size: int, mpiexec: str | None) -> list[list[str]]:
-    """One command that starts all ranks where there is an mpiexec, else one for each."""
-    ranks = [[sys.executable, "-m", "harness.ranks", str(folder), str(rank)] for rank in range(world_size)]
-    if mpiexec is None:
-        return ranks
-    command = [mpiexec]
-    for rank, own in enumerate(ranks):
-        command += [*([":"] if rank else []), "-n", "1", *own]
-    return [command]
+def _work(place: ranks.Place, module: str, name: str, barrier: Path, has_mpi: bool, arguments: tuple[Any, ...]) -> Any:
+    rank = Rank(place.rank, place.world_size, Barrier(barrier, place.rank, place.world_size), has_mpi)
+    result = getattr(importlib.import_module(module), name)(rank, *arguments)
+    if has_mpi:
+        from mpi4py import MPI
+
+        MPI.Finalize()  # mpiexec ends all ranks when one ends without this
+    return result
 
 
-def _wait_for(processes: list[subprocess.Popen[bytes]], what: str, deadline_s: float) -> None:
-    deadline = time.monotonic() + deadline_s
-    while any(process.poll() is None for process in processes):
-        if any(process.returncode for process in processes):
-            break
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} has not finished within {deadline_s:g} s; --deadline gives it more")
-        time.sleep(0.02)
-    failed = [process.returncode for process in processes if process.returncode]
-    if failed:
-        raise RuntimeError(f"{what}: one ended with exit code {failed[0]}; its error is above")
+# ---- MPI -------------------------------------------------------------------------------------------------------------
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End them and, by their process groups, what they started: mpiexec ends its ranks when it is asked to."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, how)
-        for process in processes:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                continue
+def find_mpiexec() -> str | None:
+    """The mpiexec of this environment, else of the machine; None where there is no MPI to compare with."""
+    if importlib.util.find_spec("mpi4py") is None or importlib.util.find_spec("numpy") is None:
+        return None
+    return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
-# ---- on a rank -------------------------------------------------------------------------------------------------------
+def _start_by(
+    mpiexec: str, world_size: int, settings: Mapping[str, str], address: str
+) -> list[tuple[ranks.Process, Connection]]:
+    """One command starts all ranks, which connect to ``address`` and say which they are."""
+    found: dict[int, Connection] = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(world_size)
+        listener.settimeout(START_S)
+        command = [mpiexec, "-n", str(world_size), sys.executable, "-m", "harness.ranks", address]
+        process = subprocess.Popen(command, env=dict(settings), start_new_session=True)
+        try:
+            while len(found) < world_size:
+                accepted, _ = listener.accept()
+                connection = Connection(accepted.detach())
+                rank, size = connection.recv()
+                if size != world_size:
+                    raise RuntimeError(
+                        f"mpiexec and mpi4py do not belong together (expected {world_size} ranks, got {size}): install"
+                        " both into this environment, pip install mpich mpi4py"
+                    )
+                found[rank] = connection
+        except BaseException:
+            process.kill()
+            raise
+    return [(process, found[rank]) for rank in range(world_size)]
 
 
-def _main(folder: Path, number: int) -> None:
-    plan = json.loads((folder / "plan").read_text())
-    signal.alarm(math.ceil(plan["deadline_s"]))  # ends this process even where nobody is left who would
-    if plan["has_mpi"]:
-        _check_mpi(number, plan["world_size"])
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    rank = Rank(number, plan["world_size"], Barrier(folder / "barrier", number, plan["world_size"]), plan["has_mpi"])
-    store = dist.TCPStore("127.0.0.1", plan["port"], is_master=False)
-    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=rank.world_size, timeout=timeout)
-    try:
-        result = getattr(importlib.import_module(plan["module"]), plan["function"])(rank, *plan["arguments"])
-        (folder / f"result{number}").write_text(json.dumps(result))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def _check_mpi(number: int, world_size: int) -> None:
+def _serve_mpi(address: str) -> None:
     import mpi4py
 
     mpi4py.rc.thread_level = "single"  # MPI's fastest
+    mpi4py.rc.finalize = False
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    if (world.rank, world.size) != (number, world_size):
-        raise RuntimeError(
-            f"mpiexec and mpi4py do not belong together (expected rank {number} of {world_size}, got {world.rank} of"
-            f" {world.size}): install both into this environment, pip install mpich mpi4py"
-        )
+    own = socket.socket(socket.AF_UNIX)
+    own.connect(address)
+    connection = Connection(own.detach())
+    connection.send((MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size))
+    ranks.serve(connection, watches=True)
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))
+    _serve_mpi(sys.argv[1])
