@@ -14,10 +14,7 @@ from psengine.errors import PSEngineError
 
 EXIT_USAGE = 2
 # Each command's module, whose register(app) adds the module's commands.
-COMMANDS = {
-    **{name: name for name in ("run", "verify", "status", "admin", "doctor", "advise")},
-    "top": "status",
-}
+COMMANDS = {name: name for name in ("run", "verify", "status", "admin", "doctor", "advise")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""``psengine status`` and ``psengine top``: workers, their progress, and the servers' load."""
+"""``psengine status``: workers, their progress, and the servers' load; once, or again and again."""
 
 from __future__ import annotations
 
@@ -6,136 +6,114 @@ import json
 import logging
 import signal
 import sys
-from types import FrameType
+import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.text import Text
 
 from psengine.cli.console import open_console
-from psengine.cli.status_overview import Overview
-from psengine.cli.status_sources import ask_all, open_sources
+from psengine.cli.status_overview import Overview, StatusSource, ask_all, open_sources
 from psengine.cli.status_table import events_view, jobs_view, servers_table
-from psengine.cli.top import Watch, show_frames, show_live
 
 EXIT_UNHEALTHY = 1
 EVENT_LINES = 5
-STATUS_EPILOG = (
+EPILOG = (
     "Examples: [bold]psengine status --server-address tcp://a:7077,tcp://b:7077[/bold] · [bold]psengine status"
-    " --server-address http://127.0.0.1:9100[/bold] (a --status-port) · [bold]psengine status --json | jq"
-    " .jobs.default.workers[/bold]"
-)
-TOP_EPILOG = (
-    "Examples: [bold]psengine top --server-address tcp://a:7077[/bold] · [bold]ssh -L 9100:127.0.0.1:9100 a[/bold],"
-    " then [bold]psengine top --server-address http://127.0.0.1:9100[/bold], which shows the event log too"
+    " --watch[/bold] · [bold]psengine status --json | jq .jobs.default.workers[/bold]"
 )
 
-Servers = Annotated[
+ServerAddress = Annotated[
     str | None,
     typer.Option(
         "--server-address",
         metavar="ADDRESSES",
-        help="tcp://host:port,... of psengine-servers, or http://... of a status port; by default PSENGINE_SERVERS.",
+        help="tcp://host:port or ipc://path of servers, with commas; by default PSENGINE_SERVERS.",
     ),
 ]
-JobName = Annotated[str | None, typer.Option("--job", metavar="NAME", help="This job alone.")]
 TimeoutS = Annotated[float, typer.Option("--timeout-s", help="Deadline of one answer.", min=0.1, max=600.0)]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("status", epilog=STATUS_EPILOG)(status)
-    app.command("top", epilog=TOP_EPILOG)(top)
+    """Add the command."""
+    app.command("status", epilog=EPILOG)(status)
 
 
 def status(
-    servers: Servers = None,
-    job: JobName = None,
+    servers: ServerAddress = None,
+    job: Annotated[str | None, typer.Option("--job", metavar="NAME", help="This job alone.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    timeout_s: TimeoutS = 5.0,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval-s", help="With --watch, seconds between two looks.", min=0.05, max=3600.0)
+    ] = 1.0,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Deadline of one answer.", min=0.1, max=600.0)] = 5.0,
 ) -> None:
-    """Show the state of servers and jobs once: workers, steps, staleness, where the time goes, counters.
+    """Show the state of servers and jobs: workers, steps, staleness, where the time goes, counters, events.
 
-    Exit code 0: all is well; 1: a server does not answer, a shard does not work, a worker is silent, or there is no
-    job of that name; 2: wrong arguments. CURVE keys come from PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY.
+    Exit code 0: all is well, or Ctrl-C; 1: a server does not answer, a shard does not work, a worker is silent, or
+    there is no job of that name; 2: wrong arguments. CURVE keys come from PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY.
     """
-    _keep_the_log_quiet()
+    if as_json and watch:
+        raise typer.BadParameter("--json and --watch exclude each other", param_hint="status")
+    # The client logs about servers that are away, which the status shows.
+    logging.getLogger("psengine").addHandler(logging.NullHandler())
     sources = open_sources(servers, timeout_s)
+    console = open_console()
     try:
-        overview = ask_all(sources, job)
+        if watch:
+            _watch(sources, job, interval_s, console)
+            return
+        view = _View(ask_all(sources, job), job)
     finally:
         for source in sources:
             source.close()
-    problems = _problems(overview, job)
     if as_json:
-        print(json.dumps({**overview.to_json(), "healthy": not problems, "problems": problems}))
+        print(json.dumps({**view.overview.to_json(), "healthy": not view.problems, "problems": view.problems}))
     else:
-        console = open_console()
-        events = [Text("events", "dim"), events_view(overview.events, EVENT_LINES)] if overview.events else []
-        tables = jobs_view(overview, console.width, console.options.ascii_only)
-        console.print(Group(servers_table(overview.reports, console.width), Text(), tables, *events))
-        for text in overview.warnings:
-            console.print(Text(text, "yellow"), soft_wrap=True)
-        for text in problems:
-            console.print(Text(text, "bold red"), soft_wrap=True)
-    if problems:
+        console.print(view)
+    if view.problems:
         raise typer.Exit(EXIT_UNHEALTHY)
 
 
-def top(
-    servers: Servers = None,
-    job: JobName = None,
-    interval_s: Annotated[
-        float, typer.Option("--interval-s", help="Seconds between an answer and the next query.", min=0.05, max=3600.0)
-    ] = 1.0,
-    timeout_s: TimeoutS = 5.0,
-    once: Annotated[bool, typer.Option("--once", help="One frame, then end; works without a terminal.")] = False,
-    iterations: Annotated[
-        int | None, typer.Option("--iterations", metavar="N", help="End after N frames.", min=1)
-    ] = None,
-) -> None:
-    """Show the state of servers and jobs live; q or Ctrl-C ends it. top waits for a server that goes away.
-
-    Exit codes: 0; 1: with --once or --iterations, a server did not answer at the end; 2: wrong arguments.
-    """
-    _keep_the_log_quiet()
-    frames = 1 if once else iterations
-    console = open_console()
-    if frames is None and not console.is_terminal:
-        raise typer.BadParameter(
-            "the live view needs a terminal (expected one on stdout, got none). Fix: psengine status, or --once",
-            param_hint="top",
-        )
-    sources = open_sources(servers, timeout_s)
+def _watch(sources: Sequence[StatusSource], job: str | None, interval_s: float, console: Console) -> None:
+    """Show the state until Ctrl-C: on a terminal's whole screen, elsewhere one below the other."""
     # SIGTERM raises an exception, which restores the terminal.
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with Watch(sources, interval_s, job) as watch:
-            if frames is not None and not console.is_terminal:
-                patience_s = interval_s + 4 * timeout_s
-                problems = _problems(show_frames(watch, console, frames, patience_s), job)
-            else:
-                show_live(watch, console, frames)
-                problems = [] if frames is None else _problems(watch.look().overview, job)
-                if frames is not None:
-                    console.print(watch.look())
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                view = _View(ask_all(sources, job), job)
+                if console.is_terminal:
+                    live.update(view, refresh=True)
+                else:
+                    console.print(view)
+                time.sleep(interval_s)
     except KeyboardInterrupt:
         return
-    if problems:
-        raise typer.Exit(EXIT_UNHEALTHY)
 
 
-def _problems(overview: Overview, job: str | None) -> list[str]:
-    # A job may be at a shard that does not answer.
-    missing = job is not None and job not in overview.jobs and overview.is_complete
-    return [*overview.problems, *([f"there is no job {job!r} at these servers"] if missing else [])]
+class _View:
+    """An overview, drawn as wide as the terminal is at that moment."""
 
+    def __init__(self, overview: Overview, job: str | None) -> None:
+        self.overview = overview
+        # A job may be at a server that does not answer.
+        is_missing = job is not None and job not in overview.jobs and not any(one.error for one in overview.reports)
+        self.problems = overview.problems + ([f"there is no job {job!r} at these servers"] if is_missing else [])
 
-def _keep_the_log_quiet() -> None:
-    """Drop the client's log lines about servers that are away: these commands show them."""
-    logging.getLogger("psengine").addHandler(logging.NullHandler())
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Servers, jobs, events; what is wrong."""
+        yield servers_table(self.overview.reports, options.max_width)
+        yield Text()
+        yield jobs_view(self.overview, options.max_width)
+        if self.overview.events:
+            yield Text("events", "dim")
+            yield events_view(self.overview.events, EVENT_LINES)
+        for text in self.overview.warnings:
+            yield Text(text, "yellow")
+        for text in self.problems:
+            yield Text(text, "bold red")

@@ -1,42 +1,85 @@
-"""All servers together: their reports, the jobs over all shards, and what is wrong."""
+"""Servers asked for their status, and all of them together. A server that does not answer is a report too."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from psengine.cli.console import printable
-from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.status_model import Event, JobStatus, ServerStatus, ShardStatus, to_json
+from psengine.errors import ConfigurationError, PSEngineError
+from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
+from psengine.parameter_server.overview import merge_jobs, owns_weights
+from psengine.parameter_server.status_model import Event, JobStatus, ServerFacts, ShardStatus, to_json
+from psengine.protocol.keys import CurveClientKeys
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.client import Client
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReport:
-    """One server's answer, or why there is none.
-
-    Attributes:
-        address: as it was asked.
-        error: why there is no answer; "" where there is one.
-        status: the answer; over ZeroMQ its shards alone.
-        answered_s: when, on the monotonic clock.
-    """
+    """One server's answer: its shards; or an ``error`` that says why there is none."""
 
     address: str
     error: str = ""
-    status: ServerStatus = field(default_factory=lambda: ServerStatus(healthy=False, shards=()))
-    answered_s: float = 0.0
+    shards: tuple[ShardStatus, ...] = ()
 
     @property
-    def healthy(self) -> bool:
-        """Whether the server answered, says that it works, and all its shards answered it."""
-        return self.status.healthy and not self.status.mute
+    def facts(self) -> ServerFacts:
+        """What the server says of itself."""
+        return next((shard.server for shard in self.shards if shard.server is not None), ServerFacts())
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every shard answered: a job that none of them has does not exist there."""
-        return not self.error and not self.status.mute
+
+class StatusSource:
+    """A server, asked as workers ask it; works before any job exists, and for every kind of job.
+
+    Args:
+        address: of its first shard.
+        keys: CURVE keys, if it wants some.
+        timeout_s: deadline of one answer.
+    """
+
+    def __init__(self, address: str, keys: CurveClientKeys | None, timeout_s: float) -> None:
+        self.address = address
+        self._keys = keys
+        self._timeout_s = timeout_s
+        self._client: Client | None = None
+
+    def ask(self) -> ServerReport:
+        """Its report; never raises for a server that is away. Keeps the connection for the next question."""
+        try:
+            shards = _printable(self.connected().status())
+            report = ServerReport(address=self.address, shards=msgspec.convert(shards, tuple[ShardStatus, ...]))
+            merge_jobs(report.shards)
+        except msgspec.ValidationError as error:
+            text = f"{self.address} has a status that this psengine does not understand ({error}). Fix: install the"
+            return ServerReport(address=self.address, error=f"{text} same version on both sides")
+        except (PSEngineError, ValueError, LookupError, TypeError) as error:
+            self.close()
+            return ServerReport(address=self.address, error=printable(str(error)) or type(error).__name__)
+        return report
+
+    def connected(self) -> Client:
+        """The connection; PSEngineError where the server does not answer, or does not let us in."""
+        from psengine.parameter_server.client.client import connect
+
+        if self._client is None:
+            wait_s = self._timeout_s
+            self._client = connect(
+                self.address, role="reader", timeout_s=wait_s, connect_timeout_s=wait_s, keys=self._keys
+            )
+        return self._client
+
+    def close(self) -> None:
+        """Drop the connection; the next question makes a new one."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,56 +90,55 @@ class Overview:
     jobs: Mapping[str, JobStatus]
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every shard of every server answered."""
-        return all(report.is_complete for report in self.reports)
-
-    @property
     def unix_s(self) -> float:
         """Now, by the servers' clock, which dates events; by this machine's where no server tells."""
-        stamps = [report.status.unix_s for report in self.reports]
+        stamps = [report.facts.unix_s for report in self.reports]
         return max((stamp for stamp in stamps if stamp is not None), default=time.time())
 
     @property
     def events(self) -> list[Event]:
-        """The latest events, newest last; only HTTP tells them."""
-        return sorted((e for report in self.reports for e in report.status.events), key=lambda event: event.unix_s)
+        """The latest events, newest last."""
+        return sorted((e for report in self.reports for e in report.facts.events), key=lambda event: event.unix_s)
 
     @property
     def problems(self) -> list[str]:
         """What is wrong, in words; empty where all is well."""
         found = []
         for report in self.reports:
-            if report.error:
-                # The client's own errors begin with the address.
-                is_named = report.error.startswith(report.address)
-                found.append(report.error if is_named else f"{report.address}: {report.error}")
-            found += [f"{report.address}: shard {one.index} does not answer: {one.error}" for one in report.status.mute]
+            address, error = report.address, report.error
+            if error:
+                found.append(error if error.startswith(address) else f"{address}: {error}")
+            elif not report.facts.healthy:
+                found.append(f"{address} answers, but a shard of it does not work")
             found += [
-                f"{report.address}: the disk of shard {one.shard}'s log is full: nothing is acknowledged until there is"
-                " room"
-                for one in report.status.logs
-                if one.is_full
+                f"{address}: the disk of shard {log.shard}'s log is full: nothing is acknowledged until there is room"
+                for log in report.facts.logs
+                if log.is_full
             ]
-            if report.is_complete and not report.healthy:
-                found.append(f"{report.address} answers, but a shard of it does not work")
         for name, job in self.jobs.items():
             silent = [str(worker.rank) for worker in job.workers if worker.state == "silent"]
             if silent:
                 found.append(f"job {name!r}: nothing was heard of worker {', '.join(silent)}")
-        return [printable(text) for text in found]
+        return found
 
     @property
     def warnings(self) -> list[str]:
         """What may be meant so, in words."""
         found = []
         for report in self.reports:
-            if any(shard.durability == "memory" for shard in report.status.answering):
-                text = "has durability memory: when it ends, the models of its async jobs are lost (--snapshot-dir)"
+            forgotten = {
+                repr(name)
+                for shard in report.shards
+                for name, job in shard.jobs.items()
+                if shard.durability == "memory" and owns_weights(job.rule)
+            }
+            if forgotten:
+                jobs = f"job{'s' if len(forgotten) > 1 else ''} {', '.join(sorted(forgotten))}"
+                text = f"has durability memory: when it ends, the model of {jobs} is lost (--snapshot-dir)"
                 found.append(f"{report.address} {text}")
-            if report.status.is_draining:
+            if report.facts.is_draining:
                 found.append(f"{report.address} drains: it lets no more workers in, and ends when the last has left")
-        return [printable(text) for text in found]
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -110,10 +152,37 @@ class Overview:
         }
 
 
+def open_sources(servers: str | None, timeout_s: float, keys: CurveClientKeys | None = None) -> list[StatusSource]:
+    """A source for each address of an argument, else of PSENGINE_SERVERS.
+
+    Args:
+        servers: addresses with commas.
+        timeout_s: deadline of one answer.
+        keys: CURVE keys; by default those that variables name.
+
+    Raises:
+        ConfigurationError: none is named, one is malformed, or CURVE keys are half given.
+    """
+    addresses = parse_addresses(servers)
+    if not addresses:
+        raise ConfigurationError(
+            "no server is named (expected tcp://host:port; got none). Fix: --server-address tcp://127.0.0.1:7077, or"
+            " set PSENGINE_SERVERS"
+        )
+    keys = keys or keys_from_environment()
+    return [StatusSource(address, keys, timeout_s) for address in dict.fromkeys(addresses)]
+
+
+def ask_all(sources: Sequence[StatusSource], job: str | None = None) -> Overview:
+    """Ask all servers at once; with ``job`` about that job alone."""
+    with ThreadPoolExecutor(max_workers=len(sources), thread_name_prefix="psengine-status") as pool:
+        return merge(list(pool.map(StatusSource.ask, sources)), job)
+
+
 def merge(reports: Sequence[ServerReport], job: str | None = None) -> Overview:
     """One overview; with ``job`` of that job alone. A shard that several addresses lead to counts once."""
     # An epoch is the random number of a server process's life.
-    shards = {(s.epoch or report.address, s.index): s for report in reports for s in report.status.answering}
+    shards = {(shard.epoch, shard.index): shard for report in reports for shard in report.shards}
     jobs = merge_jobs(shards.values())
     return Overview(reports=reports, jobs={name: jobs[name] for name in jobs if job is None or name == job})
 
@@ -124,19 +193,18 @@ def shard_bytes(shard: ShardStatus) -> tuple[int, int]:
 
 
 def _server_json(report: ServerReport) -> dict[str, Any]:
-    status = report.status
-    shards = []
-    for shard in status.answering:
-        members = {name: member for name, member in to_json(shard).items() if name != "jobs"}
-        shards.append(members | dict(zip(("bytes_in", "bytes_out"), shard_bytes(shard), strict=True)))
-    return {
-        "address": report.address,
-        "reachable": not report.error,
-        "error": report.error or None,
-        "healthy": report.healthy,
-        "software": status.software or None,
-        "host": status.host or None,
-        "pid": status.pid,
-        "uptime_s": status.uptime_s,
-        "shards": [*shards, *to_json(status.mute)],
-    }
+    own = {name: value for name, value in to_json(report.facts).items() if name != "events"}
+    shards = [
+        {name: value for name, value in to_json(shard).items() if name not in ("jobs", "server")}
+        for shard in report.shards
+    ]
+    return {"address": report.address, "error": report.error or None, **own, "shards": shards}
+
+
+def _printable(value: Any) -> Any:
+    """A status whose texts have the characters spelled out that a terminal would obey."""
+    if isinstance(value, dict):
+        return {printable(name): _printable(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return printable(value) if isinstance(value, str) else value

@@ -139,6 +139,11 @@ def _split(told: WorkerTimes, parts: Sequence[WorkerTimes]) -> dict[str, Any]:
     }
 
 
+def owns_weights(rule: Mapping[str, Any]) -> bool:
+    """Whether a job of this rule keeps its weights at the servers; where gradients are averaged, workers have them."""
+    return str(rule["name"]) != "average"
+
+
 def rule_text(rule: Mapping[str, Any]) -> str:
     """A rule as users write it: the strategy's name and the options that are set, such as "async:max_staleness=2"."""
     options = [

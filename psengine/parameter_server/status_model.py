@@ -4,7 +4,7 @@
     all shards together   JobStatus ─► WorkerStatus (``overview.merge_jobs``)       "jobs"
     a server process      ServerStatus, with both, Event, SnapshotStatus            /status.json
 
-``psengine status``, ``psengine top``, the dashboard, /metrics and the charts are views of it. None means unknown. The
+``psengine status``, the dashboard, /metrics and the charts are views of it. None means unknown. The
 metadata of a field says how the shards' values are merged, and how /metrics exports the field.
 """
 
@@ -178,26 +178,6 @@ class Transport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStatus:
-    """A shard; ``durability`` is its server's.
-
-    ``unix_s`` and ``software`` are in a STATUS_REPORT, ``transport`` on the status page alone.
-    """
-
-    index: int
-    epoch: int = 0
-    address: str = ""
-    durable_generation: int | None = None
-    durability: str | None = None
-    memory_bytes: int = 0
-    max_memory_bytes: int = 0
-    unix_s: float | None = None
-    software: str = ""
-    transport: Transport | None = None
-    jobs: Mapping[str, ShardJob]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MuteShard:
     """A shard that did not answer its server, and why."""
 
@@ -299,8 +279,8 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerStatus:
-    """A server process: /status.json."""
+class ServerFacts:
+    """What a server process says of itself."""
 
     host: str = ""
     unix_s: float | None = None
@@ -308,17 +288,43 @@ class ServerStatus:
     pid: int | None = None
     epoch: int = 0
     uptime_s: float | None = None
-    healthy: bool
+    healthy: bool = True
     addresses: tuple[str, ...] = ()
     refused_connections: int = 0
     durability: str | None = None
     snapshot: SnapshotStatus | None = None
     logs: tuple[LogStatus, ...] = ()
+    events: tuple[Event, ...] = ()
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStatus:
+    """A shard; ``durability`` is its server's.
+
+    ``transport`` is on the status page alone; ``server`` is in the first shard's STATUS_REPORT alone.
+    """
+
+    index: int
+    epoch: int = 0
+    address: str = ""
+    durable_generation: int | None = None
+    durability: str | None = None
+    memory_bytes: int = 0
+    max_memory_bytes: int = 0
+    unix_s: float | None = None
+    software: str = ""
+    transport: Transport | None = None
+    server: ServerFacts | None = None
+    jobs: Mapping[str, ShardJob]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStatus(ServerFacts):
+    """A server process: /status.json."""
+
     shards: tuple[ShardStatus | MuteShard, ...]
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
-    can_act: bool = False
-    is_draining: bool = False
 
     @property
     def answering(self) -> list[ShardStatus]:

@@ -128,8 +128,8 @@ def read_key_pair(path: str | Path) -> KeyPair:
     return KeyPair(found["public"], found["secret"])
 
 
-def read_token(path: str | Path, *, called: str = "token") -> str:
-    """Read a token, such as the status port's: the only line of a file that no other user can read.
+def read_token(path: str | Path, *, called: str) -> str:
+    """Read a secret: the only line of a file that no other user can read.
 
     Args:
         path: of the file.
@@ -146,15 +146,6 @@ def read_token(path: str | Path, *, called: str = "token") -> str:
             f" print(secrets.token_urlsafe(32))' > {path}"
         )
     return lines[0]
-
-
-def check_private_file(path: str | Path) -> None:
-    """Raise unless ``path`` is a small text file that no other user can read, such as a private key in PEM.
-
-    Raises:
-        ConfigurationError: it is missing, or another user may own, read or write it.
-    """
-    _read(path, is_secret=True, expected="a private key in PEM")
 
 
 def read_public_key(path: str | Path) -> str:

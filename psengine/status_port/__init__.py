@@ -1,4 +1,4 @@
-"""One HTTP port for people and Prometheus, of a server and of a training process: who may ask, TLS, limits.
+"""One HTTP port to read from, of a server and of a training process, for people and Prometheus.
 
-What it serves is given to it. May import ``protocol``, ``environment`` and ``errors``.
+What it serves is given to it. Imports nothing of the package.
 """

@@ -25,7 +25,7 @@ from psengine.tracing.telemetry import ReportedLoss, check_report
 
 # Imported once it is used: an HTTP server is no part of a training that nobody watches.
 if TYPE_CHECKING:
-    from psengine.status_port.port import Page, StatusPort
+    from psengine.status_port.http_status import HttpStatus, Page
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class TrainingMetrics:
     def __init__(self) -> None:
         self._registry: Any = None
         self._families: dict[str, Any] = {}
-        self._port: StatusPort | None = None
+        self._port: HttpStatus | None = None
         self._has_tried = False
         self._models = 0
         self._told_stalls = 0
@@ -146,13 +146,13 @@ class TrainingMetrics:
             port.__exit__(None, None, None)
 
     def _open(self, port: int) -> None:
-        from psengine.status_port.port import LOOPBACK, TEXT, Pages, StatusPort
+        from psengine.status_port.http_status import LOOPBACK, TEXT, HttpStatus
 
         host = read_variable("PSENGINE_METRICS_BIND") or LOOPBACK
         self._has_tried = True
         try:
-            pages = Pages({"/metrics": self.render, "/healthz": lambda: (200, TEXT, b"ok\n")})
-            self._port = StatusPort(port, pages, host=host)
+            pages = {"/metrics": lambda query: self.render(), "/healthz": lambda query: (200, TEXT, b"ok\n")}
+            self._port = HttpStatus(port, pages, host=host)
         except OSError as error:
             logger.warning(
                 "no metrics: port %s:%d cannot be opened (%s); training goes on. Fix: another PSENGINE_METRICS_PORT,"

@@ -56,12 +56,12 @@ def test_a_snapshot_an_eviction_and_the_end_of_a_job(server, admin):
         peer.make_job(torch.zeros(10))
         assert admin("snapshot", server=server) == (0, f"{server.addresses[0]}: Durable to generation 1.\n")
         code, said = admin("evict", "--job", "job", "--worker", "7", server=server)
-        assert (code, "there is no worker 7 in job 'job'; its workers: [0]" in said) == (1, True), said
+        assert (code, "there is no worker 7 in job 'job'" in said) == (1, True), said
         code, said = admin("forget", "--job", "job", server=server)
         assert (code, "in use (expected no workers, got 1)" in said) == (1, True)
         assert admin("evict", "--job", "job", "--worker", "0", server=server)[0] == 0
         code, said = admin("forget", "--job", "another", server=server)
-        assert (code, "its jobs: ['job']" in said) == (1, True)
+        assert (code, "there is no job 'another'" in said) == (1, True)
         assert admin("forget", "--job", "job", server=server)[0] == 0
         assert "job" not in server.status()["jobs"]
 

@@ -16,7 +16,6 @@ import os
 import resource
 import secrets
 import socket
-import ssl
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,18 +40,15 @@ from psengine.parameter_server.server.end_requests import EndRequests
 from psengine.parameter_server.server.listening import Listeners
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard_group import ShardGroup
-from psengine.parameter_server.server.status.actions import Actions
 from psengine.parameter_server.server.status.history import History
-from psengine.parameter_server.server.status.pages import ServerPages
+from psengine.parameter_server.server.status.pages import server_pages
 from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.segment_listener import SegmentListener
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
-from psengine.parameter_server.status_model import ServerStatus, ShardStatus
+from psengine.parameter_server.status_model import ServerFacts, ServerStatus, ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-from psengine.status_port.access import Access, read_access
-from psengine.status_port.certificate import load_certificate
-from psengine.status_port.port import StatusPort
+from psengine.status_port.http_status import HttpStatus
 from psengine.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -69,11 +65,6 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (SnapshotError, EXIT_SNAPSHOT),
 )
 
-NOT_DURABLE = (
-    "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the models of its async jobs"
-    " are LOST. Fix: start it with --snapshot-dir DIRECTORY, and --durability log where no acknowledged update may be"
-    " lost"
-)
 LOOP_S = 0.1
 MAX_ORDERS_AT_ONCE = 4
 LAST_SNAPSHOT_S = 600.0
@@ -142,11 +133,6 @@ class Server:
         keep_freed_memory()
         _raise_descriptor_limit()
         _import_plugins(settings.plugins or ())
-        # Servers that a training starts inherit PSENGINE_STATUS_TOKEN, but only one of them may have the port.
-        access = Access() if settings.status_port is None else self._status_access()
-        tls = None
-        if settings.status_port is not None and settings.status_cert is not None and settings.status_key is not None:
-            tls = load_certificate(settings.status_cert, settings.status_key)
         durability, durable = None, "durability memory: not durable, no --snapshot-dir"
         if settings.snapshot_dir is not None:
             interval_s, keeps_log = settings.snapshot_interval_s, settings.tier == "log"
@@ -174,7 +160,7 @@ class Server:
         segments.serve(threads)
         if settings.status_port is not None:
             history = stack.enter_context(History(self.status))
-            port = stack.enter_context(self._open_status_port(settings.status_port, history, access, tls))
+            port = stack.enter_context(self._open_status_port(settings.status_port, history))
             self.status_url = port.url
         if self._until_stdin_closes:
             self._ends.watch_stdin()
@@ -190,34 +176,17 @@ class Server:
             max_memory_bytes=max(1, total_bytes // settings.shards),
             durability=settings.tier,
             software=__version__,
+            warns_of_loss=settings.tier == "memory" and not self._until_stdin_closes,
         )
         shards = [Shard(index, self.epoch, shard_settings, CLOCKS) for index in range(settings.shards)]
         for shard in shards:
             shard.events = self._events
+        shards[0].server_facts = self.facts
         return shards
 
-    def _status_access(self) -> Access:
-        settings = self.settings
-        return read_access(
-            settings.status_bind,
-            token=settings.status_token,
-            read_token=settings.status_read_token,
-            has_certificate=settings.status_cert is not None,
-        )
-
-    def _open_status_port(self, port: int, history: History, access: Access, tls: ssl.SSLContext | None) -> StatusPort:
-        begin_snapshot = None if self._durability is None else self._durability.snapshots.begin
-        actions = Actions(
-            bool(access.token),
-            snapshot=begin_snapshot,
-            evict=self._shards.evict,
-            forget=lambda job: self._shards.forget(job, begin_snapshot or (lambda: None)),
-            drain=self._drain,
-            shut_down=lambda: self._ends.put("POST /actions/shutdown"),
-        )
+    def _open_status_port(self, port: int, history: History) -> HttpStatus:
         try:
-            pages = ServerPages(self.status, self.is_healthy, history, actions)
-            return StatusPort(port, pages, host=self.settings.status_bind, access=access, tls=tls)
+            return HttpStatus(port, server_pages(self.status, self.is_healthy, history), host=self.settings.status_bind)
         except OSError as error:
             raise BindError(
                 f"The status port {self.settings.status_bind}:{port} could not be bound (expected a free port of an"
@@ -235,8 +204,6 @@ class Server:
         return self._shards.close()
 
     def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
-        if self.settings.snapshot_dir is None and not self._until_stdin_closes:
-            logger.warning("%s", NOT_DURABLE)
         lines = [self._whereabouts(), durability]
         if self._listeners.authenticator is not None:
             lines.append(self._listeners.authenticator.describe())
@@ -336,10 +303,9 @@ class Server:
         """Whether every thread lives, and every shard ticks."""
         return self._listeners.is_guarded and self._shards.are_healthy
 
-    def status(self) -> ServerStatus:
-        """The server as it is now; asks the shards' threads. Callable from any thread."""
-        shards = self._shards.status()
-        return ServerStatus(
+    def facts(self) -> ServerFacts:
+        """The process as it is now. Callable from any thread."""
+        return ServerFacts(
             host=socket.gethostname(),
             unix_s=round(time.time(), 3),
             software=__version__,
@@ -352,12 +318,15 @@ class Server:
             durability=self.settings.tier,
             snapshot=None if self._durability is None else self._durability.snapshots.status(),
             logs=() if self._durability is None else self._durability.status(),
-            shards=shards,
-            jobs=merge_jobs(shard for shard in shards if isinstance(shard, ShardStatus)),
             events=self._events.events(),
-            can_act=self.settings.status_token is not None,
             is_draining=self._is_draining,
         )
+
+    def status(self) -> ServerStatus:
+        """The process and its shards as they are now; asks the shards' threads. Callable from any thread."""
+        shards = self._shards.status()
+        jobs = merge_jobs(shard for shard in shards if isinstance(shard, ShardStatus))
+        return ServerStatus(**vars(self.facts()), shards=shards, jobs=jobs)
 
     # ---- shutdown ----------------------------------------------------------------------------------------------
 

@@ -104,17 +104,8 @@ class ServerSettings(BaseSettings):
     status_port: int | None = Field(None, ge=0, le=65535)
     """Port of the dashboard, /status.json, /metrics and /healthz; 0 takes a free one."""
     status_bind: str = "127.0.0.1"
-    """Address of the status port. One that other machines reach needs a certificate and a token, and answers nobody
-    without the token."""
-    status_token: UserPath | None = None
-    """File of mode 0600 with the token for actions (psengine admin, the dashboard): snapshot, evict, forget, drain,
-    shut down. It reads too. Needs a status port."""
-    status_read_token: UserPath | None = None
-    """File of mode 0600 with a token that only reads, such as Prometheus's; without one loopback is open."""
-    status_cert: UserPath | None = None
-    """The status port's certificate, in PEM: it speaks HTTPS."""
-    status_key: UserPath | None = None
-    """The certificate's private key, in PEM, in a file of mode 0600."""
+    """Address of the status port. Everybody who reaches it may read: names of jobs and hosts, steps, losses, no
+    weights."""
     curve_key: UserPath | None = None
     """The server's .key file of keygen: encrypts every connection."""
     allow: UserPath | None = None
@@ -149,11 +140,6 @@ class ServerSettings(BaseSettings):
                 " --snapshot-dir DIRECTORY, or leave both out.",
             )
         self.bind_addresses()
-        if (self.status_cert is None) != (self.status_key is None):
-            raise ValueError(
-                "A certificate needs its key (expected status_cert and status_key together, got status_cert ="
-                f" {_shown(self.status_cert)}, status_key = {_shown(self.status_key)})."
-            )
         if (self.curve_key is None) != (self.allow is None):
             raise ValueError(
                 "Keys need both sides (expected curve_key and allow together, got"

@@ -16,7 +16,7 @@ import pytest
 import torch
 import zmq
 from support.command_process import running_server_command
-from support.server_process import APPLY, Peer, ServerFailedError, running_server
+from support.server_process import APPLY, AVERAGE_RULE, Peer, ServerFailedError, running_server
 from support.waiting import eventually
 
 from psengine.protocol.frames import payload_tensor
@@ -566,14 +566,17 @@ def test_a_dead_shard_ends_the_process():
         assert "shard 1 failed; the server ends" in server.log()
 
 
-def test_a_server_without_snapshots_says_so_loudly(tmp_path):
-    loud = (
-        "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the models of its async"
-        " jobs are LOST"
-    )
+def test_a_server_without_snapshots_says_so_loudly_of_jobs_whose_weights_it_has(tmp_path):
+    loud = "when this process ends, crashes or restarts, the model of job 'job' is LOST"
     with running_server() as server:
-        assert loud in server.log()
+        for job, rule in (("averaging", AVERAGE_RULE), ("job", None)):
+            assert "NOTHING IS DURABLE" not in server.log()
+            with Peer(server.addresses[0]) as peer:
+                peer.job = job
+                assert peer.hello(rule=rule).type.name == "WELCOME"
+        eventually(lambda: loud in server.log())
         assert server.status()["shards"][0]["durability"] == "memory"
-    with running_server(snapshot_dir=tmp_path) as server:
+    with running_server(snapshot_dir=tmp_path) as server, Peer(server.addresses[0]) as peer:
+        assert peer.hello().type.name == "WELCOME"
         assert "NOTHING IS DURABLE" not in server.log()
         assert server.status()["shards"][0]["durability"] == "snapshot"

@@ -194,15 +194,11 @@ def test_the_head_says_how_durable_the_server_is_and_that_its_log_is_full(tmp_pa
 
 @pytest.mark.slow
 def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text("a-token-for-this-test")
     mute = tmp_path / "mute"
     options = {
         "sabotage": partial(mute_while, mute),
         "lease_s": 2.0,
         "shards": 2,
-        "status_token": token,
         "snapshot_dir": tmp_path / "snapshots",
     }
     with running_server(**options) as server, crew() as workers, browser() as driver, Peer(server.addresses[0]) as peer:
@@ -221,18 +217,8 @@ def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
         assert text_of(driver, "#health") == "✓ serving"
         assert text_of(driver, "#workers-about").startswith("1 slow · async")
 
-        # Somebody is about to evict worker 2, which dies meanwhile: nobody else is evicted by the second click.
-        driver.execute_script("document.getElementById('victim').value = '2'")
-        driver.execute_script("document.getElementById('do-evict').click()")
-        assert text_of(driver, "#do-evict") == "Really evict worker 2 of job digits? Click again"
         trainers[2].kill()
         evicted = eventually(lambda: (row := rows_of(driver)[2])["class"] == "gone" and row, "the killed one is out")
-        assert text_of(driver, "#do-evict") == "Evict the worker"
-        driver.execute_script("document.getElementById('do-evict').click()")
-        assert text_of(driver, "#do-evict") == "Really evict worker 0 of job digits? Click again"
-        driver.execute_script("document.getElementById('victim').dispatchEvent(new Event('change'))")
-        assert text_of(driver, "#do-evict") == "Evict the worker"
-        assert text_of(driver, "#outcome") == ""
         assert "evicted" in evicted["State"]
         assert "silent" in evicted["reason"]
         assert int(evicted["Step"].replace(",", "")) > 0
@@ -301,29 +287,11 @@ def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
         driver.execute_script("document.getElementById('pause').click()")
         eventually(lambda: rows_of(driver)[0]["Step"] != step, "it goes on")
 
-        # Actions: with the wrong token nothing happens, with the right one a snapshot is written, and the end comes.
-        driver.execute_script("document.getElementById('act').click()")
-        driver.execute_script("document.getElementById('token').value = 'wrong'")
-        driver.execute_script("document.getElementById('do-snapshot').click()")
-        eventually(lambda: "needs the token of --status-token" in text_of(driver, "#outcome"), "a refusal")
-        driver.execute_script("document.getElementById('token').value = 'a-token-for-this-test'")
-        driver.execute_script("document.getElementById('do-snapshot').click()")
-        eventually(lambda: "Durable to generation 1" in text_of(driver, "#outcome"), "a snapshot")
-        driver.execute_script("document.getElementById('victim').value = '1'")
-        for _ in range(2):
-            driver.execute_script("document.getElementById('do-evict').click()")
-        eventually(lambda: "Worker 1 is out." in text_of(driver, "#outcome"), "it is evicted")
         for trainer in trainers[:2]:
             trainer.go()
             trainer.result()
-        entries = driver.get_log("browser")
-        # A browser reports the refused token's 401 by itself.
-        assert [e for e in entries if e["level"] == "SEVERE" and "401" not in e["message"]] == []
-        shutdown = "document.getElementById('do-shutdown').click()"
-        driver.execute_script(shutdown)
-        assert server.is_alive
-        driver.execute_script(shutdown)
-        eventually(lambda: "The server shuts down" in text_of(driver, "#outcome"), "the end is told")
+        assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+        server.terminate()
         assert server.wait() == 0
         eventually(lambda: text_of(driver, "#health").startswith("✕ no answer since "), "silence")
         assert "No answer from 127.0.0.1" in text_of(driver, "#silence")
@@ -340,24 +308,4 @@ def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
             "/",
             "/status.json",
             "/history.json",
-            "/actions/evict",
-            "/actions/snapshot",
-            "/actions/shutdown",
         }
-
-
-@pytest.mark.slow
-def test_a_page_whose_port_needs_a_token_asks_for_it(tmp_path):
-    token = tmp_path / "read-token"
-    token.touch(mode=0o600)
-    token.write_text("only-reads-only-reads")
-    with running_server(status_read_token=token) as server, browser() as driver:
-        driver.get(server.status_url + "/")
-        eventually(lambda: driver.execute_script("return document.getElementById('dialog').open"), "the question")
-        driver.execute_script(
-            "document.getElementById('token').value = arguments[0];"
-            "document.getElementById('token-form').requestSubmit();",
-            token.read_text(),
-        )
-        eventually(lambda: text_of(driver, "#health") == "✓ serving", "the answer")
-        assert not driver.execute_script("return document.getElementById('dialog').open")

@@ -13,7 +13,7 @@ from support.waiting import eventually
 
 from psengine.parameter_server.server.status import history as history_module
 from psengine.parameter_server.server.status.history import LENGTHS, History, Track
-from psengine.parameter_server.server.status.pages import ServerPages
+from psengine.parameter_server.server.status.pages import server_pages
 from psengine.parameter_server.status_model import MuteShard, Transport, WorkerTimes
 
 
@@ -142,7 +142,7 @@ def test_a_page_is_made_a_series_at_a_time_and_holds_up_no_sample(monkeypatch):
 
     monkeypatch.setattr(json.JSONEncoder, "iterencode", measured)
     monkeypatch.setattr(history_module, "_plain", lambda value: is_held.append(history._lock.locked()) or plain(value))
-    code, kind, content = ServerPages(server, bool, history, None).read("/history.json", {"resolution": "60"})
+    code, kind, content = server_pages(server, bool, history)["/history.json"]({"resolution": "60"})
     assert (code, kind) == (200, "application/json; charset=utf-8")
     found = json.loads(content)
     assert found["jobs"]["job"]["workers"]["7"]["step"] == list(range(100))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import pytest
@@ -12,13 +10,13 @@ from support.server_process import Peer, running_server
 from support.shard_world import APPLY, ErrorCode, Worker, World, codes, spec, team, world_of
 from support.waiting import eventually
 
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.admin import Orders
 from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
 from psengine.parameter_server.server.core.shard_jobs import MAX_JOBS
 from psengine.parameter_server.server.core.surroundings import Clocks
-from psengine.parameter_server.server.status.actions import Actions
 from psengine.protocol.messages import MessageType
 
-TOKEN = "correct-horse-battery-staple"
 LEASE_S = 5.0
 
 
@@ -101,54 +99,39 @@ def busy(job):
 
 
 @pytest.mark.parametrize(
-    ("forget", "code", "text"),
+    ("forget", "text"),
     [
-        (lambda job: 0, 200, "'a b' is forgotten"),
-        (lambda job: 2, 409, r"'a b' is in use (expected no workers, got 2)"),
-        (lambda job: None, 404, "There is no job 'a b'"),
-        (busy, 503, "ask again"),
+        (lambda job: 2, r"'a b' is in use \(expected no workers, got 2\)"),
+        (lambda job: None, "there is no job 'a b'"),
+        (busy, "ask again"),
     ],
 )
-def test_the_action_says_what_became_of_the_job(forget, code, text):
-    actions = Actions(
-        True, snapshot=None, evict=lambda *_: False, forget=forget, drain=lambda: 0, shut_down=lambda: None
-    )
-    assert actions.refusal("forget", {"job": "a b"}, may_act=True) is None
-    answered, content = actions.perform("forget", {"job": "a b"})
-    assert answered == code
-    assert text in (content.get("text") or content["error"])
-    assert actions.refusal("forget", {"job": "a b"}, may_act=False)[0] == 401
-    assert actions.refusal("forget", {}, may_act=True)[0] == 400
+def test_a_job_that_is_not_forgotten_says_why(forget, text):
+    orders = Orders(snapshot=None, evict=lambda *_: False, forget=forget, drain=lambda: 0)
+    with pytest.raises(ProtocolError, match=text):
+        orders.perform({"action": "forget", "job": "a b"})
 
 
-def act(url, path):
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
-    try:
-        connection.request("POST", f"/actions/{path}", headers={"Authorization": f"Bearer {TOKEN}"})
-        answer = connection.getresponse()
-        return answer.status, json.load(answer)
-    finally:
-        connection.close()
+def order(peer, **body):
+    """The answer's type and what it says."""
+    answer = peer.request("ADMIN", body=body)
+    return answer.type.name, answer.body["text"]
 
 
 def test_a_forgotten_job_is_gone_from_every_shard_and_does_not_come_back(tmp_path):
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text(TOKEN)
     options = {"shards": 2, "snapshot_dir": tmp_path / "s", "snapshot_interval_s": 0.0}
-    with running_server(status_token=token, **options) as server:
+    with running_server(**options) as server:
         peers = [Peer(address) for address in server.addresses]
         for peer in peers:
             peer.make_job(torch.zeros(10))
-        assert act(server.status_url, "snapshot")[0] == 200
-        code, answer = act(server.status_url, "forget?job=job")
-        assert code == 409
-        assert "expected no workers, got 1" in answer["error"]
+        assert order(peers[0], action="snapshot")[0] == "OK"
+        kind, text = order(peers[1], action="forget", job="job")
+        assert (kind, "expected no workers, got 1" in text) == ("ERROR", True)
         for peer in peers:
             assert peer.request("BYE").type.name == "OK"
-        assert act(server.status_url, "forget?job=other")[0] == 404
+        assert order(peers[0], action="forget", job="other")[0] == "ERROR"
         assert len(server.job("job")) == 2
-        assert act(server.status_url, "forget?job=job")[0] == 200
+        assert order(peers[1], action="forget", job="job")[0] == "OK"
         assert server.status()["jobs"] == {}
         eventually(lambda: server.status()["snapshot"]["generation"] == 2)
         server.kill()

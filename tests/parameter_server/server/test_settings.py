@@ -61,10 +61,6 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "lease_s": 2.0,
         "status_port": 9100,
         "status_bind": "127.0.0.2",
-        "status_token": str(tmp_path / "token"),
-        "status_read_token": str(tmp_path / "read-token"),
-        "status_cert": str(tmp_path / "status.crt"),
-        "status_key": str(tmp_path / "status.key"),
         "curve_key": None,
         "allow": None,
         "secret_file": None,
@@ -267,7 +263,7 @@ def test_a_wrong_value_elsewhere_is_not(tmp_path, monkeypatch):
         settings_of("--config", config)
 
 
-def test_a_certificate_and_its_key_come_together(tmp_path):
-    for half in ("status_cert", "status_key"):
-        with pytest.raises(ConfigurationError, match="A certificate needs its key"):
-            make_settings({half: tmp_path})
+def test_operators_are_named_beside_workers(tmp_path):
+    for name in ("admin_allow", "admin_secret_file"):
+        with pytest.raises(ConfigurationError, match=f"{name} names operators beside the workers"):
+            make_settings({name: tmp_path})

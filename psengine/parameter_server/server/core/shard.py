@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.overview import rule_text
+from psengine.parameter_server.overview import owns_weights, rule_text
 from psengine.parameter_server.server.core.answers import Answers, StatusReport, ok, traffic_bytes
 from psengine.parameter_server.server.core.capture import Capture, CopyBarrier
 from psengine.parameter_server.server.core.durable_state import DurableState
@@ -26,7 +27,7 @@ from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
 from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.snapshots.files import JobState
-from psengine.parameter_server.status_model import ShardStatus
+from psengine.parameter_server.status_model import ServerFacts, ShardStatus
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, NOBODY, ErrorCode, Message, MessageType
 
@@ -72,7 +73,11 @@ class Shard:
         self.is_closed = False  # to workers that it does not know
         self.jobs = ShardJobs(settings, clocks, self.note)
         self.durable = DurableState(self.jobs)
-        report = StatusReport(lambda: self.status(self.jobs.now_s), clocks.measure_s)
+        # What the first shard's reports say of the server process.
+        self.server_facts: Callable[[], ServerFacts | None] = lambda: None
+        report = StatusReport(
+            lambda: replace(self.status(self.jobs.now_s), server=self.server_facts()), clocks.measure_s
+        )
         self._answers = Answers(index, epoch, self.jobs, self.durable, report, lambda: self.shard_addresses)
 
     # ---- messages ----------------------------------------------------------------------------------------------
@@ -205,6 +210,8 @@ class Shard:
             )
         self.durable.note_change()
         state, member, replies = job.greet(message, sender.user_id, sender.route, now_s)
+        if self.settings.warns_of_loss and self.index == 0 and job.number not in self.jobs.by_number:
+            _warn_of_loss(job)
         self.jobs.add(job)  # a new one, now that its first worker was let in
         if member is not None:
             self.jobs.journal.members(job)
@@ -286,6 +293,16 @@ class Shard:
         """Take over a snapshot's state, before the first message."""
         self.jobs.now_s = now_s  # until it is looked at next nobody can be heard
         self.durable.restore(states)
+
+
+def _warn_of_loss(job: Job) -> None:
+    if owns_weights(job.rule.body):
+        logger.warning(
+            "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the model of job %r"
+            " is LOST. Fix: start it with --snapshot-dir DIRECTORY, and --durability log where no acknowledged update"
+            " may be lost",
+            job.name,
+        )
 
 
 def _keep_no_snapshots(route: bytes, message: Message) -> None:

@@ -44,8 +44,7 @@ class ShardJobs:
         if len(self.by_number) >= MAX_JOBS:
             raise ProtocolError(
                 f"this server has its most jobs already (expected at most {MAX_JOBS}, got one more, {name!r}). Fix: end"
-                " one that is no longer needed, by psengine admin forget --job NAME at the server's status port"
-                " (--status-port, --status-token); or use another server.",
+                " one that is no longer needed, by psengine admin forget --job NAME; or use another server.",
                 ErrorCode.MEMORY,
             )
         return self.make(name, rule)

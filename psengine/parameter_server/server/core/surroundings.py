@@ -20,6 +20,7 @@ class ShardSettings:
     credit_bytes: int = 256 << 20  # payload bytes a worker may have in flight to this shard
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
     software: str = ""  # version of psengine, for WELCOME
+    warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The status port: dashboard, health, history, metrics, actions.
+"""The status port: dashboard, health, history, metrics.
 
 May import ``durability`` and the rooms after it, ``environment`` and ``errors``.
 """

@@ -242,9 +242,6 @@ function show() {
   const reasons = refusals(job).map(([reason, count]) => String(reason).replaceAll("_", " ") + " " + whole(count));
   write($("updates-about"), reasons.length ? "refused: " + reasons.join(", ") : "of chunks");
   showEvents();
-  $("act").hidden = !status.can_act;
-  sync($("victim"), list(job.workers), (worker) => worker.rank, (worker) => { const option = html("option", {}, "worker " + worker.rank); option.value = worker.rank; return option; }, () => {});
-  if (armed && armed.button === $("do-evict") && armed.path !== evictPath()) disarm();
 }
 function setRange(value) {
   range = value;
@@ -252,30 +249,6 @@ function setRange(value) {
   coarseAt = -1e9;
   show();
   turn();
-}
-const evictPath = () => jobName === null || $("victim").value === "" ? null : "evict?job=" + encodeURIComponent(jobName) + "&worker=" + encodeURIComponent($("victim").value);
-let armed = null;  // the button, and what its next click does
-function disarm() {
-  armed = null;
-  write($("do-shutdown"), "Shut the server down");
-  write($("do-evict"), "Evict the worker");
-}
-/** The first click asks, naming whom; the second does that, and nothing else that was chosen meanwhile. */
-function press(button, question, path) {
-  const isSure = armed !== null && armed.button === button && armed.path === path;
-  disarm();
-  if (isSure) { act(path); return; }
-  armed = { button, path };
-  write(button, question);
-}
-async function act(path) {
-  token = $("token").value;
-  const outcome = $("outcome");
-  write(outcome, "…");
-  try {
-    const { content } = await ask("actions/" + path, { method: "POST" }, ACTION_MS);
-    write(outcome, content.error || content.text || "done");
-  } catch (error) { write(outcome, "No answer to that; the server's log may say more."); }
 }
 sync($("workers-head"), COLUMNS, ([label]) => label, ([label, kind]) => html("th", { scope: "col", class: kind === "right" ? "right" : "" }, label), () => {});
 $("time-head").append(html("th", { scope: "col", class: "who" }, html("span", {}, "")), html("th", { scope: "col" }, ""),
@@ -291,15 +264,5 @@ $("pause").addEventListener("click", () => {
   showHealth();
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) { answeredAt = performance.now(); turn(); } });
-$("act").addEventListener("click", () => { write($("outcome"), ""); disarm(); $("dialog").showModal(); });
-$("close").addEventListener("click", () => $("dialog").close());
-$("do-snapshot").addEventListener("click", () => act("snapshot"));
-$("victim").addEventListener("change", () => disarm());
-$("do-evict").addEventListener("click", () => {
-  if (evictPath() === null) { write($("outcome"), "There is no worker to evict."); return; }
-  press($("do-evict"), "Really evict worker " + $("victim").value + " of job " + jobName + "? Click again", evictPath());
-});
-$("token-form").addEventListener("submit", (event) => { event.preventDefault(); token = $("token").value; $("dialog").close(); turn(); });
-$("do-shutdown").addEventListener("click", () => press($("do-shutdown"), "Really? Click again to shut down", "shutdown"));
 turn();
 setInterval(turn, REFRESH_MS);

@@ -4,8 +4,8 @@ const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const UNKNOWN = "–";
 const NOT_FINITE = "nan";  // what the server calls a loss that JSON has no number for
-// The server itself waits 3 s for a shard, 6 s for a snapshot, and gives a request 10 s.
-const REFRESH_MS = 1000, ANSWER_MS = 5000, ACTION_MS = 12000, SILENT_MS = 4500, GONE_S = 3600, CROWD = 16;
+// The server itself waits 3 s for a shard.
+const REFRESH_MS = 1000, ANSWER_MS = 5000, SILENT_MS = 4500, GONE_S = 3600, CROWD = 16;
 const DASHES = ["", "6 3", "2 3"];
 
 function fill(element, attributes, children) {
@@ -97,16 +97,13 @@ class Track {
   }
 }
 const tracks = { 1: new Track(1, 600), 60: new Track(60, 1440) };
-let range = 1, paused = false, status = null, jobName = null, answeredAt = performance.now(), hasAnswered = false, coarseAt = -1e9, token = "", isAsking = false;
+let range = 1, paused = false, status = null, jobName = null, answeredAt = performance.now(), hasAnswered = false, coarseAt = -1e9;
 
-async function ask(path, options, deadlineMs = ANSWER_MS) {
+async function ask(path) {
   const abort = new AbortController();
-  const timer = setTimeout(() => abort.abort(), deadlineMs);
+  const timer = setTimeout(() => abort.abort(), ANSWER_MS);
   try {
-    const headers = token ? { Authorization: "Bearer " + token } : {};
-    const response = await fetch(path, { signal: abort.signal, cache: "no-store", ...options, headers });
-    // The port reads to those who have a token: the dialog asks for it, once.
-    if (response.status === 401 && !options && !isAsking) { isAsking = true; $("act").hidden = false; $("dialog").showModal(); }
+    const response = await fetch(path, { signal: abort.signal, cache: "no-store" });
     return { code: response.status, content: await response.json() };
   } finally { clearTimeout(timer); }
 }

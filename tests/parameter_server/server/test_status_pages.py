@@ -1,0 +1,187 @@
+"""The status port: what it serves to whom, and that nothing can be changed there."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.server_process import running_server
+from support.statuses import TIMES, shard, worker
+from support.statuses import server as server_status
+
+from psengine.parameter_server.server.status.pages import dashboard
+from psengine.parameter_server.server.status.prometheus import render_metrics
+from psengine.parameter_server.status_model import SnapshotStatus, WorkerTimes
+from psengine.status_port.http_status import MAX_CONNECTIONS, HttpStatus
+
+GRAFANA = Path(__file__).parents[3] / "deploy" / "prometheus" / "grafana.json"
+
+
+def ask(url, path, method="GET", host=None):
+    """(code, headers, content) of one request, with whatever Host."""
+    address = url.removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=10)
+    try:
+        connection.putrequest(method, path, skip_host=True)
+        for one in [address] if host is None else host:
+            connection.putheader("Host", one)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as running:
+        yield running
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_runs_its_own_code_only(server):
+    code, headers, page = ask(server.status_url, "/")
+    assert (code, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert page == dashboard().decode()
+    given = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
+    policy = dict(part.strip().split(" ", 1) for part in given.split(";"))
+    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for kind in ("script-src", "style-src"):
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", policy[kind])
+    assert (headers["X-Content-Type-Options"], headers["X-Frame-Options"]) == ("nosniff", "DENY")
+    assert not [name for name in headers if name.lower().startswith("access-control")]
+    # Nothing that would turn a server's text into markup, and no address but namespaces.
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "setTimeout('", "srcdoc"):
+        assert way not in page
+    assert set(re.findall(r"https?://[^\"'\s)]+", page)) == {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost", "LOCALHOST:65535", "[::1]:8000", "127.9.9.9"])
+def test_names_of_this_machine_are_answered(server, host):
+    assert ask(server.status_url, "/healthz", host=[host])[0] == 200
+
+
+@pytest.mark.parametrize(
+    "hosts", [["evil.example:9100"], ["localhost.evil.example"], ["127.0.0.1.nip.io"], ["0.0.0.0:9100"], [""], []]
+)
+def test_other_names_are_not(server, hosts):
+    for path in ("/", "/status.json"):
+        assert ask(server.status_url, path, host=hosts)[0] == 421, hosts
+
+
+def test_beyond_loopback_any_name_will_do_and_reads_alone():
+    with running_server(status_bind="0.0.0.0") as server:
+        url = f"http://127.0.0.1:{server.status_url.rpartition(':')[2]}"
+        assert ask(url, "/status.json", host=["cluster.example"])[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/../etc/passwd", 404),
+        ("GET", "/history.json?resolution=60&since=5", 200),
+        ("GET", "/history.json?resolution=7", 400),
+        ("GET", "/history.json?since=soon", 400),
+        ("GET", "/history.json?since=nan", 400),
+        ("GET", "/actions/shutdown", 404),
+        ("POST", "/actions/shutdown", 501),
+        ("POST", "/status.json", 501),
+        ("HEAD", "/status.json", 200),
+    ],
+)
+def test_what_is_not_there_and_what_is_not_understood(server, method, path, code):
+    assert ask(server.status_url, path, method)[0] == code
+    assert "Traceback" not in server.log()
+    assert server.is_alive
+
+
+def test_connections_beyond_the_limit_are_closed_and_make_room():
+    with HttpStatus(0, {"/": lambda query: (200, "text/plain", b"here")}) as port:
+        address = ("127.0.0.1", int(port.url.rpartition(":")[2]))
+        with ExitStack() as open_ones:
+            idle = [open_ones.enter_context(socket.create_connection(address, 10)) for _ in range(MAX_CONNECTIONS)]
+            with socket.create_connection(address, 10) as one_more:
+                assert one_more.recv(1) == b""
+            idle[0].sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            assert idle[0].recv(12) == b"HTTP/1.0 200"
+        with socket.create_connection(address, 10) as later:
+            later.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            later.recv(12)
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------
+
+
+TOLD = replace(TIMES, step_s=0.25, blocked_s=0.05, apply_s=0.01, held_s=0.01)
+
+
+def status_with_everything(name="j", **changes):
+    """A server with one worker of which all is known, 2 steps behind another."""
+    snapshot = SnapshotStatus(
+        directory="d", interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error=""
+    )
+    workers = [
+        worker(3, **{"clock": 12, "staleness": {"1": 9, "5": 1}, "telemetry": TOLD} | changes),
+        worker(4, clock=14),
+    ]
+    counts = {"refused": {"non_finite": 2}, "staleness": {"0": 2, "64": 1}, "staleness_sum": 500}
+    return server_status(shard(*workers, name=name, **counts), snapshot=snapshot)
+
+
+def test_metrics_tell_of_workers():
+    text = render_metrics(status_with_everything())[1].decode()
+    for line in (
+        'psengine_worker_step{training_job="j",worker="3"} 12.0',
+        'psengine_worker_lag_steps{training_job="j",worker="3"} 2.0',
+        'psengine_worker_loss{training_job="j",worker="3"} 0.25',
+        'psengine_worker_step_seconds{training_job="j",worker="3"} 0.25',
+        'psengine_worker_step_part_seconds{part="compute",training_job="j",worker="3"} 0.2',
+        'psengine_worker_step_part_seconds{part="wire",training_job="j",worker="3"} 0.03',
+        'psengine_worker_staleness{quantile="0.99",training_job="j",worker="3"} 5.0',
+        'psengine_job_workers{state="live",training_job="j"} 2.0',
+        'psengine_staleness_bucket{le="+Inf",shard="0",training_job="j"} 3.0',
+        'psengine_staleness_sum{shard="0",training_job="j"} 500.0',
+    ):
+        assert line in text, text
+    # Prometheus would rename it: the label is its own, of what it scrapes.
+    assert not re.search(r"[{,]job=", text)
+
+
+def test_what_is_not_known_of_a_worker_is_left_out():
+    text = render_metrics(status_with_everything(clock=None, staleness={}, telemetry=WorkerTimes()))[1].decode()
+    for name in ("step", "lag_steps", "loss", "step_seconds", "step_part_seconds", "staleness"):
+        assert f'psengine_worker_{name}{{training_job="j",worker="3"' not in text
+    assert 'psengine_worker_silent_seconds{training_job="j",worker="3"}' in text
+
+
+def test_grafana_asks_only_for_metrics_there_are():
+    text = render_metrics(status_with_everything())[1].decode()
+    exported = set(re.findall(r"^(psengine_\w+?)(?:\{| )", text, re.MULTILINE))
+    board = json.loads(GRAFANA.read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    queries = [variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
+    assert len(expressions) >= 12
+    used = {name for text in [*expressions, *queries] for name in re.findall(r"psengine_\w+", text)}
+    assert used - exported == set()
+    # A worker that asks for weights alone is counted there too.
+    assert all('reason!="abstained"' in text for text in expressions if "psengine_refused_total" in text)
+    assert {"datasource", "job"} <= {variable["name"] for variable in board["templating"]["list"]}
+    for text in [*expressions, *queries]:
+        assert not re.search(r"[{,( ]job[=,)]", text), text  # Prometheus's own label, of what it scrapes
+        # Each server tells of all workers: without this, two servers would make four of two.
+        for match in re.finditer(r"psengine_(?:worker_|job_workers)", text):
+            assert re.search(r"(max|min)( by \([a-z, ]+\))? ?\($", text[: match.start()]), text
+    for panel in board["panels"]:
+        for target in panel.get("targets", []):
+            legend = target["legendFormat"]
+            assert "{{shard}}" not in legend or "{{instance}}" in legend
+    for panel in board["panels"]:
+        assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
