@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from psengine.collectives.registry import collective_for, default_group
-from psengine.data.value_exchange import ValueExchange, check_has_met, load, save
+from psengine.data.value_exchange import ValueExchange, check_has_met
 from psengine.environment.context import is_main_process, this_worker
 from psengine.errors import ArgumentTypeError, ConfigurationError, NonFiniteLossError, PSEngineError
 from psengine.tensors.leaves import is_real_scalar, to_float
+from psengine.tensors.objects import from_bytes, to_bytes
 
 
 def barrier(process_group: dist.ProcessGroup | None = None) -> None:
@@ -69,8 +70,8 @@ def broadcast_object(value: Any, from_rank: int = 0, process_group: dist.Process
         exchange.faults["from_rank"] = repr(from_rank), error
     elif collective.rank == from_rank:
         try:
-            payload = save(value)
-            copy = load(payload)  # what the others could not read is refused here
+            payload = to_bytes(value)
+            copy = from_bytes(payload)  # what the others could not read is refused here
         except Exception as reason:  # of a user's class too: the other ranks are to be told of it
             error = ArgumentTypeError(
                 "broadcast_object() takes what torch.load(weights_only=True) reads (expected None, numbers, text,"
@@ -80,7 +81,7 @@ def broadcast_object(value: Any, from_rank: int = 0, process_group: dist.Process
             exchange.faults["the value"] = f"unfit ({_first_line(reason)})", error
     exchange.check({})
     payload = collective.broadcast_bytes(payload, from_rank, exchange.device, what="broadcast_object()")
-    return copy if collective.rank == from_rank else load(payload)
+    return copy if collective.rank == from_rank else from_bytes(payload)
 
 
 def _first_line(error: Exception) -> str:
@@ -108,10 +109,9 @@ def stop_if_not_finite(loss: float | torch.Tensor) -> None:
         ArgumentTypeError: it is no single real number.
     """
     given: Any = loss
-    if not is_real_scalar(given) and (isinstance(given, bool) or not isinstance(given, numbers.Real)):
+    if not is_real_scalar(given) and not isinstance(given, numbers.Real):
         raise ArgumentTypeError(
-            f"stop_if_not_finite() takes the loss, one real number (expected a float or a tensor of one element, got"
-            f" {loss!r}). Fix: stop_if_not_finite(loss.mean())."
+            f"stop_if_not_finite() takes one real number (got {loss!r}). Fix: stop_if_not_finite(loss.mean())."
         )
     value = to_float(loss)
     if not math.isfinite(value):

@@ -19,11 +19,10 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from psengine.data.value_exchange import ValueExchange, load, save
+from psengine.data.value_exchange import ValueExchange
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import (
     CPU,
-    Leaf,
     Leaves,
     as_float64,
     as_halves,
@@ -31,8 +30,12 @@ from psengine.tensors.leaves import (
     from_halves,
     is_integral,
     is_real_scalar,
+    kind_to_add,
+    kind_to_average,
+    kind_to_gather,
     to_float,
 )
+from psengine.tensors.objects import from_bytes, to_bytes
 
 Value = TypeVar("Value")
 
@@ -42,18 +45,6 @@ def _begin(verb: str, value: Any, process_group: Any) -> tuple[Leaves, ValueExch
     exchange = ValueExchange(verb, process_group, found.leaves)
     exchange.faults |= found.faults
     return found, exchange
-
-
-def _kind(leaf: Leaf) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"a tensor of {leaf.dtype} with shape {list(leaf.shape)}"
-    return f"a Python {type(leaf).__name__}"
-
-
-def _kind_without_sizes(leaf: Leaf) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
-    return _kind(leaf)
 
 
 @overload
@@ -95,9 +86,7 @@ def mean(
     if weight is not None:
         addends = [torch.zeros_like(a) if share == 0 else a * share for a in addends]
     addends.append(torch.tensor([share], dtype=torch.float64, device=CPU))
-    # All Python numbers are of one kind: a rank without data says 0 where others say 0.5.
-    kinds = (_kind(leaf) if isinstance(leaf, torch.Tensor) else "a Python number" for leaf in found.leaves)
-    ((*totals, total_share),) = exchange.all_reduce(dict(zip(found.paths, kinds, strict=True)), addends)
+    ((*totals, total_share),) = exchange.all_reduce(found.kinds(kind_to_average), addends)
     divisor = total_share.item()
     if divisor == 0:
         raise ConfigurationError(
@@ -141,11 +130,12 @@ def sum(value: Value, process_group: dist.ProcessGroup | None = None) -> Value:
         ReplicaMismatchError: the ranks' values differ in keys, nesting, types, dtype or shape.
     """
     found, exchange = _begin("sum", value, process_group)
-    kinds = dict(zip(found.paths, map(_kind, found.leaves), strict=True))
     integral = [i for i, leaf in enumerate(found.leaves) if is_integral(leaf)]
     floating = [i for i, leaf in enumerate(found.leaves) if not is_integral(leaf)]
     float_totals, halves_totals = exchange.all_reduce(
-        kinds, [as_float64(found.leaves[i]) for i in floating], [as_halves(found.leaves[i]) for i in integral]
+        found.kinds(kind_to_add),
+        [as_float64(found.leaves[i]) for i in floating],
+        [as_halves(found.leaves[i]) for i in integral],
     )
     totals = dict(zip([*floating, *integral], [*float_totals, *halves_totals], strict=True))
     return found.rebuild(  # type: ignore[no-any-return]
@@ -174,17 +164,10 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
         ArgumentTypeError, ConfigurationError, ReplicaMismatchError: as ``sum``; ranks' sizes may differ, though.
     """
     found, exchange = _begin("gather", value, process_group)
-    # A tensor's sizes may differ from rank to rank.
-    kinds = {
-        path: f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
-        if isinstance(leaf, torch.Tensor)
-        else _kind(leaf)
-        for path, leaf in zip(found.paths, found.leaves, strict=True)
-    }
-    exchange.check(kinds)
-    payload = save([leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in found.leaves])
+    exchange.check(found.kinds(kind_to_gather))
+    payload = to_bytes([leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in found.leaves])
     payloads = exchange.collective.gather_bytes(payload, exchange.device, what="metrics of gather()")
-    columns = zip(*map(load, payloads), strict=True)
+    columns = zip(*map(from_bytes, payloads), strict=True)
     return found.rebuild(
         [
             [other.to(leaf.device) if isinstance(leaf, torch.Tensor) else other for other in column]

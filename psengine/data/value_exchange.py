@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
 from psengine.collectives.registry import collective_for, default_group
 from psengine.environment.context import group_place
 from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchError
-from psengine.tensors.leaves import CPU
+from psengine.tensors.leaves import CPU, first_difference
 
 DIGEST_BYTES = 32
 BLOCK_BYTES = 256
@@ -100,7 +98,7 @@ class ValueExchange:
                 text = json.dumps(description).encode()
                 texts = self.collective.gather_bytes(text, self._header_device, what="metrics description")
                 if not self.faults:
-                    raise ReplicaMismatchError(_first_difference(list(map(json.loads, texts)), self.collective.rank))
+                    raise ReplicaMismatchError(first_difference(list(map(json.loads, texts)), self.collective.rank))
             rows = gathered[:, DIGEST_BYTES : DIGEST_BYTES + payload.numel()]
         for _, fault in self.faults.values():
             raise fault
@@ -134,28 +132,6 @@ class ValueExchange:
         ]
 
 
-def save(value: Any) -> bytes:
-    """``torch.save`` of ``value``, of whose tensors only the elements travel."""
-    file = io.BytesIO()
-    torch.save(tree_map_only(torch.Tensor, lambda t: t.detach().resolve_conj().resolve_neg().clone(), value), file)
-    return file.getvalue()
-
-
-def load(payload: bytes) -> Any:
-    """Undo ``save``; restricted to ``weights_only``, which runs nobody's code. Tensors on an accelerator come back on
-    this process's current one, or on the host.
-    """
-    return torch.load(io.BytesIO(payload), map_location=_to_this_process, weights_only=True)
-
-
-def _to_this_process(storage: Any, location: str) -> Any:
-    if location == "cpu" or not torch.accelerator.is_available():
-        return storage
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "one is available"
-    return storage.to(device=torch.device(accelerator.type, torch.accelerator.current_device_index()))
-
-
 def _transport_devices(process_group: Any, values: Sequence[Any]) -> tuple[torch.device, torch.device]:
     """The devices of the header and of the values in transport: the host, or the accelerator that holds the values."""
     try:
@@ -173,21 +149,3 @@ def _transport_devices(process_group: Any, values: Sequence[Any]) -> tuple[torch
     device = getattr(process_group, "bound_device_id", None)
     device = device or torch.device(kind, torch.get_device_module(kind).current_device())
     return device, device
-
-
-def _first_difference(descriptions: list[dict[str, str]], this_rank: int) -> str:
-    paths = dict.fromkeys(path for description in descriptions for path in description)
-    for path in paths:
-        kinds = [description.get(path, "nothing") for description in descriptions]
-        others: dict[str, list[str]] = {}
-        for rank, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                others.setdefault(kind, []).append(str(rank))
-        if others:
-            got = ", ".join(f"{kind} on rank {' and '.join(ranks)}" for kind, ranks in others.items())
-            return (
-                f"every rank makes the same call, with values of the same structure (expected {path} to be {kinds[0]}"
-                f" as on rank 0, got {got}; seen on rank {this_rank}). Make the same call, with the same keys, types"
-                " and shapes, on every rank."
-            )
-    return f"the ranks' metrics differ, though not in what can be shown (seen on rank {this_rank})"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,10 +72,33 @@ class Leaves:
         self.faults[path] = kind, error
         return 0
 
+    def kinds(self, kind: Callable[[Leaf], str]) -> dict[str, str]:
+        """By path, what must be the same on all ranks."""
+        return {path: kind(leaf) for path, leaf in zip(self.paths, self.leaves, strict=True)}
+
     def rebuild(self, results: Sequence[Any]) -> Any:
         """The value's structure, in new containers, around one result for each leaf."""
         placed = dict(zip(self._order, results, strict=True))
         return tree_unflatten([placed[i] for i in range(len(placed))], self._spec)
+
+
+def kind_to_add(leaf: Leaf) -> str:
+    """What must be alike to add leaves: a number's type, or a tensor's dtype and shape."""
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype} with shape {list(leaf.shape)}"
+    return f"a Python {type(leaf).__name__}"
+
+
+def kind_to_average(leaf: Leaf) -> str:
+    """As ``kind_to_add``, but all Python numbers are alike: a rank without data says 0 where others say 0.5."""
+    return kind_to_add(leaf) if isinstance(leaf, torch.Tensor) else "a Python number"
+
+
+def kind_to_gather(leaf: Leaf) -> str:
+    """As ``kind_to_add``, but a tensor's sizes may differ."""
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype} with {leaf.dim()} dimensions"
+    return kind_to_add(leaf)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -146,3 +169,22 @@ def from_halves(leaf: Leaf, halves: torch.Tensor, path: str) -> Any:
             " more). Convert it to a larger integer dtype or to torch.float64 before the call."
         )
     return total.to(dtype, copy=True)
+
+
+def first_difference(descriptions: list[dict[str, str]], this_rank: int) -> str:
+    """Say in which path's kind the ranks' descriptions differ, for an error."""
+    paths = dict.fromkeys(path for description in descriptions for path in description)
+    for path in paths:
+        kinds = [description.get(path, "nothing") for description in descriptions]
+        others: dict[str, list[str]] = {}
+        for rank, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                others.setdefault(kind, []).append(str(rank))
+        if others:
+            got = ", ".join(f"{kind} on rank {' and '.join(ranks)}" for kind, ranks in others.items())
+            return (
+                f"every rank makes the same call, with values of the same structure (expected {path} to be {kinds[0]}"
+                f" as on rank 0, got {got}; seen on rank {this_rank}). Make the same call, with the same keys, types"
+                " and shapes, on every rank."
+            )
+    return f"the ranks' metrics differ, though not in what can be shown (seen on rank {this_rank})"
