@@ -260,36 +260,6 @@ def test_strided_tensors_travel_in_the_order_of_their_places(flat_dtype, dtype, 
         )
 
 
-def test_only_elements_of_sliced_targets_are_written(table, generator):
-    matrix = poisoned(7, 9, dtype=torch.float32)
-    ops.unpack_([matrix[:, 2:5], matrix[1:6, 7]], torch.arange(26.0), 1.0)
-    assert torch.equal(matrix[:, 2:5].flatten(), torch.arange(21.0))
-    assert torch.equal(matrix[1:6, 7], torch.arange(21.0, 26.0))
-    assert matrix.isnan().sum() == 63 - 26
-
-
-def test_layout_matches_the_views_of_buckets(generator):
-    tensors = strided_tensors(torch.float32, generator)
-    flat = torch.arange(float(sum(t.numel() for t in tensors)))
-    from psengine.tensors.bucket import view_like
-
-    targets = [torch.zeros(t.shape) for t in tensors]
-    ops.unpack_(targets, flat, 1.0, ops.layout_of(tensors))
-    offset = 0
-    for target, tensor in zip(targets, tensors, strict=True):
-        assert torch.equal(target, view_like(flat, offset, tensor))
-        offset += tensor.numel()
-
-
-def test_dtypes_may_differ_within_a_call(table, generator):
-    tensors = [unaligned(100 + i, dtype, generator) for i, dtype in enumerate(FLOATS)]
-    flat = poisoned(406, dtype=torch.float32)
-    ops.pack_(flat, tensors, 0.25)
-    reference = poisoned(406, dtype=torch.float32)
-    ops.pack_reference_(reference, tensors, 0.25)
-    assert_same_bits(flat, reference)
-
-
 # ---- values that are not finite ----
 
 
@@ -501,12 +471,6 @@ def test_autograd_sees_nothing():
     assert parameters[1].tolist() == [4.0] * 2
 
 
-def test_meta_tensors_have_shapes():
-    flat = torch.empty(10, device="meta")
-    counts = ops.pack_counting_(flat, [torch.empty(4, device="meta"), torch.empty(2, 3, device="meta")])
-    assert (counts.shape, counts.dtype) == ((2,), torch.int64)
-
-
 @needs_native
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_operators_keep_torchs_contract():
@@ -521,24 +485,6 @@ def test_the_operators_keep_torchs_contract():
         for given in (None, layout):
             torch.library.opcheck(getattr(torch.ops.psengine, name).default, (first, second, 0.5, given))
     torch.library.opcheck(torch.ops.psengine.accumulate_.default, (torch.zeros(4, 3), tensors[0], 0.5))
-
-
-@needs_native
-def test_operators_compile():
-    def step(flat, first, second):
-        ops.pack_(flat, [first, second], 0.5)
-        counts = ops.pack_counting_(flat, [first, second], 0.5)
-        ops.accumulate_(second, first.sum().expand(3).clone(), 2.0)
-        return counts.sum() + flat.sum()
-
-    def inputs():
-        return torch.zeros(7), torch.arange(4.0), torch.arange(3.0)
-
-    eager, traced = inputs(), inputs()
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    assert torch.equal(step(*eager), compiled(*traced))
-    for a, b in zip(eager, traced, strict=True):
-        assert torch.equal(a, b)
 
 
 WITHOUT_EXTENSION = """
