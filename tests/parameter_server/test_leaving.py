@@ -10,12 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support.fault_workers import Reports, crew, results_of
 from support.interpreters import running_program
 from support.server_process import running_server
-from support.shard_world import Worker, World, rule_of, spec, team
+from support.shard_world import spec
 from support.worker_sessions import entered
 
 from psengine.protocol.messages import MessageType
@@ -101,115 +100,3 @@ def test_scripts_that_close_nothing_leave_where_exits_start_no_thread():
 
 
 # ---- pure ------------------------------------------------------------------------------------------------------------
-
-
-def progress(worker: Worker, *entries: list[int]) -> None:
-    worker.send(MessageType.PROGRESS, body={"chunks": list(entries), "more": False}, sequence=0)
-
-
-def leave(worker: Worker) -> list[MessageType]:
-    return [message.type for message in worker.send(MessageType.LEAVE)]
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-def test_the_leaver_s_ok_is_held_until_the_other_says_that_it_has_all(world):
-    first, second = team(world, 2, [spec(0, 4)])
-    first.push(0, 1, torch.ones(4))
-    second.push(0, 1, torch.ones(4))
-    first.take()
-    second.take()
-    progress(first, [0, 1, 1, 0])
-    assert leave(first) == []
-    [question] = second.take()
-    assert question.type is MessageType.PROGRESS_WANTED
-    progress(second, [0, 0, 0, 1])
-    assert first.take(MessageType.OK)[1:] == []
-    progress(second, [0, 1, 1, 0])
-    assert [m.type for m in first.take()] == [MessageType.OK]
-
-
-@pytest.mark.parametrize("end", ["push", "bye", "lease"])
-def test_a_push_a_bye_or_a_lease_lets_the_leaver_go(world, end):
-    first, second = team(world, 2, [spec(0, 4)])
-    for worker in (first, second):
-        worker.push(0, 1, torch.ones(4))
-    progress(first, [0, 1, 1, 0])
-    first.take()
-    assert leave(first) == []
-    if end == "push":
-        second.push(0, 2, torch.ones(4))
-    elif end == "bye":
-        second.send(MessageType.BYE)
-    else:
-        world.advance(6.0, first)
-    assert MessageType.OK in [m.type for m in first.take()]
-
-
-def test_a_restarted_server_asks_the_leaver_for_what_the_other_lacks(world):
-    first, second = team(world, 2, [spec(0, 4)])
-    world.start(8)
-    for worker in (first, second):
-        worker.epoch, worker.members = 0, [0, 1]
-    assert first.hello() == "initialise"
-    first.register(spec(0, 4))
-    first.seal([spec(0, 4)])
-    assert second.hello() == "ready"
-    second.push(0, 5, torch.ones(4))  # alone, it would be the average
-    assert second.updates() == {}
-    progress(first, [0, 5, 5, 0])
-    [wanted] = first.take(MessageType.RESULT_WANTED)
-    assert (wanted.key, wanted.sequence) == (0, 5)
-    first.send(MessageType.RESULT, key=0, sequence=5, payload=torch.full((4,), 2.0), body={})
-    assert torch.equal(second.updates()[5], torch.full((4,), 2.0))
-
-
-def test_all_evicted_the_one_behind_gets_the_average_that_the_other_has(world):
-    """Worker 0 is put out first, so that the exchange ends without it; then worker 1 is, and worker 0 returns first."""
-    first, second = team(world, 2, [spec(0, 4)])
-    for sequence in (1, 2):
-        for worker in (first, second):
-            worker.push(0, sequence, torch.full((4,), float(sequence)))
-            worker.take()
-    second.push(0, 3, torch.full((4,), 3.0))
-    world.advance(3.0, second)
-    world.advance(3.0)
-    assert torch.equal(second.updates()[3], torch.full((4,), 3.0))  # its own alone: worker 0 was out
-    world.advance(3.0)
-    assert rule_of(world).context.live_ranks() == ()
-    assert first.hello(version=2) == "ready"
-    first.push(0, 3, torch.full((4,), 9.0))
-    assert torch.equal(first.updates()[3], torch.full((4,), 3.0))
-
-
-def test_all_evicted_the_one_behind_waits_for_one_that_may_be_ahead(world):
-    first, second = team(world, 2, [spec(0, 4)])
-    for worker in (first, second):
-        worker.push(0, 1, torch.ones(4))
-        worker.take()
-    world.advance(6.0, second)  # worker 0 is out, and worker 1 goes on
-    for sequence in (2, 3, 4):
-        second.push(0, sequence, torch.ones(4))
-    world.advance(6.0)
-    assert first.hello() == "wait"
-    assert second.hello() == "ready"
-    assert first.hello() == "join"
-
-
-def test_all_evicted_the_one_behind_goes_on_alone_after_a_lease(world):
-    first, second = team(world, 2, [spec(0, 4)])
-    for worker in (first, second):
-        worker.push(0, 1, torch.ones(4))
-        worker.take()
-    world.advance(6.0, second)
-    for sequence in (2, 3, 4):
-        second.push(0, sequence, torch.ones(4))
-    world.advance(6.0)
-    for _ in range(3):
-        first.hello()
-        world.advance(2.5)
-    assert first.hello() == "ready"
-    assert second.hello() == "join"
