@@ -20,7 +20,7 @@ FOLDER = ROOT / "build" / "matrix"
 # Python and torch: oldest with oldest, newest with newest. The versions of constraints.txt are those of `make test`.
 PAIRS = (("3.10", "2.11.*"), ("3.11", "2.12.*"), ("3.12", "2.14.*"), ("3.13", ""), ("3.14", ""))
 CORE = (
-    *("wrapper", "gradients", "strategies", "collectives", "kernels", "codecs", "data", "flat_optimizers", "parity"),
+    *("wrapper", "gradients", "strategies", "collectives", "kernels", "codecs", "data", "flat_optimizers"),
     *("torch_suite", "ways_of_training", "protocol"),
 )
 # Besides the package with its extra "examples".

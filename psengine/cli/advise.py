@@ -265,7 +265,7 @@ def server_exchange_s(size_bytes: int) -> float:
     Raises:
         PSEngineError: packages for servers are missing, or the server did not start or answer.
     """
-    from psengine.verify.experiment import comparison_server
+    from psengine.verify.comparison import comparison_server
 
     with comparison_server() as address:
         from psengine.parameter_server.client.client import connect

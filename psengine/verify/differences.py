@@ -153,14 +153,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool((values.coalesce().values() if values.is_sparse else values.to_dense()).isfinite().all())
 
 
-def square_distance(candidate: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-    """(sum of squared differences, sum of the reference's squares), in float64; complex numbers are pairs of reals."""
-    if candidate.shape != reference.shape or not (candidate.is_floating_point() or candidate.is_complex()):
-        return 0.0, 0.0
-    ours, theirs = (tensor.double() for tensor in _plain_pair(candidate, reference))
-    return float((ours - theirs).square().sum()), float(theirs.square().sum())
-
-
 def _significant_strides(tensor: torch.Tensor) -> list[int]:
     """Strides of the dimensions that have more than one element."""
     if tensor.layout != torch.strided:

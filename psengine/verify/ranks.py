@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -94,23 +94,24 @@ class Process(Protocol):
 Start: TypeAlias = Callable[[int], Sequence[tuple[Process, Connection]]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Setup:
-    """What a rank is told. Both ends of the pipe are our own processes, so that setups and reports may be pickled."""
+    """What a rank is told. Both ends of the pipe are our own processes, so that setups and reports may be pickled.
+
+    ``group``: port of the store and deadline in seconds of the default process group; None: no group.
+    """
 
     rank: int
     world_size: int
-    port: int
-    group_timeout_s: float
+    group: tuple[int, float] | None
     device: str
     threads: int | None
-    joins: bool
     leaves_together: bool
     work: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Failure:
     """How a rank failed.
 
@@ -162,7 +163,7 @@ class RankEnd:
             name = next((known.name for known in signal.Signals if known == -code), str(-code))
             fate = f"was ended by signal {name}" if code < 0 else f"ended with exit code {code}"
             text = f"rank {self.rank} (process {self.process.pid}) {fate}, without an exception, at {self.note}"
-            self.failure = Failure(unix_s=0.0, is_consequence=False, error=RankFailedError(text, self.rank))
+            self.failure = Failure(0.0, False, RankFailedError(text, self.rank))
 
 
 def start_interpreters(
@@ -248,24 +249,14 @@ def run_ranks_to_any_end(
         stops_early: end all ranks once it is clear which one failed first.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = (store.port, timeout_s if group_timeout_s is None else group_timeout_s) if joins else None
+    setup = _Setup(0, world_size, group, device, threads, leaves_together and joins, work, arguments)
     ends = [RankEnd(rank, *started) for rank, started in enumerate(start(world_size))]
     try:
         for end in ends:
-            setup = _Setup(
-                rank=end.rank,
-                world_size=world_size,
-                port=store.port,
-                group_timeout_s=timeout_s if group_timeout_s is None else group_timeout_s,
-                device=device,
-                threads=threads,
-                joins=joins,
-                leaves_together=leaves_together and joins,
-                work=work,
-                arguments=arguments,
-            )
             # A process that died at once is found by ``read``.
             with contextlib.suppress(OSError):
-                end.connection.send(setup)
+                end.connection.send(replace(setup, rank=end.rank))
         _wait(ends, timeout_s, stops_early, on_note)
         if all(end.is_done for end in ends) and not stops_early:
             for end in ends:
@@ -329,9 +320,7 @@ def serve(connection: Connection, *, watches: bool) -> None:
     try:
         setup = connection.recv()
         if watches:
-            threading.Thread(
-                target=_end_with_launcher, args=(connection,), name="psengine-launcher-watch", daemon=True
-            ).start()
+            threading.Thread(target=_end_with_launcher, args=(connection,), daemon=True).start()
         note("joining the group")
         result = setup.work(_join(setup, note), *setup.arguments)
         if setup.leaves_together:
@@ -365,9 +354,9 @@ def _join(setup: _Setup, note: Callable[[str], None]) -> Place:
         torch.cuda.set_device(device)
         # nccl does not support two ranks on one GPU.
         backend = "cpu:gloo,cuda:nccl" if count >= setup.world_size and dist.is_nccl_available() else "gloo"
-    if setup.joins:
-        timeout = timedelta(seconds=setup.group_timeout_s)
-        store = dist.TCPStore("127.0.0.1", setup.port, is_master=False, timeout=timeout)
+    if setup.group is not None:
+        port, timeout = setup.group[0], timedelta(seconds=setup.group[1])
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
     return Place(rank=setup.rank, world_size=setup.world_size, device=device, note=note)
 
@@ -384,20 +373,11 @@ def _failure(error: BaseException, setup: _Setup | None, where: str) -> Failure:
             rank,
             "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))),
         )
-    return Failure(
-        unix_s=unix_s,
-        is_consequence=_is_consequence(error),
-        error=described,
-        full_traceback="".join(traceback.format_exception(error)),
-    )
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """Whether ``error`` or a cause of it is a failed collective, which mostly means that another rank is gone."""
+    # A failed collective, as the error or as a cause of it, mostly means that another rank is gone.
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, CollectiveError):
         seen = seen.__cause__ or seen.__context__
-    return seen is not None
+    return Failure(unix_s, seen is not None, described, "".join(traceback.format_exception(error)))
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:

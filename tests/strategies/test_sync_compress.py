@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from oracles.averages import SlicedAverage
 from support.processes import in_ranks, run_ranks
 from support.top_one_codec import TopOne
 from torch import nn
@@ -18,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel as Native
 import psengine
 from psengine.errors import ConfigurationError, NonFiniteGradientError
 from psengine.strategies.registry import resolve_strategy
-from psengine.verify.averages import SlicedAverage
 
 
 def compress(dtype, bucket):

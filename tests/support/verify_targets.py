@@ -249,7 +249,7 @@ def odd_batch():
 
 
 def odd_options():
-    return made(options={"bucket_size": 3})
+    return made(options=["bucket_size"])
 
 
 def vector_loss():
