@@ -131,16 +131,14 @@ class Registry(Generic[Made]):
 
     def options_of(self, name: str) -> list[str]:
         """Keys of the options of ``name``: the parameters of its factory that psengine does not pass itself."""
-        parameters = inspect.signature(self[name]).parameters.values()
-        named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        return [option for option in named if option not in self._arguments]
+        return [option for option in _parameters_of(self[name]) if option not in self._arguments]
 
     def _take_options(self, name: str, left: dict[str, str | list[str]]) -> dict[str, Any]:
         """Take those of the options that ``name`` has; one annotated as text stays text (a job named 7)."""
         taken = {}
         for key in self.options_of(name):
             if key in left:
-                annotation = str(inspect.signature(self[name]).parameters[key].annotation)
+                annotation = str(_parameters_of(self[name])[key].annotation)
                 is_text = "str" in annotation and not re.search(r"\b(int|float)\b", annotation)
                 taken[key] = _value(left.pop(key), is_text=is_text)
         return taken
@@ -186,6 +184,20 @@ class Registry(Generic[Made]):
                 f"{did_you_mean(key, itertools.chain(*known.values())) or self._whose_option(key)}"
             )
         return functools.partial(self[name], **options)
+
+
+def _parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """By name; those of a class's base too where its constructor passes on ``**options``."""
+    found: dict[str, inspect.Parameter] = {}
+    classes = [one for one in factory.__mro__ if "__init__" in vars(one)] if isinstance(factory, type) else [factory]
+    for one in classes:
+        parameters = inspect.signature(one).parameters.values()
+        for parameter in parameters:
+            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                found.setdefault(parameter.name, parameter)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

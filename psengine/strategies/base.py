@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from typing_extensions import override
@@ -67,6 +67,25 @@ class Strategy(Exchange, LifeCycle, Stepping):
     """
 
     capabilities: Capabilities = Capabilities()
+
+
+class ConfiguredStrategy(Strategy):
+    """A strategy that is shown, copied and pickled as the arguments of its constructor, which has set ``_options``.
+
+    A copy of the model is prepared anew.
+    """
+
+    _options: dict[str, Any]
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self._options.items() if value is not None}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._options
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
 
 class StepStrategy(Strategy, Generic[Stepper]):

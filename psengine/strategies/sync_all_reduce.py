@@ -5,7 +5,6 @@ And ``OverCollective``, what it shares with the strategies whose replicas agree 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for, resolve_codec
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
-from psengine.strategies.base import Capabilities, Strategy
+from psengine.strategies.base import Capabilities, ConfiguredStrategy
 from psengine.strategies.batch_weights import BatchWeights
 from psengine.strategies.exchange import CommHook, Reduction, Step
 from psengine.strategies.exchanges import Exchanges
@@ -26,7 +25,7 @@ from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
 
-class OverCollective(Strategy):
+class OverCollective(ConfiguredStrategy):
     """A strategy of the ranks of one collective; their models are compared, and begin with rank 0's values."""
 
     def __init__(self) -> None:
@@ -46,9 +45,9 @@ class OverCollective(Strategy):
         _ = self.collective
 
     @property
-    @abstractmethod
     def agreed_options(self) -> dict[str, str]:
-        """Options that all ranks have to choose alike, by name."""
+        """What all ranks have to choose alike, by name."""
+        return {"strategy": self.name} | {name: repr(value) for name, value in self._options.items()}
 
     @override
     def prepare(self, replica: Replica) -> None:
@@ -93,26 +92,12 @@ class SyncAllReduce(OverCollective):
     def __init__(self, *, compress: str | Codec | None = None) -> None:
         super().__init__()
         self._codec = resolve_codec(compress)
+        self._options = {"compress": self._codec}
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
         self._scale = 1.0
         # By index of the bucket.
         self._exchanges: Exchanges | None = None
-
-    def __repr__(self) -> str:
-        return f"SyncAllReduce(compress={str(self._codec)!r})" if self._codec.name != "none" else "SyncAllReduce()"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model is prepared anew and registers its own hooks, as with native DDP.
-        return {"compress": self._codec}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(compress=state["compress"])  # type: ignore[misc]
-
-    @property
-    @override
-    def agreed_options(self) -> dict[str, str]:
-        return {"compress": repr(self._codec)}
 
     @override
     def prepare(self, replica: Replica) -> None:

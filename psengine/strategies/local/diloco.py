@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import override
-
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.strategies.local.fragments import OuterStep
@@ -53,14 +51,10 @@ class Diloco(LocalSteps):
         keep = checked_number("keep", keep, lambda value: 0 <= value < 1, "a share: 0 <= keep < 1")
         schedule = Schedule(every=every, fragments=fragments, overlap=overlap)
         outer = OuterStep(learning_rate=outer_lr, momentum=outer_momentum, keep=keep if overlap else 0.0)
-        self._given = {"fragments": fragments, "overlap": overlap, "keep": keep}
-        self._given |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
-        self._set_up(schedule, resolve_codec(compress), outer)
-
-    @property
-    @override
-    def _options(self) -> dict[str, Any]:
-        return super()._options | self._given
+        codec = resolve_codec(compress)
+        self._options = {"every": every, "fragments": fragments, "overlap": overlap, "keep": keep, "compress": codec}
+        self._options |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
+        self._set_up(schedule, codec, outer)
 
 
 def checked_outer(learning_rate: Any, momentum: Any) -> tuple[float, float]:

@@ -16,16 +16,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from psengine.codecs.base import Codec
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.chunk_codecs import only_gradients
+from psengine.parameter_server.client.operation import wait_all
+from psengine.parameter_server.client.partition import runs_of
+from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.strategies.local.diloco import checked_outer
 from psengine.strategies.local.fragments import OuterStep, copies_of, parameter_buckets
 from psengine.strategies.local.scaled_step import CountedSteps
 from psengine.strategies.local.schedule import Schedule, checked_number
-from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
+from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.tensors.bucket import Bucket
 
@@ -48,7 +51,7 @@ class DilocoServer(CountedSteps, ServerStrategy):
             a worker; 0 does not wait.
         outer_lr: learning rate of the outer step.
         outer_momentum: its Nesterov momentum.
-        servers, job, timeout_s, checksum, durability: see ``ServerStrategy``.
+        **options: see ``ServerStrategy``.
         compress: the codec, or its name, of the differences. The servers' answers are exact.
 
     Attributes:
@@ -66,12 +69,7 @@ class DilocoServer(CountedSteps, ServerStrategy):
         grace: float = 0.25,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        servers: str | Sequence[str] | None = None,
-        job: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        checksum: bool = False,
-        compress: str | Codec | None = None,
-        durability: str | None = None,
+        **options: Unpack[ServerOptions],
     ) -> None:
         Schedule(every=every)
         if isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1:
@@ -80,14 +78,7 @@ class DilocoServer(CountedSteps, ServerStrategy):
             )
         outer_lr, outer_momentum = checked_outer(outer_lr, outer_momentum)
         grace = checked_number("grace", grace, lambda value: 0 <= value <= 100, "a share of a round: 0 to 100")
-        super().__init__(
-            servers=servers,
-            job=job,
-            timeout_s=timeout_s,
-            checksum=checksum,
-            compress=compress,
-            durability=durability,
-        )
+        super().__init__(**options)
         self._options.update(quorum=quorum, every=every, grace=grace, outer_lr=outer_lr, outer_momentum=outer_momentum)
 
     def _forget(self) -> None:
@@ -123,10 +114,6 @@ class DilocoServer(CountedSteps, ServerStrategy):
     @override
     def _entered(self, state: str) -> None:
         """The servers get the outer optimizer; another worker's, with the same options, is the same."""
-        from psengine.parameter_server.client.operation import wait_all
-        from psengine.parameter_server.client.partition import runs_of
-        from psengine.protocol.hyperparameters import optimizer_name, wire_groups
-
         self._anchors = copies_of(self._buckets)
         views = {
             name: view
@@ -136,11 +123,10 @@ class DilocoServer(CountedSteps, ServerStrategy):
         rate, momentum = self._options["outer_lr"], self._options["outer_momentum"]
         outer = OuterStep(learning_rate=rate, momentum=momentum).optimizer(list(views.values()))
         body = {"optimizer": optimizer_name(outer), "groups": wire_groups(outer)}
+        self._adopt_buckets()
         specs, requests = [], []
         for bucket in self._buckets:
-            for spec, start, end in self.chunks.of_bucket[bucket.index]:
-                if bucket.device.type == "cpu":
-                    self.session.adopt(spec.key, bucket.flat[start:end])
+            for spec, _, _ in self.chunks.of_bucket[bucket.index]:
                 specs.append(spec)
                 runs = runs_of(spec, dict.fromkeys(views, 0))
                 requests.append(self.session.configure(spec.key, body | {"runs": runs}))
@@ -196,8 +182,6 @@ class DilocoServer(CountedSteps, ServerStrategy):
 
     def _merge(self) -> None:
         """Take part in a merge; abstain from it where this worker has taken no step."""
-        from psengine.parameter_server.client.operation import wait_all
-
         counts, weight = self._steps > 0, float(self._steps) if self._samples is None else self._samples
         self._steps, self._samples = 0, None
         pushes = []
@@ -258,8 +242,6 @@ class DilocoServer(CountedSteps, ServerStrategy):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Worker 0's parameters and momentum become the servers'; every worker goes on within its own round."""
-        from psengine.parameter_server.client.operation import wait_all
-
         outer = self._outer_state()
         expected = {"steps", "samples", "anchors", "momenta", "residuals"}
         if set(state) != expected or set(state["anchors"]) != set(self._views):

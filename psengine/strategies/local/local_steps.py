@@ -64,6 +64,7 @@ class LocalSteps(CountedSteps, OverCollective):
 
     def __init__(self, every: int = 16, *, compress: str | Codec | None = None) -> None:
         codec = resolve_codec(compress)
+        self._options = {"every": every, "compress": codec}
         self._set_up(Schedule(every=every), codec, None if codec.is_lossless else OuterStep())
 
     def _set_up(self, schedule: Schedule, codec: Codec, outer: OuterStep | None) -> None:
@@ -81,25 +82,6 @@ class LocalSteps(CountedSteps, OverCollective):
         self._samples: list[float | None] = [None] * self._schedule.fragments
         # Whether parameters are rank 0's, or each rank's own, since the model was loaded without this state.
         self._is_settled = False
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {"every": self._schedule.every, "compress": self._codec}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._options.items())})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self._options
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
-    @property
-    @override
-    def agreed_options(self) -> dict[str, str]:
-        return {"strategy": self.name} | {name: repr(value) for name, value in self._options.items()}
 
     # ---- in service --------------------------------------------------------------------------------------------
 

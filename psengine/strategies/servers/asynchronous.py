@@ -13,26 +13,27 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from psengine.codecs.base import Codec
 from psengine.errors import ConfigurationError
+from psengine.parameter_server.client.operation import wait_all
+from psengine.parameter_server.client.partition import runs_of
+from psengine.parameter_server.client.worker_session import WorkerSession
+from psengine.protocol.hyperparameters import optimizer_name, wire_groups
+from psengine.protocol.layout import ChunkKind
 from psengine.strategies.base import StepStrategy
 from psengine.strategies.life_cycle import Replica
-from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
+from psengine.strategies.servers.base import ServerOptions, ServerStrategy
+from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.strategies.servers.gradient_pushes import GradientPushes
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.strategies.step_hooks import take_step
 from psengine.strategies.stepping import check_one
 from psengine.tensors.bucket import Bucket
 from psengine.tracing.timeline import now_ns, recorder
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.worker_session import WorkerSession
-    from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         compensation_decay: from 0 up to 1: each element's strength is divided by the root of a running mean of its
             squared gradients with this decay (their DC-ASGD-a; 0.95, with a strength of 2); costs the servers one more
             copy of the model. None: the strength is constant.
-        servers, job, timeout_s, checksum, compress, durability: see ``ServerStrategy``.
+        **options: see ``ServerStrategy``.
 
     Attributes:
         completed_steps: how many steps this worker took.
@@ -70,23 +71,11 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         delay_compensation: float = 0.0,
         *,
         compensation_decay: float | None = None,
-        servers: str | Sequence[str] | None = None,
-        job: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        checksum: bool = False,
-        compress: str | Codec | None = None,
-        durability: str | None = None,
+        **options: Unpack[ServerOptions],
     ) -> None:
         _check_options(max_staleness, staleness_scaling)
         _check_compensation(delay_compensation, compensation_decay)
-        super().__init__(
-            servers=servers,
-            job=job,
-            timeout_s=timeout_s,
-            checksum=checksum,
-            compress=compress,
-            durability=durability,
-        )
+        super().__init__(**options)
         self._options.update(
             max_staleness=max_staleness,
             staleness_scaling=staleness_scaling,
@@ -119,10 +108,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     def _entered(self, state: str) -> None:
         assert self._replica is not None
         self._gave_values = state == "initialised"
-        for bucket in self._buckets:
-            for spec, start, end in self.chunks.of_bucket[bucket.index]:
-                if bucket.device.type == "cpu":
-                    self.session.adopt(spec.key, bucket.flat[start:end])
+        self._adopt_buckets()
         if not self._gave_values:
             # Bytes that landed are writes: older graphs and other models may depend on the old values.
             torch.autograd.graph.increment_version(self._replica.state.values())
@@ -152,11 +138,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             ConfigurationError: the servers cannot run this optimizer.
             ServerRefusedError: the job's other workers use another one.
         """
-        from psengine.parameter_server.client.operation import wait_all
-        from psengine.parameter_server.client.partition import runs_of
-        from psengine.protocol.hyperparameters import optimizer_name, wire_groups
-        from psengine.protocol.layout import ChunkKind
-
         if self.stepper is not None:
             check_one((self.stepper.optimizer, optimizer), self.name)
         name, groups = optimizer_name(optimizer), wire_groups(optimizer)
@@ -229,8 +210,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
 
     @override
     def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        from psengine.protocol.hyperparameters import optimizer_name, wire_groups
-
         for optimizer in optimizers:
             optimizer_name(optimizer)
             wire_groups(optimizer)
@@ -332,8 +311,6 @@ class WrittenWeights:
         """After a write (``load_state_dict``), send worker 0's values to the servers; those of others are lost."""
         if self._count_writes() == self._noted:
             return
-        from psengine.parameter_server.client.operation import wait_all
-
         if self._session.rank != 0:
             logger.warning(
                 "parameters were written on worker %d; the servers' weights count, and overwrite them with this step."

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypedDict
 
 import torch
 from typing_extensions import override
@@ -21,18 +21,18 @@ from psengine.codecs.registry import resolve_codec
 from psengine.environment.context import assign_worker
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
+from psengine.parameter_server.client.operation import wait_all
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.worker_session import WorkerSession
+from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import DURABILITY_TIERS
-from psengine.strategies.base import Capabilities, Strategy
+from psengine.strategies.base import Capabilities, ConfiguredStrategy
 from psengine.strategies.exchanges import load_residuals
 from psengine.strategies.life_cycle import Replica
+from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet, name_of_job
 from psengine.strategies.statistics import counts_at_servers
 from psengine.tensors.bucket import Bucket
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.worker_session import WorkerSession
-    from psengine.protocol.layout import ChunkSpec
-    from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,18 @@ DEFAULT_TIMEOUT_S = 300.0
 CHECK_TIMEOUT_S = 10.0
 
 
-class ServerStrategy(Strategy):
+class ServerOptions(TypedDict, total=False):
+    """See ``ServerStrategy``."""
+
+    servers: str | Sequence[str] | None
+    job: str | None
+    timeout_s: float
+    checksum: bool
+    compress: str | Codec | None
+    durability: str | None
+
+
+class ServerStrategy(ConfiguredStrategy):
     """A strategy over parameter servers.
 
     Args:
@@ -93,7 +104,7 @@ class ServerStrategy(Strategy):
             )
         if servers is not None:
             parse_addresses(servers)  # a malformed one is refused now, not when a model is wrapped
-        self._options: dict[str, Any] = {
+        self._options = {
             "servers": servers,
             "job": job,
             "timeout_s": float(timeout_s),
@@ -115,15 +126,9 @@ class ServerStrategy(Strategy):
         self._buckets: list[Bucket] = []
         self.completed_steps = 0
 
-    def __repr__(self) -> str:
-        given = {name: value for name, value in self._options.items() if value is not None}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self._options  # a copy of the model is prepared anew
-
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        super().__setstate__(state)
         self._is_copy = True
 
     @property
@@ -190,9 +195,6 @@ class ServerStrategy(Strategy):
                 " or PSENGINE_SERVERS, got neither). Fix: psengine run --servers 1, or"
                 f" {self.name}:servers=tcp://host:port."
             )
-        from psengine.parameter_server.client.options import SessionOptions
-        from psengine.parameter_server.client.worker_session import WorkerSession
-
         self._is_copy = True  # a job's name that was used before gets a number
         job = name_of_job(self._options["job"], is_copy=True)
         options = SessionOptions(
@@ -220,9 +222,6 @@ class ServerStrategy(Strategy):
         self._check_dense(replica)  # before the rendezvous, where the other workers would wait for this one
         options = self._options
         rendezvous = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
-        from psengine.parameter_server.client.options import SessionOptions
-        from psengine.parameter_server.client.worker_session import WorkerSession
-
         self._replica, self._rendezvous = replica, rendezvous
         quorum, workers = options.get("quorum"), rendezvous.world_size
         # A worker that names neither a group nor PSENGINE_WORKERS does not know how many there will be.
@@ -269,8 +268,6 @@ class ServerStrategy(Strategy):
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        from psengine.strategies.servers.chunked_replica import ChunkedReplica
-
         assert self._replica is not None, "laid out before it was prepared"
         self._buckets = list(buckets)
         self._chunks = ChunkedReplica(self._replica, buckets, counts_usage=self.counts_usage)
@@ -299,10 +296,15 @@ class ServerStrategy(Strategy):
     def _entered(self, state: str) -> None:
         """Values equal the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
 
+    def _adopt_buckets(self) -> None:
+        """Servers of this host may read gradients where they are packed."""
+        for bucket in self._buckets:
+            for spec, start, end in self.chunks.of_bucket[bucket.index]:
+                if bucket.device.type == "cpu":
+                    self.session.adopt(spec.key, bucket.flat[start:end])
+
     def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
         """Overwrite this replica's tensors by the servers' values."""
-        from psengine.parameter_server.client.operation import wait_all
-
         specs = list(specs)
         wait_all([self.session.pull(spec.key, self.chunks.parts(spec)) for spec in specs])
         self.chunks.write_back(specs)

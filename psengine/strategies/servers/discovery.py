@@ -6,7 +6,6 @@ import itertools
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +14,7 @@ from psengine.collectives.solo import SoloCollective
 from psengine.environment.variables import given_worker, launched_as, read_variable
 from psengine.errors import ConfigurationError, ServerError
 from psengine.parameter_server.client.addresses import parse_addresses
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.parameter_server.client.embedded import EmbeddedServer
 
 # The jobs of the models that this process has wrapped: one name, and the lowest number that is free. A number becomes
 # free when its strategy is closed, which scripts do alike on all ranks; garbage collection does not free it. A name
@@ -122,8 +119,6 @@ def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer
     embedded, text = None, b""
     error: Exception | None = None
     if collective.rank == 0:
-        from psengine.parameter_server.client.embedded import EmbeddedServer
-
         try:
             embedded = EmbeddedServer.start()
             text = ",".join(embedded.addresses).encode()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from psengine.parameter_server.client.operation import Push, wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession
+from psengine.protocol.hyperparameters import wire_groups
+from psengine.protocol.layout import ChunkSpec
+from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.tensors.bucket import Bucket
 from psengine.tracing.spans import PushSpans
 from psengine.tracing.timeline import now_ns, recorder
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.operation import Push
-    from psengine.parameter_server.client.worker_session import WorkerSession
-    from psengine.protocol.layout import ChunkSpec
-    from psengine.strategies.servers.chunked_replica import ChunkedReplica
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,6 @@ class GradientPushes:
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark the following pushes as one step: a server's snapshot has all of it, or nothing."""
-        from psengine.protocol.hyperparameters import wire_groups
-
         self.groups = wire_groups(optimizer)
         self._session.begin_step([*self.trained, *self._chunks.buffers], is_whole=True)
 
@@ -106,8 +103,6 @@ class GradientPushes:
 
     def wait(self) -> None:
         """Wait for all answers. Weights are loaded while others travel."""
-        from psengine.parameter_server.client.operation import wait_all
-
         buckets, self._pushes = self._pushes, []
         buffer_pushes, self._buffer_pushes = self._buffer_pushes, []
         self._chunks.follow_parameters()

@@ -9,18 +9,17 @@ Servers keep flat slots, one element for each of a chunk's; torch keeps tensors 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from psengine.errors import ConfigurationError
+from psengine.parameter_server.client.operation import wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import SLOTS, optimizer_name, slot_names, wire_groups
+from psengine.protocol.layout import ChunkSpec, Segment
 from psengine.strategies.step_hooks import ReplacedOptimizer
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.worker_session import WorkerSession
-    from psengine.protocol.layout import ChunkSpec, Segment
 
 # torch counts steps in a tensor for these; SGD does not count.
 _COUNTS_STEPS = ("Adam", "AdamW", "Adagrad", "RMSprop")
@@ -78,8 +77,6 @@ class ServerOptimizer(ReplacedOptimizer):
 
     def fetch_state(self) -> None:
         """Overwrite ``optimizer.state`` by the servers'; parameters that were never stepped get none."""
-        from psengine.parameter_server.client.operation import wait_all
-
         name, slots, landed = self._slots(())
         requests = {(key, slot): self._session.pull(key, [flat], slot=slot) for (key, slot), flat in landed.items()}
         # Slots that are switched off (a momentum of 0), if the servers have them: torch keeps them, and saves them.
@@ -120,8 +117,6 @@ class ServerOptimizer(ReplacedOptimizer):
         """Overwrite the servers' state by this worker's ``optimizer.state``, if it counts; without state a parameter
         was never stepped.
         """
-        from psengine.parameter_server.client.operation import wait_all
-
         self._note_state()
         if not counts:
             return

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from psengine.codecs.base import Codec
 from psengine.collectives.base import DeferredWork, Work
 from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
+from psengine.parameter_server.client.operation import Push, wait_all
+from psengine.protocol.messages import MAX_WEIGHT, ErrorCode
 from psengine.strategies.exchange import Reduction, Step
-from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S, ServerStrategy
+from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.worker_state import OptimizerStates
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.operation import Push
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class SyncServer(ServerStrategy):
     Args:
         quorum: go on with the first ``quorum`` gradients of a step, N - b with b backup workers (Chen et al. 2016,
             https://arxiv.org/abs/1604.00981); late ones are dropped. None waits for every live worker.
-        servers, job, timeout_s, checksum, compress, durability: see ``ServerStrategy``.
+        **options: see ``ServerStrategy``.
 
     Attributes:
         completed_steps: steps of this worker's model; a worker that joined late starts with the donor's.
@@ -55,26 +53,13 @@ class SyncServer(ServerStrategy):
     def __init__(
         self,
         quorum: int | None = None,
-        *,
-        servers: str | Sequence[str] | None = None,
-        job: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        checksum: bool = False,
-        compress: str | Codec | None = None,
-        durability: str | None = None,
+        **options: Unpack[ServerOptions],
     ) -> None:
         if quorum is not None and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1):
             raise ConfigurationError(
                 f"quorum is a number of workers (expected an integer of at least 1, got {quorum!r})"
             )
-        super().__init__(
-            servers=servers,
-            job=job,
-            timeout_s=timeout_s,
-            checksum=checksum,
-            compress=compress,
-            durability=durability,
-        )
+        super().__init__(**options)
         self._options["quorum"] = quorum
 
     def _forget(self) -> None:
@@ -137,8 +122,6 @@ class SyncServer(ServerStrategy):
     @override
     def weigh(self, weight: float | None) -> None:
         """The servers average by weight; weight 0 takes part and counts nothing."""
-        from psengine.protocol.messages import MAX_WEIGHT
-
         if weight is not None and not 0 <= weight <= MAX_WEIGHT:
             raise ConfigurationError(
                 f"a weight is a number of samples (expected 0 to {MAX_WEIGHT:g}, got {weight!r}); or None, for averages"
@@ -228,8 +211,6 @@ class SyncServer(ServerStrategy):
         A fenced worker rejoins and sits the step out, because its gradients belong to former weights. It takes part in
         a later step, with every bucket (``rejoins`` has grown).
         """
-        from psengine.parameter_server.client.operation import wait_all
-
         try:
             while True:
                 pushes = self._pushes if indices is None else self._pushes[indices.start : indices.stop]
@@ -316,8 +297,6 @@ class SyncServer(ServerStrategy):
             self._take_state()
             self._is_mixed = self.session.fenced is not None
         elif self._is_mixed:
-            from psengine.protocol.messages import ErrorCode
-
             raise ServerRefusedError(
                 f"worker {self.session.rank} was put out while it read the state of another worker, and none that has"
                 " state is left. Fix: start the job again from a checkpoint.",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from psengine.errors import ServerError
+from psengine.protocol.hyperparameters import users_class
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,6 @@ class OptimizerState:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> OptimizerState:
         """Describe ``optimizer`` without its state; ``names`` are the model's."""
-        from psengine.protocol.hyperparameters import users_class
-
         parameters = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
         return cls(users_class(type(optimizer)), parameters)
 

@@ -50,6 +50,7 @@ class SyncShardedOptimizer(SyncAllReduce):
 
     def __init__(self) -> None:
         super().__init__()
+        self._options = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -61,15 +62,6 @@ class SyncShardedOptimizer(SyncAllReduce):
         self._gradients: ShareGradients | None = None
         self._pieces: dict[int, list[Piece]] = {}
         self._hook_handle: Any = None
-
-    def __repr__(self) -> str:
-        return "SyncShardedOptimizer()"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
 
     @property
     @override
