@@ -1,4 +1,4 @@
-# make demo         two workers train on real images under each strategy: a table, and a plot of the losses
+# make demo         two workers train on real images under each strategy, one of them slow: a table and a plot
 # make test         what must pass before a change is merged
 # make test-slow    also the soak and exhaustive tests
 # make mutants      changes the pure core in one place at a time: which changes does no test see? An hour or two;

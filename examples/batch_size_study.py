@@ -1,45 +1,29 @@
-"""What the batch size does to accuracy and time: one table and one plot.
+"""How does the batch size change accuracy and time? docs/recipes/batch_size.md has what came of it.
 
-python examples/batch_size_study.py                                          one process
-psengine run --workers 2 examples/batch_size_study.py                        two, sharing each batch
-psengine run --workers 2 examples/batch_size_study.py --scaling none         the same learning rate for all sizes
-psengine run --workers 2 examples/batch_size_study.py --data DIR             Fashion-MNIST, as IDX files
+psengine run --workers 2 examples/batch_size_study.py                      the learning rate grows with the batch size
+psengine run --workers 2 examples/batch_size_study.py --scaling none       the learning rate is constant
 
-Every size trains a perceptron (784-256-10 for images of 28x28) for the same number of epochs, from the same weights, by
-SGD with momentum 0.9. The learning rate belongs to the first size; for the others it grows with the size ("linear",
-Goyal et al. 2017, https://arxiv.org/abs/1706.02677), with its root ("sqrt"), or not at all ("none"). The same seeds and
-the same number of workers give bitwise the same accuracies.
+The images are scikit-learn's digits, or MNIST-like images of gzipped IDX files: --data DIR. Ends with a table: the
+target is a part of the best accuracy that any size reached.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import gzip
 import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from image_accuracy import evaluate
-from image_data import Data, load_data
-from image_network import ImagePerceptron
-from image_options import OptionParser, fraction, positive_float, positive_int
-from rank_errors import UserError, on_all_ranks, run_to_the_end
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import psengine
 
-NATIVE = "native DDP"
-MOMENTUM = 0.9
 SCALINGS = {"linear": lambda ratio: ratio, "sqrt": lambda ratio: ratio**0.5, "none": lambda ratio: 1.0}
 
 
@@ -49,14 +33,12 @@ class Row:
 
     Attributes:
         batch_size: images of a step, over all workers.
-        steps: optimizer steps of an epoch.
         accuracies: of each run (one for each seed), of the test images after each epoch.
         epoch_s: of each run, seconds that an epoch took, without its evaluation: the median of its epochs.
     """
 
     batch_size: int
     learning_rate: float
-    steps: int
     accuracies: list[list[float]] = field(default_factory=list)
     epoch_s: list[float] = field(default_factory=list)
 
@@ -65,176 +47,118 @@ class Row:
         """After each epoch the median over runs."""
         return [statistics.median(column) for column in zip(*self.accuracies, strict=True)]
 
-    @property
-    def seconds(self) -> float:
-        """For an epoch: the median over runs."""
-        return statistics.median(self.epoch_s)
-
     def epochs_to(self, accuracy: float) -> int | None:
         """After how many epochs the curve first has ``accuracy``; None: after none of them."""
         return next((epoch for epoch, reached in enumerate(self.curve, 1) if reached >= accuracy), None)
 
 
-def main() -> int:
-    return run_to_the_end(study_and_report)
-
-
-def study_and_report() -> int:
-    options = parse_options()
-    context = psengine.init()
-    rows = study(options, context)
-    if context.rank == 0:
-        target = options.part_of_best * max(max(row.curve) for row in rows)
-        print_table(rows, target, options)
-        plot(rows, target, options.plot)
-        print(f"plot: {options.plot}")
-        if options.json is not None:
-            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    return 0
-
-
 def parse_options() -> argparse.Namespace:
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--data", type=Path, metavar="DIR", help="MNIST-like images as IDX files (default: scikit-learn's digits)")
-    add("--batch-sizes", default="16,32,64,128,256,512", metavar="N,N", help="of all workers together")
-    add("--learning-rate", type=positive_float, default=0.005, metavar="X", help="of the first size (default: 0.005)")
+    add("--data", type=Path, metavar="DIR", help="MNIST-like images (default: scikit-learn's digits)")
+    add("--batch-sizes", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512], help="of all workers together")
+    add("--learning-rate", type=float, default=0.005, metavar="X", help="of the first size (default: 0.005)")
     add("--scaling", choices=tuple(SCALINGS), default="linear", help="of the learning rate (default: linear)")
-    add("--strategy", default="sync", metavar="NAME", help=f"or '{NATIVE}' (default: sync)")
-    add("--epochs", type=positive_int, default=20, metavar="N", help="default: 20")
-    add("--runs", type=positive_int, default=3, metavar="N", help="seeds for each size (default: 3)")
-    add("--part-of-best", type=fraction, default=0.99, metavar="X", help="how near the best accuracy (default: 0.99)")
-    add("--plot", type=Path, default=Path("runs/batch_sizes.png"), metavar="PATH", help="default: runs/batch_sizes.png")
+    add("--native", action="store_true", help="torch.nn.parallel.DistributedDataParallel")
+    add("--epochs", type=int, default=20, metavar="N", help="default: 20")
+    add("--runs", type=int, default=3, metavar="N", help="seeds for each size (default: 3)")
+    add("--part-of-best", type=float, default=0.99, metavar="X", help="how near the best accuracy (default: 0.99)")
     add("--json", type=Path, metavar="PATH", help="write the numbers there")
-    options = parser.parse_args()
-    try:
-        options.batch_sizes = [positive_int(text) for text in options.batch_sizes.split(",")]
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"--batch-sizes: {error}")
-    return options
+    return parser.parse_args()
 
 
-def study(options: argparse.Namespace, context: psengine.Context) -> list[Row]:
-    data = on_all_ranks(lambda: load_data(options.data))
-    for size in options.batch_sizes:
-        if size % context.world_size or size > len(data.train):
-            raise UserError(
-                f"--batch-sizes: workers share each batch evenly (expected multiples of {context.world_size}, at most"
-                f" {len(data.train)}; got {size})"
-            )
-    rows = []
-    for size in options.batch_sizes:
-        ratio = size / options.batch_sizes[0]
-        rows.append(Row(size, options.learning_rate * SCALINGS[options.scaling](ratio), len(data.train) // size))
-    # A process's first steps find libraries to load and memory to get; no size's time should have them in it.
-    train(copy.deepcopy(rows[0]), 0, data, options, context, epochs=1)
-    # Run by run, not size by size: what else the machine does then slows all sizes alike.
-    for seed in range(options.runs):
-        for row in rows:
-            train(row, seed, data, options, context, epochs=options.epochs)
-            if context.rank == 0:
-                print(f"run {seed + 1}, batch size {row.batch_size}: accuracy {row.accuracies[-1][-1]:.2%}", flush=True)
-    return rows
+def main() -> None:
+    options = parse_options()
+    with psengine.init() as context:
+        train_data, test_data = load_images(options.data)
+        for size in options.batch_sizes:
+            if size % context.world_size:
+                raise SystemExit(f"--batch-sizes: expected multiples of {context.world_size} workers, got {size}")
+        scale, first = SCALINGS[options.scaling], options.batch_sizes[0]
+        rows = [Row(size, options.learning_rate * scale(size / first)) for size in options.batch_sizes]
+        # Run by run, not size by size: what else the machine does then slows all sizes alike.
+        for seed in range(options.runs):
+            for row in rows:
+                train(row, seed, train_data, test_data, options, context)
+                psengine.print(f"run {seed + 1}, batch size {row.batch_size}: accuracy {row.accuracies[-1][-1]:.2%}")
+        if context.is_main_process:
+            print_table(rows, options)
+            if options.json is not None:
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def load_images(directory: Path | None) -> tuple[TensorDataset, TensorDataset]:
+    """Flat images and labels, to train with and to test with."""
+    if directory is None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images, labels = torch.from_numpy(digits.images).float().flatten(1) / 16, torch.from_numpy(digits.target)
+        return TensorDataset(images[:1437], labels[:1437]), TensorDataset(images[1437:], labels[1437:])
+
+    def read(name: str, header_bytes: int) -> torch.Tensor:
+        content = gzip.decompress((directory / name).read_bytes())
+        return torch.frombuffer(bytearray(content[header_bytes:]), dtype=torch.uint8)
+
+    splits = []
+    for split in ("train", "t10k"):
+        labels = read(f"{split}-labels-idx1-ubyte.gz", 8).long()
+        images = read(f"{split}-images-idx3-ubyte.gz", 16).view(len(labels), -1).float() / 255
+        splits.append(TensorDataset(images, labels))
+    return splits[0], splits[1]
 
 
 def train(
-    row: Row, seed: int, data: Data, options: argparse.Namespace, context: psengine.Context, *, epochs: int
+    row: Row,
+    seed: int,
+    train_data: TensorDataset,
+    test_data: TensorDataset,
+    options: argparse.Namespace,
+    context: psengine.Context,
 ) -> None:
     """Train with one seed, and add the run to ``row``."""
     torch.manual_seed(seed)
-    network = ImagePerceptron(data.train.tensors[0][0].numel(), data.classes).to(context.device)
-    model, optimizer = on_all_ranks(lambda: wrap(options.strategy, network, row.learning_rate))
-    sampler = DistributedSampler(data.train, context.world_size, context.rank, seed=seed)
+    pixels, classes = train_data.tensors[0].shape[1], int(train_data.tensors[1].max()) + 1
+    network = nn.Sequential(nn.Linear(pixels, 256), nn.ReLU(), nn.Linear(256, classes)).to(context.device)
+    wrap = nn.parallel.DistributedDataParallel if options.native else psengine.DistributedDataParallel
+    model = wrap(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=row.learning_rate, momentum=0.9)
+    sampler = DistributedSampler(train_data, context.world_size, context.rank, seed=seed)
     batches = BatchSampler(sampler, row.batch_size // context.world_size, drop_last=True)
-    loader = DataLoader(data.train, sampler=batches, batch_size=None)
+    loader = DataLoader(train_data, sampler=batches, batch_size=None)
+    test_images, test_labels = (tensor[context.rank :: context.world_size] for tensor in test_data.tensors)
     accuracies, seconds = [], []
-    for epoch in range(epochs):
+    for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
-        dist.barrier()
+        psengine.barrier()
         started_s = time.monotonic()
         for images, labels in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(images.to(context.device)), labels.to(context.device)).backward()
             optimizer.step()
-        if context.device.type == "cuda":
-            torch.cuda.synchronize()
         seconds.append(max(psengine.gather(time.monotonic() - started_s)))
-        accuracies.append(evaluate(model.module, data, context))
+        with torch.no_grad():
+            scores = network(test_images.to(context.device))
+        accuracies.append(
+            psengine.sum(int((scores.argmax(1) == test_labels.to(context.device)).sum())) / len(test_data)
+        )
     row.accuracies.append(accuracies)
     row.epoch_s.append(statistics.median(seconds))
-    dist.barrier()  # the strategy of rank 0 may keep the server that all others still talk to
-    if isinstance(model, psengine.DistributedDataParallel):
-        model.leave()
 
 
-def wrap(
-    strategy: str, network: nn.Module, learning_rate: float
-) -> tuple[nn.parallel.DistributedDataParallel, torch.optim.Optimizer]:
-    if strategy == NATIVE:
-        model = nn.parallel.DistributedDataParallel(network)
-        return model, torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM)
-    model = psengine.DistributedDataParallel(network, strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM)
-    return model, psengine.DistributedOptimizer(optimizer, model)
-
-
-def print_table(rows: list[Row], target: float, options: argparse.Namespace) -> None:
-    table = Table(
-        title=f"{options.epochs} epochs, medians of {options.runs} runs; target: {target:.2%},"
-        f" {options.part_of_best:g} of the best",
-        box=box.SIMPLE_HEAD,
-    )
+def print_table(rows: list[Row], options: argparse.Namespace) -> None:
+    target = options.part_of_best * max(max(row.curve) for row in rows)
+    print(f"\n{options.epochs} epochs, medians of {options.runs} runs; target {target:.2%}")
     headings = ("batch", "rate", "s/epoch", "epochs to it", "s to it", "accuracy", "(range)")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    print("".join(f"{heading:>14}" for heading in headings))
     for row in rows:
-        epochs = row.epochs_to(target)
+        epochs, epoch_s = row.epochs_to(target), statistics.median(row.epoch_s)
         finals = [accuracies[-1] for accuracies in row.accuracies]
-        table.add_row(
-            str(row.batch_size),
-            f"{row.learning_rate:.3g}",
-            f"{row.seconds:.2f}",
-            "-" if epochs is None else str(epochs),
-            "-" if epochs is None else f"{epochs * row.seconds:.1f}",
-            f"{row.curve[-1]:.2%}",
-            f"{min(finals):.1%}-{max(finals):.1%}",
-        )
-    Console().print(table)
-
-
-def plot(rows: list[Row], target: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, (accuracy_axes, time_axes) = pyplot.subplots(1, 2, figsize=(10, 4))
-    sizes = [row.batch_size for row in rows]
-    finals = [[accuracies[-1] for accuracies in row.accuracies] for row in rows]
-    medians = [row.curve[-1] for row in rows]
-    spread = [[m - min(f) for m, f in zip(medians, finals, strict=True)],
-              [max(f) - m for m, f in zip(medians, finals, strict=True)]]  # fmt: skip
-    accuracy_axes.errorbar(sizes, medians, yerr=spread, marker="o", capsize=3)
-    accuracy_axes.axhline(target, linestyle="--", color="grey", linewidth=1)
-    accuracy_axes.set_ylabel("final test accuracy: median, lowest, highest")
-    time_axes.plot(sizes, [row.seconds for row in rows], marker="o", label="for an epoch")
-    reached = [(row.batch_size, epochs * row.seconds) for row in rows if (epochs := row.epochs_to(target)) is not None]
-    time_axes.plot(*zip(*reached, strict=True), marker="s", label="to the target")
-    time_axes.set_ylabel("seconds")
-    time_axes.set_ylim(bottom=0)
-    time_axes.legend()
-    for axes in (accuracy_axes, time_axes):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_xlabel("batch size, over all workers")
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        cells = [str(row.batch_size), f"{row.learning_rate:.3g}", f"{epoch_s:.2f}"]
+        cells += ["-", "-"] if epochs is None else [str(epochs), f"{epochs * epoch_s:.1f}"]
+        cells += [f"{row.curve[-1]:.2%}", f"{min(finals):.1%}-{max(finals):.1%}"]
+        print("".join(f"{cell:>14}" for cell in cells))
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    psengine.shutdown()
-    sys.exit(exit_code)
+    main()

@@ -5,7 +5,7 @@ PSENGINE_SERVERS=tcp://127.0.0.1:7077 python examples/train_images.py --strategy
 python examples/evaluate_from_server.py --server-address tcp://127.0.0.1:7077 --every 5        reads, disturbs nobody
 
 Only servers that apply gradients ("async") hold weights; those of "sync-server" hold averages, and the weights are
-with the workers.
+with the workers. The network and the images are those of train_images.py.
 """
 
 from __future__ import annotations
@@ -14,28 +14,33 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
-from image_data import Data, load_data
-from image_network import ImageClassifier
-from image_options import OptionParser, positive_float, positive_int
-from rank_errors import UserError
+from sklearn.datasets import load_digits
 from torch import nn
-from train_images import count_correct, describe_accuracy
 
 import psengine
 
 POLL_S = 0.2
-CPU = torch.device("cpu")
 
 
-def main() -> int:
+def make_network() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((1, 16, 1), (16, 32, 2), (32, 64, 2)):
+        convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--server-address", metavar="ADDRESSES", help="the lead first, with commas (default: PSENGINE_SERVERS)")
+    add("--job", default=os.environ.get("PSENGINE_JOB") or "default", metavar="NAME", help="(default: PSENGINE_JOB)")
+    add("--every", type=float, default=5.0, metavar="S", help="seconds between evaluations (default: 5)")
+    add("--timeout", type=float, default=60.0, metavar="S", help="wait for servers and workers (default: 60)")
+    options = parser.parse_args()
     try:
-        options = parse_options()
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
-        data = load_data(options.data)
         with psengine.connect(
             options.server_address,
             job=options.job,
@@ -43,81 +48,44 @@ def main() -> int:
             timeout_s=options.timeout,
             connect_timeout_s=options.timeout,
         ) as client:
-            follow(client, data, options)
-    except (UserError, psengine.ConfigurationError, psengine.ServerError) as error:
-        sys.stderr.write(f"{Path(__file__).name}: error: {error}\n")
-        return 2 if isinstance(error, UserError | psengine.ConfigurationError) else 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+            follow(client, options)
+    except psengine.PSEngineError as error:
+        sys.exit(f"evaluate_from_server.py: {error}")
 
 
-def follow(client: psengine.Client, data: Data, options: argparse.Namespace) -> None:
-    """Evaluate every ``options.every`` seconds until all workers have left, or ``options.times`` times."""
-    network = ImageClassifier(data.classes)
+def follow(client: psengine.Client, options: argparse.Namespace) -> None:
+    """Evaluate every ``options.every`` seconds until all workers have left."""
+    digits = load_digits()
+    images, labels = torch.from_numpy(digits.images).float().unsqueeze(1) / 16, torch.from_numpy(digits.target)
+    is_test = torch.arange(len(labels)) % 5 == 4
+    network = make_network().eval()
     wait_for_weights(client, options)
-    evaluated = None
-    for _ in range(options.times or sys.maxsize):
-        due_s = time.monotonic() + options.every
-        is_over = has_ended(client, options.job)  # asked before: nothing changes any more once it is true
-        version = pull_weights(client, network)
-        if version != evaluated:
-            correct = count_correct(network, *data.test.tensors, CPU)
-            print(f"version {version}  {describe_accuracy(correct, len(data.test))}", flush=True)
-            evaluated = version
-        if is_over:
-            print("all workers have left")
-            return
-        time.sleep(max(0.0, due_s - time.monotonic()))
-
-
-def pull_weights(client: psengine.Client, network: nn.Module) -> int:
-    """Overwrite ``network``'s parameters and buffers by the servers'; return how many updates those have seen.
-
-    Parts arrive one by one while training goes on, so some may be an update ahead of others: the least counts.
-    """
-    client.pull(into=network.state_dict())
-    return min(client.session.version(chunk.key) for chunk in client.layout())
+    is_over = False
+    while not is_over:
+        is_over = job_status(client, options)["members"] == 0  # asked before: nothing changes once it is true
+        client.pull(into=network.state_dict())  # parameters and buffers; parts arrive while the training goes on
+        version = min(client.session.version(chunk.key) for chunk in client.layout())
+        with torch.no_grad():
+            accuracy = (network(images[is_test]).argmax(1) == labels[is_test]).float().mean().item()
+        print(f"version {version}  accuracy {accuracy:.2%}", flush=True)
+        time.sleep(0 if is_over else options.every)
+    print("all workers have left")
 
 
 def wait_for_weights(client: psengine.Client, options: argparse.Namespace) -> None:
     deadline_s = time.monotonic() + options.timeout
-    while (job := job_status(client, options.job)) is None or not job["sealed"]:
+    while not (job := job_status(client, options)).get("sealed"):
         if time.monotonic() > deadline_s:
-            raise UserError(
-                f"--job {options.job}: nobody trains it (expected a worker within --timeout {options.timeout:g} s)"
-            )
+            sys.exit(f"--job {options.job}: no worker trains it (expected one within {options.timeout:g} s)")
         time.sleep(POLL_S)
     if job["rule"]["name"] != "apply":
-        raise UserError(
-            f"--job {options.job}: its servers hold no weights (expected a job of strategy async, got one that averages"
-            " gradients)"
-        )
+        sys.exit(f"--job {options.job}: its servers hold no weights (expected strategy async, got averages)")
 
 
-def has_ended(client: psengine.Client, job: str) -> bool:
-    status = job_status(client, job)
-    return status is not None and status["members"] == 0
-
-
-def job_status(client: psengine.Client, job: str) -> dict | None:
-    """What the lead says of the job; None while it knows nothing of it."""
-    return client.status()[0]["jobs"].get(job)
-
-
-def parse_options() -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = OptionParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("--server-address", metavar="ADDRESSES", help="the lead first, with commas (default: PSENGINE_SERVERS)")
-    add("--job", default=os.environ.get("PSENGINE_JOB") or "default", metavar="NAME", help="(default: PSENGINE_JOB)")
-    add("--data", type=Path, metavar="DIR", help="what the workers train on (default: scikit-learn's digits)")
-    add("--every", type=positive_float, default=5.0, metavar="S", help="seconds between evaluations (default: 5)")
-    add("--times", type=positive_int, metavar="N", help="end after so many (default: when all workers have left)")
-    add("--timeout", type=positive_float, default=60.0, metavar="S", help="wait for servers and workers (default: 60)")
-    add("--threads", type=positive_int, metavar="N", help="threads to evaluate with (default: torch's)")
-    return parser.parse_args()
+def job_status(client: psengine.Client, options: argparse.Namespace) -> dict:
+    """What the lead says of the job; empty while it knows nothing of it."""
+    return client.status()[0]["jobs"].get(options.job, {})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,304 +1,163 @@
-"""Train a small convolutional network on images, on one process or many.
+"""Train a small convolutional network on images, on one process or many, under any strategy.
 
-python examples/train_images.py                                        one process
-torchrun --nproc-per-node=2 examples/train_images.py                   two
-torchrun --nproc-per-node=2 examples/train_images.py --compare         native DistributedDataParallel trains beside it
-torchrun --nproc-per-node=2 examples/train_images.py --strategy async  gradients go to a server, which rank 0 starts
-python examples/train_images.py --evaluate digits.pt                   a checkpoint's accuracy, in plain PyTorch
+python examples/train_images.py                                             one process
+psengine run --workers 2 examples/train_images.py                           two, averaging gradients
+psengine run --workers 2 examples/train_images.py --native                  native DistributedDataParallel: same losses
+psengine run --workers 2 --strategy async examples/train_images.py          gradients go to a server
+psengine run --workers 2 examples/train_images.py --checkpoint digits.pt    saves each epoch; goes on where it ended
+python examples/train_images.py --checkpoint digits.pt --evaluate           its accuracy
 
-Workers that know each other only through a parameter server, and may come and go. Each takes its part of the images;
-worker 0 prints and saves.
-
-psengine-server                                                                      a server
-export PSENGINE_SERVERS=tcp://127.0.0.1:7077 PSENGINE_WORKERS=2                      in two other terminals:
-PSENGINE_WORKER=0 python examples/train_images.py --strategy async                   a worker
-PSENGINE_WORKER=1 python examples/train_images.py --strategy async                   another
+The images are scikit-learn's digits, or MNIST-like images of IDX files: --data DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import math
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+import gzip
+import struct
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from epoch_losses import EpochLosses
-from image_checkpoint import check_fit, check_writable, load_pretrained, load_weights, save
-from image_data import load_data
-from image_network import ImageClassifier
-from image_options import parse_options
-from rank_errors import (
-    TrainingError,
-    UserError,
-    on_all_ranks,
-    print_error,
-    speaks_for_its_group,
-    wait_for_all_ranks,
-)
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import psengine
 
-Batch = list[torch.Tensor]  # images, labels
 
-EVALUATION_BATCH_SIZE = 256
-
-# By strategy, how far --compare lets weights differ from native's. A server adds gradients up in another order, and
-# what that changes in the last bit grows from step to step.
-TOLERANCES = {"sync": 0.0, "sync-server": 0.05}
-
-
-def main() -> int:
-    try:
-        options = parse_options(__doc__)
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
-        if options.evaluate is not None:
-            evaluate(options)
-            return 0
-        train(options, psengine.init())
-    except UserError as error:
-        if speaks_for_its_group():
-            print_error(error)
-        wait_for_all_ranks()
-        return 2
-    except (psengine.ConfigurationError, psengine.EnvironmentVariableError) as error:
-        print_error(error)
-        return 2
-    except TrainingError as error:
-        print_error(error)
-        wait_for_all_ranks()
-        return 1
-    return 0
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", help="MNIST-like images as IDX files (default: scikit-learn's digits)")
+    add("--strategy", metavar="NAME", help="default: PSENGINE_STRATEGY, else sync")
+    add("--native", action="store_true", help="native DistributedDataParallel in the place of psengine's")
+    add("--epochs", type=int, default=5, metavar="N", help="default: 5")
+    add("--batch-size", type=int, default=32, metavar="N", help="images of each worker's step (default: 32)")
+    add("--learning-rate", type=float, default=0.1, metavar="X", help="default: 0.1")
+    add("--momentum", type=float, default=0.9, metavar="X", help="default: 0.9")
+    add("--checkpoint", type=Path, metavar="PATH", help="write it after each epoch; go on from it if it is there")
+    add("--evaluate", action="store_true", help="only evaluate the checkpoint")
+    add("--seed", type=int, default=0, metavar="N", help="of the first weights and the order of images (default: 0)")
+    options = parser.parse_args()
+    if options.evaluate and options.checkpoint is None:
+        parser.error("--evaluate needs --checkpoint PATH")
+    return options
 
 
-def train(options: argparse.Namespace, context: psengine.Context) -> None:
-    data = on_all_ranks(lambda: load_data(options.data))
-    if context.workers > len(data.train):
-        raise UserError(
-            f"every worker needs a training image (expected at most {len(data.train)} workers, got {context.workers})"
-        )
-    torch.manual_seed(options.seed)
-    network = ImageClassifier(data.classes)
-    if options.pretrained is not None:
-        # Rank 0 alone reads the file: wrapping a network gives all ranks its parameters and buffers.
-        on_all_ranks(lambda: load_pretrained(network, options.pretrained, context.device), only_rank=0)
-    if options.checkpoint is not None:
-        on_all_ranks(lambda: check_writable(options.checkpoint) if context.is_main_process else None)
-
-    # The last samples of some ranks are repeated ones, so that all ranks have equally many.
-    sampler = DistributedSampler(data.train, context.workers, context.worker, seed=options.seed)
-    batches = BatchSampler(sampler, options.batch_size, drop_last=False)
-    loader = DataLoader(data.train, sampler=batches, batch_size=None)  # fetches a batch at once
-    steps_per_epoch = math.ceil(len(loader) / options.accumulate)
-    last_step = min(options.epochs * steps_per_epoch, options.max_steps or math.inf)
-
-    replicas = [on_all_ranks(lambda: make_replica(copy.deepcopy(network), options, context, last_step))]
-    if options.compare:
-        strategy = replicas[0].model.strategy.name
-        if strategy not in TOLERANCES:
-            raise UserError(
-                f"--compare: native DistributedDataParallel takes the same steps as some strategies only (expected"
-                f" {' or '.join(TOLERANCES)}, got {strategy})"
-            )
-        tolerance = TOLERANCES[strategy]
-        replicas.append(make_native_replica(copy.deepcopy(network), options, context, last_step))
-    if context.is_main_process:
-        print(
-            f"{len(data.train)} training and {len(data.test)} test images of {data.classes} classes;"
-            f" world size {context.world_size}, on {context.device}",
-            flush=True,
-        )
-
-    step = 0
-    for epoch in range(1, options.epochs + 1):
-        sampler.set_epoch(epoch)  # another order in each epoch
-        losses = EpochLosses(context, epoch, min(steps_per_epoch, last_step - step), options.report_every)
-        for micro_batches in in_groups(loader, options.accumulate):
-            loss, *_ = [train_step(replica, micro_batches, context.device) for replica in replicas]
-            losses.add(loss, sample_count(micro_batches))
-            step += 1
-            if step == last_step:
-                break
-        mean_loss = losses.finish()
-
-        network.load_state_dict(replicas[0].model.module.state_dict())
-        correct, count = evaluate_together(network.to(context.device), data.test, context)
-        if options.checkpoint is not None:
-            on_all_ranks(lambda: save(network, options.checkpoint) if context.is_main_process else None)
-        differences = [largest_differences(replicas[0].model, native.model) for native in replicas[1:]]
-        if context.is_main_process:
-            results = [f"epoch {epoch}/{options.epochs}", f"step {step}", f"loss {mean_loss:.4f}"]
-            results += [describe_accuracy(correct, count), *map(describe_differences, differences)]
-            print(*results, sep="  ", flush=True)
-        for difference in differences:
-            if any(not value <= tolerance for value in difference.values()):
-                expected = f"at most {tolerance:g}" if tolerance else "no difference"
-                raise TrainingError(
-                    f"psengine and native DistributedDataParallel differ after epoch {epoch}, step {step} (expected"
-                    f" {expected}, got {describe_differences(difference)})"
-                )
-        if step == last_step:
-            break
-    if options.compare and context.is_main_process:
-        how = f"within {tolerance:g}" if tolerance else "to the last bit"
-        print(f"psengine and native DistributedDataParallel are equal {how} after {step} steps")
+def main() -> None:
+    options = parse_options()
+    with psengine.init() as context:
+        train_data, test_data = load_images(options.data)
+        torch.manual_seed(options.seed)
+        network = make_network(classes=int(train_data.tensors[1].max()) + 1).to(context.device)
+        first_epoch, optimizer_state = 0, None
+        if options.checkpoint is not None and options.checkpoint.exists():
+            saved = torch.load(options.checkpoint, map_location="cpu", weights_only=True)
+            network.load_state_dict(saved["network"])
+            first_epoch, optimizer_state = saved["epoch"], saved["optimizer"]
+        if options.evaluate:
+            psengine.print(f"accuracy {evaluate(network, test_data, context):.2%} after epoch {first_epoch}")
+            return
+        model, optimizer = wrap(network, options)
+        if optimizer_state is not None:
+            optimizer.load_state_dict(optimizer_state)
+        sampler = DistributedSampler(train_data, context.workers, context.worker, seed=options.seed)
+        loader = DataLoader(train_data, options.batch_size, sampler=sampler)
+        psengine.print(f"{len(train_data)} training and {len(test_data)} test images; {context.workers} workers")
+        for epoch in range(first_epoch + 1, options.epochs + 1):
+            sampler.set_epoch(epoch)  # another order in each epoch
+            loss = train(model, optimizer, loader, context)
+            psengine.stop_if_not_finite(loss)
+            accuracy = evaluate(model.module, test_data, context)
+            psengine.print(f"epoch {epoch}/{options.epochs}  loss {loss:.4f}  accuracy {accuracy:.2%}")
+            if options.checkpoint is not None:
+                save(options.checkpoint, network, optimizer, epoch)
 
 
-def train_step(replica: Replica, micro_batches: list[Batch], device: torch.device) -> torch.Tensor:
-    """Make one optimizer step; return this rank's mean loss over the samples of all micro-batches."""
-    replica.optimizer.zero_grad()
-    step_loss = torch.zeros((), device=device)
-    for position, (images, labels) in enumerate(micro_batches, start=1):
-        # Only the last micro-batch exchanges gradients; the forward belongs inside no_sync() too.
-        with nullcontext() if position == len(micro_batches) else replica.model.no_sync():
-            outputs = replica.model(images.to(device))
-            loss = F.cross_entropy(outputs, labels.to(device), reduction="sum") / sample_count(micro_batches)
-            loss.backward()
-        step_loss += loss.detach()
-    replica.optimizer.step()
-    if isinstance(replica.model, psengine.DistributedDataParallel):
-        replica.model.report(loss=step_loss, samples=sample_count(micro_batches))  # for the servers' dashboard
-    if replica.scheduler is not None:
-        replica.scheduler.step()
-    return step_loss
-
-
-def in_groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """Yield lists of ``size`` batches; the last may be shorter."""
-    group = []
-    for batch in batches:
-        group.append(batch)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def sample_count(micro_batches: Iterable[Batch]) -> int:
-    return sum(len(labels) for _, labels in micro_batches)
-
-
-@dataclass
-class Replica:
-    """One copy of the network on this rank, and what trains it."""
-
-    model: nn.parallel.DistributedDataParallel  # psengine's is one too
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
-
-
-def make_replica(network: nn.Module, options: argparse.Namespace, context: psengine.Context, last_step: int) -> Replica:
-    network = network.to(context.device)
-    if options.sync_batchnorm:
-        network = psengine.convert_sync_batchnorm(network)
+def wrap(
+    network: nn.Module, options: argparse.Namespace
+) -> tuple[nn.parallel.DistributedDataParallel, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(network.parameters(), lr=options.learning_rate, momentum=options.momentum)
+    if options.native:
+        return nn.parallel.DistributedDataParallel(network), optimizer
     model = psengine.DistributedDataParallel(network, strategy=options.strategy)
-    optimizer = psengine.DistributedOptimizer(make_optimizer(model, options), model)
-    return Replica(model, optimizer, make_scheduler(optimizer, options, last_step))
+    return model, psengine.DistributedOptimizer(optimizer, model)
 
 
-def make_native_replica(
-    network: nn.Module, options: argparse.Namespace, context: psengine.Context, last_step: int
-) -> Replica:
-    """What ``make_replica`` does, in plain PyTorch."""
-    network = network.to(context.device)
-    if options.sync_batchnorm:
-        if context.device.type == "cpu":
-            raise UserError(
-                "--compare --sync-batchnorm needs GPUs: PyTorch's own SyncBatchNorm does not run on the CPU"
-            )
-        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-    torch.backends.cudnn.deterministic = True  # else the same convolution may differ from itself
-    model = nn.parallel.DistributedDataParallel(network)
-    optimizer = make_optimizer(model, options)
-    return Replica(model, optimizer, make_scheduler(optimizer, options, last_step))
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, context: psengine.Context) -> float:
+    """One epoch; return the mean loss over all samples of the ranks of this group."""
+    model.train()
+    total = torch.zeros((), dtype=torch.float64, device=context.device)
+    count = 0
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images.to(context.device)), labels.to(context.device))
+        loss.backward()
+        optimizer.step()
+        total += loss.detach() * len(labels)
+        count += len(labels)
+    return float(psengine.mean(total.item() / count, weight=count))
 
 
-def make_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
-    if options.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    return torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=options.momentum)
-
-
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, options: argparse.Namespace, last_step: int
-) -> torch.optim.lr_scheduler.LRScheduler | None:
-    if options.scheduler == "cosine":
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=last_step)
-    return None
-
-
-def evaluate_together(network: nn.Module, dataset: TensorDataset, context: psengine.Context) -> tuple[int, int]:
-    """Give all ranks rank 0's ``network``; return how many images of ``dataset`` it labels correctly, and how many are.
-
-    Ranks' running statistics differ (in asynchronous strategies, weights too) and rank 0's are what is saved. Each rank
-    takes every world_size-th image: a DistributedSampler would count some twice.
-    """
+@torch.no_grad()
+def evaluate(network: nn.Module, data: TensorDataset, context: psengine.Context) -> float:
+    """The accuracy of rank 0's network; every image counts once. Ranks' running statistics, or weights, may differ."""
+    network = copy.deepcopy(network).eval()
     for tensor in network.state_dict().values():
         dist.broadcast(tensor, src=0)
-    images, labels = (tensor[context.rank :: context.world_size] for tensor in dataset.tensors)
-    correct = count_correct(network, images, labels, context.device)
-    totals = psengine.sum({"correct": correct, "count": len(labels)})
-    return totals["correct"], totals["count"]
+    correct = count = 0
+    for images, labels in DataLoader(data, 1000, sampler=psengine.EvaluationSampler(data)):
+        correct += int((network(images.to(context.device)).argmax(1) == labels.to(context.device)).sum())
+        count += len(labels)
+    totals = psengine.sum({"correct": correct, "count": count})
+    return totals["correct"] / totals["count"]
 
 
-def evaluate(options: argparse.Namespace) -> None:
-    """Print the accuracy of a checkpoint, without psengine."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = load_data(options.data)
-    network = ImageClassifier(data.classes)
-    weights = load_weights(options.evaluate, device)
-    check_fit(weights, network.state_dict(), options.evaluate)
-    network.load_state_dict(weights)
-    correct = count_correct(network.to(device), *data.test.tensors, device)
-    psengine.print(describe_accuracy(correct, len(data.test)))
+def save(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
+    """All ranks call it, because servers or other ranks may have parts of the optimizer's state; one writes."""
+    state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    if psengine.is_main_process():
+        temporary = path.with_suffix(".part")
+        torch.save(state, temporary)
+        temporary.replace(path)  # whole or not at all
+    psengine.barrier()
 
 
-@torch.no_grad()
-def count_correct(network: nn.Module, images: torch.Tensor, labels: torch.Tensor, device: torch.device) -> int:
-    network.eval()
-    correct = 0
-    for start in range(0, len(images), EVALUATION_BATCH_SIZE):
-        batch = slice(start, start + EVALUATION_BATCH_SIZE)
-        guesses = network(images[batch].to(device)).argmax(dim=1)
-        correct += int((guesses == labels[batch].to(device)).sum())
-    return correct
+def make_network(classes: int) -> nn.Module:
+    """For images of any size from 8 x 8, as floats of shape (batch, 1, rows, columns)."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((1, 16, 1), (16, 32, 2), (32, 64, 2)):
+        convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
 
 
-def describe_accuracy(correct: int, count: int) -> str:
-    return f"accuracy {correct / count:.2%} ({correct}/{count})"
+def load_images(directory: Path | None) -> tuple[TensorDataset, TensorDataset]:
+    """To train with, and to test with: of the digits a fifth."""
+    if directory is not None:
+        return read_split(directory, "train"), read_split(directory, "t10k")
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images, labels = torch.from_numpy(digits.images).float().unsqueeze(1) / 16, torch.from_numpy(digits.target)
+    is_test = torch.arange(len(labels)) % 5 == 4
+    return TensorDataset(images[~is_test], labels[~is_test]), TensorDataset(images[is_test], labels[is_test])
 
 
-@torch.no_grad()
-def largest_differences(
-    model: psengine.DistributedDataParallel, other: nn.parallel.DistributedDataParallel
-) -> dict[str, float]:
-    """Return the largest absolute difference over all ranks, of parameters and of buffers."""
-    ours = []
-    for tensors, others in ((model.parameters(), other.parameters()), (model.buffers(), other.buffers())):
-        pairs = zip(tensors, others, strict=True)
-        ours.append(max((a.double() - b.double()).abs().max() for a, b in pairs))
-    everyones = torch.stack(list(psengine.gather(torch.stack(ours))))
-    parameters, buffers = everyones.amax(dim=0).tolist()
-    if model.strategy.capabilities.carries_buffers:
-        # All ranks have rank 0's already, which native DDP will give them before the next forward.
-        buffers = everyones[0, 1].item()
-    return {"parameters": parameters, "buffers": buffers}
+def read_split(directory: Path, split: str) -> TensorDataset:
+    images = read_idx(directory / f"{split}-images-idx3-ubyte.gz").float().unsqueeze(1) / 255
+    return TensorDataset(images, read_idx(directory / f"{split}-labels-idx1-ubyte.gz").long())
 
 
-def describe_differences(differences: dict[str, float]) -> str:
-    return "largest difference: " + ", ".join(f"{name} {value:g}" for name, value in differences.items())
+def read_idx(path: Path) -> torch.Tensor:
+    """The unsigned bytes of an IDX file: zero, zero, type 8, number of dimensions, the dimensions, the values."""
+    with gzip.open(path) as file:
+        dimensions = file.read(4)[3]
+        shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
+        return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).reshape(shape)
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    psengine.shutdown()
-    sys.exit(exit_code)
+    main()

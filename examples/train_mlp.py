@@ -15,92 +15,89 @@ docs/recipes/several_hosts.md has the results.
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
-import sys
 import time
 from pathlib import Path
 
 import torch
-from image_accuracy import evaluate
-from image_data import load_data
-from image_network import ImagePerceptron
-from image_options import OptionParser, positive_float, positive_int, seed
-from rank_errors import UserError, on_all_ranks, run_to_the_end
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import psengine
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package
 
 
-def main() -> int:
-    return run_to_the_end(train)
+def load_images(directory: Path | None) -> tuple[TensorDataset, TensorDataset]:
+    """Flat images and labels, to train with and to test with."""
+    if directory is None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images, labels = torch.from_numpy(digits.images).float().flatten(1) / 16, torch.from_numpy(digits.target)
+        return TensorDataset(images[:1437], labels[:1437]), TensorDataset(images[1437:], labels[1437:])
+
+    def read(name: str, header_bytes: int) -> torch.Tensor:
+        content = gzip.decompress((directory / name).read_bytes())
+        return torch.frombuffer(bytearray(content[header_bytes:]), dtype=torch.uint8)
+
+    splits = []
+    for split in ("train", "t10k"):
+        labels = read(f"{split}-labels-idx1-ubyte.gz", 8).long()
+        images = read(f"{split}-images-idx3-ubyte.gz", 16).view(len(labels), -1).float() / 255
+        splits.append(TensorDataset(images, labels))
+    return splits[0], splits[1]
 
 
-def parse_options() -> argparse.Namespace:
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--native", action="store_true", help="wrap by torch.nn.parallel.DistributedDataParallel")
-    add(
-        "--data", type=Path, metavar="DIR", help=f"MNIST-like images as IDX files (default: {FASHION_MNIST}, or digits)"
-    )
-    add("--batch-size", type=positive_int, default=64, metavar="N", help="images of each rank's step (default: 64)")
-    add("--epochs", type=positive_int, default=5, metavar="N", help="default: 5")
-    add("--learning-rate", type=positive_float, default=0.01, metavar="X", help="default: 0.01")
-    add("--seed", type=seed, default=0, metavar="N", help="of the first weights and the order of images (default: 0)")
+    add("--data", type=Path, metavar="DIR", help=f"MNIST-like images, gzipped IDX files (default: {FASHION_MNIST})")
+    add("--batch-size", type=int, default=64, metavar="N", help="images of each rank's step (default: 64)")
+    add("--epochs", type=int, default=5, metavar="N", help="default: 5")
+    add("--learning-rate", type=float, default=0.01, metavar="X", help="default: 0.01")
     options = parser.parse_args()
     if options.data is None and FASHION_MNIST.is_dir():
         options.data = FASHION_MNIST
-    return options
+    with psengine.init() as context:
+        train(options, context)
 
 
-def train() -> int:
-    options = parse_options()
-    context = psengine.init()
-    rank, world_size, device = context.rank, context.world_size, context.device
-    print(f"rank {rank} of {world_size} on {context.hostname}", flush=True)
-    data = on_all_ranks(lambda: load_data(options.data))
-    most = len(data.train) // world_size
-    if options.batch_size > most:
-        raise UserError(
-            f"--batch-size: each of {world_size} ranks takes a part of {len(data.train)} images (expected batches of at"
-            f" most {most}, got {options.batch_size})"
-        )
-    if rank == 0:
-        source = options.data or "scikit-learn's digits"
-        rows, columns = data.train.tensors[0].shape[2:]
-        print(f"{len(data.train)} images of {rows}x{columns} from {source}, {data.classes} classes", flush=True)
-    torch.manual_seed(options.seed)
-    network = ImagePerceptron(data.train.tensors[0][0].numel(), data.classes).to(device)
+def train(options: argparse.Namespace, context: psengine.Context) -> None:
+    print(f"rank {context.rank} of {context.world_size} on {context.hostname}", flush=True)
+    train_data, test_data = load_images(options.data)
+    psengine.print(f"{len(train_data)} images from {options.data or 'scikit-learn (digits)'}")
+    torch.manual_seed(0)
+    pixels, classes = train_data.tensors[0].shape[1], int(train_data.tensors[1].max()) + 1
+    network = nn.Sequential(nn.Linear(pixels, 256), nn.ReLU(), nn.Linear(256, classes)).to(context.device)
     wrap = nn.parallel.DistributedDataParallel if options.native else psengine.DistributedDataParallel
     model = wrap(network)
-    sampler = DistributedSampler(data.train, world_size, rank, seed=options.seed)
+    sampler = DistributedSampler(train_data, context.world_size, context.rank)
     batches = BatchSampler(sampler, options.batch_size, drop_last=False)
-    loader = DataLoader(data.train, sampler=batches, batch_size=None)
+    loader = DataLoader(train_data, sampler=batches, batch_size=None)  # fetches a batch at once
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate)
-    for epoch in range(options.epochs):
+    for epoch in range(1, options.epochs + 1):
         sampler.set_epoch(epoch)
-        loss_sum, started_s = torch.zeros((), dtype=torch.float64, device=device), time.monotonic()
+        total, started_s = torch.zeros((), dtype=torch.float64, device=context.device), time.monotonic()
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+            loss = F.cross_entropy(model(images.to(context.device)), labels.to(context.device))
             loss.backward()
             optimizer.step()
-            loss_sum += loss.detach() * len(labels)
-        mean_loss = float(psengine.mean(loss_sum / len(sampler)))
+            total += loss.detach() * len(labels)
+        mean_loss = float(psengine.mean(total / len(sampler)))
         seconds = time.monotonic() - started_s
-        accuracy = evaluate(network, data, context)
-        if rank == 0:
-            print(f"epoch {epoch + 1}: loss {mean_loss:.4f}, accuracy {accuracy:.2%}, {seconds:.1f} s", flush=True)
-    if rank == 0:
-        weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in network.state_dict().values())
-        print(f"weights: sha256 {hashlib.sha256(weights).hexdigest()[:16]}")
-    return 0
+        with torch.no_grad():
+            images, labels = (tensor[context.rank :: context.world_size] for tensor in test_data.tensors)
+            correct = int((network(images.to(context.device)).argmax(1) == labels.to(context.device)).sum())
+        accuracy = psengine.sum(correct) / len(test_data)
+        psengine.print(f"epoch {epoch}: loss {mean_loss:.4f}, accuracy {accuracy:.2%}, {seconds:.1f} s")
+    weights = b"".join(tensor.cpu().numpy().tobytes() for tensor in network.state_dict().values())
+    psengine.print(f"weights: sha256 {hashlib.sha256(weights).hexdigest()[:16]}")
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    psengine.shutdown()
-    sys.exit(exit_code)
+    main()

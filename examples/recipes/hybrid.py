@@ -10,10 +10,10 @@ Ranks 0 and 1 hold the two halves of one replica's hidden units, ranks 2 and 3 t
      ▼
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
-from native_world import in_native_world
-from small_problem import is_native, make_dataset, make_network
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -36,17 +36,17 @@ class SumOverGroup(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """One rank's part of ``make_network()``: some of its hidden units, and the weights into and out of them."""
+    """One rank's part of a network of two layers: some hidden units, and the weights into and out of them."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
+        torch.manual_seed(0)
+        enter, leave = nn.Linear(8, 32), nn.Linear(32, 1)
         self.group = mesh.get_group("model")
         part, parts = mesh.get_local_rank("model"), mesh["model"].size()
-        enter, _, leave = make_network()
-        self.weight_in = nn.Parameter(enter.weight.detach().chunk(parts, dim=0)[part].clone())
+        self.weight_in = nn.Parameter(enter.weight.detach().chunk(parts)[part].clone())
         self.bias_in = nn.Parameter(enter.bias.detach().chunk(parts)[part].clone())
-        columns = leave.weight.detach().chunk(parts, dim=1)[part]
-        self.weight_out = nn.Parameter(columns.clone(memory_format=torch.contiguous_format))
+        self.weight_out = nn.Parameter(leave.weight.detach().chunk(parts, dim=1)[part].contiguous())
         self.bias_out = nn.Parameter(leave.bias.detach().clone())  # each part has it, with the same gradient
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -54,42 +54,26 @@ class Stage(nn.Module):
         return SumOverGroup.apply(nn.functional.linear(hidden, self.weight_out), self.group) + self.bias_out
 
 
-def train() -> dict[str, list]:
+def main(arguments: list[str] | None = None) -> dict[str, list]:
     context = psengine.init()
-    mesh = make_mesh(context.device, context.world_size)
-    # All parts of replica 0 start alike on every run; wrapping makes replica 1's the same.
-    model = psengine.DistributedDataParallel(Stage(mesh).to(context.device), device_mesh=mesh["data"])
-    return take_steps(model, mesh, context.device)
-
-
-@in_native_world
-def train_native(device: torch.device) -> dict[str, list]:
-    mesh = make_mesh(device, dist.get_world_size())
-    return take_steps(DistributedDataParallel(Stage(mesh).to(device), device_mesh=mesh["data"]), mesh, device)
-
-
-def make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    if world_size % 2:
-        raise SystemExit(f"each replica takes two ranks (expected an even number of them, got {world_size})")
-    return init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("data", "model"))
-
-
-def take_steps(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> dict[str, list]:
+    if context.world_size % 2:
+        raise SystemExit(f"each replica takes two ranks (expected an even number of them, got {context.world_size})")
+    shape = (context.world_size // 2, 2)
+    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=("data", "model"))
+    wrap = DistributedDataParallel if "--native" in (arguments or ()) else psengine.DistributedDataParallel
+    model = wrap(Stage(mesh).to(context.device), device_mesh=mesh["data"])
     replica, replicas = mesh.get_local_rank("data"), mesh["data"].size()
     # By the replica, not by the rank: both parts of one must see the same samples.
-    inputs, targets = (tensor[:200][replica::replicas].to(device) for tensor in make_dataset().tensors)
+    inputs = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))[replica::replicas].to(context.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(5):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
+        nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).backward()
         optimizer.step()
     print(f"replica {replica}, part {mesh.get_local_rank('model')}: 5 steps")
     return {name: parameter.tolist() for name, parameter in model.module.named_parameters()}
 
 
-def main(arguments: list[str] | None = None) -> dict[str, list]:
-    return train_native() if is_native(__doc__, arguments) else train()
-
-
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
+    psengine.shutdown()

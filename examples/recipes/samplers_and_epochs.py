@@ -3,34 +3,26 @@
 torchrun --nproc-per-node=2 examples/recipes/samplers_and_epochs.py [--native]
 """
 
+import sys
+
 import torch
-import torch.distributed as dist
-from native_world import in_native_world
-from small_problem import is_native, make_dataset, make_network, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import psengine
 
 BATCH_SIZE = 16
 
 
-def train() -> list[float]:
+def main(arguments: list[str] | None = None) -> list[list[float]]:
     context = psengine.init()
-    model = psengine.DistributedDataParallel(make_network().to(context.device))
-    return take_epochs(model, context.rank, context.world_size, context.device)
-
-
-@in_native_world
-def train_native(device: torch.device) -> list[float]:
-    model = DistributedDataParallel(make_network().to(device))
-    return take_epochs(model, dist.get_rank(), dist.get_world_size(), device)
-
-
-def take_epochs(model: nn.Module, rank: int, world_size: int, device: torch.device) -> list[float]:
-    dataset = make_dataset()
-    sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=7)
+    inputs = torch.randn(203, 8, generator=torch.Generator().manual_seed(0))
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    torch.manual_seed(0)
+    wrap = DistributedDataParallel if "--native" in (arguments or ()) else psengine.DistributedDataParallel
+    model = wrap(nn.Linear(8, 1).to(context.device))
+    sampler = DistributedSampler(dataset, context.workers, context.worker, shuffle=True, seed=7)
     batches = BatchSampler(sampler, BATCH_SIZE, drop_last=False)
     # The sampler yields lists, so that the dataset is asked for a whole batch at once; batch_size=None keeps it.
     loader = DataLoader(dataset, sampler=batches, batch_size=None)
@@ -39,18 +31,15 @@ def take_epochs(model: nn.Module, rank: int, world_size: int, device: torch.devi
     for epoch in range(2):
         sampler.set_epoch(epoch)  # left out, every epoch has the order of epoch 0
         first_batches.append(next(iter(batches)))
-        for inputs, targets in loader:
+        for x, y in loader:
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs.to(device)), targets.to(device)).backward()
+            nn.functional.mse_loss(model(x.to(context.device)), y.to(context.device)).backward()
             optimizer.step()
     assert first_batches[0] != first_batches[1]
-    print(f"rank {rank}: {len(loader)} batches an epoch; they begin with samples {[b[0] for b in first_batches]}")
-    return values_of(model)
-
-
-def main(arguments: list[str] | None = None) -> list[float]:
-    return train_native() if is_native(__doc__, arguments) else train()
+    print(f"rank {context.rank}: {len(loader)} batches an epoch, first samples {[batch[0] for batch in first_batches]}")
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
+    psengine.shutdown()

@@ -3,10 +3,9 @@
 torchrun --nproc-per-node=2 examples/recipes/unused_parameters.py [--native]
 """
 
+import sys
+
 import torch
-import torch.distributed as dist
-from native_world import in_native_world
-from small_problem import is_native, make_dataset, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,43 +25,29 @@ class Adversaries(nn.Module):
         return self.discriminator(samples if noise is None else self.generator(noise))
 
 
-def train() -> list[float]:
+def main(arguments: list[str] | None = None) -> list[list[float]]:
     context = psengine.init()
+    wrap = DistributedDataParallel if "--native" in (arguments or ()) else psengine.DistributedDataParallel
     network = Adversaries().to(context.device)
-    model = psengine.DistributedDataParallel(network, find_unused_parameters=True)
-    return take_steps(model, context.rank, context.world_size, context.device)
-
-
-@in_native_world
-def train_native(device: torch.device) -> list[float]:
-    model = DistributedDataParallel(Adversaries().to(device), find_unused_parameters=True)
-    return take_steps(model, dist.get_rank(), dist.get_world_size(), device)
-
-
-def take_steps(model: nn.Module, rank: int, world_size: int, device: torch.device) -> list[float]:
-    real = make_dataset().tensors[0][rank::world_size].to(device)
-    torch.manual_seed(rank)
-    optimizers = {
-        part: torch.optim.SGD(getattr(model.module, part).parameters(), lr=0.1)
-        for part in ("generator", "discriminator")
-    }
+    model = wrap(network, find_unused_parameters=True)
+    torch.manual_seed(1 + context.rank)
+    real = torch.randn(32, 8).to(context.device)
+    step_generator = torch.optim.SGD(network.generator.parameters(), lr=0.1).step
+    step_discriminator = torch.optim.SGD(network.discriminator.parameters(), lr=0.1).step
     for _ in range(3):
         model.zero_grad()
         nn.functional.softplus(-model(real)).mean().backward()  # the generator takes no part in this
-        assert all(p.grad is None for p in model.module.generator.parameters())
-        optimizers["discriminator"].step()
+        assert all(p.grad is None for p in network.generator.parameters())
+        step_discriminator()
 
         model.zero_grad()
-        noise = torch.randn(32, 4).to(device)
+        noise = torch.randn(32, 4).to(context.device)
         nn.functional.softplus(-model(real, noise)).mean().backward()
-        optimizers["generator"].step()
-    print(f"rank {rank}: 3 steps of each")
-    return values_of(model)
-
-
-def main(arguments: list[str] | None = None) -> list[float]:
-    return train_native() if is_native(__doc__, arguments) else train()
+        step_generator()
+    print(f"rank {context.rank}: 3 steps of each")
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
+    psengine.shutdown()
