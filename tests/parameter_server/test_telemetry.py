@@ -13,12 +13,11 @@ import pytest
 import torch
 from support.processes import run_ranks
 from support.server_process import running_server
-from support.shard_world import APPLY, Worker, World, spec, team
+from support.shard_world import World, spec, team
 from support.waiting import eventually
 from torch import nn
 
 import psengine
-from psengine.errors import ConfigurationError
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
 from psengine.parameter_server.server.core.surroundings import Clocks
@@ -69,28 +68,6 @@ class TestWhatAWorkerSays:
         telemetry.report(samples=4)
         assert (telemetry.to_body()["loss"], telemetry.to_body()["samples"]) == (said, 7)
 
-    def test_a_loss_is_what_it_was_when_it_was_reported(self):
-        telemetry, running = Telemetry(time.monotonic), torch.zeros(())
-        telemetry.report(loss=running)
-        running += 5
-        assert telemetry.to_body()["loss"] == 0.0
-
-    @pytest.mark.parametrize(
-        ("given", "words"),
-        [
-            ({"loss": torch.ones(2)}, r"one number \(expected .*got shape \(2,\).*Fix: report\(loss=loss.mean\(\)\)"),
-            ({"loss": "0.5"}, "got str"),
-            ({"loss": True}, "got bool"),
-            ({"samples": -1}, "got -1"),
-            ({"samples": 1.5}, "got 1.5"),
-        ],
-    )
-    def test_what_is_no_loss_or_no_number_of_samples(self, given, words):
-        telemetry = Telemetry(time.monotonic)
-        with pytest.raises(ConfigurationError, match=words):
-            telemetry.report(**given)
-        assert telemetry.to_body() == body(0)
-
 
 # ---- what a shard makes of it --------------------------------------------------------------------------------------
 
@@ -111,15 +88,6 @@ class TestRates:
         assert times.step_s == pytest.approx(0.1)
         assert times.blocked_s == pytest.approx(0.025)
         assert times.apply_s == pytest.approx(0.02)
-
-    def test_a_stalled_worker_slows_down_and_keeps_its_means(self):
-        telemetry = WorkerTelemetry()
-        for second in range(1, 20):
-            telemetry.hear(body(second, second - 1.0), second)
-        for second in range(20, 120):
-            telemetry.hear(body(19, 18.0), second)
-        assert telemetry.times.steps_per_s < 0.05
-        assert telemetry.times.step_s == 1.0
 
 
 class TestLosses:
@@ -161,16 +129,6 @@ class TestAtTheShard:
         assert self.status(world, 1).telemetry.steps is None
         assert first.take(MessageType.ERROR) == []
 
-    def test_the_time_an_average_takes_is_everybodys(self):
-        world = World()
-        workers = team(world, 2, [spec(0, 4)])
-        clock = iter(range(1000))
-        job = next(iter(world.shard.jobs.by_number.values()))
-        world.measure_s = lambda: float(next(clock))
-        for worker in workers:
-            worker.push(0, 1, torch.ones(4))
-        assert [job.membership.members[rank].telemetry.apply_s for rank in (0, 1)] == [2.0, 1.0]
-
 
 # ---- events --------------------------------------------------------------------------------------------------------
 
@@ -196,38 +154,6 @@ class TestEvents:
             (1, "evicted", "h", 0),
         ]
 
-    def test_a_replaced_process_was_fenced(self):
-        world = World()
-        first, _ = team(world, 2, [spec(0, 4)], rule=APPLY)
-        successor = Worker(world, 1, rule=APPLY, world_size=2)
-        assert successor.claim(first) == "ready"
-        assert told(world)[2:] == [("fenced", 1), ("joined", 1)]
-        assert world.shard.status(world.now_s).jobs["demo"].departed[0].reason == "fenced"
-
-    def test_a_joiner_is_announced_once_it_takes_part(self):
-        world = World()
-        first, _ = team(world, 2, [spec(0, 4)])
-        for worker in (first, _):
-            worker.push(0, 1, torch.ones(4))
-        late = Worker(world, 2, world_size=2)
-        assert late.hello() == "join"
-        late.send(MessageType.JOIN)
-        assert len(told(world)) == 2
-        (wanted,) = first.take(MessageType.STATE_WANTED) + _.take(MessageType.STATE_WANTED)
-        first.send(MessageType.ADMIT, body=dict(wanted.body))
-        assert told(world)[2:] == [("joined", 2)]
-
-    def test_what_is_refused_is_told_and_not_a_hundred_times(self):
-        world = World()
-        specs = [spec(key, 4) for key in range(50)]
-        (worker,) = team(world, 1, specs, rule=APPLY)
-        for one in specs:
-            worker.configure(one.key, 4)
-            worker.push(one.key, 1, torch.full((4,), math.nan))
-        kinds = [event for event in world.shard.events.events() if event.kind == "refused"]
-        assert [(e.worker, e.job) for e in kinds] == [(0, "demo")]
-        assert "its gradient of chunk 0 (p0) was refused (non_finite)" in kinds[0].text
-
     def test_the_log_is_bounded_and_counts_what_it_leaves_out(self):
         now_s = [0.0]
         log = EventLog(Clocks(wall_s=lambda: 1e9 + now_s[0], measure_s=lambda: now_s[0]))
@@ -249,24 +175,6 @@ class TestEvents:
             log.note("joined", "in", worker=rank)
         assert len(log.events()) == MAX_EVENTS
         assert log.events()[-1].worker == MAX_EVENTS + 49
-
-
-def test_snapshots_and_a_restart_are_told(tmp_path):
-    def kinds(server):
-        return [event["kind"] for event in server.status()["events"]]
-
-    with running_server(snapshot_dir=tmp_path, snapshot_interval_s=0.0) as server:
-        with psengine.connect(server.addresses[0], timeout_s=20.0) as client:
-            tensors = {"w": torch.zeros(3, requires_grad=True)}
-            client.register(tensors, optimizer=torch.optim.SGD(tensors.values(), lr=0.1))
-            for _ in range(2):
-                client.pull()  # a change: what is durable already is not written again
-                client.snapshot()
-        eventually(lambda: "snapshot" in kinds(server), "the snapshot is told")
-        assert kinds(server)[:2] == ["started", "joined"]
-    with running_server(snapshot_dir=tmp_path) as server:
-        assert kinds(server) == ["restored", "started"]
-        assert "generation 2" in server.status()["events"][0]["text"]
 
 
 # ---- everything together: two ranks, two shards, real sockets --------------------------------------------------------

@@ -19,7 +19,6 @@ from support.worker_sessions import entered
 from psengine.errors import (
     AuthenticationError,
     ConfigurationError,
-    FencedError,
     ReplicaMismatchError,
     ServerError,
     ServerLostError,
@@ -111,29 +110,6 @@ def test_two_workers_average(server, job):
             assert a.sequence(0) == b.sequence(0) == a.version(0) == step
 
 
-def test_two_workers_average_by_weight(server, job):
-    generator = torch.Generator().manual_seed(3)
-    with pair(server, job) as workers, ThreadPoolExecutor(2) as pool:
-
-        def push(session, gradient, weight):
-            out = torch.empty(NUMEL)
-            result = session.push(0, gradient, [out], weight=weight).wait()
-            return out, result.contributors
-
-        for weights in ((32, 7), (0.25, 1e6), (5, 5)):
-            grads = [torch.randn(NUMEL, generator=generator) for _ in workers]
-            (first, _), (second, contributors) = pool.map(push, workers, grads, weights)
-            expected = sum(w * g.double().numpy() for w, g in zip(weights, grads, strict=True)) / sum(weights)
-            assert torch.equal(first, second)
-            assert torch.allclose(first.double(), torch.from_numpy(expected), rtol=1e-6, atol=1e-7)
-            assert contributors == 2
-        grads = [None, torch.ones(NUMEL)]
-        (first, _), (second, contributors) = pool.map(push, workers, grads, (0, 3))
-        assert contributors == 1
-        assert torch.equal(first, grads[1])
-        assert torch.equal(second, grads[1])
-
-
 def test_a_worker_without_a_weight_among_weighted_ones_is_told(server, job):
     with pair(server, job) as (a, b), ThreadPoolExecutor(1) as pool:
         first = pool.submit(exchange, a, 1)  # the first exchange waits for everybody who was announced
@@ -147,21 +123,6 @@ def test_a_worker_without_a_weight_among_weighted_ones_is_told(server, job):
             exchange(b, 1)
         b.close()
         assert held.wait().contributors == 1
-
-
-def test_the_second_worker_waits_for_the_first_ones_values(server, job):
-    with ThreadPoolExecutor(1) as pool, worker(server.addresses, job, 0) as first:
-        second = worker(server.addresses, job, 1)
-        begun = pool.submit(start, second)
-        time.sleep(0.4)
-        assert not begun.done()
-        first.enter(layout(), lambda spec: torch.arange(spec.numel, dtype=torch.float32))
-        assert begun.result(10) == "ready"
-        out = torch.empty(NUMEL)
-        second.pull(0, [out[:100], out[100:]]).wait()
-        assert torch.equal(out, torch.arange(NUMEL, dtype=torch.float32))
-        assert set(second.members) == {0, 1}
-        second.close()
 
 
 def test_chunks_spread_over_the_shards_of_two_servers(job):
@@ -191,18 +152,6 @@ def test_chunks_spread_over_the_shards_of_two_servers(job):
                 reader.layout()
         with pytest.raises(ConfigurationError, match="same process"):
             worker([one.addresses[0], one.addresses[1]], job + "3").start()
-
-
-def test_pushes_of_one_chunk_queue_and_keep_their_order(server, job):
-    with worker(server.addresses, job, rule=APPLY) as session:
-        session.enter(layout(), zeros)
-        session.configure(0, SGD).wait()
-        outs = [torch.empty(NUMEL) for _ in range(20)]
-        pushes = [session.push(0, torch.ones(NUMEL), [out]) for out in outs]
-        wait_all(pushes)
-        for step, out in enumerate(outs, start=1):
-            assert torch.equal(out, torch.full((NUMEL,), -0.5 * step))
-        assert [push.wait().version for push in pushes] == list(range(1, 21))
 
 
 def test_abstaining_and_the_usage_of_a_blob(server, job):
@@ -290,10 +239,6 @@ def test_a_worker_that_never_comes_is_named(server, job, monkeypatch):
             exchange(session, 1)
 
 
-def await_eviction(server, job):
-    eventually(lambda: ("evicted", job) in [(event["kind"], event["job"]) for event in server.status()["events"]])
-
-
 def test_an_applying_server_that_lost_its_weights_is_an_error():
     with running_server() as server, worker(server.addresses, "j", rule=APPLY) as session:
         session.enter(layout(), zeros)
@@ -321,96 +266,6 @@ def test_an_applying_server_goes_on_from_its_snapshot(tmp_path):
             push.wait()
             assert bool((out == -1).all())
             assert bool((exchange(session, 1)[0] == -1.5).all())
-
-
-def silence(session):
-    """No more heartbeats: the lease runs out."""
-    session._membership.heartbeat_s = 1e9
-    session._membership.next_heartbeat_s = float("inf")
-
-
-def test_a_fenced_applying_worker_goes_on_by_itself(server, job):
-    with worker(server.addresses, job, rule=APPLY) as session:
-        session.enter(layout(), zeros)
-        session.configure(0, SGD).wait()
-        exchange(session, 1)
-        silence(session)
-        await_eviction(server, job)
-        out, result = exchange(session, 1)
-        assert result.version == 2
-        assert bool((out == -1).all())
-
-
-def donate(session, stop):
-    """A live worker: exchanges, and hands its state to whoever joins."""
-
-    def deposit():
-        session.store(0, torch.full((NUMEL,), 7.0), version=session.sequence(0)).wait()
-        session.store(0, torch.tensor([1, 2], dtype=torch.uint8), blob="worker_state", pieces=1).wait()
-
-    while not stop.is_set():
-        session.serve_joiner(deposit)
-        exchange(session, 1)
-        time.sleep(0.01)
-
-
-def test_a_joiner_asks_again_where_a_donor_failed(server, job, monkeypatch):
-    class StoreFailedError(Exception):
-        pass
-
-    def fail_once(*args, **options):
-        monkeypatch.undo()
-        raise StoreFailedError
-
-    def join():
-        with connect(server.addresses, job=job, timeout_s=20) as late:
-            values = {"a": torch.zeros(4)}
-            entered = late.register(values)
-            late.push(values).wait()
-            return entered, values["a"].tolist()
-
-    tensors, failures = {"a": torch.full((4,), 7.0)}, 0
-    with connect(server.addresses, job=job, timeout_s=20) as client, ThreadPoolExecutor(1) as pool:
-        client.register(tensors)
-        client.push(tensors).wait()
-        monkeypatch.setattr(WorkerSession, "store", fail_once)
-        joining = pool.submit(join)
-        deadline = time.monotonic() + 10
-        while not joining.done() and time.monotonic() < deadline:
-            try:
-                client.push(tensors).wait()
-            except StoreFailedError:
-                failures += 1
-            time.sleep(0.01)
-        assert joining.done(), "the joiner was not heard again"
-        assert (failures, joining.result()) == (1, ("joined", [7.0] * 4))
-
-
-def test_a_fenced_averaging_worker_rejoins(server, job):
-    stop = threading.Event()
-    with pair(server, job) as (first, second):
-        pool = ThreadPoolExecutor(1)
-        both = pool.submit(exchange, first, 1)
-        exchange(second, 1)
-        both.result(20)
-        donor = pool.submit(donate, first, stop)
-        silence(second)
-        await_eviction(server, job)
-        with pytest.raises(FencedError, match="rejoin"):
-            exchange(second, 1)
-        assert isinstance(second.fenced, FencedError)
-        assert second.rejoin() == "joined"
-        second.set_sequence(0, second.pull(0, [torch.empty(NUMEL)]).wait().version)
-        out, result = exchange(second, 3)
-        assert result.contributors == 2
-        assert bool((out == 2).all())
-        stop.set()
-        leftover = second.push(0, None, [])
-        second.close()
-        with pytest.raises(ServerError):
-            leftover.wait()
-        donor.result(20)
-        pool.shutdown()
 
 
 # ---- leaving -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from psengine.parameter_server.client.operation import Parking
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.stalls import StallWatch
 from psengine.parameter_server.client.worker_session import Request, SessionOptions, WorkerSession, wait_all
-from psengine.protocol.frames import encode, payload_tensor
+from psengine.protocol.frames import encode
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import Message
 
@@ -53,47 +53,6 @@ def push(session, key=0, value=1.0):
     numel = SPECS[key].numel
     out = torch.zeros(numel)
     return session.push(key, torch.full((numel,), float(value)), [out]), out
-
-
-def lose(count, kind):
-    """Drop the first ``count`` messages, then answer."""
-    return lambda peer, route, m: None if peer.seen[kind] <= count else peer.answer(m)
-
-
-def test_a_lost_push_is_sent_again_after_a_probe():
-    with connected() as (peer, session):
-        peer.script[T.PUSH] = lose(1, T.PUSH)
-        pushed, out = push(session)
-        assert pushed.wait().version == 1
-        assert bool((out == 2).all())
-        assert peer.seen[T.PUSH] == 2
-        assert peer.seen[T.PROBE] == 1
-        assert pushed.wait().seconds < 1
-
-
-def test_a_lost_request_is_asked_again_under_its_id():
-    with connected() as (peer, session):
-        peer.script[T.PULL] = lose(2, T.PULL)
-        session.pull(1, [torch.empty(SPECS[1].numel)]).wait()
-        ids = {m.sequence for m in peer.messages if m.type is T.PULL}
-        assert peer.seen[T.PULL] == 3
-        assert len(ids) == 1
-
-
-def test_repeated_and_late_answers_are_ignored():
-    with connected() as (peer, session):
-        peer.script[T.PUSH] = lambda peer, route, m: [
-            peer.reply(m, T.UPDATED, version=7, payload=torch.full((m.numel,), 3.0), sequence=m.sequence + 5),
-            peer.answer(m),
-            peer.answer(m),
-            peer.reply(m, T.UPDATED, version=99, payload=torch.full((m.numel,), 9.0)),
-        ]
-        for step in (1, 2, 3):
-            pushed, out = push(session, value=step)
-            assert pushed.wait().version == step
-            time.sleep(0.05)
-            assert bool((out == 2 * step).all())
-            assert session.version(0) == step
 
 
 @pytest.mark.parametrize(
@@ -186,89 +145,6 @@ def test_no_answer_until_the_deadline_names_everything():
             assert text in str(caught.value)
         with pytest.raises(ServerLostError, match="push 2"):
             second.wait()
-
-
-def test_fenced_says_hello_again_and_probes_under_the_new_incarnation():
-    with connected() as (peer, session):
-
-        def fenced_once(peer, route, message):
-            if message.incarnation == 1:
-                return peer.reply(message, T.ERROR, body={"code": "fenced", "text": "lease ran out"})
-            return peer.answer(message)
-
-        peer.script[T.PUSH] = peer.script[T.PROBE] = fenced_once
-        pushes = [push(session, key)[0] for key in range(len(SPECS))]
-        wait_all(pushes)
-        assert peer.seen[T.HELLO] == 2
-        assert {m.incarnation for m in peer.messages if m.type is T.PROBE} == {2}
-        assert {m.sequence for m in peer.messages if m.type is T.PUSH} == {1}
-
-
-def test_a_new_epoch_says_hello_again():
-    with connected() as (peer, session):
-        push(session)[0].wait()
-        peer.epoch = 2
-        eventually(lambda: peer.seen[T.HELLO] == 2)
-        assert [m for m in peer.messages if m.type is T.HELLO][1].body["members"] == [0]
-        push(session)[0].wait()
-        assert [m.epoch for m in peer.messages if m.type is T.PUSH] == [1, 2]
-
-
-def test_a_restarted_server_gets_the_last_average_of_a_kept_chunk_only():
-    with connected() as (peer, session):
-        peer.script[T.PUSH] = lambda peer, route, m: [peer.answer(m), peer.reply(m, T.RESULT_WANTED)]
-        peer.script[T.RESULT] = lambda *_: None
-        push(session, 0)[0].wait()
-        time.sleep(0.2)
-        session.keep_result(0)
-        out = torch.zeros(64)
-        session.push(0, torch.ones(64), [out[:30], out[30:]]).wait()
-        eventually(lambda: peer.seen[T.RESULT])
-        results = [m for m in peer.messages if m.type is T.RESULT]
-        assert [(m.key, m.sequence) for m in results] == [(0, 2)]
-        assert bool((payload_tensor(results[0]) == 2).all())
-
-
-def test_a_joiner_is_served_once_and_again_only_if_it_was_not_admitted():
-    with connected() as (peer, session):
-        wanted, deposits = {"rank": 3, "incarnation": 8}, []
-        peer.script[T.HEARTBEAT] = lambda peer, route, m: peer.reply(m, T.STATE_WANTED, body=wanted)
-        peer.script[T.ADMIT] = lambda peer, route, m: peer.reply(m, T.ERROR, body={"code": "bad_value", "text": "no"})
-
-        def deposit():
-            beats = peer.seen[T.HEARTBEAT]
-            eventually(lambda: peer.seen[T.HEARTBEAT] >= beats + 2)
-            deposits.append(session._membership.state_requests.take())
-
-        def serve():
-            session.serve_joiner(deposit)
-            return len(deposits)
-
-        with pytest.raises(ServerRefusedError):
-            eventually(serve)
-        del peer.script[T.ADMIT]
-        eventually(lambda: serve() == 2)
-        assert deposits == [None, None]
-        assert [m.body for m in peer.messages if m.type is T.ADMIT] == [wanted, wanted]
-
-
-def test_one_push_per_chunk_is_out_and_credit_bounds_the_rest():
-    most, open_now = [0], set()
-    with connected() as (peer, session):
-        session._membership.links[0].pushes.credit_bytes = 1
-
-        def count(peer, route, message):
-            open_now.add(message.key)
-            most[0] = max(most[0], len(open_now))
-            time.sleep(0.02)
-            open_now.discard(message.key)
-            return peer.answer(message)
-
-        peer.script[T.PUSH] = count
-        wait_all([push(session, key)[0] for _ in range(3) for key in range(len(SPECS))])
-        assert most == [1]
-        sequences = [m.sequence for m in peer.messages if m.type is T.PUSH and m.key == 0]
-        assert sequences == [1, 2, 3]
 
 
 def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):

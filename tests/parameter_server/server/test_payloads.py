@@ -6,7 +6,6 @@ import pytest
 import torch
 from support import trial_codecs
 from support.shard_world import APPLY, AVERAGE, ErrorCode, Worker, World, codes, spec, team, world_of
-from support.top_one_codec import TopOne
 
 from psengine.codecs.base import Codec, CodecState
 from psengine.codecs.cast import Bfloat16, Float16
@@ -119,43 +118,6 @@ def test_a_worker_that_holds_something_else_gets_whole_weights(held):
     worker.updates()
     worker.push(0, 3, gradient, body={} if held is None else {"held": held})
     assert torch.equal(worker.updates()[3], weights_at(worker))
-
-
-def test_what_workers_hold_is_accounted_for():
-    world, worker = stepping("int8")
-    before = world.shard.status(0.0).jobs
-    (job,) = before.values()
-    worker.push(0, 1, encode(Int8(), torch.ones(600)))
-    (after,) = world.shard.status(0.0).jobs.values()
-    assert after.memory_bytes - job.memory_bytes == 2 * 600 * 4
-
-
-def test_gradients_alone_are_encoded():
-    """A codec that does not cover a dtype, buffers, usage maps: values."""
-    kinds = [spec(0, 4, torch.complex64), spec(1, 4, kind=ChunkKind.BUFFER), spec(2, 4, torch.int32, ChunkKind.USAGE)]
-    (worker,) = team(World(), 1, kinds, rule=averaging("int8"))
-    for one in kinds:
-        values = torch.arange(4).to(one.dtype)
-        worker.push(one.key, 1, values)
-        assert torch.equal(worker.updates()[1], values)
-
-
-def test_a_codec_with_a_residual_gets_values_as_answers():
-    workers = team(World(), 2, [spec(0, 4)], rule=averaging("top1"))
-    for worker in workers:
-        worker.push(0, 1, encode(TopOne(), torch.tensor([1.0, 0.0, -5.0, 2.0])))
-    assert [worker.updates()[1].tolist() for worker in workers] == [[0, 0, -5, 0]] * 2
-
-
-def test_weights_are_encoded_and_what_is_pulled_is_not():
-    (worker,) = team(World(), 1, [spec(0, 4)], rule={**APPLY, "compress": "bf16"})
-    worker.configure(0, 4)
-    worker.push(0, 1, encode(Bfloat16(), torch.tensor([1.01, 2.02, 3.03, 4.04])))
-    weights = worker.updates()[1]
-    pulled = worker.pull(0)
-    assert weights.dtype is torch.bfloat16
-    assert pulled.dtype is torch.float32
-    assert torch.equal(torch.frombuffer(bytearray(pulled.payload), dtype=torch.float32).bfloat16(), weights)
 
 
 @pytest.mark.parametrize(
@@ -271,33 +233,6 @@ def test_an_average_that_is_not_finite_leaves_the_servers_residual_as_it_was(cod
             assert not decode(codec, answer, 600).isfinite().all()
         else:
             assert torch.equal(answer, encode(codec, decode(codec, payload, 600), state))
-
-
-def test_who_is_late_is_told_so_again():
-    first, second, third = team(World(), 3, [spec(0, 4)], rule=averaging("bf16", quorum=2))
-    payload = encode(Bfloat16(), torch.ones(4))
-    for worker in (first, second, third):
-        worker.push(0, 1, payload)
-    bodies = [worker.take(MessageType.UPDATED)[0].body for worker in (first, second, third)]
-    assert bodies == [{"contributors": 2}, {"contributors": 2}, {"contributors": 2, "late": True}]
-    assert third.repeat(0, 1)[0].body == {"contributors": 2, "late": True}
-    assert first.repeat(0, 1)[0].body == {"contributors": 2}
-
-
-def test_an_average_that_a_worker_returns_after_a_restart_travels_as_it_was():
-    """Decoded and encoded again it might be another payload, and the replicas would differ."""
-    world, codec = World(), Int8()
-    workers = team(world, 2, [spec(0, 5)], rule=averaging("int8"))
-    for worker in workers:
-        worker.push(0, 1, encode(codec, torch.randn(5, generator=torch.Generator().manual_seed(worker.rank))))
-    told = workers[0].updates()[1]
-    world.restart(workers, [spec(0, 5)])
-    payload = encode(codec, torch.ones(5))
-    workers[0].push(0, 2, payload)
-    workers[1].push(0, 1, payload)
-    (wanted,) = workers[0].take(MessageType.RESULT_WANTED)
-    workers[0].send(MessageType.RESULT, key=0, sequence=wanted.sequence, payload=told, body={"contributors": 2})
-    assert torch.equal(workers[1].updates()[1], told)
 
 
 def test_a_snapshot_keeps_the_codec():
