@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from psengine.verify import Comparison, Difference
+    from psengine.verify import Comparison, Difference, Settings
 
 EXIT_DIFFERENT, EXIT_FAILED = 1, 3
 MAX_ROWS = 24
@@ -93,10 +93,10 @@ def verify(
 
 def print_report(found: Comparison, elapsed_s: float) -> None:
     """The report for people."""
-    console = Console(highlight=False)
-    ranks = "1 rank" if found.world_size == 1 else f"{found.world_size} ranks"
-    trained = f"{ranks}, {found.steps} steps, seed {found.seed}"
-    _say(console, f"{found.target}: {found.strategy} against {found.against}, {trained}")
+    console, settings = Console(highlight=False), found.settings
+    ranks = "1 rank" if settings.world_size == 1 else f"{settings.world_size} ranks"
+    trained = f"{ranks}, {settings.steps} steps, seed {settings.seed}"
+    _say(console, f"{found.target}: {settings.strategy} against {settings.against}, {trained}")
     titles: dict[Difference, list[str]] = {}
     for title, difference in (
         ("first difference", found.first),
@@ -107,7 +107,7 @@ def print_report(found: Comparison, elapsed_s: float) -> None:
             titles.setdefault(difference, []).append(title)
     for difference, names in titles.items():
         _say(console, (f"{', '.join(names)}: ", "bold"), _place(difference))
-        _say(console, f"    {_numbers(difference, found)}")
+        _say(console, f"    {_numbers(difference, settings)}")
     if found.first is not None:
         _print_history(console, found)
     for note in found.notes:
@@ -127,7 +127,7 @@ def _print_history(console: Console, found: Comparison) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("step", "loss", "buffers", "gradients", "parameters"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name in (found.strategy, found.against):
+    for name in (found.settings.strategy, found.settings.against):
         table.add_column(Text(name), justify="right", overflow="fold")
     stride = -(-len(found.history) // MAX_ROWS)
     for entry in (*found.history[:-1:stride], found.history[-1]):
@@ -144,12 +144,12 @@ def _place(difference: Difference) -> str:
     return f"{difference.where}{index}{count}"
 
 
-def _numbers(difference: Difference, found: Comparison) -> str:
+def _numbers(difference: Difference, settings: Settings) -> str:
     if difference.note:
-        return difference.note.replace("candidate", found.strategy).replace("reference", found.against)
-    values = f"{_number(difference.candidate, 9)} under {found.strategy}, {_number(difference.reference, 9)} under"
+        return difference.note.replace("candidate", settings.strategy).replace("reference", settings.against)
+    values = f"{_number(difference.candidate, 9)} under {settings.strategy}, {_number(difference.reference, 9)} under"
     sizes = f"absolute {_number(difference.absolute)}, relative {_number(difference.relative)}"
-    return f"{values} {found.against}: {sizes}"
+    return f"{values} {settings.against}: {sizes}"
 
 
 def _number(value: Any, digits: int = 3) -> str:

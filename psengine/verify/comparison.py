@@ -83,12 +83,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How a target trains under ``strategy``, against ``against``.
+    """How a target trains under two strategies.
 
     Attributes:
         target: what was trained.
-        strategy, against: the candidate and the reference: "native", or a strategy.
-        world_size, steps, seed: of both.
+        settings: how; ``settings.strategy`` is the candidate, ``settings.against`` the reference.
         verdict: "bitwise equal", "within tolerance", "different"; "not finite", where both are NaN from the first
             step on, so that nothing was compared.
         first: the earliest difference, over steps, then loss, buffers, gradients, parameters; None where there is none.
@@ -103,11 +102,7 @@ class Comparison:
     """
 
     target: str
-    strategy: str
-    against: str
-    world_size: int
-    steps: int
-    seed: int
+    settings: Settings
     verdict: str
     first: Difference | None
     first_beyond: Difference | None
@@ -218,11 +213,7 @@ def merge(findings: Sequence[Findings], target: str, settings: Settings) -> Comp
         )
     return Comparison(
         target=target,
-        strategy=settings.strategy,
-        against=settings.against,
-        world_size=settings.world_size,
-        steps=settings.steps,
-        seed=settings.seed,
+        settings=settings,
         verdict=verdict,
         first=min(firsts, key=lambda difference: difference.order, default=None),
         first_beyond=min(beyond, key=lambda difference: difference.order, default=None),

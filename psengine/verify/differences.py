@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -93,19 +94,15 @@ def find_difference(
     candidate: torch.Tensor | None,
     reference: torch.Tensor | None,
     tolerance: Tolerance,
-    *,
-    step: int,
-    rank: int,
-    kind: str,
-    name: str,
-    place: int,
+    **where: Any,
 ) -> Difference | None:
     """Return how the tensors differ, or None where they are bitwise equal.
 
     NaN equals NaN, whatever its payload. 0 and -0 differ by nothing, but are not bitwise equal; nor are equal numbers
-    in another memory layout. Sparse tensors are coalesced first.
+    in another memory layout. Sparse tensors are coalesced first. ``where``: the difference's step, rank, kind, name and
+    place.
     """
-    make = functools.partial(Difference, step=step, rank=rank, kind=kind, name=name, place=place)
+    make = functools.partial(Difference, **where)
     if candidate is None and reference is None:
         return None
     if candidate is None or reference is None:

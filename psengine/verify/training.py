@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._pytree import tree_map
 
@@ -147,14 +147,13 @@ def _compare(
 class Training:
     """A target's training under one strategy.
 
-    Each training has its own random state, which it restores before a step and saves after it. So trainings that take
-    their steps in turn draw the numbers that each would draw alone.
+    The generators are seeded before each step, so that trainings that take their steps in turn draw the same numbers.
 
     Args:
         specification: a strategy, or "native" for native DDP.
         target: made for this training; its model is moved to the place's device and trained in place.
         name: the target's name, for messages.
-        seed: the seed ``target`` was built from; the steps' generators are seeded by it and the rank.
+        seed: the steps' generators are seeded by it, the step and the rank.
         place: of this rank.
     """
 
@@ -162,7 +161,7 @@ class Training:
         self.loss = torch.zeros(())
         self.target = target
         self._rule = f"target {name!r}"
-        self._place = place
+        self._place, self._seed = place, seed
         target.model.to(place.device)
         self._strategy: Strategy | None = None
         if specification == NATIVE:
@@ -184,9 +183,6 @@ class Training:
             raise
         self._was_called = False
         self._wrapped.register_forward_pre_hook(self._note_call)
-        # Ranks draw different numbers from here on, as in a script that adds its rank to its seed.
-        seed_all(seed + 1 + place.rank)
-        self._random = _random_state(place.device)
 
     def _note_call(self, _wrapped: torch.nn.Module, _inputs: Any) -> None:
         # A forward without a graph exchanges nothing.
@@ -195,7 +191,8 @@ class Training:
     def step(self, index: int) -> None:
         """Zero the gradients, forward, backward, optimizer step; ``loss`` is the step's."""
         place = self._place
-        _restore_random_state(self._random, place.device)
+        # Ranks draw different numbers, as in a script that adds its rank to its seed.
+        seed_all(self._seed + 1 + place.rank + place.world_size * index)
         batch = self.target.batch_fn(index, place.rank, place.world_size)
         if place.device.type != "cpu":
             batch = tree_map(lambda leaf: leaf.to(place.device) if isinstance(leaf, torch.Tensor) else leaf, batch)
@@ -205,7 +202,6 @@ class Training:
         else:
             self.loss = self._forward_backward(batch).detach()
             self._optimizer.step()
-        self._random = _random_state(place.device)
 
     def _forward_backward(self, batch: Any) -> torch.Tensor:
         self._optimizer.zero_grad()
@@ -256,25 +252,7 @@ class Training:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch's and Python's generators and, where NumPy is loaded, its global one."""
+    """Seed the generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & MAX_NUMPY_SEED)
-
-
-def _random_state(device: torch.device) -> tuple[Any, ...]:
-    """The state of the generators that ``seed_all`` seeds, that of ``device`` among them."""
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    return torch.get_rng_state(), on_device, random.getstate(), numpy
-
-
-def _restore_random_state(state: tuple[Any, ...], device: torch.device) -> None:
-    on_cpu, on_device, python, numpy = state
-    torch.set_rng_state(on_cpu)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device, device)
-    random.setstate(python)
-    if numpy is not None:
-        sys.modules["numpy"].random.set_state(numpy)
+    numpy.random.seed(seed & MAX_NUMPY_SEED)

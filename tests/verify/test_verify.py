@@ -305,7 +305,8 @@ def test_the_command_reports_a_planted_gradient_and_fails(capfd):
     written = capfd.readouterr()
     assert code == 1, written.err
     found = json.loads(written.out)
-    assert (found["verdict"], found["strategy"], found["world_size"]) == ("different", "sync", 1)
+    settings = found["settings"]
+    assert (found["verdict"], settings["strategy"], settings["world_size"]) == ("different", "sync", 1)
     first = found["first"]
     assert (first["step"], first["kind"], first["name"], first["index"]) == (3, "gradient", "3.weight", [1, 2])
     assert found["is_reproducible"] is True
