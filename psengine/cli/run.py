@@ -52,121 +52,52 @@ def run(
     context: typer.Context,
     workers: Annotated[
         str | None,
-        typer.Option(
-            metavar="N",
-            help="Processes on this node: a number, gpu, cpu or auto; torchrun's --nproc-per-node. Default: one for"
-            " each GPU, else 1.",
-        ),
+        typer.Option(metavar="N", help="Processes on this node: a number, gpu, cpu, auto. Default: one per GPU, or 1."),
     ] = None,
     strategy: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME[:OPTION=VALUE,...]",
-            help="How replicas agree if the script does not set it: sync, sync-server, async,"
-            " async:staleness_scaling=inverse, ..., or one that the script registers.",
-        ),
+        typer.Option(metavar="NAME[:OPTION=VALUE,...]", help="How replicas agree, if the script does not say."),
     ] = None,
-    collective: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The transport of strategy sync, unless the script sets it: auto, c10d, shared_memory, hierarchical.",
-        ),
-    ] = None,
+    collective: Annotated[str | None, typer.Option(metavar="NAME", help="What carries strategy sync.")] = None,
     servers: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="S",
-            help="Number of parameter servers to start on loopback; one that dies is started again. Default: 1 if"
-            " --strategy needs one.",
-        ),
+        int | None, typer.Option(min=0, metavar="S", help="Parameter servers to start here. Default: 1 if needed.")
     ] = None,
     server_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TCP://HOST:PORT,...", help="Running servers, instead of new ones; sets PSENGINE_SERVERS."
-        ),
+        str | None, typer.Option(metavar="TCP://HOST:PORT,...", help="Running servers, instead of new ones.")
     ] = None,
     server_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="A setting of the started servers, such as lease_s=10; may be repeated. See psengine-server --help.",
-        ),
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A setting of the started servers; may be repeated.")
     ] = None,
     snapshot_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory for the servers' snapshots; a later run continues from them. Default: temporary.",
-        ),
+        str | None, typer.Option(metavar="DIR", help="Where the servers keep their state. Default: a temporary folder.")
     ] = None,
     status_port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, metavar="PORT", help="Port of the first server's dashboard; 0: a free one."),
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Of the first server's dashboard; 0: a free one.")
     ] = 0,
     metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            metavar="PORT",
-            help="Port of rank 0's metrics for Prometheus, on 127.0.0.1; 0: a free one. Default: none.",
-        ),
+        int | None, typer.Option(min=0, max=65535, metavar="PORT", help="Of rank 0's metrics for Prometheus.")
     ] = None,
     independent: Annotated[
-        bool,
-        typer.Option(
-            "--independent",
-            help="Workers are connected through the servers only: if one dies the others go on, and that one alone"
-            " is started again (--max-restarts). Not for strategy sync.",
-        ),
+        bool, typer.Option("--independent", help="Workers meet at the servers only; each may die and restart alone.")
     ] = False,
     first_worker: Annotated[
-        int,
-        typer.Option(min=0, max=65535, metavar="W", help="Number of this line's first independent worker."),
+        int, typer.Option(min=0, max=65535, metavar="W", help="Number of this line's first independent worker.")
     ] = 0,
     total_workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Independent workers of the whole job, where several command lines start some each. Default:"
-            " --first-worker + --workers.",
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="Independent workers of the whole job, of all lines.")
     ] = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Record what each rank does when, for ui.perfetto.dev.")
     ] = None,
     prefix: Annotated[
         bool | None,
-        typer.Option(
-            "--prefix/--no-prefix",
-            show_default=False,
-            help="Prefix each line of output with its rank; --no-prefix leaves rank 0's lines unchanged. Default:"
-            " --prefix with several workers.",
-        ),
+        typer.Option("--prefix/--no-prefix", help="Whether rank 0's lines begin with its rank, as all others' do."),
     ] = None,
 ) -> None:
     """Decide, run, report."""
     from psengine.cli.launching.servers import launched_servers
 
-    options = RunOptions(
-        workers=workers,
-        strategy=strategy,
-        collective=collective,
-        servers=servers,
-        server_address=server_address,
-        server_options=tuple(server_option or ()),
-        snapshot_dir=snapshot_dir,
-        status_port=status_port,
-        metrics_port=metrics_port,
-        independent=independent,
-        first_worker=first_worker,
-        total_workers=total_workers,
-        prefix=prefix,
-    )
+    options = RunOptions(**{name: value for name, value in context.params.items() if name != "timeline"})
     say = make_logger()
     with launched_servers(options) as launched:
         plan = make_plan(context.meta[PARTS], options)

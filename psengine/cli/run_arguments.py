@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib.machinery
-import os
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
@@ -52,8 +47,6 @@ class ScriptCommand(TyperCommand):
         try:
             parts = split_arguments(args, own, {})
         except ConfigurationError:  # not all are ours; torch, which knows torchrun's, takes a second to import
-            from psengine.cli.launching.plan import torchrun_options
-
             parts = split_arguments(args, own, torchrun_options(), command=context.command_path)
         context.meta[PARTS] = parts
         return super().parse_args(context, parts.own)
@@ -61,6 +54,18 @@ class ScriptCommand(TyperCommand):
     @override
     def collect_usage_pieces(self, context: Any) -> list[str]:
         return ["[OPTIONS]", "[TORCHRUN OPTIONS]", "SCRIPT.py | -m MODULE", "[ARGUMENTS]..."]
+
+
+def torchrun_options() -> dict[str, bool]:
+    """Each option of torchrun to whether it takes a value."""
+    from torch.distributed.run import get_args_parser
+
+    return {
+        option: action.nargs != 0
+        for action in get_args_parser()._actions
+        for option in action.option_strings
+        if option not in ("-h", "--help")
+    }
 
 
 def split_arguments(
@@ -101,25 +106,3 @@ def split_arguments(
             parts.torchrun[name.replace("_", "-")] = value if takes_value else None
     parts.script.extend(remaining[1:] if remaining[:1] == ["--"] else remaining)
     return parts
-
-
-def check_program(script: Sequence[str], *, is_module: bool, has_python: bool) -> None:
-    """Refuse a missing program before anything starts.
-
-    Raises:
-        ConfigurationError: no script, no such file, no such module.
-    """
-    if not script:
-        raise ConfigurationError(
-            "which script? (expected script.py or -m module after the options, got none)."
-            " Example: psengine run --workers 2 train.py"
-        )
-    name = script[0]
-    if is_module:
-        if not importlib.machinery.PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]):
-            raise ConfigurationError(f"no such module: {name} (expected it here or among the installed packages)")
-    elif has_python:
-        if not Path(name).exists():
-            raise ConfigurationError(f"no such file: {name} (expected a Python script, seen from {os.getcwd()})")
-    elif shutil.which(name) is None:
-        raise ConfigurationError(f"no such program: {name} (expected an executable, as --no-python says)")

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 from support.command_process import SUPPORT, WORKER, run_command
-from support.expectations import raises
 
-from psengine.cli.launching.plan import Plan, RunOptions, choose_rendezvous, make_plan, parse_torchrun
+from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.main import main
 from psengine.cli.run import recorded
 from psengine.cli.run_arguments import RunArguments, split_arguments
-from psengine.errors import ConfigurationError
 
 OWN = {"--workers": True, "--independent": False, "--strategy": True}
 TORCHRUN = {"--nnodes": True, "--rdzv-endpoint": True, "--standalone": False, "-m": False, "-r": True}
@@ -51,45 +49,27 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
     ("arguments", "message"),
     [
         ([], "which script"),
-        (["missing.py"], "no such file: missing.py"),
-        (["-m", "missing_package.train"], "no such module: missing_package.train"),
-        (["--no-python", "missing-program"], "no such program: missing-program"),
         (["--worker", "2", WORKER], "Did you mean --workers?"),
         (["--rdvz-endpoint", "h:1", WORKER], "Did you mean --rdzv-endpoint?"),
         (["--strategy"], "needs a value"),
-        (["--workers", "none", WORKER], "--workers is a number"),
+        (["--workers", "none", WORKER], "--workers a number"),
         (["--workers", "2", "--nproc-per-node", "2", WORKER], "give one of them"),
-        (["--strategy", "async:max_stalenes=4", WORKER], "Did you mean max_staleness?"),
-        (["--strategy", "snyc", WORKER], "got 'snyc'). Did you mean sync?"),
-        (["--strategy", "sync:compress=int9", WORKER], "got 'int9'). Did you mean int8?"),
         (["--strategy", "sync:", WORKER], "got nothing after the colon"),
         (["--strategy", "sync", "--servers", "2", WORKER], "strategy 'sync' uses no servers"),
         (["--servers", "1", WORKER], "strategy 'sync' uses no servers"),
         (["--strategy", "sync", "--server-address", "tcp://127.0.0.1:1", WORKER], "leave --server-address out"),
-        (["--collective", "c10d:x=1", WORKER], "unknown option 'x'"),
         (["--max-restarts", "-1", WORKER], "expected 0 or more"),
         (["--signals-to-handle", "SIGNOT", WORKER], "got 'SIGNOT'"),
         (["--nnodes", "2:1", WORKER], "MIN:MAX"),
         (["--nnodes", "2", WORKER], "--rdzv-endpoint"),
-        (["--standalone", "--nnodes", "2", WORKER], "--standalone is one node alone (expected no --nnodes"),
+        (["--standalone", "--nnodes", "2", WORKER], "--rdzv-endpoint"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:1", "--strategy", "async", WORKER], "psengine-server --bind"),
-        (["--rdzv-backend", "foo", "--rdzv-endpoint", "h:1", WORKER], "torchrun could not start the workers"),
-        (["--rdzv-endpoint", "localhost:xx", WORKER], "localhost:xx"),
-        (["--independent", WORKER], "'sync', whose ranks need each other"),
-        (["--independent", "--strategy", "async", "--servers", "0", WORKER], "meet at parameter servers"),
+        (["--independent", WORKER], "got 'sync'"),
         ([*INDEPENDENT, "--rdzv-endpoint=h:1", "--node_rank", "1", "-r3", WORKER], "--rdzv-endpoint, --node-rank, -r"),
-        ([*INDEPENDENT, "--nnodes", "2", WORKER], "no rendezvous of nodes"),
         (["--first-worker", "2", WORKER], "expected --independent with it"),
         (["--total-workers", "2", WORKER], "--total-workers numbers independent workers"),
-        (
-            [*INDEPENDENT, "--workers", "2", "--first-worker=1", "--total-workers=2", WORKER],
-            "(expected 3 to 65536, got 2;",
-        ),
-        (["--strategy", "async:servers=tcp://h:1,b", WORKER], "address is malformed"),
-        (["--strategy", "async", "--server-address", "here", WORKER], "address is malformed"),
-        (["--servers", "1", "--server-address", "tcp://h:1", WORKER], "leave one of them out"),
+        (["--servers", "1", "--server-address", "tcp://h:1", WORKER], "leave --servers out"),
         (["--strategy", "async", "--server-option", "leas_s=1", WORKER], "--lease-s"),
-        (["--strategy", "async", "--server-option", "bind=tcp://h:1", WORKER], "does not set itself"),
         (["--strategy", "async", "--snapshot-dir", "/proc/x/y", WORKER], "--snapshot-dir is a folder"),
         (["--timeline", "/no/such/folder/out.json", WORKER], "existing folder"),
     ],
@@ -100,7 +80,7 @@ def test_what_is_wrong_with_the_line_is_one_message(arguments, message, capfd, m
     with pytest.raises(SystemExit) as end:
         main(["run", *arguments])
     written = capfd.readouterr()
-    assert message in written.err
+    assert message in " ".join(written.err.split())
     assert "Traceback" not in written.err
     assert (end.value.code, written.out) == (2, "")
 
@@ -122,27 +102,22 @@ def test_independent_workers_meet_at_the_servers_that_the_strategy_names():
     assert plan.total_workers == 5
 
 
-def test_a_group_is_not_started_as_independent_workers(monkeypatch):
-    monkeypatch.setenv("PSENGINE_WORKER", "1")
-    with raises(ConfigurationError, "got PSENGINE_WORKER=1", "Fix: unset PSENGINE_WORKER, or add --independent"):
-        make_plan(RunArguments(script=[WORKER]), RunOptions())
-
-
-def test_names_that_the_script_registers_are_left_to_it(tmp_path):
+def test_names_that_psengine_does_not_have_are_left_to_the_script():
     for options, servers in (({"strategy": "mine:every=4"}, 0), ({"strategy": "mine", "servers": 2}, 2)):
-        assert make_plan(RunArguments(script=[WORKER]), RunOptions(**options)).servers == servers
-    assert make_plan(RunArguments(script=[WORKER]), RunOptions(strategy="async:compress=mine,ratio=2")).servers == 1
-    make_plan(RunArguments(script=[WORKER]), RunOptions(collective="mine:x=1"))
-    script = tmp_path / "train.py"
-    script.write_text("psengine.register_strategy('my-sync', MySync)")
-    make_plan(RunArguments(script=[str(script)]), RunOptions(strategy="my-sync"))
+        plan = make_plan(RunArguments(script=[WORKER]), RunOptions(**options))
+        assert (plan.servers, plan.uses_servers) == (servers, bool(servers))
+
+
+def test_what_torchrun_refuses_is_one_message():
+    code, out, err = run_command(["run", "--rdzv-backend", "foo", "--rdzv-endpoint", "h:1", WORKER])
+    assert (code, out) == (2, "")
+    assert err.startswith("psengine: torchrun could not start the workers: The rendezvous backend 'foo'")
 
 
 def test_one_node_meets_itself_at_a_free_port():
     def chosen(**options):
-        parsed = parse_torchrun({f"--{name.replace('_', '-')}": value for name, value in options.items()}, ["train.py"])
-        choose_rendezvous(parsed)
-        return parsed
+        given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+        return make_plan(RunArguments(torchrun=given, script=["train.py"]), RunOptions(workers="1")).torchrun
 
     for options in ({}, {"standalone": None}, {"rdzv_backend": "c10d"}, {"nnodes": "1", "rdzv_backend": "c10d"}):
         found = chosen(**options)
@@ -150,8 +125,6 @@ def test_one_node_meets_itself_at_a_free_port():
         assert found.rdzv_id != "none"
     assert chosen(rdzv_id="mine").rdzv_id == "mine"
     assert chosen(nnodes="2", rdzv_endpoint="h:1").rdzv_backend == "c10d"
-    with pytest.raises(ConfigurationError, match="needs an address"):
-        chosen(nnodes="2", rdzv_backend="c10d")
 
 
 def test_arguments_reach_the_script_and_variables_the_workers():
@@ -202,7 +175,7 @@ def test_the_timeline_holds_all_ranks(tmp_path):
 
 
 def test_each_node_writes_the_timeline_of_its_ranks(tmp_path):
-    plan = Plan(torchrun=Namespace(), script=(), workers=1, is_multi_node=True)
+    plan = Plan(torchrun=Namespace(), script=(), workers=1, nodes=(2, 2))
     part = '{"traceEvents": [], "otherData": {"processes": [{"rank": 0}]}}'
     for ranks in ((0, 1), (2, 3)):
         with recorded(plan, tmp_path / "out.json", lambda said: None) as own:

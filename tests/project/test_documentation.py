@@ -12,7 +12,7 @@ from support.processes import run_ranks
 from typer.main import get_command
 
 from psengine.cli import main
-from psengine.cli.launching.plan import torchrun_options
+from psengine.cli.run_arguments import torchrun_options
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-MAX_LINES = 60
 _HEADER = re.compile(r"Traceback \(most recent call last\):|Fatal Python error: |terminate called ")
 # Of a rank whose peer is gone; its own message comes later than the cause, and often at the same moment as its end.
 _PEER_LOST = re.compile(r"PeerLostError|Connection (closed|reset) by peer|ncclRemoteError|Broken pipe|recvValue failed")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
-_MEANINGS = {
-    signal.SIGSEGV: " (segmentation fault)",
-    signal.SIGABRT: " (aborted)",
-    signal.SIGBUS: " (bus error: no space left in shared memory?)",
-    signal.SIGKILL: " (by someone, or by the kernel for lack of memory: see its log, dmesg)",
-}
+_NAMES = {number.value: number.name for number in signal.Signals}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +49,9 @@ class RankEnd:
         """Its exit code in words."""
         if self.exit_code >= 0:
             return f"exit code {self.exit_code}"
-        try:
-            number = signal.Signals(-self.exit_code)
-        except ValueError:
-            return f"killed by signal {-self.exit_code}"
-        return f"killed by {number.name}{_MEANINGS.get(number, '')}"
+        why = " (by someone, or by the kernel for lack of memory: see its log, dmesg)"
+        name = _NAMES.get(-self.exit_code, f"signal {-self.exit_code}")
+        return f"killed by {name}{why if self.exit_code == -signal.SIGKILL else ''}"
 
 
 def rank_end(rank: int, failure: ProcessFailure, stderr: str) -> RankEnd:
@@ -75,9 +67,6 @@ def rank_end(rank: int, failure: ProcessFailure, stderr: str) -> RankEnd:
     headers = [index for index, line in enumerate(lines) if _HEADER.match(line)]
     if not error_file.is_file():
         lines = lines[headers[-1] if headers else -10 :]
-    if len(lines) > MAX_LINES:
-        half = MAX_LINES // 2
-        lines = [*lines[:half], f"... {len(lines) - 2 * half} lines left out ...", *lines[-half:]]
     return RankEnd(rank=rank, exit_code=failure.exitcode, failed_s=failed_s, words=tuple(lines), hint=hint)
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
@@ -98,10 +99,8 @@ def run_training(
         ):
             run = Run(plan, uuid.uuid4().hex, Path(directory), report)
             group = ServerGroup(plan, run.directory / "snapshots", report=report, launched=launched)
-            with (
-                group if plan.servers else nullcontext() as servers,
-                _inherited(_workers_variables(run, [] if servers is None else servers.addresses)),
-            ):
+            with group if plan.servers else nullcontext() as servers:
+                set_variables(_workers_variables(run, [] if servers is None else servers.addresses))
                 try:
                     with _watched(lambda: servers.revive() if servers else "", is_enough, reasons):
                         (_run_independent if plan.options.independent else _run_agent)(run)
@@ -176,28 +175,27 @@ class _Agent(LocalElasticAgent):
 def _run_agent(run: Run) -> None:
     """Run the workers of this node, which live and die together, and meet those of other nodes."""
     options = run.plan.torchrun
-    has_files = options.log_dir or options.redirects != "0" or options.tee != "0" or options.logs_specs
-    if not options.log_dir:
-        options.log_dir = str(run.directory / "logs")
-    config, program, arguments = _torchrun_config(run.plan)
-    if not has_files:
-        tee = dict.fromkeys(range(run.plan.workers), Std.ALL)
-        if run.plan.first_is_plain:
-            tee[0] = Std.NONE
-        config.logs_specs = DefaultLogsSpecs(log_dir=options.log_dir, tee=tee, local_ranks_filter=_shown_ranks(options))
-    config.log_line_prefix_template = config.log_line_prefix_template or "[rank ${rank}] "
+    is_default = not options.log_dir and not options.logs_specs and not options.local_ranks_filter
+    is_default &= options.redirects == options.tee == "0"
+    options.log_dir = options.log_dir or str(run.directory / "logs")
     # elastic_launch has no argument for its agent.
     launcher.LocalElasticAgent = functools.partial(_Agent, run)  # type: ignore[assignment, misc]
     try:
+        config, program, arguments = torchrun.config_from_args(options)
+        config.log_line_prefix_template = config.log_line_prefix_template or "[rank ${rank}] "
+        if is_default:
+            tee = dict.fromkeys(range(run.plan.workers), Std.ALL)
+            if run.plan.first_is_plain:
+                tee[0] = Std.NONE
+            config.logs_specs = DefaultLogsSpecs(log_dir=options.log_dir, tee=tee)
         launcher.elastic_launch(config, program)(*arguments)
     except ChildFailedError:
         return  # reported by the agent
     except (RendezvousError, dist.DistError) as error:
         raise CollectiveError(
             f"this node could not meet the others at {options.rdzv_endpoint}, or lost them ({type(error).__name__}:"
-            f" {error}). Fix: give every node the same --rdzv-endpoint HOST:PORT with a HOST of theirs and a free PORT,"
-            " the same --nnodes, and start them within the rendezvous's timeout; look at what psengine run says on the"
-            " other nodes"
+            f" {error}). Fix: look at what psengine run says on the other nodes; give each the same --nnodes and the"
+            " same --rdzv-endpoint HOST:PORT, with a HOST of theirs and a free PORT"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"torchrun could not start the workers: {error}") from error
@@ -246,7 +244,7 @@ def _start_independent(run: Run, rank: int) -> PContext:
     plan = run.plan
     local_rank = rank - plan.ranks.start
     variables = {WORKER: str(rank)}
-    devices = inherited_variables().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count_devices())))
+    devices = inherited_variables().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     if named := [device.strip() for device in devices.split(",") if device.strip()]:
         variables["CUDA_VISIBLE_DEVICES"] = named[local_rank % len(named)]
     # Unbuffered, as under torchrun.
@@ -273,24 +271,6 @@ def _report_failure(run: Run, left: list[int], remaining_restarts: int) -> None:
         run.report("with --independent the other workers go on when one dies, and it alone is started again")
 
 
-def _torchrun_config(plan: Plan) -> tuple[launcher.LaunchConfig, Any, list[str]]:
-    try:
-        return torchrun.config_from_args(plan.torchrun)
-    except (OSError, ValueError, AssertionError) as error:
-        raise ConfigurationError(f"torchrun could not start the workers: {error}") from error
-
-
-@contextmanager
-def _inherited(variables: dict[str, str | None]) -> Iterator[None]:
-    """Set variables of this process while the block runs."""
-    before = inherited_variables()
-    set_variables(variables)
-    try:
-        yield
-    finally:
-        set_variables({name: before.get(name) for name in variables})
-
-
 def _workers_variables(run: Run, servers: list[str]) -> dict[str, str | None]:
     """What workers inherit from this process."""
     plan = run.plan
@@ -308,6 +288,7 @@ def _workers_variables(run: Run, servers: list[str]) -> dict[str, str | None]:
         # A process that another launcher (srun, mpirun) placed would believe that it is one of that world.
         variables |= {**dict.fromkeys(PLACEMENT_VARIABLES), WORKERS: str(plan.total_workers)}
     else:
+        variables[WORKER] = None
         plan.torchrun.signals_to_handle = ",".join(plan.signals)
     return variables
 
@@ -357,13 +338,3 @@ def _signals_raise(names: tuple[str, ...]) -> Iterator[None]:
     finally:
         for name, handler in previous.items():
             signal.signal(signal.Signals[name], handler)
-
-
-def _shown_ranks(options: Any) -> set[int] | None:
-    return {int(rank) for rank in options.local_ranks_filter.split(",")} if options.local_ranks_filter else None
-
-
-def _count_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count()

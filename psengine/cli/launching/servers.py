@@ -6,12 +6,12 @@ import re
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from psengine.cli.launching.plan import Plan, RunOptions, expected_servers
-from psengine.errors import ServerError
+from psengine.errors import ConfigurationError, ServerError
 from psengine.parameter_server.client.embedded import EmbeddedServer, discard, launch
 
 # A server that dies, or fails to start, so often in so long is given up.
@@ -59,7 +59,8 @@ class ServerGroup:
     ) -> None:
         self.addresses: list[str] = []
         self._plan = plan
-        self._snapshot_dir = plan.options.snapshot_dir or snapshot_dir
+        self._snapshot_dir = Path(plan.options.snapshot_dir or snapshot_dir)
+        self._options = _arguments(plan.options.server_option or ())
         self._status_port = str(plan.options.status_port)
         self._report = report
         self._launched = [] if launched is None else launched
@@ -108,14 +109,17 @@ class ServerGroup:
 
     def _start(self, index: int, bind: str) -> EmbeddedServer:
         directory = self._snapshot_dir / f"server-{index}"
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--snapshot-dir is a folder for the servers to write in (got {error})") from error
         arguments = ["--bind", bind, "--snapshot-dir", str(directory)]
         if index == 0:
             arguments += ["--status-port", self._status_port]
-        if "--snapshot-interval-s" not in self._plan.server_arguments:
+        if "--snapshot-interval-s" not in self._options:
             arguments += ["--snapshot-interval-s", str(SNAPSHOT_INTERVAL_S)]
         process = self._launched.pop() if self._launched else None
-        return EmbeddedServer.start(arguments=[*arguments, *self._plan.server_arguments], process=process)
+        return EmbeddedServer.start(arguments=[*arguments, *self._options], process=process)
 
     def _revive(self, index: int, server: EmbeddedServer) -> str:
         address, deaths = self.addresses[index], self._deaths[index]
@@ -135,3 +139,13 @@ class ServerGroup:
         else:
             self._report(f"the server at {address} is back (process {self._servers[index].pid})")
         return ""
+
+
+def _arguments(options: Sequence[str]) -> list[str]:
+    """``["lease_s=10"]`` as psengine-server takes them; whether it has such a setting it says itself."""
+    arguments: list[str] = []
+    for option in options:
+        name, _, value = option.partition("=")
+        flag = f"--{name.strip().lstrip('-').replace('_', '-')}"
+        arguments += [flag] if value.lower() in ("", "true", "yes") else [flag, value]
+    return arguments
