@@ -10,6 +10,7 @@ Rank 0's steps and waits stand for its group. Training goes on if the port canno
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import threading
@@ -83,50 +84,26 @@ class Meter:
 
 
 class TrainingMetrics:
-    """The metrics of a process and its port; there is one, ``metrics``."""
+    """The metrics of a process. Imports prometheus_client."""
 
     def __init__(self) -> None:
-        self._registry: Any = None
-        self._families: dict[str, Any] = {}
-        self._port: HttpStatus | None = None
-        self._has_tried = False
-        self._models = 0
-        self._told_stalls = 0
-        self._lock = threading.Lock()
-
-    def watch(self, strategy: str, rank: int, *, knows_group: bool) -> Meter | None:
-        """A meter for a model that is being wrapped; None where metrics are off, or on another rank than 0.
-
-        Args:
-            strategy: its name.
-            rank: this process's.
-            knows_group: whether its workers are those of the process group.
-
-        Raises:
-            EnvironmentVariableError: PSENGINE_METRICS_PORT is no port.
-        """
-        port = metrics_port()
-        if port is None or rank != 0:
-            return None
-        with self._lock:
-            if not self._has_tried:
-                self._open(port)
-            return self.meter(strategy, knows_group=knows_group)
-
-    def meter(self, strategy: str, *, knows_group: bool) -> Meter:
-        """The meter of one more model."""
         from prometheus_client import CollectorRegistry, Counter, Gauge
 
-        if self._registry is None:
-            self._registry = CollectorRegistry()
-            for kind, described in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
-                for name, text in described.items():
-                    metric = kind(f"psengine_training_{name}", text, ["model", "strategy"], registry=self._registry)
-                    self._families[name] = metric
-            text = "Waits for other ranks that were reported (PSENGINE_STALL_S)."
-            self._families["stalls"] = Counter("psengine_training_stalls", text, registry=self._registry)
-        self._models += 1
-        return Meter(self._families, (str(self._models - 1), strategy), knows_group=knows_group)
+        self._registry = CollectorRegistry()
+        self._families: dict[str, Any] = {}
+        for kind, described in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
+            for name, text in described.items():
+                metric = kind(f"psengine_training_{name}", text, ["model", "strategy"], registry=self._registry)
+                self._families[name] = metric
+        text = "Waits for other ranks that were reported (PSENGINE_STALL_S)."
+        self._stalls = Counter("psengine_training_stalls", text, registry=self._registry)
+        self._told_stalls = 0
+        self._lock = threading.Lock()
+        self._models = itertools.count()
+
+    def meter(self, strategy: str, *, knows_group: bool) -> Meter:
+        """The meter of one more model; see ``watch``."""
+        return Meter(self._families, (str(next(self._models)), strategy), knows_group=knows_group)
 
     def render(self) -> Page:
         """The text for Prometheus."""
@@ -135,24 +112,17 @@ class TrainingMetrics:
 
         with self._lock:
             told, self._told_stalls = self._told_stalls, inspector.reported_stalls
-            self._families["stalls"].inc(self._told_stalls - told)
+            self._stalls.inc(self._told_stalls - told)
         return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
 
-    def close(self) -> None:
-        """Close the port; the next ``watch`` opens it again."""
-        with self._lock:
-            port, self._port, self._has_tried = self._port, None, False
-        if port is not None:
-            port.__exit__(None, None, None)
-
-    def _open(self, port: int) -> None:
+    def serve(self, port: int) -> HttpStatus | None:
+        """Serve them from now on, until the process ends; where the port cannot be opened, the log says so."""
         from psengine.status_port.http_status import LOOPBACK, TEXT, HttpStatus
 
         host = read_variable("PSENGINE_METRICS_BIND") or LOOPBACK
-        self._has_tried = True
+        pages = {"/metrics": lambda query: self.render(), "/healthz": lambda query: (200, TEXT, b"ok\n")}
         try:
-            pages = {"/metrics": lambda query: self.render(), "/healthz": lambda query: (200, TEXT, b"ok\n")}
-            self._port = HttpStatus(port, pages, host=host)
+            served = HttpStatus(port, pages, host=host)
         except OSError as error:
             logger.warning(
                 "no metrics: port %s:%d cannot be opened (%s); training goes on. Fix: another PSENGINE_METRICS_PORT,"
@@ -161,18 +131,36 @@ class TrainingMetrics:
                 port,
                 error.strerror or error,
             )
-            return
-        self._port.__enter__()
-        atexit.register(self.close)
+            return None
+        atexit.register(served.__enter__().__exit__, None, None, None)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-        logger.warning("metrics of this training at %s/metrics", self._port.url)
+            os.register_at_fork(after_in_child=served.drop_copy)
+        logger.warning("metrics of this training at %s/metrics", served.url)
+        return served
 
-    def _forget(self) -> None:
-        """In a forked child, such as a data loader's worker: the port is the parent's."""
-        if self._port is not None:
-            self._port.drop_copy()
-        self._port, self._has_tried, self._lock = None, True, threading.Lock()
+
+_metrics: TrainingMetrics | None = None
+
+
+def watch(strategy: str, rank: int, *, knows_group: bool) -> Meter | None:
+    """A meter for a model that is being wrapped; None where metrics are off, or on another rank than 0.
+
+    Args:
+        strategy: its name.
+        rank: this process's.
+        knows_group: whether its workers are those of the process group.
+
+    Raises:
+        EnvironmentVariableError: PSENGINE_METRICS_PORT is no port.
+    """
+    global _metrics
+    port = metrics_port()
+    if port is None or rank != 0:
+        return None
+    if _metrics is None:
+        _metrics = TrainingMetrics()
+        _metrics.serve(port)
+    return _metrics.meter(strategy, knows_group=knows_group)
 
 
 def metrics_port() -> int | None:
@@ -190,6 +178,3 @@ def metrics_port() -> int | None:
             f" {text!r}). Fix: leave it out for none."
         )
     return int(text)
-
-
-metrics = TrainingMetrics()

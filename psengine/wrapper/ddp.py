@@ -26,7 +26,7 @@ from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.tracing.timeline import model_wrapped
-from psengine.tracing.training_metrics import metrics
+from psengine.tracing.training_metrics import watch
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
 from psengine.wrapper.native_features.comm_hooks import BUILTIN_HOOKS, bucket_hook, check_comm_hook, sum_over_group
@@ -232,7 +232,7 @@ class DistributedDataParallel(SwitchableStrategy):
             self.strategy.join()
             at_servers = self.strategy.worker_rank
             rank = self._collective.rank if at_servers is None else at_servers
-            self.reducer.in_flight.meter = metrics.watch(self.strategy.name, rank, knows_group=at_servers is None)
+            self.reducer.in_flight.meter = watch(self.strategy.name, rank, knows_group=at_servers is None)
         except BaseException:
             self.strategy.close()
             raise
