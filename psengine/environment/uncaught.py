@@ -40,8 +40,10 @@ def install_hook() -> None:
             # As torch.distributed.elastic's ErrorHandler writes it.
             details = {"py_callstack": text, "timestamp": str(int(time.time())), "hint": HINT if is_short else ""}
             message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
+            new = Path(f"{file}.new")
             with suppress(OSError):
-                Path(file).write_text(json.dumps({"message": message}))
+                new.write_text(json.dumps({"message": message}))
+                new.replace(file)  # at once: the agent may read it, or end this process, at any time
         if not is_short:
             previous(kind, error, trace)
         elif not (file and read_variable(RUN_ID)):
