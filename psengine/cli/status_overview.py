@@ -133,9 +133,8 @@ class Overview:
                 if shard.durability == "memory" and owns_weights(job.rule)
             }
             if forgotten:
-                jobs = f"job{'s' if len(forgotten) > 1 else ''} {', '.join(sorted(forgotten))}"
-                text = f"has durability memory: when it ends, the model of {jobs} is lost (--snapshot-dir)"
-                found.append(f"{report.address} {text}")
+                text = f"has durability memory: when it ends, the model of job {', '.join(sorted(forgotten))} is lost"
+                found.append(f"{report.address} {text} (--snapshot-dir)")
             if report.facts.is_draining:
                 found.append(f"{report.address} drains: it lets no more workers in, and ends when the last has left")
         return found

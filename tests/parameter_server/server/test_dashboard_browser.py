@@ -187,7 +187,10 @@ def test_the_head_says_how_durable_the_server_is_and_that_its_log_is_full(tmp_pa
         assert peer.receive(5.0).version == 1
         eventually(lambda: text_of(driver, "#health") == "✓ serving", "it goes on")
         driver.get(forgetful.status_url + "/")
-        eventually(lambda: facts().get("durability", "").startswith("memory: when this server ends"), "the other tier")
+        eventually(lambda: facts().get("durability", "").startswith("memory: nothing is kept"), "the other tier")
+        with Peer(forgetful.addresses[0]) as another:
+            another.make_job(torch.zeros(10))
+            eventually(lambda: facts()["durability"].startswith("memory: when this server ends"), "what is at stake")
         assert "log" not in facts()
         assert driver.execute_script("return window.violations") == []
 

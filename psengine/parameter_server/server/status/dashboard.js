@@ -20,7 +20,8 @@ function showFacts() {
   const snapshot = status.snapshot;
   const shards = list(status.shards).filter((shard) => isNumber(shard.memory_bytes));
   const sum = (field) => shards.reduce((total, shard) => total + shard[field], 0);
-  const durable = !snapshot ? "when this server ends, the models of async jobs are LOST (start it with --snapshot-dir)"
+  const ownsWeights = Object.values(fields(status.jobs)).some((job) => fields(job.rule).name !== "average");
+  const durable = !snapshot ? (ownsWeights ? "when this server ends, models are LOST (start it with --snapshot-dir)" : "nothing is kept here that a job would miss")
     : !isNumber(snapshot.generation) ? "no generation yet"
     : "generation " + snapshot.generation + (isNumber(snapshot.age_s) ? ", " + duration(snapshot.age_s) + " old" : ", from before this start");
   const failed = snapshot && snapshot.failures ? " (" + snapshot.failures + " failed: " + snapshot.last_error + ")" : "";

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from psengine.parameter_server.overview import owns_weights
 from psengine.parameter_server.status_model import (
     JobCounters,
     JobStatus,
@@ -44,6 +45,10 @@ def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
             yield _gauge("draining", "Whether it lets no more workers in.", [], [([], float(status.is_draining))])
             kept: Samples = [([tier], float(tier == status.durability)) for tier in DURABILITY_TIERS]
             yield _gauge("durability", "1 for the tier that it offers.", ["tier"], kept)
+            unsaved = (
+                sum(owns_weights(job.rule) for job in status.jobs.values()) if status.durability == "memory" else 0
+            )
+            yield _gauge("unsaved_jobs", "Whose model is lost when the server ends.", [], [([], float(unsaved))])
             yield from _of_shards(status.answering)
             yield from _of_workers(status.jobs)
             if status.snapshot is not None:
