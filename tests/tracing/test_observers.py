@@ -8,16 +8,14 @@ import json
 import logging
 import os
 import shutil
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from support.expectations import raises
 from support.native_twins import assert_same_gradients, pair
-from support.processes import in_ranks, run_ranks
+from support.processes import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -154,22 +152,6 @@ def folder_is_gone(rank: int, world_size: int, path: str) -> None:
 def test_a_timeline_that_cannot_be_written_ends_no_training(tmp_path):
     (tmp_path / "runs").mkdir()
     run_ranks(folder_is_gone, 2, str(tmp_path / "runs" / "timeline.json"))
-
-
-# ---- stalls ------------------------------------------------------------------------------------------------------
-
-
-@in_ranks(2)
-def test_waits_are_not_watched_where_no_thread_can_start_and_training_goes_on(rank, world_size):
-    before = threading.stack_size(2**46)  # more than there is: no thread of Python's starts any more
-    try:
-        with raises(RuntimeError, "can't start new thread"):
-            threading.Thread(target=print).start()
-        model = psengine.DistributedDataParallel(nn.Linear(4, 4), collective="c10d")
-        for _ in range(3):
-            model(torch.ones(2, 4)).sum().backward()
-    finally:
-        threading.stack_size(before)
 
 
 # ---- what a worker reports ---------------------------------------------------------------------------------------

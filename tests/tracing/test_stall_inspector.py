@@ -67,26 +67,6 @@ def test_what_is_said_depends_on_what_is_known():
     assert "Missing" not in _describe({}, None)
 
 
-class _SilentStore:
-    """What stays known where the store does not answer."""
-
-    def describe(self, rank):
-        return f"rank {rank} (process 47{rank})"
-
-    def advise(self, ranks):
-        return f" Look at {ranks}."
-
-
-def test_where_nobody_could_be_asked_nobody_is_blamed_but_by_the_transport():
-    text = _describe(None, (2,), _SilentStore())
-    assert "Missing: rank 2 (process 472). The rendezvous store does not answer" in text
-    assert "Look at [2]." in text
-    text = _describe(None, None, _SilentStore())
-    assert "nobody could be asked. This is no error yet" in text
-    assert "Missing" not in text
-    assert "network" not in text
-
-
 def test_a_forked_child_starts_over():
     key = inspector.enter(_Collective(), 1, "test", 1.0, 30.0)
     try:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from support.native_extension import needs_shared_memory
 from support.processes import run_ranks, run_ranks_to_any_end
-from torch.distributed.device_mesh import init_device_mesh
 
 import psengine
 from psengine.tracing import files as timeline_files
@@ -250,20 +249,6 @@ def test_a_wait_on_an_accelerator_is_the_stream_s_where_asked_for(monkeypatch, s
     assert (broadcast_ended_ns >= stream.done_ns["broadcast"]) == synchronizes
 
 
-def _record_on_a_mesh(rank, world_size, path):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    model = _model(device_mesh=mesh["data"])
-    with psengine.timeline(path):
-        model(torch.randn(3, 8)).sum().backward()
-
-
-def test_replicas_that_are_some_of_the_ranks_are_in_one_file(tmp_path):
-    run_ranks(_record_on_a_mesh, 4, str(tmp_path / "out.json"))
-    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
-    trace = json.loads((tmp_path / "out.json").read_text())
-    assert [e["pid"] for e in _spans(trace, name="backward")] == [0, 1, 2, 3]
-
-
 def _wrap(rank, world_size):
     with contextlib.suppress(psengine.EnvironmentVariableError):
         _model()
@@ -309,25 +294,6 @@ def test_workers_of_servers_show_pushes_and_what_came_back(tmp_path, strategy):
         assert sum(e["args"]["bytes"] for e in spans if e["name"] == "push") == MODEL_BYTES
         assert found["push"]["ts"] <= found["wait"]["ts"] < _end(found["wait"]) <= found[taken]["ts"]
         assert _end(found["push"]) == pytest.approx(_end(found["wait"]))
-
-
-def _train_static(rank, world_size, path):
-    model = _model(static_graph=True, collective="c10d")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with psengine.timeline(path):
-        for step in range(4):
-            _step(model, optimizer, rank, step)
-
-
-def test_a_bucket_is_unpacked_while_the_next_is_in_flight(tmp_path):
-    path = tmp_path / "out.json"
-    run_ranks(_train_static, 2, str(path))
-    trace = json.loads(path.read_text())
-    for rank in range(2):
-        for step in (3, 4):  # buckets are laid out anew before the third step
-            of = {(e["name"], e["args"].get("bucket")): e for e in _spans(trace, pid=rank) if e["args"]["step"] == step}
-            unpack, following = of["unpack", 0], of["reduce", 1]
-            assert following["ts"] <= unpack["ts"] < _end(unpack) <= _end(following) + 0.2
 
 
 def _train_under_torch_profiler(rank, world_size):
