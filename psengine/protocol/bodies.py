@@ -228,13 +228,12 @@ class Chunks(Body):
 
 
 class Push(Body):
-    """PUSH. ``step``: number of the worker's step, chunks of it at this shard, whether every step pushes the same."""
+    """PUSH."""
 
     groups: Groups | UnsetType = UNSET
     absent: Annotated[list[SegmentIndex], Meta(max_length=messages.MAX_SEGMENTS)] | UnsetType = UNSET
     weight: Annotated[float, Meta(ge=0.0, le=messages.MAX_WEIGHT)] | UnsetType = UNSET
     held: Unsigned | UnsetType = UNSET
-    step: tuple[Unsigned, Positive, bool] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

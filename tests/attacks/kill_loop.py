@@ -26,11 +26,8 @@ import torch
 from support.fault_workers import Crew, Reports, Worker, WorkerFailedError, crew
 from support.server_process import APPLY, SGD, ServerProcess, running_server
 
-from psengine.errors import SnapshotError
 from psengine.parameter_server.client.options import READER_RULE, SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
-from psengine.parameter_server.server.log.disk import DirectoryDisk
-from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
 WORKERS = 3
@@ -52,7 +49,6 @@ class Counters:
         unreported: how many of them no worker's log had.
         uncounted: by how much the server's own count was off.
         doubled: updates that were there more often than they were pushed.
-        torn: snapshots that had a worker's step in some chunks only, other than the step in which it was killed.
         two_results: averages of one step and chunk that differed between two workers.
     """
 
@@ -62,7 +58,6 @@ class Counters:
     unreported: int = 0
     uncounted: int = 0
     doubled: int = 0
-    torn: int = 0
     two_results: int = 0
 
     def __add__(self, other: Counters) -> Counters:
@@ -127,7 +122,6 @@ def push_for_ever(reports: Reports, address: str) -> None:
             reports.say("paused", (acknowledged, losses.own))
             if reports.await_go() == "end":
                 break
-        session.begin_step(range(CHUNKS), is_whole=True)
         wait_all([session.push(key, gradient.clone(), []) for key in range(CHUNKS)])
         acknowledged += CHUNKS
         step += 1
@@ -177,7 +171,6 @@ class AsyncTrial:
         self._chooser = chooser
         self._end = end
         self._directory = directory / "snapshots"
-        self._cuts_consistently = tier == "snapshot"  # under "log" a shard's snapshot is cut at a record of its log
         self._address = f"ipc://{context.enter_context(tempfile.TemporaryDirectory(prefix='psengine-kill-'))}/socket"
         self._options = {
             "bind": self._address,
@@ -195,7 +188,6 @@ class AsyncTrial:
             worker.wait_for("step")
         # Of the lives of a rank that were killed: what is there of them.
         self._of_the_dead = [0] * WORKERS
-        self._torn_ranks: set[str] = set()
         self._reported = [0] * WORKERS
         self._lost = [0] * WORKERS
         self._await_generation()
@@ -228,21 +220,6 @@ class AsyncTrial:
             values = [reader.pull(key).wait().values for key in keys]
         assert all(value is not None for value in values)
         return [[round(-value[rank].item()) for value in values] for rank in range(WORKERS)]  # type: ignore[index]
-
-    def _look_at_cut(self) -> None:
-        """The newest snapshot: has any worker a step in some chunks only?"""
-        if not self._cuts_consistently:
-            return
-        newest = max(int(path.name.removeprefix("generation-")) for path in self._directory.glob("generation-*"))
-        try:
-            shards = read_generation(DirectoryDisk(self._directory / f"generation-{newest:012d}"), newest)
-        except SnapshotError:
-            return
-        chunks = [chunk for shard in shards for job in shard for chunk in job.chunks]
-        ranks = {rank for chunk in chunks for rank in chunk.meta["last_sequence"]} - self._torn_ranks
-        self.counters.torn += any(
-            len({chunk.meta["last_sequence"].get(rank, 0) for chunk in chunks}) > 1 for rank in ranks
-        )
 
     def _account(self, lost_by_server: bool) -> None:
         answers = self._pause()
@@ -278,7 +255,6 @@ class AsyncTrial:
         """One try."""
         self._run_for_a_while()
         self._end(self.server)
-        self._look_at_cut()
         self.server = self._servers.enter_context(running_server(**self._options))
         for worker in self._workers:
             worker.wait_for("step", at_least=last_step(worker) + 2)
@@ -300,7 +276,6 @@ class AsyncTrial:
         self.counters.doubled += max(0, sum(there) - before - CHUNKS)
         self.counters.lost += max(0, before - sum(there))
         self.counters.unreported += max(0, before - sum(there))
-        self._torn_ranks = {str(rank)} if len(set(there)) > 1 else set()
         self._of_the_dead[rank], self._lost[rank], self._reported[rank] = sum(there), 0, 0
         self._resume()
         self._workers.insert(rank, self._crew.start(push_for_ever, self._address, rank=rank))

@@ -95,7 +95,6 @@ def history(
                 push_all(sessions, step, answers)
             else:
                 for rank, session in enumerate(sessions):
-                    session.begin_step(list(CHUNKS), is_whole=True)  # in each push's body
                     pairs = zip(CHUNKS, gradient(rank, step), answers[rank], strict=True)
                     wait_all([session.push(key, payload, [landing]) for key, payload, landing in pairs])
             made += [tensor for landed in answers for tensor in landed]

@@ -62,17 +62,9 @@ class Cut:
 
     Attributes:
         versions: of each chunk, when it was captured.
-        applied: the updates of each chunk then.
-        begun: (process, step) of which a chunk had its part then.
-        departures: how many workers had left until then.
-        excused: workers whose step may be there in part, because the rest did not come in time.
     """
 
     versions: dict[int, int]
-    applied: dict[int, int]
-    begun: set[tuple[int, int]]
-    departures: int
-    excused: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -131,7 +123,6 @@ class ApplyingJob:
         self._damaged: dict[int, tuple[int, int]] = {}
         self._sent = SentAnswers()
         self._seen: dict[tuple[int, int, int], int] = {}  # (process, chunk, life of the server) -> newest version
-        self._departures: list[tuple[int, int]] = []  # (server, rank), in their order
         # By server, the versions that its newest intact snapshot has at least.
         self._promised: dict[int, dict[int, int]] = defaultdict(dict)
         # By process and chunk, the answer that it reads in the server's memory.
@@ -160,7 +151,6 @@ class ApplyingJob:
         weights = yield from self._enter(process)
         while not self.is_done(process.rank):
             yield think_s()
-            session.begin_step([spec.key for spec in self.specs], is_whole=True)
             step = self.steps_done[process.rank]
             pushes = [self._push(process, spec.key, step, weights[spec.key]) for spec in self.specs]
             with session.telemetry.blocked():
@@ -270,14 +260,7 @@ class ApplyingJob:
         kept = [shard.jobs.kept() for shard in server.shards]
         keys = [key for jobs in kept for job in jobs for key in job.chunks.rules] if all(kept) else []
         versions = {key: self.chunks[key].version for key in keys}
-        applied = {key: self.chunks[key].applied for key in keys}
-        begun = {(push.process, push.step) for key in keys for push in self.chunks[key].pushes_of(applied[key])}
-        return Cut(versions, applied, begun, len(self._departures))
-
-    def complete(self, server: ServerProcess, note: Cut, *, is_torn: bool) -> None:
-        """See ``SnapshotWitness``."""
-        left = {rank for index, rank in self._departures[note.departures :] if index == server.index}
-        note.excused = set(range(self.scenario.workers)) if is_torn else left
+        return Cut(versions)
 
     def durable(self, server: ServerProcess, note: Cut) -> None:
         """See ``SnapshotWitness``."""
@@ -296,13 +279,12 @@ class ApplyingJob:
             place = server.index, shard.index
             self._newest[place], self._live[place], self._came[place] = {}, {}, set()
             self._processes[place] = {}
-        before = {key: chunk.applied for key, chunk in enumerate(self.chunks)}
         restored: set[int] = set()
         for shard in server.shards:
             for job in shard.jobs.by_number.values():
                 for key, rule in job.chunks.rules.items():
                     restored.add(key)
-                    self._take_restored(key, server.epoch, rule, note)
+                    self._take_restored(key, server.epoch, rule)
                 members = {rank: job.membership.members[rank].nonce for rank in job.membership.live_ranks}
                 self._live[server.index, shard.index] = members
                 self._came[server.index, shard.index] = set(job.came)
@@ -315,14 +297,12 @@ class ApplyingJob:
         for key, version in self._promised[server.index].items():
             is_there = key in restored and self.chunks[key].version >= version
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
-        if note is not None and not self.scenario.keeps_log:
-            self._check_cut(restored, before, note)
 
-    def _take_restored(self, key: int, epoch: int, rule: Any, note: Cut | None) -> None:
+    def _take_restored(self, key: int, epoch: int, rule: Any) -> None:
         chunk = self.chunks[key]
         version, found = rule.version, self.marks.updates(rule.outcome.values)
         require(
-            chunk.states.get(version) == found or self._is_of_cut(key, version, found, note),
+            chunk.states.get(version) == found,
             "chunk {} came back as version {} with {:x}, expected {:x}",
             key,
             version,
@@ -333,33 +313,6 @@ class ApplyingJob:
         chunk.states = {known: updates for known, updates in chunk.states.items() if known < version} | {version: found}
         chunk.clocks = dict(rule.clocks())
         self.epochs[key] = epoch
-
-    def _is_of_cut(self, key: int, version: int, found: int, note: Cut | None) -> bool:
-        """Whether these are the updates that were there when a snapshot was captured, and others of the same steps.
-
-        Between two parts of a step that a snapshot waits for, other workers' later steps may change the chunk. They are
-        not in the snapshot, so the chunk alone never was in this state. Each update is one version.
-        """
-        if note is None or self.scenario.keeps_log or key not in note.applied:
-            return False
-        before, chunk = note.applied[key], self.chunks[key]
-        if before & ~found or found & ~chunk.applied or version != found.bit_count():
-            return False
-        return all((push.process, push.step) in note.begun for push in chunk.pushes_of(found & ~before))
-
-    def _check_cut(self, restored: set[int], before: dict[int, int], note: Cut) -> None:
-        """A step is in all chunks of a snapshot, or in none."""
-        steps: dict[tuple[int, int], list[tuple[bool, bool]]] = defaultdict(list)
-        for key in restored:
-            chunk = self.chunks[key]
-            for number, push in enumerate(chunk.pushes):
-                was_there, is_there = before[key] >> (2 * number) & 1, chunk.applied >> (2 * number) & 1
-                if push.rank not in note.excused:
-                    steps[push.process, push.step].append((bool(was_there), bool(is_there)))
-        for (process, step), parts in steps.items():
-            is_cut = any(is_there for _, is_there in parts) and not all(is_there for _, is_there in parts)
-            was_whole = all(was_there for was_there, _ in parts)
-            require(not (is_cut and was_whole), "a snapshot has step {} of process {} in part", step, process)
 
     def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
         """See ``ServerWitness``."""
@@ -407,8 +360,6 @@ class ApplyingJob:
             self._note_clocks(place, job.chunks.rules)
 
     def _note_members(self, place: tuple[int, int], members: dict[int, int]) -> None:
-        known = self._live[place]
-        self._departures += [(place[0], rank) for rank, process in known.items() if members.get(rank) != process]
         self._live[place] = members
         self._came[place].update(members)
 

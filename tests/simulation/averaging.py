@@ -239,9 +239,6 @@ class AveragingJob:
     def captured(self, server: ServerProcess) -> None:
         """See ``SnapshotWitness``."""
 
-    def complete(self, server: ServerProcess, note: Any, *, is_torn: bool) -> None:
-        """See ``SnapshotWitness``."""
-
     def durable(self, server: ServerProcess, note: Any) -> None:
         """See ``SnapshotWitness``."""
 

@@ -21,7 +21,7 @@ from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.protocol.messages import Message, MessageType
-from simulation.applying import SGD, ApplyingJob, Cut, PushRecord, is_taken, layout
+from simulation.applying import SGD, ApplyingJob, PushRecord, is_taken, layout
 from simulation.marks import MOST
 from simulation.payloads import Values, decoded
 from simulation.violation import require
@@ -178,11 +178,8 @@ class MergingJob(ApplyingJob):
 
     # ---- the servers -------------------------------------------------------------------------------------------
 
-    def _check_cut(self, restored: set[int], before: dict[int, int], note: Cut) -> None:
-        """Nothing is promised: a merge of one chunk may have other workers than that of another."""
-
-    def _take_restored(self, key: int, epoch: int, rule: Any, note: Cut | None) -> None:
-        super()._take_restored(key, epoch, rule, note)
+    def _take_restored(self, key: int, epoch: int, rule: Any) -> None:
+        super()._take_restored(key, epoch, rule)
         known = self._weights[key]
         is_whole = np.array_equal(rule.outcome.values.numpy(), known[rule.version])
         require(is_whole, "chunk {} came back as version {} with other weights", key, rule.version)

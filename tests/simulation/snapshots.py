@@ -1,7 +1,6 @@
 """A server's snapshots, and the disk that outlives it: ``SnapshotThread`` without its thread.
 
-    capture ─ steps under way are awaited ─ write ─ durable        a death while it is written leaves a part of it, and
-                                                                   the older ones
+    capture ─ write ─ durable        a death while it is written leaves a part of it, and the older ones
 
 What writes, keeps and reads generations is the real ``Generations``, over a simulated disk.
 """
@@ -14,10 +13,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.core.capture import Capture, Goals
 from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.durability.restoring import _without_unfinished, distribute, recover
-from psengine.parameter_server.server.durability.snapshot_thread import STEPS_DEADLINE_S
 from psengine.parameter_server.server.log.log import LogStart, delete_before
 from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
 from psengine.parameter_server.server.snapshots.generations import Generations
@@ -89,21 +86,8 @@ class SnapshotWitness(Protocol):
     def captured(self, server: ServerProcess) -> Any:
         """The shards are being copied; what this returns is kept with the snapshot."""
 
-    def complete(self, server: ServerProcess, note: Any, *, is_torn: bool) -> None:
-        """The copies are complete."""
-
     def durable(self, server: ServerProcess, note: Any) -> None:
         """The snapshot is on the disk."""
-
-
-class _Met:
-    """The shards' meeting before they are copied: here they all stand still anyway."""
-
-    def __init__(self, furthest: Goals) -> None:
-        self._furthest = furthest
-
-    def wait(self, begun: Goals) -> Goals:
-        return self._furthest
 
 
 class Snapshots:
@@ -120,10 +104,7 @@ class Snapshots:
         self.store = Generations(disk.files)
         self._interval_s, self._rng = interval_s, rng
         self._due_s = server.clock.now_s + interval_s
-        self._captures: list[Capture] = []
-        self._captured_s = 0.0
         self._note: Any = None
-        self._is_torn = False
         # What is being written, and when that ends.
         self._written: tuple[float, list[list[JobState]]] | None = None
         # Requests that the next snapshot answers, and those that the present one does.
@@ -194,8 +175,6 @@ class Snapshots:
         if self._written is not None:
             if now_s >= self._written[0]:
                 self._commit(self._written[1])
-        elif self._captures:
-            self._look(now_s)
         elif now_s >= self._due_s or self._wishes:
             self._due_s = now_s + self._interval_s
             self._answers, self._wishes = self._wishes, []
@@ -206,33 +185,14 @@ class Snapshots:
 
     def _capture(self, now_s: float) -> None:
         shards = self.server.shards
-        furthest: Goals = {}
-        for shard in shards:
-            for job in shard.jobs.kept():
-                known = furthest.setdefault(job.number, {})
-                for rank, number in job.cuts.begun.items():
-                    known[rank] = max(number, known.get(rank, 0))
         self._note = self.witness.captured(self.server)
-        self._captured_s, self._is_torn = now_s, False
         if self.logs:
             self._places = self._places | {log.log.start.shard: log.cut() for log in self.logs}
             self._end_capture(now_s, [shard.durable.capture_whole() for shard in shards])
-            return
-        self._captures = [shard.meet_and_capture(_Met(furthest)) for shard in shards]  # type: ignore[arg-type]
-        self._look(now_s)
-
-    def _look(self, now_s: float) -> None:
-        if now_s >= self._captured_s + STEPS_DEADLINE_S:
-            for capture in self._captures:
-                if not capture.states.done():
-                    self._is_torn = bool(capture.end()) or self._is_torn
-        if not all(capture.states.done() for capture in self._captures):
-            return
-        captures, self._captures = self._captures, []
-        self._end_capture(now_s, [capture.states.result() for capture in captures])
+        else:
+            self._end_capture(now_s, [shard.durable.capture() for shard in shards])
 
     def _end_capture(self, now_s: float, shards: list[list[JobState]]) -> None:
-        self.witness.complete(self.server, self._note, is_torn=self._is_torn)
         if not any(shards) and self.store.newest is None:
             self._answer(None)
             return

@@ -593,16 +593,6 @@ FOUND["again: a JOIN waits for a shard that knew nothing of the joiner when it w
     ),
 )
 # Planted bugs that few seeds find.
-FOUND["rarely: a snapshot does not await steps under way"] = Scenario(
-    seed=35,
-    chunks=3,
-    steps=3,
-    think_s=0.05,
-    latency_s=(0.01, 0.33),
-    heartbeat_s=0.25,
-    snapshot_s=0.3,
-    faults=(Fault("kill server", 2.589, 0.2, 0, 0, 0.9),),
-)
 FOUND["rarely: contributions of a worker that left stay"] = Scenario(
     seed=2439,
     rule="average",

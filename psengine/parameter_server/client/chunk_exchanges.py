@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,9 +30,6 @@ class ChunkExchanges:
         # By chunk, where the job has a codec: its encoder, and its last push.
         self._encoders: dict[int, ChunkEncoder] = {}
         self._encoded: dict[int, Push] = {}
-        self._step = 0
-        # By chunk, the field "step" of its next push.
-        self._step_marks: dict[int, list[Any]] = {}
 
     def version(self, key: int) -> int:
         """The version of the chunk's values that came last, by push or pull; 0 before."""
@@ -55,19 +51,6 @@ class ChunkExchanges:
         self._membership.configured[key] = dict(body)
         message = Message(MessageType.CONFIGURE, key=key, body=dict(body))
         return self._membership.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
-
-    def begin_step(self, keys: Sequence[int], *, is_whole: bool) -> None:
-        """The next pushes of these chunks belong together: a snapshot has all of them, or none.
-
-        Args:
-            keys: the chunks, each of which is pushed once.
-            is_whole: every step of this worker pushes the same chunks. Then the promise holds for all shards of a
-                server together, else for each shard by itself.
-        """
-        self._step += 1
-        shard_of = self._membership.chunks.shard_of
-        parts = Counter(shard_of[key] for key in keys)
-        self._step_marks = {key: [self._step, parts[shard_of[key]], is_whole] for key in keys}
 
     def push(
         self,
@@ -119,8 +102,6 @@ class ChunkExchanges:
             body["absent"] = list(absent)
         if weight is not None:
             body["weight"] = weight
-        if key in self._step_marks:
-            body["step"] = self._step_marks[key]
         message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
         encoder, segments = self._encoder(spec), membership.connection.segments
         if encoder is not None and encoder.held is not None:

@@ -255,8 +255,6 @@ class Client:
         session.serve_joiner(self._deposit_state)
         specs = named.chunks_of(gradients)
         groups = wire_groups(self._optimizer) if self._optimizer is not None else None
-        if groups is not None:
-            session.begin_step([spec.key for spec in specs], is_whole=False)
         # A chunk of values is pushed whole; of a chunk of gradients those that are there.
         values = {segment.name for spec in specs if spec.kind is not ChunkKind.PARAMETER for segment in spec.segments}
         sent = named.to_send({**{name: self._tensors[name] for name in values}, **gradients})

@@ -57,9 +57,8 @@ class GradientPushes:
         return self._staleness / max(1, self._applied)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Mark the following pushes as one step: a server's snapshot has all of it, or nothing."""
+        """The following pushes are a step of this optimizer."""
         self.groups = wire_groups(optimizer)
-        self._session.begin_step([*self.trained, *self._chunks.buffers], is_whole=True)
 
     def push(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Send ``bucket``'s gradients, packed in ``flat``, which must not change until the servers have answered."""

@@ -7,7 +7,6 @@ import resource
 import shutil
 import time
 from pathlib import Path
-from threading import Timer
 
 import pytest
 import torch
@@ -262,25 +261,7 @@ def test_two_servers_in_one_place_leave_each_other_s_generations_alone(tmp_path)
         assert generations(directory) == ["generation-000000000004", "generation-000000000005"]
 
 
-def test_a_snapshot_waits_for_descriptors(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with SnapshotStore(tmp_path / "s") as store:
-        writer = SnapshotThread(store, [], 0.0, store.save([[]]), lambda kind, text: None)
-        released = Timer(0.3, resource.setrlimit, [resource.RLIMIT_NOFILE, (soft, hard)])
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-            released.start()
-            outcome = writer.write()
-        finally:
-            released.join()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert not outcome.error
-        assert outcome.generation == store.newest > 1
-        assert writer.failures == 0
-
-
 def test_without_descriptors_it_is_not_known_what_is_there(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(durability, "DESCRIPTORS_DEADLINE_S", 0.0)
     with SnapshotStore(tmp_path / "s") as store:
         assert store.save([[]]) == 1
         writer = SnapshotThread(store, [], 0.0, 1, lambda kind, text: None)

@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
-from psengine.parameter_server.server.core.capture import Cuts
 from psengine.parameter_server.server.core.durable_state import DurableState
 from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.membership import Membership
@@ -24,10 +23,6 @@ from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.protocol.messages import MessageType
 from simulation import snapshots
 from simulation.planted.registry import plant
-
-plant(
-    "rarely: a snapshot does not await steps under way", Cuts, "awaited", lambda awaited: lambda self, goals, ranks: {}
-)
 
 
 def _without(*names: str) -> Callable[[Any], Any]:

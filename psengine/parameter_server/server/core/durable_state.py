@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from psengine.parameter_server.server.core.capture import Capture, CopyBarrier, Goals, JobCapture
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
 from psengine.parameter_server.server.snapshots.files import JobState
@@ -41,31 +40,13 @@ class DurableState:
 
     def capture(self) -> list[JobState]:
         """Copies of everything a snapshot keeps, as it is now."""
-        capture = self._begin({}, awaits_steps=False)
-        capture.end()
-        return capture.states.result()
+        self._note_captured()
+        return [job.copy() for job in self._jobs.kept()]
 
     def capture_whole(self) -> list[JobState]:
         """The same with what is under way, and jobs that are not complete: a log goes on from exactly here."""
         self._note_captured()
         return [job.copy(is_whole=True) for job in self._jobs.by_number.values()]
-
-    def meet_and_capture(self, barrier: CopyBarrier, *, awaits_steps: bool) -> Capture:
-        """Copies that are cut between workers' steps; complete once ``states`` is set. Waits for the other shards."""
-        goals = barrier.wait({job.number: dict(job.cuts.begun) for job in self._jobs.kept()})
-        return self._begin(goals, awaits_steps=awaits_steps)
-
-    def _begin(self, goals: Goals, *, awaits_steps: bool) -> Capture:
-        self._note_captured()
-        capture = Capture()
-        for job in self._jobs.kept():
-            awaits = awaits_steps and any(rule.is_changed_by_each for rule in job.rules)
-            awaited = job.cuts.awaited(goals.get(job.number, {}), job.membership.live_ranks) if awaits else {}
-            copy = JobCapture(job.copy(), awaited, job.chunks.restore_rule, capture.look)
-            job.cuts.follow(copy)
-            capture.add(copy)
-        capture.look()
-        return capture
 
     def _note_captured(self) -> None:
         self._captured_version = {job.number: job.version for job in self._jobs.kept()}

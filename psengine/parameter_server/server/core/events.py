@@ -21,7 +21,7 @@ REPEAT_S = 30.0
 # A disk stays full for days, and every interval's snapshot fails: one event an hour leaves room for others.
 SNAPSHOT_FAILED_REPEAT_S = 3600.0
 _REPEATING = {
-    **dict.fromkeys(("refused", "late", "memory", "stood_still", "torn"), REPEAT_S),
+    **dict.fromkeys(("refused", "late", "memory", "stood_still"), REPEAT_S),
     "snapshot_failed": SNAPSHOT_FAILED_REPEAT_S,
 }
 _MAX_REMEMBERED = 1024
@@ -32,7 +32,7 @@ MAX_LINES = 128
 _NUMBER = re.compile(r"\d+")
 
 KINDS = frozenset(
-    {"started", "restored", "joined", "left", "evicted", "fenced", "refused", "late", "lost", "torn", "snapshot",
+    {"started", "restored", "joined", "left", "evicted", "fenced", "refused", "late", "lost", "snapshot",
      "snapshot_failed", "memory", "stood_still", "draining", "log_low", "log_full", "log_room", "log_failed"}
 )  # fmt: skip
 

@@ -35,16 +35,13 @@ def push(job: Job, member: Member, message: Message, now_s: float) -> list[Reply
         body.get("held"),
     )
     member.pushes += 1
-    last_sequence = rule.progress.last_sequence
-    taken_before, repeats, version = last_sequence.get(member.rank, 0), job.statistics.duplicates, rule.version
+    repeats, version = job.statistics.duplicates, rule.version
     began_s = job.clocks.measure_s()
     replies = rule.push(contribution)
     if job.statistics.duplicates == repeats:
         member.waits = member.said_waits = None  # it goes on
         job.note_taken(rule, message, version)
     _time_push(job, contribution, rule, replies, job.clocks.measure_s() - began_s, now_s)
-    if rule.is_single and taken_before < message.sequence == last_sequence.get(member.rank):
-        job.cuts.pushed(contribution, spec.key, body.get("step"))
     return replies + job.pushed(member.rank)
 
 

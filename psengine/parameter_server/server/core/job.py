@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.core.capture import Cuts, chunk_state
 from psengine.parameter_server.server.core.events import JobRecord
 from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, after
@@ -21,7 +20,7 @@ from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeti
 from psengine.parameter_server.server.core.refusals import rank_taken
 from psengine.parameter_server.server.core.surroundings import Clocks
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
-from psengine.parameter_server.server.rules.chunk_store import ChunkStore
+from psengine.parameter_server.server.rules.chunk_store import ChunkStore, chunk_state
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.rules.statistics import JobStatistics
@@ -73,7 +72,6 @@ class Job(ABC):
         self.statistics = JobStatistics()
         self.membership = Membership(lease_s, lambda: int(clocks.wall_s() * 1000))
         self.record = JobRecord(name, note, clocks.wall_s)
-        self.cuts = Cuts()
         context = RuleContext(
             live_ranks=lambda: self.membership.live_ranks,
             missing_ranks=self.missing_ranks,
@@ -326,7 +324,6 @@ class Job(ABC):
 
     def left(self, rank: int) -> list[Reply]:
         """Exchanges do not wait for this worker any more, or not for the process that had its rank."""
-        self.cuts.left(rank)
         replies = [reply for rule in self.rules for reply in rule.worker_left(rank)]
         self.journal.members(self, left=rank)
         return replies

@@ -17,7 +17,6 @@ from typing import Any
 from psengine.errors import ProtocolError
 from psengine.parameter_server.overview import owns_weights, rule_text
 from psengine.parameter_server.server.core.answers import Answers, StatusReport, ok, traffic_bytes
-from psengine.parameter_server.server.core.capture import Capture, CopyBarrier
 from psengine.parameter_server.server.core.durable_state import DurableState
 from psengine.parameter_server.server.core.events import EventLog
 from psengine.parameter_server.server.core.gate import Standing, check_legal
@@ -49,7 +48,7 @@ _NOTABLE_REFUSALS = frozenset(
     }
 )
 # Events that each shard has its own of; the others would be the same at each, and only the first shard notes them.
-_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "lost", "memory", "stood_still", "torn"})
+_EVENTS_OF_ANY_SHARD = frozenset({"refused", "late", "lost", "memory", "stood_still"})
 # Of a worker that has lost its place they go to the job, which has the worker come back through JOIN.
 _OF_A_LOST_PLACE = frozenset({MessageType.PUSH, MessageType.PROBE, MessageType.REPEAT})
 # All other messages of members may change what a snapshot keeps: even PULL and REPEAT, by backing up weights.
@@ -284,10 +283,6 @@ class Shard:
             unix_s=round(self._clocks.wall_s(), 3),
             jobs={job.name: status_of(job, now_s, self.settings.heartbeat_s) for job in self.jobs.by_number.values()},
         )
-
-    def meet_and_capture(self, barrier: CopyBarrier) -> Capture:
-        """Copies that are cut between workers' steps; complete once ``states`` is set. Waits for the other shards."""
-        return self.durable.meet_and_capture(barrier, awaits_steps=not self.is_draining)
 
     def restore(self, states: Sequence[JobState], now_s: float) -> None:
         """Take over a snapshot's state, before the first message."""

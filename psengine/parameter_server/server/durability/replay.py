@@ -12,7 +12,6 @@ from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.core import exchanges
-from psengine.parameter_server.server.core.capture import UNDER_WAY, chunk_state
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.life import JobEvent, JobPhase
 from psengine.parameter_server.server.core.membership import Member
@@ -21,6 +20,7 @@ from psengine.parameter_server.server.core.surroundings import Clocks, ShardSett
 from psengine.parameter_server.server.log.log import segment_name
 from psengine.parameter_server.server.log.reading import LogReader, Placed, start_of
 from psengine.parameter_server.server.log.records import Record, RecordKind
+from psengine.parameter_server.server.rules.chunk_store import UNDER_WAY, chunk_state
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.protocol.frames import decode
 from psengine.protocol.messages import Message, MessageType

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
-from psengine.parameter_server.server.core.capture import UNDER_WAY
 from psengine.parameter_server.server.core.durable_state import merge_job_meta
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.replay import Replay
 from psengine.parameter_server.server.log.log import segment_name, segments
 from psengine.parameter_server.server.log.reading import LogReader
+from psengine.parameter_server.server.rules.chunk_store import UNDER_WAY
 from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
 from psengine.parameter_server.server.snapshots.generations import Generations, Loaded
 from psengine.protocol.layout import balance

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.core.capture import CopyBarrier
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.log_thread import LogThread
 from psengine.parameter_server.server.log.log import delete_before
@@ -34,9 +33,6 @@ logger = logging.getLogger(__name__)
 MAX_WISHES = 1024
 # A shard copies everything it holds while it captures.
 CAPTURE_DEADLINE_S = 60.0
-# How long a snapshot waits until the steps under way have come to all their chunks; nothing else waits for that.
-STEPS_DEADLINE_S = 10.0
-_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,27 +191,14 @@ class SnapshotThread(threading.Thread):
         return SnapshotOutcome(generation)
 
     def _capture(self) -> list[list[JobState]]:
-        """What all shards hold: where there is a log, as it is; else cut between workers' steps, see ``capture.py``."""
+        """What all shards hold; where there is a log, with what is under way."""
         if self._logs:
             cuts = [t.ask(partial(_cut, t.shard, log)) for t, log in zip(self._threads, self._logs, strict=True)]
             found = [cut.result(CAPTURE_DEADLINE_S) for cut in cuts]
             self._places |= {thread.shard.index: place for thread, (place, _) in zip(self._threads, found, strict=True)}
             return [states for _, states in found]
-        barrier = CopyBarrier(len(self._threads))
-        futures = [thread.ask(partial(thread.shard.meet_and_capture, barrier)) for thread in self._threads]
-        captures = [future.result(CAPTURE_DEADLINE_S) for future in futures]
-        last_s = time.monotonic() + STEPS_DEADLINE_S
-        shards: list[list[JobState]] = []
-        for thread, capture in zip(self._threads, captures, strict=True):
-            while not capture.states.done() and time.monotonic() < last_s and not thread.drained.is_set():
-                time.sleep(_LOOK_S)
-            torn = [] if capture.states.done() else thread.ask(capture.end).result(CAPTURE_DEADLINE_S)
-            if torn and not thread.drained.is_set():
-                text = f"a snapshot has {', '.join(torn)} in some chunks only: the others did not come"
-                logger.warning("shard %d: %s within %g s", thread.shard.index, text, STEPS_DEADLINE_S)
-                thread.shard.note("torn", text)
-            shards.append(capture.states.result())
-        return shards
+        futures = [thread.ask(thread.shard.durable.capture) for thread in self._threads]
+        return [future.result(CAPTURE_DEADLINE_S) for future in futures]
 
     def _save(self, shards: Sequence[list[JobState]]) -> int:
         generation = self.store.save(shards, self._places)

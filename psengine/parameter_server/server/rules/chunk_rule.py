@@ -55,11 +55,6 @@ class ChunkRule(ABC):
         """Whether workers push gradients of it."""
         return self.spec.kind is ChunkKind.PARAMETER and self.outcome.is_ready
 
-    @property
-    def is_changed_by_each(self) -> bool:
-        """Whether every single push changes what a snapshot keeps of it."""
-        return self.is_single and self.spec.kind in self.outcome.pushed_kinds and self.outcome.is_ready
-
     def push(self, contribution: Contribution) -> list[Reply]:
         """A contribution arrived, perhaps once more.
 

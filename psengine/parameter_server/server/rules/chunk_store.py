@@ -13,6 +13,7 @@ from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import RuleContext
 from psengine.parameter_server.server.rules.payloads import received_values
 from psengine.parameter_server.server.rules.registry import JobRule
+from psengine.parameter_server.server.snapshots.files import ChunkState
 from psengine.protocol import bodies
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
@@ -21,6 +22,8 @@ from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message, Messag
 PAGE_BYTES = 48 * 1024
 # Chunk-sized slots of an optimizer that may be attached.
 MAX_SLOTS = 3
+# Of a chunk's meta and tensors: what only a log that goes on from a snapshot needs.
+UNDER_WAY = "under_way"
 
 Values = tuple[int, torch.Tensor | None, dict[str, Any]]
 
@@ -217,3 +220,13 @@ def _spec_of(message: Message) -> ChunkSpec:
     if spec.kind is ChunkKind.PARAMETER and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
         raise ProtocolError(f"{spec.describe()}: only floating and complex values are trained (got {spec.dtype})")
     return spec
+
+
+def chunk_state(rule: ChunkRule, *, copies: bool = False, is_whole: bool = False) -> ChunkState:
+    """A chunk's part of a snapshot; its own tensors, unless ``copies``; ``is_whole``: with what is under way."""
+    tensors, meta = rule.outcome.tensors(), {"spec": rule.spec.to_body(), **rule.to_meta()}
+    if is_whole:
+        meta[UNDER_WAY], more = rule.under_way()
+        tensors |= {f"{UNDER_WAY}/{name}": tensor for name, tensor in more.items()}
+    copied = {name: tensor.clone() if copies else tensor for name, tensor in tensors.items()}
+    return ChunkState(rule.spec.key, meta, copied)

@@ -199,7 +199,7 @@ function showTime(job) {
 }
 
 // ---- events --------------------------------------------------------------------------------------------------------
-const EVENT_LOOKS = { evicted: ["bad", "✕"], fenced: ["bad", "✕"], snapshot_failed: ["bad", "✕"], memory: ["bad", "!"], log_low: ["bad", "!"], log_full: ["bad", "✕"], log_failed: ["bad", "✕"], log_room: ["good", "●"], refused: ["warn", "▲"], late: ["warn", "▲"], lost: ["bad", "!"], torn: ["warn", "▲"], stood_still: ["warn", "▲"], draining: ["warn", "▲"], joined: ["good", "●"], started: ["good", "●"], restored: ["good", "●"], left: ["", "○"], snapshot: ["", "▣"] };
+const EVENT_LOOKS = { evicted: ["bad", "✕"], fenced: ["bad", "✕"], snapshot_failed: ["bad", "✕"], memory: ["bad", "!"], log_low: ["bad", "!"], log_full: ["bad", "✕"], log_failed: ["bad", "✕"], log_room: ["good", "●"], refused: ["warn", "▲"], late: ["warn", "▲"], lost: ["bad", "!"], stood_still: ["warn", "▲"], draining: ["warn", "▲"], joined: ["good", "●"], started: ["good", "●"], restored: ["good", "●"], left: ["", "○"], snapshot: ["", "▣"] };
 function showEvents() {
   const seen = new Map();
   const events = [...list(status.events)].reverse().slice(0, 200).map((event) => {
