@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import apart_from, left_out, row
@@ -63,14 +62,6 @@ def batch_norm_twice_a_step(run: Run) -> None:
 def synchronised_batch_norm(run: Run) -> None:
     """SyncBatchNorm."""
     train(run, run.wrap(psengine.convert_sync_batchnorm(normed(nn.BatchNorm1d(8)))))
-
-
-@row(sync_server=LATER)
-def spectral_normalisation(run: Run) -> None:
-    """parametrizations.spectral_norm, whose buffers each forward moves."""
-    module = mlp()
-    parametrizations.spectral_norm(module[0])
-    train(run, run.wrap(module))
 
 
 class Counting(nn.Module):

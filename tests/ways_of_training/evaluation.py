@@ -87,35 +87,6 @@ def metrics_averaged(run: Run) -> None:
 
 
 @row
-def metric_as_a_module(run: Run) -> None:
-    """A metric in the manner of torchmetrics: states that are summed over ranks when it is computed."""
-
-    class Accuracy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("right", torch.zeros(()))
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, scores: Tensor, labels: Tensor) -> None:
-            self.right += (scores.argmax(1) == labels).sum()
-            self.count += len(labels)
-
-        def compute(self) -> Tensor:
-            states = torch.stack([self.right, self.count])
-            dist.all_reduce(states)
-            return states[0] / states[1]
-
-    metric = Accuracy()
-
-    def between(model: Any, x: Tensor, y: Tensor) -> None:
-        with torch.no_grad():
-            metric(model(x), y)
-        run.note(metric.compute())
-
-    train_with(run, between)
-
-
-@row
 def stopped_early(run: Run) -> None:
     """Rank 1 wants to stop after the third of six steps; everybody does."""
     model = run.wrap(mlp())

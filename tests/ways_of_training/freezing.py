@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run
@@ -18,17 +18,6 @@ def frozen_before_wrapping(run: Run) -> None:
     module = mlp()
     module[0].requires_grad_(False)
     train(run, run.wrap(module))
-
-
-@row
-def optimizer_over_a_part(run: Run) -> None:
-    """Nothing is frozen, but the optimizer has only the head's parameters."""
-    model = run.wrap(mlp())
-    optimizer = run.optimizer(torch.optim.SGD(model.module[-1].parameters(), lr=0.1), model)
-    for x, y in run.batches():
-        model.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
 
 
 def train_toggling(run: Run, **options: Any) -> None:
@@ -54,42 +43,6 @@ def frozen_for_two_steps(run: Run) -> None:
 def frozen_for_two_steps_searched(run: Run) -> None:
     """A layer is frozen for two steps in mid-run, with find_unused_parameters."""
     train_toggling(run, find_unused_parameters=True)
-
-
-@row
-def thawed_layer_by_layer(run: Run) -> None:
-    """All but the head are frozen after wrapping, and thawed one after the other."""
-    model = run.wrap(mlp(8, 8), find_unused_parameters=True)
-    optimizer = run.sgd(model)
-    layers = [layer for layer in model.module if isinstance(layer, nn.Linear)]
-    for step, (x, y) in enumerate(run.batches(4)):
-        for index, layer in enumerate(reversed(layers)):
-            layer.requires_grad_(index <= step)
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-
-
-@row
-def frozen_before_and_thawed_in_a_new_wrapper(run: Run) -> None:
-    """Fine-tuning in two phases: head alone, then everything in a new wrapper with a new optimizer."""
-    module = mlp()
-    module[0].requires_grad_(False)
-    model = run.wrap(module)
-    optimizer = run.sgd(model)
-    batches = list(run.batches(4))
-    for x, y in batches[:2]:
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-    module[0].requires_grad_(True)
-    module.zero_grad()
-    model = run.wrap(module)
-    optimizer = run.sgd(model)
-    for x, y in batches[2:]:
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))

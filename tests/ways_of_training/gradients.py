@@ -81,16 +81,6 @@ def forward_fed_with_its_output(run: Run) -> None:
 
 
 @row
-def losses_backward_in_a_list(run: Run) -> None:
-    """torch.autograd.backward over a list of losses with weights."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        output = model(x)
-        losses = [F.cross_entropy(output, y), output.square().mean()]
-        torch.autograd.backward(losses, [torch.tensor(0.7), torch.tensor(0.3)])
-
-
-@row
 def backward_into_some_inputs(run: Run) -> None:
     """backward(inputs=...) at the first layer only, in one of four steps."""
     model = run.wrap(mlp(), find_unused_parameters=True)
@@ -162,13 +152,3 @@ def gradients_as_bucket_views(run: Run) -> None:
         classify(model, x, y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-
-
-@row
-def some_gradients_dropped(run: Run) -> None:
-    """Gradients of every second parameter are set to None before the step."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        classify(model, x, y).backward()
-        for parameter in list(model.parameters())[::2]:
-            parameter.grad = None

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from ways_of_training.networks import classify, mlp, train
+from ways_of_training.networks import mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import left_out, refused, row
 
@@ -47,15 +47,6 @@ def post_accumulate_hook_before_wrapping(run: Run) -> None:
 
 
 @row
-def module_hooks(run: Run) -> None:
-    """Forward and full backward hooks on inner modules."""
-    model = run.wrap(mlp())
-    model.module[0].register_forward_hook(lambda module, inputs, output: output * 2)
-    model.module[2].register_full_backward_hook(lambda module, given, output: (given[0] * 0.5,))
-    train(run, model)
-
-
-@row
 def hooks_on_the_wrapper(run: Run) -> None:
     """Forward hooks on the wrapped model itself."""
     model = run.wrap(mlp())
@@ -70,17 +61,6 @@ def full_backward_hook_on_the_wrapper(run: Run) -> None:
     model = run.wrap(mlp())
     model.register_full_backward_hook(lambda module, given, output: run.note(output[0].norm()))
     train(run, model)
-
-
-@row
-def optimizer_hooks(run: Run) -> None:
-    """Hooks before and after optimizer.step."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    optimizer.register_step_pre_hook(lambda *_: [p.grad.mul_(0.5) for p in model.parameters()] and None)
-    optimizer.register_step_post_hook(lambda *_: run.note(sum(p.norm() for p in model.parameters()).detach()))
-    for x, y in run.training(optimizer):
-        classify(model, x, y).backward()
 
 
 @row(**NO_HOOKS)

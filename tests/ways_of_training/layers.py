@@ -49,13 +49,6 @@ class Reader(nn.Module):
 
 
 @row
-def lstm(run: Run) -> None:
-    """LSTM, in both directions, with dropout between layers."""
-    core = nn.Sequential(nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True, dropout=0.2))
-    train(run, Reader(core), texts(run))
-
-
-@row
 def transformer(run: Run) -> None:
     """TransformerEncoderLayer with dropout."""
     core = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.1, batch_first=True)
@@ -150,26 +143,6 @@ def branch_without_parameters(run: Run) -> None:
     train(run, Branches(), find_unused_parameters=True)
 
 
-@row(slow=True)
-def layers_dropped_at_random(run: Run) -> None:
-    """Stochastic depth with a random state of each rank's own, with find_unused_parameters."""
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inlet, self.outlet = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.inlet(x)
-            for block in self.blocks:
-                if torch.rand(()) > 0.4:
-                    x = x + torch.tanh(block(x))
-            return self.outlet(x)
-
-    train(run, Deep(), find_unused_parameters=True)
-
-
 @row
 def experts(run: Run) -> None:
     """A mixture of experts: each sample goes to one, some experts get none."""
@@ -208,14 +181,6 @@ def dropout_with_own_generators(run: Run) -> None:
     train(run, Noisy())
 
 
-@row(slow=True)
-def lazy_layers(run: Run) -> None:
-    """LazyLinear, made real by a dry run before wrapping."""
-    network = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(CLASSES))
-    network(torch.zeros(1, WIDTH))
-    train(run, network)
-
-
 @row(native=refused("uninitialized"), everywhere=refused("uninitialized"))
 def lazy_layers_too_late(run: Run) -> None:
     """LazyLinear that is wrapped before its first forward."""
@@ -232,19 +197,3 @@ def weights_as_views_of_one(run: Run) -> None:
         parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
         start += parameter.numel()
     train(run, network)
-
-
-@row(slow=True)
-def low_rank_adapters(run: Run) -> None:
-    """LoRA: a frozen base, two small matrices that are trained."""
-
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(WIDTH, CLASSES).requires_grad_(False)
-            self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, CLASSES, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + self.up(self.down(x))
-
-    train(run, Adapted())

@@ -10,9 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     TensorDataset,
-    get_worker_info,
 )
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import CLASSES, WIDTH, Batch, Run
@@ -55,25 +53,6 @@ def distributed_sampler(run: Run) -> None:
             yield DataLoader(data, batch_size=3, sampler=sampler)
 
     train(run, epochs())
-
-
-class Stream(IterableDataset[Batch]):
-    """Samples that are dealt out to ranks and to loaders' workers."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-
-    def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for index in range(first, 6, step):
-            yield samples(6 * self._world_size)[index * self._world_size + self._rank]
-
-
-@row
-def iterable_dataset(run: Run) -> None:
-    """An IterableDataset."""
-    train(run, [DataLoader(Stream(run.rank, run.world_size), batch_size=2)])
 
 
 @row
@@ -128,15 +107,6 @@ def uneven_inputs_end_together(run: Run) -> None:
     except RuntimeError:
         run.note(1.0)
     dist.barrier()
-
-
-@row(slow=True)
-def uneven_inputs_by_agreement(run: Run) -> None:
-    """Ranks count their batches first, and stop after the smallest number."""
-    batches = list(run.batches(3 + run.rank))
-    count = torch.tensor(len(batches))
-    dist.all_reduce(count, dist.ReduceOp.MIN)
-    train(run, [batches[: int(count)]])
 
 
 @row

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from ways_of_training.networks import mlp
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import row
-
-
-@row
-def teacher_that_follows(run: Run) -> None:
-    """A mean teacher: a copy of the inner module that follows by an exponential average (BYOL)."""
-    model = run.wrap(mlp())
-    teacher = copy.deepcopy(model.module).requires_grad_(False)
-    optimizer = run.sgd(model)
-    for x, _ in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), teacher(x.flip(1))).backward()
-        optimizer.step()
-        with torch.no_grad():
-            for slow, fast in zip(teacher.parameters(), model.module.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-    run.compare(teacher)
 
 
 @row
@@ -70,12 +52,6 @@ def play(run: Run, *, penalty: bool = False, critic_steps: int = 1) -> None:
 def adversarial_networks(run: Run) -> None:
     """GAN: two wrapped models; the critic is frozen while the generator learns."""
     play(run)
-
-
-@row
-def adversarial_networks_with_penalty(run: Run) -> None:
-    """WGAN-GP: two critic steps a generator step, with a gradient penalty."""
-    play(run, penalty=True, critic_steps=2)
 
 
 @row

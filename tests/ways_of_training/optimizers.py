@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from ways_of_training.networks import classify, mlp
-from ways_of_training.run import CLASSES, WIDTH, Run
+from ways_of_training.run import Run
 from ways_of_training.table import left_out, refused, row
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -76,47 +75,6 @@ def adagrad_fused(run: Run) -> None:
 def rmsprop(run: Run) -> None:
     """RMSprop, centered, with momentum."""
     train(run, lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True))
-
-
-@row(one_worker=NOT_AT_SERVERS)
-def adafactor(run: Run) -> None:
-    """Adafactor."""
-    train(run, lambda p: torch.optim.Adafactor(p, lr=0.01))
-
-
-class Matrices(nn.Module):
-    """Weight matrices alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, CLASSES, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-@row(one_worker=NOT_AT_SERVERS)
-def muon(run: Run) -> None:
-    """torch.optim.Muon over matrices."""
-    train(run, lambda p: torch.optim.Muon(p, lr=0.01), Matrices())
-
-
-@row(one_worker=NOT_AT_SERVERS)
-def muon_beside_adamw(run: Run) -> None:
-    """Muon for matrices and AdamW for biases: two optimizers of one model."""
-    model = run.wrap(mlp())
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    optimizers = [
-        run.optimizer(torch.optim.Muon(matrices, lr=0.01), model),
-        run.optimizer(torch.optim.AdamW(others, lr=0.01), model),
-    ]
-    for x, y in run.batches():
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        classify(model, x, y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 @row(one_worker=refused("one optimizer"))
@@ -207,24 +165,6 @@ def sharpness_aware(run: Run) -> None:
             for parameter, move in zip(model.parameters(), moves, strict=True):
                 parameter.sub_(move)
         optimizer.step()
-
-
-@row
-def averaged_weights(run: Run) -> None:
-    """SWA: AveragedModel of the wrapped model's module, SWALR, update_bn."""
-    module = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, CLASSES))
-    model = run.wrap(module)
-    optimizer = run.sgd(model)
-    averaged, schedule = AveragedModel(model.module), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-        if step >= 1:
-            averaged.update_parameters(model.module)
-            schedule.step()
-    update_bn([x for x, _ in run.batches()], averaged)
-    run.compare(averaged)
 
 
 @row

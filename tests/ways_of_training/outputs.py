@@ -76,9 +76,3 @@ def output_in_a_static_graph(run: Run) -> None:
 def output_written_to(run: Run) -> None:
     """The output is changed in place before the loss."""
     train(run, lambda s, h: s, lambda o: o.mul_(2.0))
-
-
-@row(slow=True)
-def output_without_gradient_beside(run: Run) -> None:
-    """An output that is an integer tensor, beside the scores."""
-    train(run, lambda s, h: (s.argmax(1), s), lambda o: o[1], find_unused_parameters=True)

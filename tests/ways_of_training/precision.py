@@ -76,12 +76,6 @@ def model_in_bfloat16_under_adamw(run: Run) -> None:
     train_in(run, torch.bfloat16, torch.optim.AdamW)
 
 
-@row(slow=True)
-def model_in_float16(run: Run) -> None:
-    """A model in float16."""
-    train_in(run, torch.float16)
-
-
 @row
 def several_dtypes(run: Run) -> None:
     """Layers in float32, float64 and bfloat16."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import (
     checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
 )
 from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
@@ -54,12 +50,6 @@ def blocks_with_reentry(run: Run) -> None:
     train(run, run.wrap(Blocks(reentrant=True, dropout=0.3)))
 
 
-@row
-def blocks_nested_with_reentry(run: Run) -> None:
-    """A recomputed block inside a recomputed block, reentrant."""
-    train(run, run.wrap(Blocks(reentrant=True, nested=True)))
-
-
 @row(native=refused(READY_TWICE), everywhere=refused(READY_TWICE))
 def block_used_twice_with_reentry(run: Run) -> None:
     """A recomputed block that is used twice, reentrant."""
@@ -72,38 +62,12 @@ def block_used_twice_in_a_static_graph(run: Run) -> None:
     train(run, run.wrap(Blocks(0, 1, 1, reentrant=True), static_graph=True))
 
 
-@row(slow=True)
-def block_used_twice_without_reentry(run: Run) -> None:
-    """A recomputed block that is used twice, non-reentrant."""
-    train(run, run.wrap(Blocks(0, 1, 1, reentrant=False)))
-
-
 @row
 def wrapper_recomputed(run: Run) -> None:
     """The wrapped model itself recomputed, non-reentrant: its forward is interrupted as soon as it may be."""
     model = run.wrap(mlp(8, 8))
     for x, y in run.training(run.sgd(model), 4):
         F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
-
-
-@row
-def wrapper_recomputed_to_its_end(run: Run) -> None:
-    """The wrapped model itself recomputed, non-reentrant, without early stop."""
-    model = run.wrap(mlp(8, 8))
-    optimizer = run.sgd(model)
-    with set_checkpoint_early_stop(False):
-        for x, y in run.training(optimizer, 4):
-            F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
-
-
-@row
-def wrapper_recomputed_in_part(run: Run) -> None:
-    """The wrapped model itself recomputed, but for the products of its layers, which are kept."""
-    model = run.wrap(mlp(8, 8))
-    optimizer = run.sgd(model)
-    keep_products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    for x, y in run.training(optimizer, 4):
-        F.cross_entropy(checkpoint(model, x, use_reentrant=False, context_fn=keep_products), y).backward()
 
 
 @row
@@ -122,9 +86,3 @@ def recomputed_while_accumulating(run: Run) -> None:
         with model.no_sync():
             classify(model, x[:4], y[:4]).backward()
         classify(model, x[4:], y[4:]).backward()
-
-
-@row
-def recomputed_with_unused_parameters(run: Run) -> None:
-    """Recomputed blocks of which one is left out, with find_unused_parameters."""
-    train(run, run.wrap(Blocks(1, reentrant=False), find_unused_parameters=True))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import Run
@@ -77,22 +76,6 @@ def loaded_on_rank_0_alone(run: Run) -> None:
 
 
 @row
-def distributed_checkpoint(run: Run) -> None:
-    """torch.distributed.checkpoint saves the wrapped model's state, and loads it in place."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    steps(run, model, optimizer)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=run.directory / "dcp")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    state = model.state_dict()
-    dcp.load({"model": state}, checkpoint_id=run.directory / "dcp")
-    model.load_state_dict(state)
-    steps(run, model, optimizer, 2)
-
-
-@row
 def distributed_checkpoint_with_optimizer(run: Run) -> None:
     """get_state_dict and set_state_dict of torch.distributed.checkpoint, model and optimizer."""
     wrapped = run.wrap(mlp())
@@ -144,18 +127,6 @@ def pickled_wrapper(run: Run) -> None:
         for x, y in run.batches(1):
             run.note(classify(again, x, y))
     run.compare(again)
-
-
-@row
-def weights_set_in_mid_run(run: Run) -> None:
-    """Every rank writes the same numbers to some weights between two steps."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    steps(run, model, optimizer)
-    with torch.no_grad():
-        model.module[0].weight.mul_(0.5)
-        nn.init.constant_(model.module[2].bias, 0.1)
-    steps(run, model, optimizer, 2)
 
 
 @row

@@ -26,12 +26,6 @@ def train(run: Run, schedule_of: Callable[[torch.optim.Optimizer], Any], steps: 
 
 
 @row
-def one_cycle(run: Run) -> None:
-    """OneCycleLR, which moves momentum too."""
-    train(run, lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6))
-
-
-@row
 def rate_in_a_tensor(run: Run) -> None:
     """A learning rate that is a tensor, with foreach=False."""
     train(run, lambda o: lr_scheduler.StepLR(o, 2), lr=torch.tensor(0.1), foreach=False)  # type: ignore[arg-type]
@@ -84,22 +78,4 @@ def schedule_stepped_before_the_optimizer(run: Run) -> None:
     schedule = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for x, y in run.training(optimizer):
         classify(model, x, y).backward()
-        schedule.step()
-
-
-@row
-def training_restarted_with_schedule(run: Run) -> None:
-    """Optimizer and schedule are saved and loaded into new ones for the same model, in mid-run."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-    for step, (x, y) in enumerate(run.batches(4)):
-        if step == 2:
-            saved = optimizer.state_dict(), schedule.state_dict()
-            optimizer.load_state_dict(saved[0])
-            schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-            schedule.load_state_dict(saved[1])
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
         schedule.step()

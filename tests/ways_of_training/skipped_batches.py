@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from ways_of_training.networks import classify, mlp
-from ways_of_training.run import CLASSES, Run
-from ways_of_training.table import left_out, refused, row
+from ways_of_training.run import Run
+from ways_of_training.table import refused, row
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
@@ -80,24 +77,6 @@ def forward_raises_first(run: Run) -> None:
 
 
 @row
-def second_forward_raises(run: Run) -> None:
-    """The second of two forwards raises, and the loss is the first one's alone."""
-    model = run.wrap(Picky())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        model.module.is_bad = False
-        loss = classify(model, x, y)
-        model.module.is_bad = step == 1
-        try:
-            loss = loss + classify(model, x.flip(0), y.flip(0))
-        except BadBatchError:
-            model.module.is_bad = False
-        loss.backward()
-
-    train(run, model, step_of)
-
-
-@row
 def loss_raises(run: Run) -> None:
     """The loss raises, after a forward that was complete."""
     model = run.wrap(mlp())
@@ -105,20 +84,6 @@ def loss_raises(run: Run) -> None:
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
         output = model(x)
         if step == 1:
-            raise BadBatchError
-        F.cross_entropy(output, y).backward()
-
-    train(run, model, step_of)
-
-
-@row
-def loss_raises_among_unused_parameters(run: Run) -> None:
-    """The loss raises after a forward whose unused parameters were searched."""
-    model = run.wrap(mlp(), find_unused_parameters=True)
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        output = model(x)
-        if step in (0, 2):
             raise BadBatchError
         F.cross_entropy(output, y).backward()
 
@@ -214,12 +179,6 @@ def backward_raises_half_way_with_views(run: Run) -> None:
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def backward_raises_half_way_among_unused_parameters(run: Run) -> None:
-    """A tensor hook raises in the middle of backward, with find_unused_parameters."""
-    train_watched(run, (1, 3), find_unused_parameters=True)
-
-
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
 def backward_raises_half_way_in_a_static_graph(run: Run) -> None:
     """A tensor hook raises in the middle of the third backward of a static graph."""
     train_watched(run, (2,), static_graph=True)
@@ -275,35 +234,6 @@ def backward_raises_inside_no_sync(run: Run) -> None:
     train(run, model, step_of)
 
 
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def recomputed_block_raises_in_backward(run: Run) -> None:
-    """A recomputed block raises when it is computed again, in backward."""
-
-    class Recomputed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.block, self.last = mlp(8, outputs=8), mlp(8, inputs=8, outputs=8), nn.Linear(8, CLASSES)
-            self.may_raise, self.calls = False, 0
-
-        def _compute(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.may_raise and self.calls % 2 == 0:
-                raise BadBatchError
-            return self.block(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls = 0
-            return self.last(checkpoint(self._compute, self.first(x), use_reentrant=False))
-
-    model = run.wrap(Recomputed())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        model.module.may_raise = step in (1, 2)
-        classify(model, x, y).backward()
-
-    train(run, model, step_of)
-
-
 @row
 def backward_of_a_freed_graph(run: Run) -> None:
     """backward twice without retain_graph: the second raises and is caught."""
@@ -319,50 +249,6 @@ def backward_of_a_freed_graph(run: Run) -> None:
                 raise BadBatchError from None
 
     train(run, model, step_of)
-
-
-@row
-def clipping_refuses(run: Run) -> None:
-    """clip_grad_norm_ with error_if_nonfinite raises on an infinite loss, on both ranks."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        (classify(model, x, y) * (math.inf if step == 2 and run.rank == 0 else 1)).backward()
-        try:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
-        except RuntimeError:
-            raise BadBatchError from None
-
-    train(run, model, step_of)
-
-
-@row(one_worker=left_out("servers step; an optimizer of one's own is refused"))
-def optimizer_raises_half_way(run: Run) -> None:
-    """optimizer.step raises after half of the parameters, once."""
-
-    class Half(torch.optim.Optimizer):
-        calls = 0
-
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            type(self).calls += 1
-            for index, parameter in enumerate(self.param_groups[0]["params"]):
-                if index == 2 and type(self).calls == 2:
-                    raise BadBatchError
-                parameter -= 0.1 * parameter.grad
-
-    model = run.wrap(mlp())
-    optimizer = run.optimizer(Half(model.parameters()), model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        try:
-            optimizer.step()
-        except BadBatchError:
-            continue
 
 
 @row
@@ -393,61 +279,6 @@ def everything_raises_by_turns(run: Run) -> None:
 
 
 @row
-def gradients_are_nan(run: Run) -> None:
-    """Gradients that are NaN are left out before the optimizer's step."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        classify(model, x * (math.nan if step == 2 and run.rank == 0 else 1), y).backward()
-        if not all(parameter.grad.isfinite().all() for parameter in model.parameters()):
-            raise BadBatchError
-
-    train(run, model, step_of)
-
-
-@row
-def step_hook_raises(run: Run) -> None:
-    """A hook before optimizer.step raises, once; the step is left out."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    steps = iter(range(5))
-
-    def sometimes(*_: Any) -> None:
-        if next(steps) == 2:
-            raise BadBatchError
-
-    optimizer.register_step_pre_hook(sometimes)
-    for x, y in run.batches(5):
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        try:
-            optimizer.step()
-        except BadBatchError:
-            continue
-
-
-@row
-def closure_raises(run: Run) -> None:
-    """The closure of optimizer.step raises, once."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(5)):
-
-        def closure(step: int = step, x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            if step == 2:
-                raise BadBatchError
-            loss = classify(model, x, y)
-            loss.backward()
-            return loss
-
-        try:
-            run.note(optimizer.step(closure))
-        except BadBatchError:
-            run.note(-1.0)
-
-
-@row
 def step_is_interrupted_after_backward(run: Run) -> None:
     """An exception between backward and the step: the gradients are dropped."""
     model = run.wrap(mlp())
@@ -473,22 +304,5 @@ def raises_inside_no_sync(run: Run) -> None:
         except BadBatchError:
             model.module.is_bad = False
         classify(model, x[2:], y[2:]).backward()
-
-    train(run, model, step_of)
-
-
-@row
-def evaluation_raises(run: Run) -> None:
-    """An evaluation between two steps raises, under no_grad."""
-    model = run.wrap(Picky())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        model.module.is_bad = step == 1
-        try:
-            with torch.no_grad():
-                run.note(classify(model, x, y))
-        except BadBatchError:
-            model.module.is_bad = False
-        classify(model, x, y).backward()
 
     train(run, model, step_of)
