@@ -101,22 +101,17 @@ def _in_directory(name: str, *, make: bool) -> str:
 
 def way_to(address: str) -> str:
     """The address a client connects to: the socket beside ``address`` if this user's server listens there."""
-    if not is_loopback(address):
-        return address
-    try:
-        beside = socket_beside(address)
-    except ConfigurationError:
-        return address
-    return beside if is_listening(beside) else address
+    with contextlib.suppress(ConfigurationError):
+        if is_loopback(address) and is_listening(beside := socket_beside(address)):
+            return beside
+    return address
 
 
 def is_listening(address: str) -> bool:
     """Whether somebody listens at an ipc:// address where this user may connect."""
-    try:
-        with _connected(address) as probe:
-            return probe.fileno() >= 0
-    except PermissionError:
-        return False
+    with contextlib.suppress(PermissionError), _connected(address) as probe:
+        return probe.fileno() >= 0
+    return False
 
 
 def listener_uid(address: str) -> int | None:
@@ -168,10 +163,9 @@ def _connected(address: str) -> socket.socket:
 
 
 def _network_namespace() -> int:
-    try:
+    with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        return 0
+    return 0
 
 
 def _tcp_listener_uid(host: str, port: int) -> int | None:

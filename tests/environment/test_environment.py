@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -256,22 +253,6 @@ def test_two_processes(style):
         assert context.hostname == socket.gethostname()
 
 
-def has_ipv6_loopback() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as listener:
-            listener.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6 loopback")
-@pytest.mark.parametrize("address", ["::1", slow("[::1]")])
-def test_ipv6_master(address):
-    results = run_ranks(init_and_sum, 2, "torchrun", free_port(), address, init_group=False)
-    assert [total for _, total in results] == [3, 3]
-
-
 def init_again_and_again(rank: int, world_size: int, port: int, has_agent: bool) -> list[float]:
     set_environment("torchrun", rank, world_size, port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(has_agent)
@@ -328,13 +309,6 @@ def test_adopts_the_users_group(variables):
     assert run_ranks(adopt, 2, variables) == [(0, 0, 2, 2), (1, 1, 2, 2)]
 
 
-def test_adopted_group_is_placed_by_the_environment():
-    variables = {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | {
-        "MASTER_ADDR": "unused"
-    }
-    assert run_ranks(adopt, 2, variables) == [(0, 0, 2, 1), (1, 0, 2, 1)]
-
-
 def in_a_group(rank: int, world_size: int) -> Any:
     """A group that the user made: its rank is the worker, whatever PSENGINE_WORKER says."""
     clear()
@@ -373,12 +347,6 @@ def test_ranks_meet_where_the_arguments_say(tmp_path):
     assert run_ranks(by_arguments, 2, f"file://{tmp_path}/meeting", {}, init_group=False) == alone
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     assert run_ranks(by_arguments, 2, None, master, init_group=False) == alone
-
-
-def test_the_place_on_the_host_is_the_launchers():
-    launcher = {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "2"}
-    method = f"tcp://127.0.0.1:{free_port()}"
-    assert run_ranks(by_arguments, 2, method, launcher, init_group=False) == [(3, 0, 0, 2), (3, 1, 1, 2)]
 
 
 # ---- ranks that cannot meet ------------------------------------------------------------------------------------------
@@ -496,23 +464,6 @@ def script(more: str = "") -> str:
 def script_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLE.match(name)}
     return kept | {"PYTHONPATH": str(Path(environment.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(script())
-    endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *endpoint, str(path)],
-        env=script_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    assert sorted(json.loads(line) for line in run.stdout.splitlines()) == [[0, 0, 2, 2, 3], [1, 1, 2, 2, 3]]
-    assert "destroy_process_group" not in run.stderr
 
 
 ENDS_OF_ONE = [

@@ -20,7 +20,6 @@ from support.scheduled_runs import (
     hosts_of,
     lines_of,
     losses_of,
-    native_losses,
     run,
 )
 from support.server_process import running_server
@@ -56,23 +55,6 @@ def test_two_ranks_have_native_ddps_bits(out, strategy):
     done = run([*MPIRUN, "-n", "2", *PYTHON, out], PSENGINE_STRATEGY=strategy)
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses_of(out) == dict(enumerate(run_ranks(native_ranks, 2)))
-
-
-@pytest.mark.slow
-def test_four_ranks_have_torchruns_bits(out, tmp_path):
-    done = run([*MPIRUN, "-n", "4", *PYTHON, out])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert losses_of(out) == native_losses(tmp_path / "torchrun", 4)
-
-
-@pytest.mark.slow
-def test_asynchronous_ranks(out):
-    # Without PSENGINE_SERVERS rank 0 starts a server.
-    command = [*MPIRUN, "-n", "2", *PYTHON, out, "--steps=40", "--pause=0.05"]
-    done = run(command, PSENGINE_STRATEGY="async")
-    assert done.returncode == 0, done.stdout + done.stderr
-    # The later one begins where the servers' model is.
-    assert {worker: lines[-1]["step"] for worker, lines in lines_of(out).items()} == {0: 39, 1: 39}
 
 
 @pytest.mark.slow
@@ -137,4 +119,4 @@ def test_several_hosts_need_the_address_of_rank_0(out, tmp_path, address):
         assert hosts_of(out) == ["node-0", "node-1"]
     else:
         assert ended.code == 1
-        assert "Fix: `mpirun -x MASTER_ADDR=<host of rank 0> ...`" in ended.stderr
+        assert "mpirun: -x MASTER_ADDR=HOST" in ended.stderr

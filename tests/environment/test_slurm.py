@@ -101,12 +101,6 @@ def test_the_synchronous_script_goes_on_from_its_checkpoint(cluster, out, native
         assert {line["step"]: line["loss"] for line in lines} == dict(enumerate(native(2, 40)[worker]))
 
 
-def test_the_synchronous_script_with_resources_of_ones_own(cluster, out, native):
-    job = wrap(cluster, out, "sync.sbatch", WORKERS_PER_NODE="2")
-    assert job.end() == "COMPLETED", job.text
-    assert losses_of(out) == native(4, 10)
-
-
 @pytest.mark.parametrize("how", [submit, wrap], ids=["a heterogeneous job", "the server is the first step"])
 def test_synchronous_training_over_a_server(cluster, out, native, how):
     job = how(cluster, out, "async.sbatch", WORKERS_PER_NODE="1", PSENGINE_STRATEGY="sync-server")
@@ -156,21 +150,6 @@ def test_a_requeued_job_goes_on_from_the_servers_snapshot(cluster, out, how):
     assert [steps[-1] for steps in again] == [59, 59]
 
 
-def test_another_job_goes_on_in_the_same_run_directory(cluster, out):
-    training = ["--steps=60", "--pause=0.3"]
-    job = submit(cluster, out, "async.sbatch", *training, WORKERS_PER_NODE="1")
-    job.wait_until(lambda: all(len(steps_of(out, worker)) >= 5 for worker in range(2)))
-    job.cancel()
-    assert job.end() == "CANCELLED"
-    last = max(steps_of(out, worker)[-1] for worker in range(2))
-    former = {"RUN_DIRECTORY": str(out.parent / f"psengine-{job.number}"), "PSENGINE_JOB": f"slurm-{job.number}"}
-    before = len(steps_of(out, 0))
-    again = submit(cluster, out, "async.sbatch", *training, WORKERS_PER_NODE="1", **former)
-    assert again.end() == "COMPLETED", again.text
-    assert last - 2 <= steps_of(out, 0)[before]
-    assert steps_of(out, 0)[-1] == 59
-
-
 def test_a_failed_node_does_not_end_the_others(cluster, out):
     job = wrap(cluster, out, "async.sbatch", "--steps=40", "--pause=0.3", options=["--no-kill"], WORKERS_PER_NODE="1")
     job.wait_until(lambda: all(len(steps_of(out, worker)) >= 3 for worker in range(2)))
@@ -182,23 +161,3 @@ def test_a_failed_node_does_not_end_the_others(cluster, out):
         assert "Node failure on node-2" in job.text
     finally:
         cluster.run(["scontrol", "update", "nodename=node-2", "state=idle"])
-
-
-REFUSED = {
-    "no script": ("sync.sbatch", [], {}, "usage: sbatch sync.sbatch SCRIPT.py"),
-    "ranks that need each other": (
-        "async.sbatch",
-        [TRAINING],
-        {"PSENGINE_STRATEGY": "sync"},
-        "parameter servers alone",
-    ),
-    "no such file": ("sync.sbatch", ["t.py"], {}, "t.py"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_input_ends_the_job_with_a_message(cluster, out, case):
-    script, arguments, variables, message = REFUSED[case]
-    job = cluster.submit([SCRIPTS / script, *arguments], folder=out.parent, variables=variables)
-    assert job.end() == "FAILED"
-    assert message in job.text
