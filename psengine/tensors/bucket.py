@@ -243,12 +243,14 @@ class Bucket:
         if tensor.data_ptr() == self.addresses[position]:
             if divisor != 1:
                 view.div_(divisor)
-        elif divisor == 1 or self._divides_copies or tensor.dtype != view.dtype:
+        elif divisor == 1 or self._divides_copies:
             view.copy_(tensor)
             if self._divides_copies:
                 view.div_(divisor)
-            elif divisor != 1:
-                view.mul_(1.0 / divisor)
+        elif tensor.dtype != view.dtype:
+            # Rounded once, after the division, as the kernel does it.
+            wide = tensor.detach().to(torch.promote_types(tensor.dtype, view.dtype))
+            view.copy_(wide * (1.0 / divisor))
         else:
             torch.mul(tensor.detach(), 1.0 / divisor, out=view)
         if self.counts_non_finite:

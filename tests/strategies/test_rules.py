@@ -29,6 +29,7 @@ CODECS = ("bf16", "fp16", "int8", "int8,error_feedback=false", "fp4", "onebit", 
 # Each with the models that the quick suite trains; the slow one trains all. Server strategies refuse sparse gradients.
 QUICK = {
     "sync:compress=bf16": ["mixed"],
+    "sync:compress=fp16": ["unused"],
     "sync:compress=int8": ["batch norm", "own buffers", "unused", "sparse"],
     "sync:compress=onebit": ["chunks"],
     "sync:compress=powersgd,rank=1": ["chunks"],
@@ -102,13 +103,9 @@ def first_difference(rank: int, world_size: int, specification: str, rule_name: 
     rule.exchanges_buffers = model.options.get("forward_sync_buffers", True)
     # A worker that comes later takes what the servers have.
     dist.barrier()
-    # Sparse gradients may be coalesced or not; a product of matrices may have other bits elsewhere in memory; below
-    # fp16's normal range a share of an unused parameter's bucket is rounded twice, before and after the division.
-    is_rounded = (
-        model is MODELS["sparse"]
-        or ("powersgd" in rule_name and not has_matmul_the_same_bits_anywhere())
-        or ("fp16" in rule_name and model is MODELS["unused"])
-    )
+    # Sparse gradients may be coalesced or not; a product of matrices may have other bits elsewhere in memory.
+    is_powersgd = "powersgd" in rule_name and not has_matmul_the_same_bits_anywhere()
+    is_rounded = is_powersgd or model is MODELS["sparse"]
     for step in range(STEPS):
         optimizer.zero_grad()
         model.loss(ours, step, rank).backward()
