@@ -240,19 +240,17 @@ def structures_that_differ(rank: int, world_size: int) -> None:
     cases = [
         # (this rank's value on rank 1, on the others, what the message must hold)
         ({"a": 1.0}, {"a": 1.0, "b": 2.0}, ["value['b']", "got nothing on rank 1"]),
-        ({"a": 1.0, "c": 2.0}, {"a": 1.0}, ["value['c']", "to be nothing as on rank 0"]),
         ({"a": {"b": [1.0]}}, {"a": {"b": [1.0, 2.0]}}, ["value['a']['b'][1]", "nothing on rank 1"]),
         ({"a": {"b": 1.0}}, {"a": 1.0}, ["value['a']", "nothing on rank 1"]),
         ({"a": float64}, {"a": float32}, ["value['a']", "torch.float32", "torch.float64", "on rank 1"]),
         ({"a": float32[:1]}, {"a": float32}, ["value['a']", "shape [2]", "shape [1] on rank 1"]),
         ({"a": 1.0}, {"a": torch.tensor(1.0)}, ["value['a']", "a Python", "on rank 1"]),
-        ({1: 1.0}, {"1": 1.0}, ["value['1']", "nothing on rank 1"]),
     ]
     for ours, theirs, texts in cases:
         for verb in (metrics.mean, metrics.sum):
             with raises(ReplicaMismatchError, *texts, f"seen on rank {rank}"):
                 verb(ours if odd else theirs)
-    for ours, theirs, texts in cases[:5]:
+    for ours, theirs, texts in cases[:4]:
         with raises(ReplicaMismatchError, *texts):
             metrics.gather(ours if odd else theirs)
     with raises(ReplicaMismatchError, "value['n'] to be a Python int as on rank 0", "a Python float on rank 1"):
@@ -267,18 +265,10 @@ def structures_that_differ(rank: int, world_size: int) -> None:
 
 
 def leaves_that_are_no_numbers(rank: int, world_size: int) -> None:
-    bad = {
-        "NoneType": None,
-        "str": "0.5",
-        "object": object(),
-        "complex": 1j,
-        "set": {1.0},
-        "sparse": torch.eye(2).to_sparse(),
-    }
+    quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
+    bad = {"NoneType": None, "str": "0.5", "complex": 1j, "sparse": torch.eye(2).to_sparse(), "quint8": quantized}
     for kind, leaf in bad.items():
         for verb in (metrics.mean, metrics.sum, metrics.gather):
-            with raises(TypeError, "value['a'][1]", kind):  # everywhere
-                verb({"a": [1.0, leaf]})
             # On one rank only: the others must not wait for it.
             with (
                 raises(ArgumentTypeError, "value['a'][1]", kind)

@@ -188,14 +188,12 @@ def refusals(rank: int, world_size: int) -> None:
     with raises(TypeError, "floating-point", "torch.int64"):
         layer(torch.zeros(4, 3, dtype=torch.int64))
     # All ranks empty: nothing to learn from, as in torch's BatchNorm, and nothing broken.
+    fresh, plain = SyncBatchNorm(CHANNELS), nn.BatchNorm2d(CHANNELS)
     empty = torch.zeros(0, CHANNELS, 2, 2, requires_grad=True)
-    plain = nn.BatchNorm2d(CHANNELS)
-    fresh = SyncBatchNorm(CHANNELS)
     y = fresh(empty)
     assert y.shape == plain(empty).shape
-    assert torch.equal(fresh.running_mean, plain.running_mean)
-    assert torch.equal(fresh.running_var, plain.running_var)
-    assert fresh.num_batches_tracked == plain.num_batches_tracked
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, fresh.state_dict()[name])
     y.sum().backward()
     assert torch.equal(fresh.weight.grad, torch.zeros(CHANNELS))
 
@@ -253,13 +251,8 @@ def test_conversion_changes_the_class_of_layers():
     state = model.state_dict()
     assert convert_sync_batchnorm(model) is model
     assert [type(layer) for layer in (plain, shared, own, model["other"])] == [SyncBatchNorm] * 3 + [nn.Linear]
-    assert model["a"] is model["b"][0] is shared
     assert (plain.eps, plain.process_group, own.process_group) == (0.1, None, group)
-    assert repr(plain).startswith("SyncBatchNorm(3, eps=0.1")
     assert list(model.state_dict()) == list(state)
-    assert plain(torch.randn(4, 3)).shape == (4, 3)
-    assert SyncBatchNorm.convert_sync_batchnorm(plain, group) is plain
-    assert plain.process_group is group
     assert type(pickle.loads(pickle.dumps(shared))) is type(copy.deepcopy(shared)) is SyncBatchNorm
 
 
@@ -270,18 +263,13 @@ def test_lazy_layers_are_refused_before_anything_is_replaced():
     assert type(model[0]) is nn.BatchNorm1d
 
 
-class Special(nn.SyncBatchNorm):
-    pass
+def test_adoption_changes_torchs_layers_in_place_but_not_their_subclasses():
+    class Special(nn.SyncBatchNorm):
+        pass
 
-
-def test_adoption_changes_torchs_layers_in_place():
-    group = object()
-    layers = [nn.SyncBatchNorm(3), nn.SyncBatchNorm(3, process_group=group), Special(3), nn.BatchNorm1d(3)]
-    model = nn.Sequential(*layers, layers[0])
-    adopt_sync_batchnorm(model)
-    assert [type(layer) for layer in layers] == [SyncBatchNorm, SyncBatchNorm, Special, nn.BatchNorm1d]
-    assert model[0] is layers[0] is model[4]
-    assert layers[1].process_group is group
+    layers = [nn.SyncBatchNorm(3, process_group=object()), Special(3), nn.BatchNorm1d(3)]
+    adopt_sync_batchnorm(nn.Sequential(*layers))
+    assert [type(layer) for layer in layers] == [SyncBatchNorm, Special, nn.BatchNorm1d]
 
 
 def test_accelerators_get_torchs_layer():

@@ -355,23 +355,18 @@ def spec(runs=((0, 4, 0),), name="SGD", **changes):
     [
         ("SGD", {"lr": -0.5}, "SGD's group 0.lr: Expected `float` >= -1e-09, got -0.5"),
         ("SGD", {"lr": math.nan}, "got nan"),
-        ("SGD", {"lr": "0.1"}, "got '0.1'"),
         ("SGD", {"lr": "9" * 60000}, "got '999999"),
         ("SGD", {"momentum": 1.5}, "SGD's group 0.momentum: Expected `float` <= 1.0, got 1.5"),
         ("SGD", {"nesterov": 1}, "SGD's group 0.nesterov: Expected `bool`, got 1"),
         ("SGD", {"nesterov": True}, "nesterov needs a momentum and no dampening"),
-        ("SGD", {"nesterov": True, "momentum": 0.5, "dampening": 0.5}, "got momentum 0.5 and dampening 0.5"),
         ("SGD", {"eps": 1e-8}, "SGD's group 0: Object contains unknown field `eps` (expected lr, "),
         (
             "Adam",
             {"betas": [0.9, 1.0]},
             "Adam's group 0.betas[1]: Expected `float` < 1.0, got 1.0",
         ),
-        ("Adam", {"betas": 0.9}, ".betas: Expected `array`, got 0.9"),
         ("Adam", {"betas": [[0.9], 0.9]}, ".betas[0]: Expected `float`, got [0.9]"),
-        ("AdamW", {"eps": -1e-8}, "AdamW's group 0.eps: Expected `float` >= 0.0, got -1e-08"),
         ("RMSprop", {"fused": True}, "RMSprop's group 0: Object contains unknown field `fused`"),
-        ("AdamW", {"fused": 1}, "AdamW's group 0.fused: Expected `bool`, got 1"),
     ],
 )
 def test_bad_hyperparameters_are_refused(name, changes, words):
@@ -392,19 +387,15 @@ def test_bad_hyperparameters_are_refused(name, changes, words):
     ("changes", "words"),
     [
         ({"optimizer": "LBFGS"}, "expected one of SGD, Adam, AdamW, Adagrad, RMSprop, got 'LBFGS'"),
-        ({"optimizer": ["SGD"]}, "got ['SGD']"),
         ({"groups": []}, "expected a list of at least one map, got []"),
-        ({"groups": [3]}, "SGD's group 0: Expected `object`, got 3"),
         (
             {"groups": [{"lr": 0.1}]},
             "SGD's group 0: Object missing required field",
         ),
         ({"runs": None}, "expected a list, got NoneType"),
         ({"runs": [[0, 4]]}, "run 0 is a start, an end and a group"),
-        ({"runs": [[0, 4, False]]}, "expected three integers"),
         ({"runs": [[1, 4, 0]]}, "expected run 0 to begin at 0 and end by 4, got [1, 4)"),
         ({"runs": [[0, 2, 0], [3, 4, 0]]}, "expected run 1 to begin at 2 and end by 4, got [3, 4)"),
-        ({"runs": [[0, 0, 0], [0, 4, 0]]}, "got [0, 0)"),
         ({"runs": [[0, 5, 0]]}, "end by 4, got [0, 5)"),
         ({"runs": [[0, 3, 0]]}, "expected the last to end at 4, got 3"),
         ({"runs": [[0, 4, 1]]}, "expected -1 <= group < 1, got 1"),
