@@ -1,7 +1,7 @@
 """The bugs by name, each a monkeypatch of the product.
 
-Those whose name begins with "again:" undo a correction of a bug that the simulator has found. Those with "rarely:" are
-found by less than one seed in a thousand. ``test_found.py`` has a scenario for each of both.
+Those whose name begins with "rarely:" are found by less than one seed in a thousand: ``test_found.py`` has a
+scenario for each.
 """
 
 from __future__ import annotations
