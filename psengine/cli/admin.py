@@ -18,7 +18,6 @@ from psengine.environment.local_sockets import is_listening
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, PSEngineError, ServerRefusedError
 from psengine.protocol.keys import CurveClientKeys
-from psengine.protocol.messages import ErrorCode
 
 EXIT_REFUSED = 1
 POLL_S = 0.5
@@ -117,6 +116,8 @@ def _open(address: str | None, secret: Path | None, timeout_s: float) -> list[St
 
 def _tell(servers: Sequence[StatusSource], **order: Any) -> None:
     """Give an order to every server, and show the answers; ends the command with 1 unless all is done."""
+    from psengine.protocol.messages import ErrorCode
+
     failures = []
     for server in servers:
         try:
