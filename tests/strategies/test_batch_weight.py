@@ -269,20 +269,6 @@ def test_weights_can_be_switched_off(rank, world_size):
         assert torch.allclose(p.grad, g, **FLOAT64)
 
 
-@in_ranks(1)
-def test_a_world_of_one(rank, world_size):
-    model = DistributedDataParallel(seeded(Perceptron))
-    x = torch.ones(2, FEATURES, dtype=torch.float64)
-    reference = seeded(Perceptron)
-    reference(x).mean().backward()
-    for weight in (2, 0):
-        model.zero_grad()
-        model.batch_weight(weight)
-        model(x).mean().backward()
-        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-            assert torch.equal(q.grad, p.grad if weight else torch.zeros_like(p))
-
-
 def refusals(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(seeded(Perceptron))
     for weight, error, text in [

@@ -1,84 +1,19 @@
-"""The strategies over parameter servers against one plain process and a rank-ordered average."""
+"""Strategy "async" with one worker against one plain process."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support.marks import slow
 from support.processes import run_ranks
 from support.server_training import OPTIMIZERS, STEPS, assert_equal, batches, build, state_of, use
 from torch import nn
 from torch.nn import functional as F
 
 import psengine
-
-VIEWS = {"gradient_as_bucket_view": True}
-
-
-# ---- sync-server -------------------------------------------------------------------------------------------------
-
-
-def train_sync(rank: int, world_size: int, address: str, job: str, options: dict[str, Any]) -> Any:
-    use(address)
-    wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy=psengine.SyncServer(job=job), **options)
-    optimizer = OPTIMIZERS["momentum"](wrapped.parameters())
-    gradients = []
-    for x, y in batches(rank):
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        gradients.append({n: p.grad.clone() for n, p in wrapped.module.named_parameters() if p.requires_grad})
-        optimizer.step()
-    state = state_of(wrapped.module)
-    wrapped.leave()
-    wrapped.report(loss=1.0)  # there is nobody to tell any more
-    return gradients, state
-
-
-def rank_ordered_reference(rank: int, _: int, world_size: int) -> dict[str, torch.Tensor]:
-    """One process: gradients of each rank's batch, added in rank order in float32, divided by their number."""
-    model = build(seed=0)
-    replicas = [copy.deepcopy(model) for _ in range(world_size)]
-    optimizers = [OPTIMIZERS["momentum"](replica.parameters()) for replica in replicas]
-    data = [batches(rank) for rank in range(world_size)]
-    for step in range(STEPS):
-        for replica, optimizer, batch in zip(replicas, optimizers, data, strict=True):
-            optimizer.zero_grad()
-            x, y = batch[step]
-            F.cross_entropy(replica(x), y).backward()
-        for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
-            if parameters[0].grad is None:
-                continue
-            total = parameters[0].grad.clone()
-            for parameter in parameters[1:]:
-                total += parameter.grad
-            for parameter in parameters:
-                parameter.grad = total / world_size
-        for optimizer in optimizers:
-            optimizer.step()
-        for replica in replicas[1:]:
-            for own, first in zip(replica.buffers(), replicas[0].buffers(), strict=True):
-                own.copy_(first)
-    return state_of(replicas[0])
-
-
-@pytest.mark.parametrize(("world_size", "options"), [(3, VIEWS), *(slow(*case) for case in [(2, {}), (4, VIEWS)])])
-def test_sync_server_is_bitwise_the_rank_ordered_average(server, world_size, options):
-    job = f"sync-{world_size}-{len(options)}"
-    results = run_ranks(train_sync, world_size, server.addresses[0], job, options)
-    [reference] = run_ranks(rank_ordered_reference, 1, world_size, init_group=False)
-    for gradients, state in results:
-        assert_equal(state, reference)
-        for mine, first in zip(gradients, results[0][0], strict=True):
-            assert_equal(mine, first)
-
-
-# ---- async -------------------------------------------------------------------------------------------------------
 
 
 def two_groups(model: nn.Module, name: str) -> torch.optim.Optimizer:

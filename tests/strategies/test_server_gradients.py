@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -19,32 +18,6 @@ from psengine.errors import (
     ConfigurationError,
     ReductionError,
 )
-
-
-def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, wait: Any) -> dict[str, torch.Tensor]:
-    data = batches(0)
-    for first, second in zip(data[::2], data[1::2], strict=True):
-        optimizer.zero_grad()
-        with wait():
-            F.cross_entropy(model(first[0]), first[1]).backward()
-        F.cross_entropy(model(second[0]), second[1]).backward()
-        optimizer.step()
-    return state_of(getattr(model, "module", model))
-
-
-def accumulates(rank: int, world_size: int, address: str) -> None:
-    use(address)
-    plain = build(0)
-    expected = accumulate(plain, torch.optim.SGD(plain.parameters(), lr=0.05), contextlib.nullcontext)
-    for strategy in (psengine.SyncServer(job="accumulate-sync"), psengine.AsyncServer(job="accumulate-async")):
-        wrapped = wrap(strategy)
-        optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.05), wrapped)
-        assert_equal(accumulate(wrapped, optimizer, wrapped.no_sync), expected)
-        wrapped.leave()
-
-
-def test_no_sync_accumulates(server):
-    run_ranks(accumulates, 1, server.addresses[0], init_group=False)
 
 
 class Branches(nn.Module):
@@ -108,32 +81,6 @@ def test_sparse_gradients_are_refused_before_any_server_is_met():
             psengine.DistributedDataParallel(
                 nn.ModuleDict({"tokens": nn.Embedding(5, 3, sparse=True)}), strategy=strategy
             )
-
-
-def step_hooks(rank: int, world_size: int, address: str) -> list[str]:
-    use(address)
-    wrapped = wrap(psengine.AsyncServer(job="hooks"))
-    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped)
-    seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-
-    def closure() -> torch.Tensor:
-        seen.append("closure")
-        optimizer.zero_grad()
-        loss = F.cross_entropy(wrapped(batches(0)[0][0]), batches(0)[0][1])
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(4)]
-    assert losses[-1] < losses[0]
-    wrapped.leave()
-    return seen
-
-
-def test_step_hooks_and_closures(server):
-    [seen] = run_ranks(step_hooks, 1, server.addresses[0], init_group=False)
-    assert seen == ["before", "closure", "after"] * 4
 
 
 def poison(rank: int, world_size: int, address: str) -> Any:

@@ -16,7 +16,6 @@ from support.processes import run_ranks
 from support.server_process import running_server
 from support.server_training import assert_equal, batches, build, state_of, train, use, wrap
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
 import psengine
@@ -98,10 +97,6 @@ def misuse(rank: int, world_size: int, address: str) -> None:
         F.cross_entropy(wrapped(batches(0)[0][0]), batches(0)[0][1]).backward()
     with raises(ConfigurationError, "LBFGS"):
         psengine.DistributedOptimizer(torch.optim.LBFGS(wrapped.parameters()), wrapped)
-    with raises(ConfigurationError, "join is for strategies over collectives"):
-        wrapped.join()
-    with raises(ConfigurationError, "join is for strategies over collectives"):
-        Join([wrapped])
     with raises(ConfigurationError, "takes no communication hook"):
         wrapped.register_comm_hook(None, _hook)
     with raises(ConfigurationError, "a strategy object serves one wrapped model"):
