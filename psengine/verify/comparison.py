@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -118,8 +118,9 @@ class Comparison:
         return self.verdict in (EQUAL, WITHIN)
 
     def to_json(self) -> dict[str, Any]:
-        """As dicts and lists for ``json.dumps``; numbers that are not finite become "inf", "-inf" and "nan"."""
-        return _to_json(asdict(self))  # type: ignore[no-any-return]
+        """As dicts and lists for ``json.dumps``; what is not finite becomes "Infinity", "-Infinity" or "NaN"."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=str)
+        return found
 
 
 def compare(
@@ -259,12 +260,3 @@ def comparison_server() -> Iterator[str]:
         )
     with EmbeddedServer.start() as server:
         yield server.addresses[0]
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _to_json(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(entry) for entry in value]
-    # JSON has no names for infinity and NaN.
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
