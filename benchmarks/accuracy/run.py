@@ -16,13 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from accuracy.studies import STUDIES, Study
 from accuracy.tasks import TASKS, task_of
-from accuracy.trainings import Plan, Run, tell, train_in_ranks, train_in_turns
+from accuracy.trainings import Plan, Run, train_in_ranks, train_in_turns
 from harness.command_line import at_least, parser_of, some_of
 from harness.ranks import run_ranks
 from harness.record import Record
 from harness.tables import Table
-
-from psengine.parameter_server.client.embedded import EmbeddedServer
 
 QUICK_FRACTION = 0.03
 DIVERGED = 1000.0  # nats, which is also more than any percentage
@@ -31,17 +29,9 @@ DIVERGED = 1000.0  # nats, which is also more than any percentage
 def carry_out(study: Study, plans: Sequence[Plan], deadline_s: float) -> list[Run]:
     if study.in_turns:
         torch.set_num_threads(1)
-        runs = []
-        for plan in plans:
-            runs.append(train_in_turns(plan))
-            tell(runs[-1])
-        return runs
+        return [train_in_turns(plan) for plan in plans]
     (world_size,) = {plan.workers for plan in plans}
-    with EmbeddedServer.start() as server:
-        environment = {"PSENGINE_SERVERS": server.addresses[0]}
-        arguments = [asdict(plan) for plan in plans], "accuracy"
-        found = run_ranks(train_in_ranks, world_size, *arguments, deadline_s=deadline_s, environment=environment)
-        return [Run.from_json(fields) for fields in found[0]]
+    return run_ranks(train_in_ranks, world_size, plans, deadline_s=deadline_s)[0]
 
 
 def mean_text(values: Sequence[float], places: int) -> str:
@@ -61,12 +51,11 @@ def table_of(study: Study, task: str, runs: Sequence[Run]) -> Table:
     columns += ["staleness"] if study.in_turns else []
     rows = []
     for name, own in found.items():
-        losses, wrong = ([run.curve[-1][place] for run in own] for place in (1, 2))
-        others = {run.plan.seed: run.curve[-1][1] for run in found.get(study.reference, ())}
-        differences = [loss - others.get(run.plan.seed, loss) for run, loss in zip(own, losses, strict=True)]
-        row = [name, mean_text(wrong, 2), mean_text(losses, 4)]
+        others = {run.plan.seed: run.loss for run in found.get(study.reference, ())}
+        differences = [run.loss - others.get(run.plan.seed, run.loss) for run in own]
+        row = [name, mean_text([run.wrong for run in own], 2), mean_text([run.loss for run in own], 4)]
         row.append("" if name == study.reference else mean_text(differences, 4))
-        row += [f"{statistics.mean(run.staleness or 0.0 for run in own):.1f}"] if study.in_turns else []
+        row += [f"{statistics.mean(run.staleness for run in own):.1f}"] if study.in_turns else []
         rows.append([*row, study.candidates[name].paper])
     seeds = len({run.plan.seed for run in runs})
     title = f"{task}: {runs[0].plan.samples} samples, {seeds} seeds, mean ± standard deviation"
@@ -93,7 +82,7 @@ def main() -> None:
     runs = carry_out(study, plans, options.deadline)
     for task in options.tasks:
         record.tables.append(table_of(study, task, [run for run in runs if run.plan.task == task]))
-    record.values = {"runs": [run.to_json() for run in runs]}
+    record.values = {"runs": [asdict(run) for run in runs]}
     record.finish()
 
 

@@ -62,7 +62,6 @@ class Study:
             learning_rate=candidate.rates.get(task, self.rates[task]),
             momentum=self.momentum,
             seed=seed,
-            round_steps=candidate.round_steps,
         )
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import heapq
-import os
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy.tasks import Task, task_of
+from accuracy.tasks import task_of
 from harness.ranks import Rank
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -25,9 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.shard_world import SGD, World, spec, team
 
-Curve = list[tuple[int, float, float]]  # samples of all workers, loss, percent of wrong answers
-POINTS = 12
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -39,7 +34,6 @@ class Plan:
         batch_size: of each worker.
         samples: of all workers together.
         optimizer: "SGD", with ``momentum``, or "AdamW".
-        round_steps: steps between two points at which replicas are equal.
     """
 
     task: str
@@ -52,7 +46,6 @@ class Plan:
     learning_rate: float
     momentum: float
     seed: int
-    round_steps: int = 1
 
     @property
     def steps(self) -> int:
@@ -63,55 +56,36 @@ class Plan:
         """Learning rate after a fraction of the run: constant in the first half, then falling linearly to zero."""
         return self.learning_rate * min(1.0, 2 * (1 - fraction))
 
-    def judged_steps(self) -> set[int]:
-        """After which steps of a worker the model is judged: more often at the beginning, at ends of rounds."""
-        rounds = self.steps // self.round_steps
-        return {self.round_steps * max(1, round(rounds * 2 ** (-k / 1.5))) for k in range(POINTS)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of a plan.
-
-    Attributes:
-        seconds: the run took here.
-        staleness: of the updates, mean; None where there is none.
-    """
+    """What came of a plan: loss in nats, percent of wrong answers, and the mean staleness of the updates."""
 
     plan: Plan
-    curve: Curve
-    seconds: float
-    staleness: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Run:
-        return cls(**(fields | {"plan": Plan(**fields["plan"])}))
+    loss: float
+    wrong: float
+    staleness: float = 0.0
 
 
-class Worker:
-    """A wrapped model with its optimizer, and where its batches come from."""
-
-    def __init__(self, plan: Plan, worker: int) -> None:
-        self._plan, self._task = plan, task_of(plan.task)
+def train_in_ranks(rank: Rank, plans: Sequence[Plan]) -> list[Run]:
+    """Each rank of a process group is a worker; returns rank 0's runs."""
+    runs = []
+    for plan in plans:
+        task = task_of(plan.task)
         torch.manual_seed(plan.seed)
-        network = self._task.model()
-        self.model = psengine.DistributedDataParallel(network, strategy=plan.strategy)
-        self.optimizer = psengine.DistributedOptimizer(_optimizer(plan, network), self.model)
-        self._generator = torch.Generator().manual_seed(1000 * plan.seed + worker)
-        self.steps = 0
-
-    def step(self) -> None:
-        """Forward, backward, and the optimizer's step with what its strategy exchanges."""
-        plan = self._plan
-        for group in self.optimizer.param_groups:
-            group["lr"] = plan.rate_after(self.steps / plan.steps)
-        self.optimizer.zero_grad()
-        self._task.loss(self.model, plan.batch_size, self._generator).backward()
-        self.optimizer.step()
-        self.steps += 1
+        network = task.model()
+        model = psengine.DistributedDataParallel(network, strategy=plan.strategy)
+        optimizer = psengine.DistributedOptimizer(_optimizer(plan, network), model)
+        generator = torch.Generator().manual_seed(1000 * plan.seed + rank.rank)
+        for step in range(plan.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = plan.rate_after(step / plan.steps)
+            optimizer.zero_grad()
+            task.loss(model, plan.batch_size, generator).backward()
+            optimizer.step()
+        model.leave()
+        runs.append(_judged(plan, network))
+    return runs
 
 
 def _optimizer(plan: Plan, network: nn.Module) -> torch.optim.Optimizer:
@@ -120,37 +94,18 @@ def _optimizer(plan: Plan, network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), lr=plan.learning_rate, momentum=plan.momentum)
 
 
-def train_in_ranks(rank: Rank, plans: Sequence[dict[str, Any]], job: str) -> list[dict[str, Any]]:
-    """Each rank of a process group is a worker; returns rank 0's runs."""
-    runs = []
-    for number, fields in enumerate(plans):
-        plan = Plan(**fields)
-        os.environ["PSENGINE_JOB"] = f"{job}-{number}"
-        begin_s, curve = time.monotonic(), []
-        worker, judged_steps = Worker(plan, rank.rank), plan.judged_steps()
-        while worker.steps < plan.steps:
-            worker.step()
-            if rank.rank == 0 and worker.steps in judged_steps:
-                curve.append(_point(plan, task_of(plan.task), worker.model.module, worker.steps))
-        worker.model.leave()
-        runs.append(Run(plan=plan, curve=curve, seconds=time.monotonic() - begin_s))
-        if rank.rank == 0:
-            tell(runs[-1])
-    return [run.to_json() for run in runs] if rank.rank == 0 else []
-
-
 def train_in_turns(plan: Plan) -> Run:
     """Workers that push to a real shard one after the other, in an order that the seed gives; no sockets, one thread.
 
     A step takes a worker between half and one and a half of a simulated second, drawn each time. Then its gradient, of
     the weights that it got before, is pushed; the answer is its next weights.
     """
-    begin_s, task, curve = time.monotonic(), task_of(plan.task), []
+    task = task_of(plan.task)
     torch.manual_seed(plan.seed)
     network = task.model()
     flat = parameters_to_vector(network.parameters()).detach()
-    layout = [spec(0, flat.numel())]
-    workers = team(World(codec=False), plan.workers, layout, values={0: flat}, rule=_rule(plan))
+    rule = resolve_strategy(plan.strategy).rule  # what the strategy asks of servers
+    workers = team(World(codec=False), plan.workers, [spec(0, flat.numel())], values={0: flat}, rule=rule)
     settings = SGD | {"lr": plan.learning_rate, "momentum": plan.momentum}
     workers[0].configure(0, flat.numel(), groups=[settings])
     held = [(0, flat)] * plan.workers  # version, weights
@@ -159,15 +114,15 @@ def train_in_turns(plan: Plan) -> Run:
     durations = torch.Generator().manual_seed(plan.seed)
     ready = [(_step_s(durations), number) for number in range(plan.workers)]
     heapq.heapify(ready)
-    judged_steps, total_staleness = plan.judged_steps(), 0
-    for update in range(plan.workers * plan.steps):
+    total_staleness, updates = 0, plan.workers * plan.steps
+    for update in range(updates):
         now_s, number = ready[0]
         base_version, weights = held[number]
         vector_to_parameters(weights, network.parameters())
         gradients = torch.autograd.grad(task.loss(network, plan.batch_size, batches[number]), [*network.parameters()])
         gradient = torch.cat([one.reshape(-1) for one in gradients])
         pushed[number] += 1
-        groups = [settings | {"lr": plan.rate_after(update / (plan.workers * plan.steps))}]
+        groups = [settings | {"lr": plan.rate_after(update / updates)}]
         pushes = workers[number].push(0, pushed[number], gradient, version=base_version, body={"groups": groups})
         (answer,) = pushes
         workers[number].take()
@@ -175,33 +130,16 @@ def train_in_turns(plan: Plan) -> Run:
         total_staleness += max(0, answer.version - 1 - base_version)
         held[number] = (answer.version, payload_tensor(answer))
         heapq.heapreplace(ready, (now_s + _step_s(durations), number))
-        steps, rest = divmod(update + 1, plan.workers)
-        if rest == 0 and steps in judged_steps:
-            vector_to_parameters(held[number][1], network.parameters())
-            curve.append(_point(plan, task, network, steps))
-    staleness = total_staleness / (plan.workers * plan.steps)
-    return Run(plan=plan, curve=curve, seconds=time.monotonic() - begin_s, staleness=staleness)
-
-
-def _rule(plan: Plan) -> Mapping[str, Any]:
-    """What the strategy asks of servers."""
-    return resolve_strategy(plan.strategy).rule
+    vector_to_parameters(held[number][1], network.parameters())
+    return _judged(plan, network, staleness=total_staleness / updates)
 
 
 def _step_s(durations: torch.Generator) -> float:
     return 0.5 + torch.rand((), generator=durations).item()
 
 
-def _point(plan: Plan, task: Task, network: nn.Module, steps: float) -> tuple[int, float, float]:
-    return (round(steps * plan.workers * plan.batch_size), *task.judge(network))
-
-
-def tell(run: Run) -> None:
-    """One line of progress."""
-    samples, loss, wrong = run.curve[-1]
-    plan = run.plan
-    print(
-        f"{plan.task} {plan.candidate}, rate {plan.learning_rate:g}, seed {plan.seed}: loss {loss:.4f}, {wrong:.2f} %"
-        f" wrong after {samples} samples; {run.seconds:.1f} s",
-        flush=True,
-    )
+def _judged(plan: Plan, network: nn.Module, **more: Any) -> Run:
+    """With one line of progress where this process speaks."""
+    loss, wrong = task_of(plan.task).judge(network)
+    psengine.print(f"{plan.task} {plan.candidate}, seed {plan.seed}: loss {loss:.4f}, {wrong:.2f} % wrong", flush=True)
+    return Run(plan=plan, loss=loss, wrong=wrong, **more)

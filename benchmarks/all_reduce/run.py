@@ -122,16 +122,6 @@ def measure(rank: Rank, sizes_kb: list[int], rounds: int) -> list[dict[str, list
 # ---- here ------------------------------------------------------------------------------------------------------------
 
 
-def measure_on_ranks(
-    world_size: int, sizes_kb: list[int], rounds: int, deadline_s: float, mpiexec: str | None
-) -> list[dict[str, list[float]]]:
-    """The slowest rank's seconds, of each size."""
-    environment = MPICH_WHERE_CORES_ARE_SHARED if world_size > len(os.sched_getaffinity(0)) else {}
-    how: dict[str, Any] = {"deadline_s": deadline_s, "mpiexec": mpiexec, "environment": environment}
-    per_rank = run_ranks(measure, world_size, sizes_kb, rounds, **how)
-    return [slowest(of_size) for of_size in zip(*per_rank, strict=True)]
-
-
 def size_text(size_kb: int) -> str:
     return f"{size_kb / 1024:g} MB" if size_kb >= 1024 else f"{size_kb} KB"
 
@@ -158,9 +148,11 @@ def main() -> None:
     if mpiexec is None:
         record.caveat(NO_MPI)
     for world_size in options.ranks:
-        found = measure_on_ranks(world_size, sizes_kb, rounds, options.deadline, mpiexec)
-        for size_kb, seconds in zip(sizes_kb, found, strict=True):
-            record.add({"ranks": world_size, "size": size_text(size_kb)}, seconds)
+        environment = MPICH_WHERE_CORES_ARE_SHARED if world_size > len(os.sched_getaffinity(0)) else {}
+        how: dict[str, Any] = {"deadline_s": options.deadline, "mpiexec": mpiexec, "environment": environment}
+        found = run_ranks(measure, world_size, sizes_kb, rounds, **how)
+        for size_kb, per_rank in zip(sizes_kb, zip(*found, strict=True), strict=True):
+            record.add({"ranks": world_size, "size": size_text(size_kb)}, slowest(per_rank))
     record.finish()
 
 

@@ -1,4 +1,4 @@
-"""Kills, loses and cuts at random, and prints tables of what came of it; see README.md."""
+"""Kills, loses and cuts power at random, and prints tables of what came of it; see README.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks"), str(Path(__file__).parent)]
 
 from attacks.averaging_kills import AVERAGE, run_sync  # noqa: E402
-from attacks.bad_links import STEPS, WORKERS, run_lossy, run_slow  # noqa: E402
+from attacks.bad_links import STEPS, WORKERS, run_lossy  # noqa: E402
 from attacks.kill_loop import Counters, run_async, run_forgetful  # noqa: E402
 from harness.command_line import at_least, parser_of, some_of  # noqa: E402
 from harness.record import Record  # noqa: E402
@@ -59,14 +59,6 @@ def worker_kills(options: Namespace) -> Table:
     return kills(options, "worker", 1.0)
 
 
-def links(options: Namespace) -> Table:
-    rows = [
-        row("async, slow link cut", run_slow(options.rounds, options.seed, APPLY, options.most_s)),
-        row("sync-server, slow link cut", run_slow(options.rounds, options.seed, AVERAGE, options.most_s)),
-    ]
-    return Table("", COLUMNS, rows)
-
-
 def lossy(options: Namespace) -> Table:
     steps = min(STEPS, max(1, options.pushes // 2 // WORKERS // LOSSY_CHUNKS))
     trainings = math.ceil(options.pushes / 2 / WORKERS / LOSSY_CHUNKS / steps)
@@ -91,7 +83,6 @@ def power(options: Namespace) -> Table:
 STUDIES: dict[str, Callable[[Namespace], Table]] = {
     "server-kills": server_kills,
     "worker-kills": worker_kills,
-    "links": links,
     "lossy": lossy,
     "power": power,
 }

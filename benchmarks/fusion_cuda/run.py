@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness.command_line import parser_of, some_of
 from harness.record import Record
 from harness.turns import Turn, take_turns, wall_clock
-from step_overhead.models import GPT, ResidualBlock, ResidualNet
+from step_overhead.models import GPT, ResidualNet
 
 import psengine
 from psengine.kernels import ops
@@ -99,18 +99,13 @@ def pack_foreach(b: Buffers) -> None:
     b.flat.mul_(SCALE)
 
 
-PASSES: dict[str, dict[str, Callable[[Buffers], Any]]] = {
-    "pack": {
-        COPY: lambda b: b.flat.copy_(b.other_flat),
-        "psengine": lambda b: ops.pack_(b.flat, b.gradients, SCALE),
-        "mul(out=) for each": pack_each,
-        "_foreach_copy_, mul_": pack_foreach,
-    },
-    "unpack": {
-        COPY: lambda b: b.flat.copy_(b.other_flat),
-        "psengine": lambda b: ops.unpack_(b.gradients, b.flat, 1.0),
-        "_foreach_copy_": lambda b: torch._foreach_copy_(b.gradients, b.views),
-    },
+PASSES: dict[str, Callable[[Buffers], Any]] = {
+    COPY: lambda b: b.flat.copy_(b.other_flat),
+    "psengine": lambda b: ops.pack_(b.flat, b.gradients, SCALE),
+    "mul(out=) for each": pack_each,
+    "_foreach_copy_, mul_": pack_foreach,
+    "psengine, unpack": lambda b: ops.unpack_(b.gradients, b.flat, 1.0),
+    "_foreach_copy_, unpack": lambda b: torch._foreach_copy_(b.gradients, b.views),
 }
 
 
@@ -134,16 +129,16 @@ def _on_the_next(candidate: Callable[[Buffers], Any], sets: Iterator[Buffers]) -
 
 def measure_passes(rounds: int, record: Record) -> None:
     speed = cycles_per_s()
-    for direction, size_mb, count in itertools.product(PASSES, SIZES_MB, TENSOR_COUNTS):
+    for size_mb, count in itertools.product(SIZES_MB, TENSOR_COUNTS):
         numels = numels_of(size_mb, count)
         # 50 MB of cache on an H100, 126 MB on a B200: whoever comes back to its buffers must not find them there.
         sets = [Buffers.make(numels) for _ in range(max(2, 600 // (3 * size_mb)))]
         next_set = itertools.cycle(sets)
-        calls = {name: partial(_on_the_next, candidate, next_set) for name, candidate in PASSES[direction].items()}
+        calls = {name: partial(_on_the_next, candidate, next_set) for name, candidate in PASSES.items()}
         host_s = max(wall_clock(call) for _ in range(WARM_UP_ROUNDS) for call in calls.values())
         clock = device_clock(int(speed * (2 * host_s + 2e-4)))
         turns = {name: Turn(call) for name, call in calls.items()}
-        labels = {"pass": direction, "MB": size_mb, "tensors": count}
+        labels = {"MB": size_mb, "tensors": count}
         record.add(labels, take_turns(turns, rounds, warm_up=0, clock=clock))
         torch.cuda.empty_cache()
 
@@ -161,7 +156,7 @@ def _text() -> tuple[Tensor, Tensor]:
 
 
 WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
-    "ResNet-34, batch 64": (lambda: ResidualNet(ResidualBlock, (3, 4, 6, 3), classes=1000), _images),
+    "ResNet-34, batch 64": (lambda: ResidualNet((3, 4, 6, 3), classes=1000), _images),
     "GPT, 12 blocks of width 768, batch 4 x 256": (
         lambda: GPT(vocabulary=8192, width=768, blocks=12, context=256),
         _text,

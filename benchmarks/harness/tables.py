@@ -52,7 +52,7 @@ def table_of(cases: Sequence[Case], peers: Sequence[str], baseline: str | None =
             if baseline is not None:
                 own = case.overhead(name, baseline)
                 row.append("-" if own is None else own.time_text())
-                row += [overhead_ratio_text(case, name, peer, baseline) for peer in peers]
+                row += [_overhead_ratio(case, name, peer, baseline) for peer in peers]
             rows.append(row)
     return Table("", columns, rows)
 
@@ -62,7 +62,7 @@ def _ratio(case: Case, name: str, peer: str) -> str:
     return "-" if name == peer or ratio is None else ratio.text()
 
 
-def overhead_ratio_text(case: Case, name: str, peer: str, baseline: str) -> str:
+def _overhead_ratio(case: Case, name: str, peer: str, baseline: str) -> str:
     """Of two medians: within a round the denominator may be near zero."""
     own, other = case.overhead(name, baseline), case.overhead(peer, baseline)
     return "-" if name == peer or own is None or other is None else f"{own.median / other.median:.2f}"

@@ -8,7 +8,6 @@ sends the weights from where they live: with two workers a chunk may be sent hal
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ import zmq
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.protocol.frames import buffer_of
 
-ECHO, WORKING_ECHO, WORKING_ECHO_IPC = ECHOES = ("echo", "working echo", "working echo, ipc")
+ECHO, WORKING_ECHO = ECHOES = ("echo", "working echo")
 DEADLINE_S = 120.0
 LEARNING_RATE = 1e-3
 
@@ -44,12 +43,12 @@ def _serve_working_echo(socket: zmq.Socket[bytes]) -> None:
         socket.send_multipart([identity, chunk[1]], copy=False)
 
 
-def _serve(works: bool, endpoint: str, address: Any) -> None:
+def _serve(works: bool, address: Any) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger = 0
-        socket.bind(endpoint)
+        socket.bind("tcp://127.0.0.1:*")
         address.send(socket.last_endpoint.decode())
         address.close()
         (_serve_working_echo if works else _serve_echo)(socket)
@@ -60,27 +59,21 @@ def echo_servers(names: Sequence[str]) -> Iterator[dict[str, str]]:
     """Start the servers of those echoes that are among the names; yield their addresses."""
     context = multiprocessing.get_context("spawn")
     processes, addresses = [], {}
-    with tempfile.TemporaryDirectory(prefix="psengine-echo-") as directory:
-        endpoints = {
-            ECHO: (False, "tcp://127.0.0.1:*"),
-            WORKING_ECHO: (True, "tcp://127.0.0.1:*"),
-            WORKING_ECHO_IPC: (True, f"ipc://{directory}/echo"),
-        }
-        try:
-            for name, (works, endpoint) in ((name, endpoints[name]) for name in names if name in endpoints):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_serve, args=(works, endpoint, theirs), daemon=True)
-                process.start()
-                processes.append(process)
-                theirs.close()
-                if not ours.poll(DEADLINE_S):
-                    raise TimeoutError(f"the server of {name!r} has not started within {DEADLINE_S:g} s")
-                addresses[name] = ours.recv()
-            yield addresses
-        finally:
-            for process in processes:
-                process.kill()
-                process.join(10)
+    try:
+        for name in (name for name in ECHOES if name in names):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(name == WORKING_ECHO, theirs), daemon=True)
+            process.start()
+            processes.append(process)
+            theirs.close()
+            if not ours.poll(DEADLINE_S):
+                raise TimeoutError(f"the server of {name!r} has not started within {DEADLINE_S:g} s")
+            addresses[name] = ours.recv()
+        yield addresses
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
 
 
 class Echo:

@@ -1,6 +1,6 @@
 """How fast a model goes to a parameter server and back, against echoes of the same chunks in the same run.
 
-python benchmarks/server_throughput/run.py [--sizes-mb 25,100] [--workers 1,2] [--rounds 15] [--optimizer SGD]
+python benchmarks/server_throughput/run.py [--sizes-mb 25,100] [--workers 1,2] [--rounds 15]
 """
 
 from __future__ import annotations
@@ -37,11 +37,6 @@ from psengine.protocol.layout import ChunkKind, ChunkSpec
 QUESTION = "How fast does a model go to a parameter server and back?"
 DEADLINE_S = 120.0
 WARM_UP_ROUNDS = 2
-OPTIMIZERS = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-}
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 AVERAGE = {"name": "average", "quorum": None}
 # name -> the rule of its job, and the ways to the server that it may use
@@ -73,7 +68,7 @@ def chunks_of(size: int) -> list[ChunkSpec]:
 class Psengine:
     """A worker of a job: gradients go out, weights (or averages) land in their tensors."""
 
-    def __init__(self, address: str, name: str, job: str, rank: Rank, size: int, optimizer: str) -> None:
+    def __init__(self, address: str, name: str, job: str, rank: Rank, size: int) -> None:
         rule, ways = PSENGINE[name]
         self._specs = chunks_of(size)
         numels = [spec.numel for spec in self._specs]
@@ -97,7 +92,7 @@ class Psengine:
             self._session.adopt(spec.key, packed)
         self._groups = None
         if rule["name"] == "apply":
-            made = OPTIMIZERS[optimizer]([torch.nn.Parameter(torch.zeros(1))])
+            made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
             self._groups = wire_groups(made)
             body = {"optimizer": optimizer_name(made), "groups": self._groups}
             wait_all(
@@ -136,16 +131,14 @@ class Disk:
         pass
 
 
-def worker(
-    rank: Rank, size: int, rounds: int, optimizer: str, names: list[str], addresses: dict[str, str]
-) -> dict[str, list[float]]:
+def worker(rank: Rank, size: int, rounds: int, names: list[str], addresses: dict[str, str]) -> dict[str, list[float]]:
     """Seconds of each candidate's round trips."""
     numels = [spec.numel for spec in chunks_of(size)]
     candidates: dict[str, Any] = {}
     for name in names:
         if name in PSENGINE:
             job = f"{name} {rank.world_size} {size}"
-            candidates[name] = Psengine(addresses[TIERS.get(name, "memory")], name, job, rank, size, optimizer)
+            candidates[name] = Psengine(addresses[TIERS.get(name, "memory")], name, job, rank, size)
         elif name == DISK:
             candidates[name] = Disk(addresses[DISK], rank)
         elif name == ECHO:
@@ -194,14 +187,13 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=15, quick="3 rounds of 25 MB")
     parser.add_argument("--sizes-mb", type=numbers(1), default=(25, 100))
     parser.add_argument("--workers", type=numbers(1), default=(1, 2))
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="SGD")
     parser.add_argument("--candidates", type=some_of(CANDIDATES), default=CANDIDATES, help="comma-separated")
     parser.add_argument("--directory", type=Path, help="where logs are written (default: a temporary directory)")
     parser.add_argument("--ps-lite", type=Path, metavar="PATH", help="a checkout of ps-lite, to compare with")
     options = parser.parse_args()
     sizes_mb, rounds = ((25,), min(3, options.rounds)) if options.quick else (options.sizes_mb, options.rounds)
     record = Record.begin("server_throughput", QUESTION, options, peers=(ECHO, WORKING_ECHO, ps_lite.NAME, DISK))
-    record.caveat(f"pyzmq {zmq.__version__}, chunks of {CHUNK_BYTES // 1024} KiB, {options.optimizer} applied")
+    record.caveat(f"pyzmq {zmq.__version__}, chunks of {CHUNK_BYTES // 1024} KiB, SGD applied")
     program = ps_lite.build(options.ps_lite, record.caveat) if ps_lite.NAME in options.candidates else None
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory))
@@ -215,7 +207,7 @@ def main() -> None:
                 with ps_lite.job(program, workers) as job:
                     addresses = {**servers, ps_lite.NAME: job}
                     names = [name for name in options.candidates if name != ps_lite.NAME or job]
-                    arguments = (megabytes * 1_000_000 // 4, rounds, options.optimizer, names, addresses)
+                    arguments = (megabytes * 1_000_000 // 4, rounds, names, addresses)
                     seconds = slowest(run_ranks(worker, workers, *arguments, deadline_s=options.deadline))
                 record.add({"workers": workers, "size": f"{megabytes} MB"}, seconds)
     record.finish()

@@ -45,10 +45,6 @@ dist.destroy_process_group()
 """
 
 
-def python(code: str) -> Turn:
-    return program(sys.executable, "-c", code)
-
-
 def program(*command: object) -> Turn:
     """A process, from its start to its end."""
     return Turn(lambda: _run(*command))
@@ -90,13 +86,15 @@ def clock(run: Callable[[], object]) -> float:
 
 def turns_of(what: str, folder: Path) -> dict[str, Turn]:
     launch, psengine = ("--nproc-per-node", 2), (sys.executable, "-m", "psengine.cli.main")
-    with_server = ("--workers", 2, "--strategy", "async")
+    with_server, python = ("--workers", 2, "--strategy", "async"), (sys.executable, "-c")
     return {
         "import": {
-            "Python": python("pass"),
-            "torch": python("import torch"),
-            "psengine": python("import torch, psengine"),
-            "psengine, its DDP": python("import torch, psengine; psengine.DistributedDataParallel"),
+            "Python": program(*python, "pass"),
+            "torch": program(*python, "import torch"),
+            "psengine": program(*python, "import torch, psengine"),
+            "psengine, its DDP": program(
+                sys.executable, "-c", "import torch, psengine; psengine.DistributedDataParallel"
+            ),
         },
         "help": {
             "psengine": program(*psengine, "--help"),

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A model and one batch for it.
-
-    Attributes:
-        build: makes the model; the caller seeds torch's generator.
-        batch: makes (inputs, targets).
-    """
+class Workload(NamedTuple):
+    """What makes a model, of torch's generator, and what makes one batch for it: inputs and targets."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
@@ -97,17 +91,9 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualNet(nn.Sequential):
-    """A residual network (He et al. 2016).
+    """A residual network (He et al. 2016); ``counts`` are the blocks of each of its four stages."""
 
-    Args:
-        block: makes a block of (inputs, width, stride); its outputs are ``expansion`` times its width.
-        counts: the blocks of each of the four stages.
-        classes: outputs of the network.
-    """
-
-    def __init__(
-        self, block: Callable[[int, int, int], nn.Module], counts: Sequence[int], classes: int, expansion: int = 1
-    ) -> None:
+    def __init__(self, counts: Sequence[int], classes: int) -> None:
         layers: list[nn.Module] = [
             nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
             nn.BatchNorm2d(64),
@@ -118,8 +104,8 @@ class ResidualNet(nn.Sequential):
         for stage, count in enumerate(counts):
             width = 64 << stage
             for place in range(count):
-                layers.append(block(inputs, width, 2 if stage and not place else 1))
-                inputs = expansion * width
+                layers.append(ResidualBlock(inputs, width, 2 if stage and not place else 1))
+                inputs = width
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
@@ -133,20 +119,11 @@ def _text(rows: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 WORKLOADS = {
-    "small": Workload(
-        build=ManySmall,
-        batch=_vectors(8, 16, 16),
-    ),
-    "mlp": Workload(
-        build=MultilayerPerceptron,
-        batch=_vectors(64, 1024, 1000),
-    ),
-    "gpt": Workload(
-        build=GPT,
-        batch=lambda: _text(1, 64, 4096),
-    ),
+    "small": Workload(ManySmall, _vectors(8, 16, 16)),
+    "mlp": Workload(MultilayerPerceptron, _vectors(64, 1024, 1000)),
+    "gpt": Workload(GPT, lambda: _text(1, 64, 4096)),
     "cnn": Workload(
-        build=lambda: ResidualNet(ResidualBlock, (2, 2, 2, 2), classes=100),
-        batch=lambda: (torch.randn(4, 3, 64, 64), torch.randint(100, (4,))),
+        lambda: ResidualNet((2, 2, 2, 2), classes=100),
+        lambda: (torch.randn(4, 3, 64, 64), torch.randint(100, (4,))),
     ),
 }

@@ -37,6 +37,8 @@ QUESTION = "What does one slow worker cost the others?"
 WORLD_SIZE = 4
 BATCH_SIZE = 128  # of each worker
 WARM_UP_STEPS = 5
+STEP_S, SLOWDOWN = 0.04, 4  # computing time of a step, and how many times longer a slow one takes
+TARGET = 0.85  # test accuracy
 SNAPSHOT_S = 0.5
 SMOOTHED = 5  # snapshots
 START_S = 60
@@ -70,7 +72,6 @@ class Plan:
 
     Attributes:
         straggler: "one": the last rank is slow in every step; "turns": each is in every fourth of its steps; "none".
-        step_s: how long a worker that is not slow computes; ``slowdown`` times that where it is.
     """
 
     candidate: str
@@ -79,13 +80,11 @@ class Plan:
     seed: int
     duration_s: float
     straggler: str
-    step_s: float
-    slowdown: float
 
     def compute_s(self, rank: int, step: int) -> float:
         """How long this step's computing is to take."""
         slow_rank = {"one": WORLD_SIZE - 1, "turns": step % WORLD_SIZE, "none": None}[self.straggler]
-        return self.step_s * (self.slowdown if rank == slow_rank else 1)
+        return STEP_S * (SLOWDOWN if rank == slow_rank else 1)
 
 
 @dataclass(kw_only=True)
@@ -100,22 +99,20 @@ class Run:
         staleness: how many updates old the weights of an applied gradient were, on average; None where there is none.
     """
 
-    candidate: str
-    learning_rate: float
-    beta1: float
+    plan: Plan
     samples_per_s: float
     steps: list[int]
     curve: list[tuple[float, float]]
     dropped: float
     staleness: float | None
 
-    def seconds_to(self, accuracy: float) -> float:
-        """When the median of ``SMOOTHED`` successive accuracies was reached first; infinite if it was not.
+    def seconds_to_target(self) -> float:
+        """When the median of ``SMOOTHED`` successive accuracies first reached the target; infinite if it did not.
 
         The first single one would flatter a curve that swings.
         """
         windows = zip(*(self.curve[start:] for start in range(SMOOTHED)), strict=False)
-        reached = (w[-1][0] for w in windows if statistics.median(value for _, value in w) >= accuracy)
+        reached = (w[-1][0] for w in windows if statistics.median(value for _, value in w) >= TARGET)
         return next(reached, float("inf"))
 
     def final_accuracy(self) -> float:
@@ -131,7 +128,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def train_all(rank: Rank, plans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def train_all(rank: Rank, plans: Sequence[Plan]) -> list[Run]:
     """Carry out one plan after the other; rank 0 returns the runs."""
     images, labels = fashion_mnist("train")
     data = normalized(images[rank.rank :: WORLD_SIZE]), labels[rank.rank :: WORLD_SIZE]
@@ -140,14 +137,8 @@ def train_all(rank: Rank, plans: Sequence[dict[str, Any]]) -> list[dict[str, Any
     for number, plan in enumerate(plans):
         # The servers keep the jobs of earlier runs, which have other rules.
         os.environ["PSENGINE_JOB"] = f"straggler-{number}"
-        run = train(Plan(**plan), rank.rank, data, test)
-        if rank.rank == 0:
-            runs.append(asdict(run))
-            print(
-                f"{run.candidate} ({run.learning_rate:g}, {run.beta1:g}): {run.samples_per_s:.0f} samples/s, at the end"
-                f" {run.final_accuracy():.1%}, steps {run.steps}",
-                flush=True,
-            )
+        runs.append(train(plan, rank.rank, data, test))
+        psengine.print(f"{plan.candidate}: {runs[-1].samples_per_s:.0f} samples/s, steps {runs[-1].steps}", flush=True)
     return runs
 
 
@@ -195,9 +186,7 @@ def train(
         model.leave()
     all_steps = list(psengine.gather(steps))
     return Run(
-        candidate=plan.candidate,
-        learning_rate=plan.learning_rate,
-        beta1=plan.beta1,
+        plan=plan,
         samples_per_s=sum(all_steps) * BATCH_SIZE * (1 - dropped) / plan.duration_s,
         steps=all_steps,
         curve=curve_of(snapshots, test),
@@ -245,23 +234,23 @@ def curve_of(
 def in_rows(runs: Sequence[Run]) -> dict[tuple[str, float, float], list[Run]]:
     """(candidate, learning rate, beta1) -> its runs, rows in the order of CANDIDATES."""
     rows: dict[tuple[str, float, float], list[Run]] = {}
-    for run in sorted(runs, key=lambda run: list(CANDIDATES).index(run.candidate)):
-        rows.setdefault((run.candidate, run.learning_rate, run.beta1), []).append(run)
+    for run in sorted(runs, key=lambda run: list(CANDIDATES).index(run.plan.candidate)):
+        rows.setdefault((run.plan.candidate, run.plan.learning_rate, run.plan.beta1), []).append(run)
     return rows
 
 
-def table_of(runs: Sequence[Run], target: float) -> Table:
+def table_of(runs: Sequence[Run]) -> Table:
     """Medians over each candidate's runs."""
-    columns = ["candidate", "rate, beta1", "samples/s (lowest-highest)", f"of {REFERENCE}", f"seconds to {target:.0%}"]
+    columns = ["candidate", "rate, beta1", "samples/s (lowest-highest)", f"of {REFERENCE}", f"seconds to {TARGET:.0%}"]
     columns += ["accuracy at the end (lowest-highest)", "steps of each worker", "notes"]
     rows = []
-    reference_rates = [run.samples_per_s for run in runs if run.candidate == REFERENCE]
+    reference_rates = [run.samples_per_s for run in runs if run.plan.candidate == REFERENCE]
     for (name, learning_rate, beta1), own in in_rows(runs).items():
         rates = [run.samples_per_s for run in own]
         ratio = "-"
         if reference_rates and name != REFERENCE:
             ratio = f"{statistics.median(rates) / statistics.median(reference_rates):.2f}"
-        seconds = statistics.median(run.seconds_to(target) for run in own)
+        seconds = statistics.median(run.seconds_to_target() for run in own)
         accuracies = [run.final_accuracy() for run in own]
         notes = []
         if own[0].staleness is not None:
@@ -295,9 +284,6 @@ def parse_options() -> argparse.Namespace:
         default="one",
         help="the last worker is slow (default), each is now and then, or none is",
     )
-    add("--step-ms", type=float, default=40.0, help="computing time of a step (default: %(default)s)")
-    add("--slowdown", type=float, default=4.0, help="how many times slower a slow step is (default: %(default)s)")
-    add("--target", type=float, default=0.85, help="test accuracy to be reached (default: %(default)s)")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.seconds = 1, min(options.seconds, 6.0)
@@ -318,8 +304,6 @@ def main() -> None:
             seed=seed,
             duration_s=options.seconds,
             straggler=options.straggler,
-            step_s=options.step_ms / 1000,
-            slowdown=options.slowdown,
         )
         for seed in range(options.rounds)
         for name, (learning_rate, beta1) in order_of(rows, seed)
@@ -327,13 +311,13 @@ def main() -> None:
     deadline_s = START_S + len(plans) * (options.seconds + 10)
     with EmbeddedServer.start() as server:
         environment = {"PSENGINE_SERVERS": server.addresses[0]}
-        arguments = [asdict(plan) for plan in plans]
-        found = run_ranks(train_all, WORLD_SIZE, arguments, deadline_s=deadline_s, environment=environment)[0]
-    runs = [Run(**fields) for fields in found]
-    record.tables.append(table_of(runs, options.target))
-    record.values = {"runs": found, "target": options.target}
+        runs = run_ranks(train_all, WORLD_SIZE, plans, deadline_s=deadline_s, environment=environment)[0]
+    record.tables.append(table_of(runs))
+    record.values = {"runs": [asdict(run) for run in runs]}
     record.finish()
 
 
 if __name__ == "__main__":
-    main()
+    from straggler import run  # ranks unpickle this module's classes by name
+
+    run.main()

@@ -1,8 +1,8 @@
-"""The pieces of benchmarks/accuracy: a run's points, and trainings of a few steps."""
+"""The pieces of benchmarks/accuracy: equal samples, and trainings of a few steps."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,31 +26,27 @@ PLAN = Plan(
 )
 
 
-def curve_of_plain_steps(plan: Plan) -> list[tuple[int, float, float]]:
-    """The same training without psengine, judged after the same steps."""
+def plain_training(plan: Plan) -> tuple[float, float]:
+    """What the same training without psengine learns."""
     torch.manual_seed(plan.seed)
     task = task_of(plan.task)
     model, generator = task.model(), torch.Generator().manual_seed(1000 * plan.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.learning_rate, momentum=plan.momentum)
-    curve = []
-    for step in range(1, plan.steps + 1):
-        optimizer.param_groups[0]["lr"] = plan.learning_rate * min(1.0, 2 * (1 - (step - 1) / plan.steps))
+    for step in range(plan.steps):
+        optimizer.param_groups[0]["lr"] = plan.learning_rate * min(1.0, 2 * (1 - step / plan.steps))
         optimizer.zero_grad()
         task.loss(model, plan.batch_size, generator).backward()
         optimizer.step()
-        if step in plan.judged_steps():
-            curve.append((step * plan.batch_size, *task.judge(model)))
-    return curve
+    return task.judge(model)
 
 
-def test_a_run_is_judged_at_ends_of_rounds_and_at_its_end():
+def test_candidates_learn_from_equally_many_samples_in_whole_rounds():
     for study in STUDIES.values():
-        for name in study.candidates:
+        for name, candidate in study.candidates.items():
             for task in study.rates:
                 plan = study.plan(task, name, 0, 1.0)
-                assert max(plan.judged_steps()) == plan.steps
-                assert all(step % plan.round_steps == 0 for step in plan.judged_steps())
-                assert plan.samples == study.samples, "equal samples"
+                assert plan.samples == study.samples
+                assert plan.steps % candidate.round_steps == 0
 
 
 def test_a_mean_has_its_deviation_and_a_diverged_run_is_counted():
@@ -62,16 +58,14 @@ def test_one_worker_of_a_shard_learns_what_a_plain_process_learns_and_several_ar
     alone = train_in_turns(PLAN)
     plan = replace(PLAN, workers=3, samples=36)
     apart = [train_in_turns(plan) for _ in range(2)]
-    for (samples, loss, wrong), expected in zip(alone.curve, curve_of_plain_steps(PLAN), strict=True):
-        assert (samples, loss, wrong) == pytest.approx(expected, rel=1e-5)
+    assert (alone.loss, alone.wrong) == pytest.approx(plain_training(PLAN), rel=1e-5)
     assert alone.staleness == 0
     assert 1 < apart[0].staleness < 2, "two of three, but for each worker's first step"
-    assert apart[0].curve == apart[1].curve, "the order is the seed's, not the machine's"
+    assert apart[0] == apart[1], "the order is the seed's, not the machine's"
 
 
 def test_ranks_train():
-    plan = replace(PLAN, workers=2, strategy="diloco:every=2", round_steps=2, samples=24, learning_rate=0.01)
-    (run, _) = run_ranks(train_in_ranks, 2, [asdict(plan)], "test", deadline_s=60)
+    plan = replace(PLAN, workers=2, strategy="diloco:every=2", samples=24, learning_rate=0.01)
+    [run] = run_ranks(train_in_ranks, 2, [plan], deadline_s=60)[0]
     torch.manual_seed(PLAN.seed)
-    untrained = task_of("text").judge(task_of("text").model())[0]
-    assert run[0]["curve"][-1][1] < untrained
+    assert run.loss < task_of("text").judge(task_of("text").model())[0]
