@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
-from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import psengine
 from psengine import DistributedDataParallel
-from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationError, ReductionError
+from psengine.errors import ArgumentTypeError, ConfigurationError, ReductionError
 from psengine.strategies.base import Strategy
 
 FEATURES = 12
@@ -169,27 +168,6 @@ def test_a_rank_without_samples_has_no_say(rank, world_size):
                     assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
 
 
-def equal_weights(rank: int, world_size: int, collective: str, as_view: bool) -> None:
-    options = {"collective": collective, "gradient_as_bucket_view": as_view}
-    models = [DistributedDataParallel(seeded(Perceptron, torch.float32), **options) for _ in range(2)]
-    for step in range(4):
-        torch.manual_seed(10 * rank + step)
-        x = torch.randn(7, FEATURES)
-        models[0].batch_weight(7)
-        for model in models:
-            model.zero_grad(set_to_none=step % 2 == 0)
-            model(x).square().mean().backward()
-        norms = [psengine.clip_grad_norm_(model, 1e-3) for model in models]
-        assert norms[0] == norms[1]
-        for p, q in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(p.grad, q.grad)
-
-
-@pytest.mark.parametrize(("collective", "as_view"), [("auto", True), ("c10d", False)])
-def test_equal_weights_change_no_bit(collective, as_view):
-    run_ranks(equal_weights, 2, collective, as_view)
-
-
 @in_ranks(2)
 def test_micro_batches(rank, world_size):
     """The documented recipe: a mean over all of this rank's samples, one weight for all that it accumulates."""
@@ -336,24 +314,6 @@ def test_a_weight_after_forward_is_an_error(rank, world_size):
         model.batch_weight(second)
         with raises(ReductionError, f"rank {rank}", "too late for its gradients", "Fix: "):
             loss.backward()
-
-
-def only_one_weighs(rank: int, world_size: int) -> str:
-    model = DistributedDataParallel(seeded(Perceptron), collective="shared_memory")
-    if rank == 0:
-        model.batch_weight(3)
-    try:
-        model(torch.ones(1, FEATURES, dtype=torch.float64)).sum().backward()
-    except CollectiveError as error:
-        return str(error)
-    return "no error"
-
-
-@needs_shared_memory
-def test_ranks_that_differ_are_told():
-    first, second = run_ranks(only_one_weighs, 2)
-    assert "batch weights (model.batch_weight is called on every rank, or on none)" in first
-    assert "ranks must call the same operations" in first + second
 
 
 @pytest.fixture(scope="module")

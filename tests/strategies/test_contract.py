@@ -19,7 +19,7 @@ from support.server_process import running_server
 
 import psengine
 from psengine.collectives.c10d import C10dCollective
-from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
+from psengine.errors import ConfigurationError, ReplicaMismatchError
 from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Step
 from psengine.strategies.life_cycle import Replica
@@ -340,11 +340,6 @@ def test_registry():
 def test_bad_specifications(specification, message):
     with pytest.raises(ConfigurationError, match=message):
         resolve_strategy(specification)
-
-
-def test_unprepared_strategy_says_so():
-    with pytest.raises(ReductionError, match="was not prepared"):
-        SyncAllReduce().collective  # noqa: B018
 
 
 def saved_and_loaded(rank: int, world_size: int) -> None:

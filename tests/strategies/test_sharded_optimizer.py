@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import os
-import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.counting_collective import CountingCollective
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
 from torch import nn
 
 import psengine
-from psengine.collectives.registry import collective_for
-from psengine.errors import CollectiveError, ConfigurationError, ReductionError, ReplicaMismatchError
+from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
 from psengine.strategies.registry import resolve_strategy
 
 SHARDED = "sync:shard_optimizer=true"
@@ -216,20 +211,6 @@ def values_of(model: nn.Module) -> torch.Tensor:
 
 
 @in_ranks(2)
-def test_clipping_in_shared_memory_is_torchs(rank, world_size):
-    results = []
-    for strategy in (SHARDED, "sync"):
-        model, optimizer = make_pair("auto", strategy)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        results.append((norm, values_of(model)))
-    assert_same(results[0], results[1])
-
-
-@in_ranks(2)
 def test_clipping_over_messages_is_psengines(rank, world_size):
     norms = []
     for strategy in (SHARDED, "sync"):
@@ -338,31 +319,6 @@ def test_parameters_in_shared_memory(rank, world_size):
     assert (first == rank).all(), "after leave() each rank has its own again"
     with raises(ReductionError, "was not prepared"):
         optimizer.step()
-
-
-@in_ranks(2)
-def test_a_collective_that_scales_and_shares_no_memory(rank, world_size):
-    """Such as one that wraps psengine's own and passes on what it knows of."""
-    collective = CountingCollective(collective_for(dist.group.WORLD))
-    results = []
-    for strategy in (SHARDED, "sync"):
-        model, optimizer = make_pair(collective, strategy, OPTIMIZERS["sgd"])
-        loss_of(model, rank).backward()
-        optimizer.step()
-        results.append(values_of(model))
-    assert collective.scales_for_free
-    assert not collective.shares_memory
-    assert_same(results[0], results[1])
-
-
-@in_ranks(2)
-def test_a_graph_from_before_the_step_is_refused(rank, world_size):
-    model, optimizer = make_pair("auto")
-    loss_of(model, rank).backward()
-    late = loss_of(model, rank)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        late.backward()
 
 
 @in_ranks(1)
@@ -477,52 +433,3 @@ def test_a_state_is_loaded_when_the_other_ranks_have_read_theirs(rank, world_siz
     optimizer.load_state_dict(first)
     assert_same(saved, second)
     assert_same(optimizer.state_dict(), first)
-
-
-def test_a_strategy_object():
-    strategy = psengine.SyncShardedOptimizer()
-    assert repr(pickle.loads(pickle.dumps(strategy))) == repr(strategy) == "SyncShardedOptimizer()"
-
-
-def train_and_fork(rank: int, strategy: str, forks: bool) -> torch.Tensor:
-    """The values after steps, between whose parts children train, zero gradients and end as scripts do."""
-    model, optimizer = make_pair("auto", strategy, gradient_as_bucket_view=True)
-
-    def child_trains() -> None:
-        child = os.fork() if forks else None
-        if child == 0:
-            status = 1
-            try:
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.add_(1.0)
-                        if parameter.grad is not None:
-                            parameter.grad.fill_(7.0)
-                with raises(CollectiveError, "a forked child cannot use its parent's collective"):
-                    loss_of(model, rank).backward()
-                with raises(CollectiveError, "a forked child cannot use its parent's collective"):
-                    psengine.barrier()
-                collective_for(dist.group.WORLD).close()
-                gc.collect()
-                status = 0
-            finally:
-                os._exit(status)
-        if child is not None:
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-    for step in range(4):
-        loss = loss_of(model, rank, step)
-        child_trains()
-        loss.backward()
-        child_trains()
-        optimizer.step()
-        child_trains()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    return values_of(model)
-
-
-@pytest.mark.slow
-@in_ranks(2)
-def test_children_do_not_disturb_the_training(rank, world_size):
-    for strategy in (SHARDED, "sync"):
-        assert_same(train_and_fork(rank, strategy, True), train_and_fork(rank, strategy, False))

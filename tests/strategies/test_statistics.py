@@ -15,8 +15,7 @@ from support.server_training import batches, build, train
 from support.waiting import eventually
 
 import psengine
-from psengine.errors import ConfigurationError, ReductionError
-from psengine.strategies.registry import resolve_strategy
+from psengine.errors import ReductionError
 
 
 def wrapped_with(strategy: str, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
@@ -77,14 +76,6 @@ def test_servers_named_in_the_strategy_count(two_servers, strategy, count):
             assert min(found.staleness) >= 0
         else:
             assert set(found.staleness) <= {0}
-
-
-@pytest.mark.parametrize("text", ["async:servers=a", "async:servers=tcp://h:1,b", "sync-server:servers=7"])
-def test_a_malformed_address_is_refused_before_anything_is_wrapped(text):
-    with raises(ConfigurationError, "a server's address is malformed (expected tcp://host:port"):
-        resolve_strategy(text)
-    with raises(ConfigurationError, "addresses are text"):
-        psengine.AsyncServer(servers=["tcp://h:1", 7])
 
 
 def meet(folder: Path, rank: int, place: str) -> None:
