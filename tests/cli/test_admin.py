@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 import threading
 import time
 
 import pytest
 import torch
-from support.server_process import Peer, running_server
+from support.other_user import as_other_user, needs_root
+from support.server_process import Peer, ServerFailedError, running_server
 from support.waiting import eventually
 
 import psengine
@@ -128,6 +131,9 @@ def test_the_job_s_secret_does_not_give_orders_and_the_operators_does(admin, tmp
         code, said = admin("drain", "--admin-secret-file", str(files["admin_secret_file"]), server=address)
         assert code == 0, said
         assert server.wait() == 0
+    same = {**files, "admin_secret_file": files["secret_file"]}
+    with pytest.raises(ServerFailedError, match=r"exit code 2(.|\n)*a secret of their own"), running_server(**same):
+        pass
 
 
 def test_over_tcp_nobody_is_the_server_s_user_whatever_a_client_says():
@@ -156,6 +162,22 @@ def test_over_tcp_nobody_is_the_server_s_user_whatever_a_client_says():
         # Its user, over the Unix socket, is obeyed by this server too.
         with Peer(open_to_all.addresses[0]) as own:
             assert own.request("ADMIN", worker=NOBODY, body={"action": "drain"}).type.name == "OK"
+
+
+def drain_as_reader(address):
+    with Peer(address) as peer:
+        return peer.request("ADMIN", worker=NOBODY, body={"action": "drain"}).body["code"]
+
+
+@needs_root
+def test_another_user_of_the_machine_gives_no_orders():
+    """This server lets every user in; over the Unix socket the kernel says which one it is."""
+    with tempfile.TemporaryDirectory(prefix="psengine-open-") as folder:
+        os.chmod(folder, 0o755)
+        with running_server(bind=f"ipc://{folder}/socket", insecure=True) as server:
+            os.chmod(f"{folder}/socket", 0o777)
+            assert as_other_user(drain_as_reader, server.addresses[0]) == "not_allowed"
+            assert server.status()["is_draining"] is False
 
 
 def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, tmp_path):
