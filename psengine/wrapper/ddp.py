@@ -17,6 +17,7 @@ from psengine.collectives.base import Collective
 from psengine.collectives.operands import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
+from psengine.environment.uncaught import install_hook
 from psengine.environment.variables import default_collective, read_variable
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
@@ -122,6 +123,7 @@ class DistributedDataParallel(SwitchableStrategy):
         stay_out_of_graphs()
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
+        install_hook()
         checks.check_module(module)
         self.strategy = resolve_strategy(strategy)
         delayed = list(delay_all_reduce_named_params or ())

@@ -29,6 +29,7 @@ class RankEnd:
     Attributes:
         exit_code: negative for a signal.
         failed_s: when it raised its error, else when its end was noticed; ``time.time()``.
+        was_ended: the launcher ended it.
         words: what it said of its error: the user's line and the sentence, or the last traceback.
         hint: how to learn more than ``words``.
     """
@@ -36,6 +37,7 @@ class RankEnd:
     rank: int
     exit_code: int
     failed_s: float
+    was_ended: bool = False
     words: tuple[str, ...] = ()
     hint: str = ""
 
@@ -54,8 +56,11 @@ class RankEnd:
         return f"killed by {name}{why if self.exit_code == -signal.SIGKILL else ''}"
 
 
-def rank_end(rank: int, failure: ProcessFailure, stderr: str) -> RankEnd:
-    """Describe a failure by its error file, else by the end of its file ``stderr`` ("": there is none)."""
+def rank_end(rank: int, failure: ProcessFailure, stderr: str, *, was_running: bool = False) -> RankEnd:
+    """Describe a failure by its error file, else by the end of its file ``stderr`` ("": there is none).
+
+    ``was_running``: until the launcher ended the workers.
+    """
     error_file, words, hint, failed_s = Path(failure.error_file), "", "", time.time()
     if error_file.is_file():
         details = json.loads(error_file.read_text())["message"]["extraInfo"]
@@ -67,12 +72,15 @@ def rank_end(rank: int, failure: ProcessFailure, stderr: str) -> RankEnd:
     headers = [index for index, line in enumerate(lines) if _HEADER.match(line)]
     if not error_file.is_file():
         lines = lines[headers[-1] if headers else -10 :]
-    return RankEnd(rank=rank, exit_code=failure.exitcode, failed_s=failed_s, words=tuple(lines), hint=hint)
+    was_ended = was_running and -failure.exitcode in (signal.SIGTERM, signal.SIGKILL)
+    return RankEnd(
+        rank=rank, exit_code=failure.exitcode, failed_s=failed_s, was_ended=was_ended, words=tuple(lines), hint=hint
+    )
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """The rank that failed first: neither ended by the launcher nor, where another one failed, for want of a peer."""
-    return min(ends, key=lambda end: (end.exit_code == -signal.SIGTERM, end.lost_peer, end.failed_s), default=None)
+    return min(ends, key=lambda end: (end.was_ended, end.lost_peer, end.failed_s), default=None)
 
 
 def describe(ends: Sequence[RankEnd], left: Sequence[int] = ()) -> list[str]:
@@ -91,8 +99,7 @@ def describe(ends: Sequence[RankEnd], left: Sequence[int] = ()) -> list[str]:
     fates: dict[str, list[int]] = {}
     for end in ends:
         if end is not first and end.rank not in same:
-            is_ended = end.exit_code == -signal.SIGTERM
-            fate = "ended because of it" if is_ended else f"failed after it ({end.how}): {_last(end)}"
+            fate = "ended because of it" if end.was_ended else f"failed after it ({end.how}): {_last(end)}"
             fates.setdefault(fate, []).append(end.rank)
     return lines + [f"{_ranks(ranks)} {fate}" for fate, ranks in fates.items()]
 

@@ -44,7 +44,7 @@ from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.processes import GRACE_S, end_left_behind, is_forced
 from psengine.cli.launching.servers import ServerGroup
 from psengine.environment.launchers import PLACEMENT_VARIABLES, WORKER, WORKERS
-from psengine.environment.variables import RUN_ID, inherited_variables, read_variable, set_variables
+from psengine.environment.variables import RUN_ID, read_variable, set_variables
 from psengine.errors import CollectiveError, ConfigurationError
 
 _POLL_S = 0.1
@@ -154,7 +154,8 @@ class _Agent(LocalElasticAgent):
         if result.is_failed() and context is not None:
             ranks = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
             self._run.ends = [
-                rank_end(rank, failure, context.stderrs[ranks[rank]]) for rank, failure in result.failures.items()
+                rank_end(rank, failure, context.stderrs[ranks[rank]], was_running=codes[ranks[rank]] is None)
+                for rank, failure in result.failures.items()
             ]
             left = [rank for rank, local_rank in ranks.items() if codes.get(local_rank) == 0]
             _report_failure(self._run, left, self._remaining_restarts)
@@ -244,7 +245,7 @@ def _start_independent(run: Run, rank: int) -> PContext:
     plan = run.plan
     local_rank = rank - plan.ranks.start
     variables = {WORKER: str(rank)}
-    devices = inherited_variables().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    devices = read_variable("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     if named := [device.strip() for device in devices.split(",") if device.strip()]:
         variables["CUDA_VISIBLE_DEVICES"] = named[local_rank % len(named)]
     # Unbuffered, as under torchrun.
