@@ -157,12 +157,10 @@ def init(
     if backend is not None:
         check_backend(backend)
     given_worker()  # refuses malformed variables now, not at the first read of ``worker``
-    session = _live_session()
-    if session is not None or dist.is_initialized():
-        _check_same_group(backend, rank, world_size)
-    if session is not None:
-        return session.context
     if dist.is_initialized():
+        _check_same_group(backend, rank, world_size)
+        if (session := _live_session()) is not None:
+            return session.context
         context, is_ours = _adopt(timeout), False
     else:
         context, is_ours = _create(backend or default_backend(), timeout, _place(rank, world_size, init_method)), True
