@@ -305,7 +305,7 @@ def advise(times: StepTimes, server_exchange_s: float | None = None) -> Advice:
     by_async, by_shares = gains["async"], gains.get("sync with shares", 0.0)
     advised: tuple[float, ...] = ()
     strategy, step_s = "sync", medians[slowest] + exchange_s
-    gain = f"shares by speed gain {by_shares:.0%}, {ASYNC} {by_async:.0%}"
+    gain = f"{ASYNC} gains {by_async:.0%}{f', shares by speed {by_shares:.0%}' if shares else ''}"
     if step_s < SHORTEST_S:
         reason = (
             f"steps of {step_s * 1e3:.1f} ms are too short to judge (expected {SHORTEST_S * 1e3:g} ms or more): the"

@@ -87,35 +87,34 @@ def train_side_by_side(
     place.note(f"the import of {name}")
     function = load_function(name)
     trainings: list[Training] = []
-    try:
-        for which, specification in strategies:
-            place.note(f"the start of {name} under {which!r}")
-            seed_all(seed)
-            target = check_target(function(), name)
-            if any(target.model is training.target.model for training in trainings):
-                raise TargetError(
-                    f"target {name!r} makes a new model at each call (expected two models, got the same object twice)."
-                    " Fix: build the model inside the function."
-                )
-            try:
-                trainings.append(Training(specification, target, name, seed, place))
-            except TargetError:
-                raise
-            except PSEngineError as error:
-                raise ConfigurationError(f"strategy {which!r} refuses {name}: {error}") from error
-        findings = Findings()
-        candidate, reference = trainings
-        _compare(findings, START, candidate, reference, place.rank, tolerance)
-        for step in range(steps):
-            for (which, _), training in zip(strategies, trainings, strict=True):
-                place.note(f"step {step} of {name} under {which!r}")
-                training.step(step)
-            _compare(findings, step, candidate, reference, place.rank, tolerance)
-        place.note(f"the end of {name}")
-        return findings
-    finally:
-        for training in trainings:
-            training.close()
+    for which, specification in strategies:
+        place.note(f"the start of {name} under {which!r}")
+        seed_all(seed)
+        target = check_target(function(), name)
+        if any(target.model is training.target.model for training in trainings):
+            raise TargetError(
+                f"target {name!r} makes a new model at each call (expected two models, got the same object twice)."
+                " Fix: build the model inside the function."
+            )
+        try:
+            trainings.append(Training(specification, target, name, seed, place))
+        except TargetError:
+            raise
+        except PSEngineError as error:
+            raise ConfigurationError(f"strategy {which!r} refuses {name}: {error}") from error
+    findings = Findings()
+    candidate, reference = trainings
+    _compare(findings, START, candidate, reference, place.rank, tolerance)
+    for step in range(steps):
+        for (which, _), training in zip(strategies, trainings, strict=True):
+            place.note(f"step {step} of {name} under {which!r}")
+            training.step(step)
+        _compare(findings, step, candidate, reference, place.rank, tolerance)
+    place.note(f"the end of {name}")
+    # After an error the process ends without this.
+    for training in trainings:
+        training.close()
+    return findings
 
 
 def _compare(
@@ -170,17 +169,13 @@ class Training:
             self._strategy = resolve_strategy(specification)
             self._wrapped = DistributedDataParallel(target.model, strategy=self._strategy, **target.ddp_options)
         self.carries_buffers = self._strategy is not None and self._strategy.capabilities.carries_buffers
-        try:
-            self._optimizer: Any = target.optimizer_fn(list(self._wrapped.parameters()))
-            if not isinstance(self._optimizer, torch.optim.Optimizer):
-                raise TargetError(f"{self._rule}: optimizer_fn returns an optimizer (got {type_of(self._optimizer)})")
-            closure = inspect.signature(self._optimizer.step).parameters.get("closure")
-            self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-            if self._strategy is not None:
-                self._optimizer = DistributedOptimizer(self._optimizer, self._wrapped)
-        except BaseException:
-            self.close()
-            raise
+        self._optimizer: Any = target.optimizer_fn(list(self._wrapped.parameters()))
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise TargetError(f"{self._rule}: optimizer_fn returns an optimizer (got {type_of(self._optimizer)})")
+        closure = inspect.signature(self._optimizer.step).parameters.get("closure")
+        self._needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        if self._strategy is not None:
+            self._optimizer = DistributedOptimizer(self._optimizer, self._wrapped)
         self._was_called = False
         self._wrapped.register_forward_pre_hook(self._note_call)
 
@@ -245,10 +240,9 @@ class Training:
         return not is_finite(self.loss) or (bool(gradients) and not any(map(is_finite, gradients)))
 
     def close(self) -> None:
-        """Leave servers and let go of the wrapper."""
+        """Leave servers."""
         if self._strategy is not None:
             self._strategy.close()
-        del self._wrapped
 
 
 def seed_all(seed: int) -> None:
