@@ -34,17 +34,14 @@ _INTEGER = re.compile(r"-?[0-9]{1,18}")
 # In this order: rank, world size, local rank, local world size.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_SLURM_VARIABLES = (
-    *("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
-)
+# What makes a process a task of a Slurm step.
+_SLURM = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 # Workers are numbered by two bytes in messages to the servers.
 MAX_WORKERS = 0x10000
 WORKER, WORKERS = "PSENGINE_WORKER", "PSENGINE_WORKERS"
 
 # A process without these variables has no placement. Names of jobs and hosts alone give it none.
-PLACEMENT_VARIABLES = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT", *_OPEN_MPI, *_SLURM_VARIABLES)
+PLACEMENT_VARIABLES = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT", *_OPEN_MPI, *_SLURM)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -468,8 +468,6 @@ def script_environment() -> dict[str, str]:
 
 ENDS_OF_ONE = [
     ("cpu:gloo", "", False),
-    slow("cpu:gloo", "raise RuntimeError('boom')", False),
-    slow("cuda:nccl", "", False),
     ("cuda:nccl", "raise RuntimeError('boom')", True),
 ]
 
@@ -493,7 +491,6 @@ def test_end_of_the_interpreter_closes_the_group(backends, ending, group_is_left
 @pytest.mark.parametrize(
     ("ending", "exit_codes"),
     [
-        pytest.param("", (0, 0), id="both end", marks=pytest.mark.slow),
         pytest.param(
             "if context.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwork = dist.all_reduce(total, async_op=True)",
             (0, -9),
