@@ -55,8 +55,8 @@ def test_commands_in_the_documentation_have_the_options_they_are_given():
         known[name] |= torchrun_options().keys()
     wrong = []
     for page in PAGES:
-        for line in re.findall(r"^\s*(?:[A-Z_]+=\S+ )*psengine (\w+)(.*)$", page.read_text(), re.MULTILINE):
-            command, rest = line
+        shown = "\n".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+        for command, rest in re.findall(r"^\s*(?:[A-Z_]+=\S+ )*psengine (\w+)(.*)$", shown, re.MULTILINE):
             if command not in known:
                 wrong.append(f"{page.name}: psengine {command}")
                 continue
