@@ -11,13 +11,11 @@ Over a collective casts are summed as they are, "topk" sends all of the sum, and
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from oracles.codec_values import ARRIVES, CASTS, Factors, Pieces, Sender, WithFeedback, is_covered, sender
 from psengine.codecs.base import Codec
@@ -81,20 +79,15 @@ def pieces_of(parts: Sequence[Part], module: torch.nn.Module) -> list[tuple[int,
     return [(part.numel, row_numel(module.get_parameter(part.name))) for part in parts]
 
 
-class Average(ABC):
-    """Of values of the same elements, time after time.
+class Average:
+    """Of values of the same elements, time after time: called with the addends, it returns the average in their dtype.
 
-    Attributes:
-        up: of each replica what it sends.
+    ``up``: of each replica what it sends.
     """
 
     up: Sequence[Sender] = ()
 
-    @abstractmethod
-    def __call__(self, addends: Sequence[Tensor]) -> Tensor:
-        """The average, in the addends' dtype; addends are ``Over.addends``."""
-
-    def lay_out_anew(self) -> None:  # noqa: B027 - most have one residual for each replica
+    def lay_out_anew(self) -> None:
         """Its elements will be exchanged with others: all that was left out goes to the residuals of ``up``."""
 
     def spare(self, first: int, end: int) -> None:
@@ -117,7 +110,6 @@ class CastSum(Average):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    @override
     def __call__(self, addends: Sequence[Tensor]) -> Tensor:
         payloads = [share.to(self._dtype) for share in addends]
         total = torch.empty_like(payloads[0])
@@ -136,12 +128,10 @@ class SlicedAverage(Average):
         self.down = None if name == "topk" else WithFeedback(arrives, keeps=error_feedback)
         self._name = name
 
-    @override
     def __call__(self, addends: Sequence[Tensor]) -> Tensor:
         total = _in_rank_order([one(share) for one, share in zip(self.up, addends, strict=True)])
         return (total if self.down is None else self.down(total)).to(addends[0].dtype)
 
-    @override
     def lay_out_anew(self) -> None:
         """Owners of slices take what was left out of the sum to their own residuals. A bucket is cut into pieces, and
         each of these into a slice of whole 512 values for each rank, whose payload has at most 256 KiB.
@@ -159,7 +149,6 @@ class SlicedAverage(Average):
                 one.residual[first : first + len(part)] += part
                 first += len(part)
 
-    @override
     def spare(self, first: int, end: int) -> None:
         super().spare(first, end)
         if self.down is not None:
@@ -174,7 +163,6 @@ class FactoredSum(Average):
         self._factors = Factors(pieces, rank)
         self._sum = CastSum(torch.float32)
 
-    @override
     def __call__(self, addends: Sequence[Tensor]) -> Tensor:
         factors = self._factors
         corrected = [one.corrected(share) for one, share in zip(self.up, addends, strict=True)]
@@ -201,7 +189,6 @@ class ServerAverage(Average):
         self.up = [sender(codec, dtype, pieces) for _ in range(world_size)]
         self._down = sender(codec, dtype, pieces) if answers else Sender(keeps=False)
 
-    @override
     def __call__(self, addends: Sequence[Tensor]) -> Tensor:
         dtype = addends[0].dtype
         first, *others = [one(values).to(dtype) for one, values in zip(self.up, addends, strict=True)]
@@ -209,26 +196,12 @@ class ServerAverage(Average):
         return self._down((total / len(addends)).to(dtype)).to(dtype)
 
 
-class Over(ABC):
-    """Where values are averaged."""
-
-    @abstractmethod
-    def addends(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """What is added of each replica's values."""
-
-    @abstractmethod
-    def average(self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces) -> Average:
-        """Of values under a codec that has a rule, see ``check_has_rule``."""
-
-
-class OverCollective(Over):
+class OverCollective:
     """Shares are rounded before they are added."""
 
-    @override
     def addends(self, values: Sequence[Tensor]) -> list[Tensor]:
         return [one * (1.0 / len(values)) for one in values]
 
-    @override
     def average(self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces) -> Average:
         if not is_covered(codec, dtype):
             return CastSum(dtype)
@@ -239,20 +212,17 @@ class OverCollective(Over):
         return SlicedAverage(codec.name, world_size, **codec.options)
 
 
-class AtServers(Over):
-    """Servers know how many contribute.
-
-    Args:
-        answers: whether they encode averages.
-    """
+class AtServers:
+    """Servers know how many contribute; ``answers``: whether they encode averages."""
 
     def __init__(self, *, answers: bool = True) -> None:
         self._answers = answers
 
-    @override
     def addends(self, values: Sequence[Tensor]) -> list[Tensor]:
         return list(values)
 
-    @override
     def average(self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces) -> Average:
         return ServerAverage(codec, world_size, dtype, pieces, answers=self._answers)
+
+
+Over: TypeAlias = OverCollective | AtServers

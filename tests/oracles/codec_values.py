@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from psengine.codecs.base import Codec
 
@@ -126,7 +125,6 @@ class Rounded(Sender):
         super().__init__(keeps=False)
         self._dtype = dtype
 
-    @override
     def __call__(self, values: Tensor) -> Tensor:
         return values.to(self._dtype).to(values.dtype)
 
@@ -138,7 +136,6 @@ class WithFeedback(Sender):
         super().__init__(keeps=keeps)
         self._arrives = arrives
 
-    @override
     def __call__(self, values: Tensor) -> Tensor:
         corrected = self.corrected(values)
         arrived = self._arrives(corrected.float()).to(corrected.dtype)
@@ -246,7 +243,6 @@ class Factored(Sender):
         super().__init__(keeps=error_feedback)
         self._factors = Factors(pieces, rank)
 
-    @override
     def __call__(self, values: Tensor) -> Tensor:
         corrected = self.corrected(values)
         bases = self._factors.bases(self._factors.left(corrected))

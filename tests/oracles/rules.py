@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from oracles.averages import (
     AtServers,
@@ -98,7 +97,6 @@ class CodecRule(Rule):
         self._buckets: Sequence[Sequence[Part]] = []
         self._averages: list[Average] = []
 
-    @override
     @torch.no_grad()
     def before_step(self) -> None:
         buckets = self._layout()
@@ -177,7 +175,6 @@ class CollectiveRule(CodecRule):
     over = OverCollective()
     counts_unused = False
 
-    @override
     @torch.no_grad()
     def before_forward(self) -> None:
         """Replicas have rank 0's buffers, as native DDP's."""
@@ -190,7 +187,6 @@ class ServersRule(CodecRule):
     over = AtServers()
     counts_unused = True
 
-    @override
     @torch.no_grad()
     def before_step(self) -> None:
         """Buffers travel with gradients: all replicas have rank 0's after backward."""
@@ -228,7 +224,6 @@ class AsyncRule(Rule):
         for name, parameter in self._parameters.items():
             parameter.copy_(in_memory_order(flats[name], parameter))
 
-    @override
     @torch.no_grad()
     def before_step(self) -> None:
         """The server's weights, and the gradients that arrive, take the places of the worker's."""
@@ -244,7 +239,6 @@ class AsyncRule(Rule):
             if parameter.grad is not None:
                 parameter.grad = in_memory_order(flats[name], parameter)
 
-    @override
     @torch.no_grad()
     def after_step(self) -> None:
         """The worker has its gradients again, and the weights that arrive."""
@@ -281,17 +275,9 @@ class _Chunk:
         return self._held.to(self._dtype)
 
 
-COLLECTIVE = OverCollective()
-
-
 @dataclass(frozen=True, kw_only=True)
 class RuleOptions:
-    """The strategies' options. ``outer_lr=None`` averages parameters.
-
-    Attributes:
-        over: where values are averaged.
-        codec: of what travels.
-    """
+    """The strategies' options; ``outer_lr=None`` averages parameters. ``over``: where values are averaged."""
 
     every: int
     fragments: int = 1
@@ -299,7 +285,7 @@ class RuleOptions:
     keep: float = 0.0
     outer_lr: float | None = None
     outer_momentum: float = 0.0
-    over: Over = COLLECTIVE
+    over: Over = field(default_factory=OverCollective)
     codec: Codec = IDENTITY
 
 
@@ -337,7 +323,6 @@ class LocalRule(Rule):
         flats = {part.name: replica.get_parameter(part.name) for part in parts}
         return gather({name: elements(parameter, parameter) for name, parameter in flats.items()}, parts)
 
-    @override
     @torch.no_grad()
     def after_step(self) -> None:
         options = self._options
