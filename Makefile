@@ -39,7 +39,7 @@ help:
 demo: export OMP_NUM_THREADS := 1
 demo: export CUDA_VISIBLE_DEVICES :=
 demo: $(STAMP)
-	$(BIN)/psengine run --workers 2 --servers 1 --no-prefix $(DEMO)
+	$(BIN)/psengine run --workers 2 --strategy async --no-prefix $(DEMO)
 
 # Each rank imports its test module: where bytecode is not kept, compiling it is half of a short test.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=

@@ -1,6 +1,8 @@
 """Train the same network under several strategies, native DistributedDataParallel first: a table and a plot.
 
-psengine run --workers 2 --servers 1 --no-prefix examples/compare_strategies.py        a minute and a half
+psengine run --workers 2 --strategy async --no-prefix examples/compare_strategies.py     a minute and a half
+
+The command's strategy starts the server; this script names a strategy for each training.
 
 Two settings: equal workers, and the last worker four times slower. Every strategy trains for the same seconds, so a
 strategy that does not wait takes more steps. The images are scikit-learn's digits, half of them to train with. Real
