@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.hosts import emulated_hosts, needs_hosts
 from support.hosts_of_one_machine import live_on_host, needs_users
 from support.marks import slow
@@ -197,26 +195,6 @@ def test_strategies_codecs_and_uneven_inputs_need_no_other_collective(layout):
     run_ranks(train_in_other_ways, len(layout), layout)
 
 
-def be_told(rank: int, world_size: int, layout: tuple[int, ...]) -> str:
-    live_on_host(layout[rank])
-    heard: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("psengine.collectives.automatic")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(listener)
-    for _ in range(3):
-        collective_for(default_group()).all_reduce(torch.ones(3)).wait()
-    (message,) = heard
-    return message
-
-
-def test_the_log_advises_hierarchy_where_it_sends_less():
-    for message in run_ranks(be_told, 4, (0, 0, 1, 1)):
-        assert "another user than rank 0" in message
-        assert "4 ranks on 2 hosts: collective='hierarchical' sends 0.67 of the bytes" in message
-
-
 def test_advice_counts_the_bytes_that_leave_a_host():
     assert "sends 0.67" in shared_host.advice_for([(0, 1), (2, 3)])
     assert "sends 0.33" in shared_host.advice_for([(0, 2), (1, 3)])  # every link of the ring leaves a host
@@ -225,16 +203,6 @@ def test_advice_counts_the_bytes_that_leave_a_host():
     assert shared_host.advice_for([(0, 1, 2)]) == ""
     many = [tuple(range(8 * host, 8 * host + 8)) for host in range(64)]
     assert shared_host.advice_for(many) == "", "among many hosts a ring sends as little"
-
-
-def test_a_model_on_another_device_or_of_one_rank_needs_no_hierarchy():
-    run_ranks(be_plain, 1)
-
-
-def be_plain(rank: int, world_size: int) -> None:
-    assert collective_for(default_group(), "hierarchical") is collective_for(default_group(), "c10d")
-    cuda = torch.device("cuda")
-    assert collective_for(dist.group.WORLD, "hierarchical", cuda) is collective_for(dist.group.WORLD, "c10d", cuda)
 
 
 BETWEEN_HOSTS = """

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.shard_world import APPLY, SGD, Worker, World, codes, push_all, rule_of, spec, team
+from support.shard_world import APPLY, SGD, World, codes, push_all, rule_of, spec, team
 
 from psengine.parameter_server.server.core.surroundings import Sender
 from psengine.protocol.frames import encode, payload_tensor
@@ -161,128 +157,6 @@ class TestRefusals:
         workers[0].push(0, 4, torch.ones(6), 5)
         (answer,) = workers[1].push(0, 4, torch.ones(6), 6)
         assert answer.body == {}
-
-
-class TestBound:
-    @settings(max_examples=40, deadline=None)
-    @given(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=60))
-    def test_nobody_is_further_ahead_than_the_bound(self, bound, schedule):
-        world, workers = fleet(3, max_staleness=bound, world=World(codec=False))
-        clocks, answered = [0, 0, 0], [0, 0, 0]
-        for rank in schedule:
-            if answered[rank] == clocks[rank]:
-                assert clocks[rank] - min(clocks) <= bound, "it was let go too far"
-                clocks[rank] += 1
-                workers[rank].push(0, clocks[rank], torch.ones(6), 0)
-            for other, worker in enumerate(workers):
-                answered[other] = max([answered[other], *worker.updates()])
-                is_free = clocks[other] - min(clocks) <= bound
-                assert (answered[other] == clocks[other]) == is_free
-        assert world.shard.status(0.0).jobs["demo"].max_lead <= bound
-
-    @pytest.mark.parametrize("how", ["advances", "leaves", "is evicted", "is replaced"])
-    def test_a_held_answer_leaves_when_the_slowest(self, how):
-        world, (fast, slow) = fleet(2, max_staleness=1)
-        assert fast.push(0, 1, torch.ones(6))
-        assert fast.push(0, 2, torch.ones(6)) == []
-        assert fast.push(0, 2, torch.ones(6)) == []
-        for ask in (fast.probe, fast.repeat):
-            (pending,) = ask(0, 2)
-            assert (pending.type, pending.body["waiting_for"]) == (MessageType.PENDING, [1])
-        fast.take()
-        if how == "advances":
-            slow.push(0, 1, torch.ones(6))
-        elif how == "leaves":
-            slow.ask(MessageType.BYE)
-        elif how == "is evicted":
-            world.advance(6, fast)
-        else:
-            assert Worker(world, 1, rule=slow.rule).claim(fast) == "ready"
-        assert list(fast.updates()) == [2]
-
-    def test_workers_that_wait_for_each_other_in_different_chunks_go_on(self):
-        world = World()
-        specs = [spec(0, 6), spec(1, 6)]
-        workers = team(world, 2, specs, values=dict.fromkeys(range(2), torch.zeros(6)), rule=rule(max_staleness=0))
-        for worker, key in itertools.product(workers, range(2)):
-            worker.configure(key, 6)
-        workers[0].push(0, 1, torch.ones(6))  # ahead in chunk 0
-        workers[1].push(1, 1, torch.ones(6))  # and the other one in chunk 1
-        for worker in (*workers, *workers):
-            world.advance(0.2)
-            assert not any(one.updates() for one in workers)  # the other one may bring something
-            worker.heartbeat(waits=1)
-        world.advance(0.2)
-        assert list(workers[0].updates()) == [1]
-        assert not workers[1].updates()  # worker 0 may bring something
-        workers[0].push(1, 1, torch.ones(6))
-        assert list(workers[1].updates()) == [1]
-        assert rule_of(world, 0).clocks() == rule_of(world, 1).clocks() == {0: 1, 1: 1}
-
-    def test_a_newcomer_starts_level_with_the_slowest(self):
-        world, workers = fleet(2, max_staleness=1)
-        for sequence in range(1, 6):
-            push_all(workers, sequence, torch.ones(6))
-        newcomer = Worker(world, rule=workers[0].rule)
-        assert newcomer.hello() == "ready"
-        assert rule_of(world).clocks()[newcomer.rank] == 5
-        assert workers[0].push(0, 6, torch.ones(6))
-
-
-class TestOnce:
-    @settings(max_examples=60, deadline=None)
-    @given(st.data())
-    def test_what_is_lost_repeated_or_late_is_applied_once(self, data):
-        """Each worker sends until it has an answer; copies of old pushes arrive whenever they like."""
-        bound = data.draw(st.sampled_from([None, 1]))
-        world, workers = fleet(2, 4, max_staleness=bound, world=World(codec=False))
-        applied, rule_here = [], rule_of(world)
-        original = rule_here._conclude
-        rule_here._conclude = lambda push: (applied.append((push.rank, push.sequence)), original(push))
-        sent, done, waits = [], [0, 0], [False, False]
-        for _ in range(data.draw(st.integers(5, 40))):
-            what = data.draw(
-                st.sampled_from(["push", "push", "old", "probe", "repeat", "lose", "receive", "receive", "hello"])
-            )
-            rank = data.draw(st.integers(0, 1))
-            worker = workers[rank]
-            if what == "push":
-                sequence = done[rank] + 1
-                waits[rank] = True
-                if (rank, sequence) not in sent:
-                    sent.append((rank, sequence))
-                worker.push(0, sequence, gradient(4, 10 * sequence + rank))
-            elif what == "old" and sent:
-                rank, sequence = data.draw(st.sampled_from(sent))
-                workers[rank].push(0, sequence, gradient(4, 10 * sequence + rank))
-            elif what == "probe" and waits[rank]:
-                worker.probe(0, done[rank] + 1)
-            elif what == "repeat" and waits[rank]:
-                worker.repeat(0, done[rank] + 1)
-            elif what == "lose":
-                worker.take()
-            elif what == "receive":
-                if done[rank] + 1 in worker.updates():
-                    done[rank], waits[rank] = done[rank] + 1, False
-            elif what == "hello":
-                assert worker.hello() == "ready"
-        assert sorted(applied) == sorted(sent)
-        weights = torch.nn.Parameter(torch.zeros(4))
-        optimizer = torch.optim.SGD([weights], lr=0.1)
-        for rank, sequence in applied:
-            weights.grad = gradient(4, 10 * sequence + rank)
-            optimizer.step()
-        assert torch.equal(rule_here.outcome.values, weights.detach())
-
-    def test_a_new_process_numbers_anew(self):
-        world, workers = fleet(2)
-        for sequence in (1, 2, 3):
-            workers[1].push(0, sequence, torch.ones(6))
-        workers[1].ask(MessageType.BYE)
-        successor = Worker(world, 1, rule=workers[1].rule)
-        assert successor.hello() == "ready"
-        (answer,) = successor.push(0, 1, torch.ones(6))
-        assert answer.version == 4
 
 
 @pytest.mark.parametrize(("weight", "values"), [(2, torch.ones(6)), (0, None)])

@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.shard_world import Worker, World, codes, push_all, rule_of, spec, team, world_of
+from support.shard_world import Worker, World, push_all, rule_of, spec, team, world_of
 
 from psengine.parameter_server.server.rules.together import HISTORY
 from psengine.protocol.frames import payload_tensor
@@ -161,127 +161,6 @@ class TestSums:
         (answer,) = workers[1].push(0, 1, None)
         assert answer.body == {"contributors": 0}
         assert equal(payload_tensor(answer), torch.zeros(3, dtype=torch.bfloat16))
-
-
-class TestRepeats:
-    def test_a_repeat_is_not_added_again(self):
-        world, workers = world_of(2, [spec(0, 8)])
-        grads = gradients(2, 8)
-        assert workers[0].push(0, 1, grads[0]) == []
-        assert workers[0].push(0, 1, grads[0]) == []
-        workers[1].push(0, 1, grads[1])
-        first = workers[0].updates()[1]
-        assert equal(first, reference(grads))
-        assert workers[0].push(0, 1, grads[0]) == []
-        workers[0].repeat(0, 1)  # the answer was lost
-        assert equal(workers[0].updates()[1], first)
-        assert world.shard.status(0.0).jobs["demo"].duplicates == 2
-
-    def test_probe_says_missing_pending_or_sent_and_never_brings_the_result(self):
-        workers = team(World(), 2, [spec(0, 8)])
-        (answer,) = workers[0].probe(0, 1)
-        assert answer.type is MessageType.MISSING
-        workers[0].push(0, 1, torch.ones(8))
-        (answer,) = workers[0].probe(0, 1)
-        assert answer.type is MessageType.PENDING
-        assert answer.body == {"waiting_for": [1], "round": 1, "arrived_bytes": 64}  # with REGISTER's
-        workers[1].push(0, 1, torch.ones(8))
-        workers[0].take()
-        (answer,) = workers[0].probe(0, 1)
-        assert (answer.type, answer.sequence, answer.body) == (MessageType.SENT, 1, {"round": 1})
-        assert answer.payload is None
-        (answer,) = workers[0].repeat(0, 1)
-        assert (answer.type, answer.sequence) == (MessageType.UPDATED, 1)
-
-    def test_a_delayed_duplicate_of_long_ago_changes_nothing(self):
-        """It sat in an old connection, while its repetition went over a new one."""
-        world, workers = world_of(2, [spec(0, 8)])
-        for sequence in (1, 2, 3):
-            for worker in workers:
-                worker.push(0, sequence, torch.full((8,), float(sequence)))
-        before = world.state_hash()
-        assert workers[0].push(0, 1, torch.ones(8)) == []
-        assert world.state_hash() == before
-        push_all(workers, 4, torch.ones(8))
-        assert workers[0].updates()[4].tolist() == [1.0] * 8
-        assert world.shard.status(0.0).jobs["demo"].evicted == 0
-
-    def test_a_worker_cannot_fill_the_memory_with_exchanges_nobody_ends(self):
-        world, workers = world_of(2, [spec(0, 8)])
-        answers = [workers[0].push(0, sequence, torch.ones(8)) for sequence in range(1, 10)]
-        assert codes(itertools.chain(*answers)) == [ErrorCode.CREDIT] * 7
-        assert world.shard.jobs.memory_bytes() == 3 * 32
-
-
-class TestWhoCounts:
-    def test_nothing_ends_before_all_expected_workers_came(self):
-        world = World()
-        first = Worker(world, 0, world_size=3)
-        first.initialise([spec(0, 4)])
-        assert first.push(0, 1, torch.ones(4)) == []
-        second = Worker(world, 1, world_size=3)
-        second.hello()
-        assert second.push(0, 1, torch.ones(4)) == []
-        (pending,) = first.probe(0, 1)
-        assert pending.body["waiting_for"] == [2]
-        third = Worker(world, 2, world_size=3)
-        assert third.hello() == "ready"
-        (answer,) = third.push(0, 1, torch.full((4,), 4.0))
-        assert answer.body == {"contributors": 3}
-
-    def test_an_evicted_workers_gradient_is_dropped(self, caplog):
-        world, workers = world_of(3, [spec(0, 8)])
-        push_all(workers, 1, torch.ones(8))
-        grads = gradients(3, 8)
-        workers[0].push(0, 2, grads[0])
-        workers[1].push(0, 2, grads[1])
-        world.advance(6, workers[0], workers[2])
-        assert "is out: silent for " in caplog.text
-        assert not [m for m in workers[0].inbox if m.sequence == 2]
-        (answer,) = workers[2].push(0, 2, grads[2])
-        assert answer.body == {"contributors": 2}
-        assert equal(payload_tensor(answer), reference([grads[0], grads[2]]))
-        assert codes(workers[1].push(0, 2, grads[1])) == [ErrorCode.FENCED]
-
-    @pytest.mark.parametrize("leaves", ["evicted", "bye", "replaced"])
-    def test_an_exchange_ends_when_the_one_it_waits_for_is_gone(self, leaves):
-        world, workers = world_of(2, [spec(0, 8)])
-        push_all(workers, 1, torch.ones(8))
-        workers[0].take()
-        workers[0].push(0, 2, torch.full((8,), 5.0))
-        if leaves == "evicted":
-            world.advance(6, workers[0])
-        elif leaves == "bye":
-            assert workers[1].ask(MessageType.BYE).type is MessageType.OK
-        else:
-            newcomer = Worker(world, 1)
-            assert newcomer.claim(workers[0]) == "join"
-        assert workers[0].updates()[2].tolist() == [5.0] * 8
-
-    def test_a_worker_that_missed_nothing_goes_on(self):
-        world, workers = world_of(2, [spec(0, 8)])
-        for sequence in (1, 2):
-            push_all(workers, sequence, torch.ones(8))
-        workers[1].take()
-        workers[1].push(0, 3, torch.full((8,), 3.0))
-        world.advance(6, workers[0])
-        assert workers[1].hello() == "ready"
-        (answer,) = workers[1].probe(0, 3)
-        assert answer.type is MessageType.MISSING, "what it had contributed was dropped"
-        workers[1].push(0, 3, torch.full((8,), 3.0))
-        workers[0].take()
-        workers[0].push(0, 3, torch.ones(8))
-        assert workers[0].updates()[3].tolist() == workers[1].updates()[3].tolist() == [2.0] * 8
-
-    def test_a_process_that_takes_a_rank_over_does_not_inherit_its_gradient(self):
-        world, workers = world_of(2, [spec(0, 4)])
-        workers[1].push(0, 1, torch.full((4,), 100.0))
-        newcomer = Worker(world, 1, world_size=2)
-        assert newcomer.claim(workers[0]) == "ready"  # the job has not started
-        workers[0].take()
-        workers[0].push(0, 1, torch.ones(4))
-        newcomer.push(0, 1, torch.full((4,), 3.0))
-        assert workers[0].updates()[1].tolist() == [2.0] * 4
 
 
 class TestQuorum:

@@ -93,87 +93,6 @@ def test_nobody_waits_for_a_worker_that_abstained_until_it_brings_something():
     assert [rank for rank, _, _ in answers(*workers)] == [0, 1, 2]
 
 
-def stuck_in_a_ring() -> tuple[World, list[Worker]]:
-    """Three workers, three chunks, merges of two: each worker waits for the merge that only the two others have had."""
-    world = World(codec=False)
-    rule = {"name": "merge", "quorum": 2, "grace": 0}
-    workers = [Worker(world, rank, rule=rule, world_size=3) for rank in range(3)]
-    workers[0].initialise([spec(key, NUMEL) for key in range(3)], dict.fromkeys(range(3), torch.ones(NUMEL)))
-    for key in range(3):
-        workers[0].configure(key, NUMEL, groups=[NESTEROV])
-    for worker in workers[1:]:
-        assert worker.hello() == "ready"
-    for key in range(3):
-        for worker in (workers[key], workers[(key + 1) % 3], workers[(key + 2) % 3]):
-            worker.push(key, 1, difference(worker.rank, 1), body={"weight": 8.0})
-    for worker in workers:
-        assert len(worker.take(MessageType.UPDATED)) == 2
-    return world, workers
-
-
-def test_of_workers_that_wait_for_each_other_in_different_merges_one_goes_on_without_a_quorum():
-    world, workers = stuck_in_a_ring()
-    for worker in (*workers, *workers):
-        world.advance(0.2)
-        assert not answers(*workers)  # another may bring something to each merge
-        worker.heartbeat(waits=1)
-    world.advance(0.2)
-    assert [(rank, version) for rank, version, _ in answers(*workers)] == [(2, 2)]
-    world.advance(0.2)
-    assert not answers(*workers)  # they can wait for worker 2 now
-    for key in range(3):
-        workers[2].push(key, 2, difference(2, 2), body={"weight": 8.0})
-    # Workers 0 and 1 go on, and can bring something to the merge that worker 2 waits for.
-    assert [(rank, version) for rank, version, _ in answers(*workers)] == [(0, 2), (1, 2), (2, 2), (2, 2)]
-
-
-def test_a_worker_that_said_before_its_answers_that_it_waits_for_other_shards_is_waited_for():
-    world, workers = start(2)
-    for worker in (*workers, *workers):
-        worker.heartbeat(waits=0)
-    push(workers[0], 1)
-    world.advance(0.2)
-    assert not answers(*workers)  # it has not waited since, and so worker 1 may be on its way
-    push(workers[1], 1)
-    assert [rank for rank, _, _ in answers(*workers)] == [0, 1]
-
-
-@pytest.mark.parametrize("waits", [0, 2, 3])
-def test_a_worker_whose_push_is_on_its_way_or_was_answered_is_waited_for(waits):
-    """Its numbers are not those of the exchanges that are open here."""
-    world, workers = stuck_in_a_ring()
-    for worker in (*workers, *workers):
-        worker.heartbeat(waits=waits)
-    world.advance(0.2)
-    assert not answers(*workers)
-
-
-def test_a_window_waits_for_a_worker_that_is_expected():
-    world, workers = start(3, quorum=3, grace=0.5)
-    for sequence in (1, 2):  # rounds of four seconds, in which worker 2 comes a second after the others
-        world.advance(3, *workers)
-        push(workers[0], sequence, version=sequence - 1)
-        push(workers[1], sequence, version=sequence - 1)
-        world.advance(1, *workers)
-        push(workers[2], sequence, version=sequence - 1)
-        assert len(answers(*workers)) == 3
-    rule_of(world)._quorum = 2  # from now on two are enough
-    world.advance(3, *workers)
-    push(workers[0], 3, version=2)
-    push(workers[1], 3, version=2)
-    assert not answers(*workers), "worker 2 is expected within the window"
-    world.advance(1, *workers)
-    push(workers[2], 3, version=2)
-    assert [rank for rank, _, _ in answers(*workers)] == [0, 1, 2]
-    world.advance(3, *workers)
-    push(workers[0], 4, version=3)
-    push(workers[1], 4, version=3)
-    world.advance(1.5, *workers)
-    assert not answers(*workers)
-    world.advance(1, *workers)  # it does not come, and the time ends the window
-    assert [rank for rank, _, _ in answers(*workers)] == [0, 1]
-
-
 def test_the_grace_window():
     window = GraceWindow(0.25)
     for now_s in (0.0, 8.0):
@@ -233,23 +152,6 @@ def test_the_outer_state_goes_on_from_a_snapshot():
         assert len(found) == 2
         for _, _, values in found:
             torch.testing.assert_close(values, merged)
-
-
-def test_workers_leave_and_come():
-    world, workers = start(3, quorum=3, grace=0)
-    push(workers[0], 1)
-    push(workers[1], 1)
-    assert not answers(*workers)
-    world.advance(6, workers[0], workers[2])  # worker 1's lease runs out; what it sent counts no more
-    assert not answers(*workers)
-    push(workers[2], 1)
-    merged = Oracle().merge((difference(0, 1), 1.0), (difference(2, 1), 1.0))
-    found = answers(*workers)
-    assert [rank for rank, _, _ in found] == [0, 2], "those who are left are the quorum"
-    torch.testing.assert_close(found[0][2], merged)
-    world.advance(6, workers[0])
-    push(workers[0], 2, version=1)
-    assert [rank for rank, _, _ in answers(*workers)] == [0]
 
 
 def test_a_difference_that_is_not_finite_is_refused_at_once():

@@ -8,22 +8,17 @@ import pytest
 import torch
 from support.shard_world import (
     APPLY,
-    AVERAGE,
     SGD,
     WALL_S,
     Worker,
     World,
     codes,
     push_all,
-    rule_of,
     spec,
     team,
     world_of,
 )
 
-from psengine.parameter_server.server.core.durable_state import merge_job_meta
-from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.durability.restoring import distribute
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import ErrorCode, MessageType
@@ -38,71 +33,6 @@ def applying(world, size=1, specs=None, **options):
         for worker in workers:
             worker.configure(one.key, one.numel, groups=[MOMENTUM])
     return workers
-
-
-class TestComing:
-    def test_rank_0_initialises_others_wait_until_it_has_sealed(self):
-        world = World()
-        first, second, third = Worker(world, 0), Worker(world, 1), Worker(world)
-        assert second.hello() == "wait"
-        assert first.hello() == "initialise"
-        first.register(spec(0, 4), torch.arange(4.0))
-        assert second.hello() == "wait"
-        assert third.hello() == "wait"
-        assert third.rank == 2
-        first.seal([spec(0, 4)])
-        assert second.hello() == "ready"
-        assert third.hello() == "ready"
-        assert payload_tensor(second.pull(0)).tolist() == [0, 1, 2, 3]
-
-    def test_welcome_says_where_things_are(self):
-        world = World(credit_bytes=77)
-        (worker,) = team(world, 1, [spec(0, 4)])
-        body = worker.send(MessageType.HELLO, epoch=0, body=worker.hello_body())[0].body
-        assert body["shards"] == ["tcp://127.0.0.1:1"]
-        assert (body["credit_bytes"], body["members"], body["chunks"], body["started"]) == (77, [0], 1, False)
-        assert body["rule"] == AVERAGE
-
-    def test_an_occupied_rank_is_refused_and_a_dead_one_handed_over(self):
-        world = World()
-        (worker,) = applying(world)
-        newcomer = Worker(world, 0, rule=APPLY)
-        assert newcomer.claim(worker) == ErrorCode.DUPLICATE_RANK
-        assert newcomer.claim() == "ready"
-        assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.FENCED]
-        assert rule_of(world).version == 0
-
-    def test_the_same_process_is_let_in_at_once(self):
-        world = World()
-        (worker,) = applying(world)
-        worker.push(0, 1, torch.ones(4))
-        world.advance(6)
-        incarnation = worker.incarnation
-        assert codes(worker.push(0, 2, torch.ones(4))) == [ErrorCode.FENCED]
-        assert worker.hello() == "ready"
-        assert worker.incarnation > incarnation
-
-    def test_an_older_incarnation_is_fenced(self):
-        world = World()
-        (worker,) = applying(world)
-        before = world.state_hash()
-        for change in (-1, 1):
-            answers = worker.push(0, 1, torch.ones(4), incarnation=worker.incarnation + change)
-            assert codes(answers) == [ErrorCode.FENCED]
-        assert world.state_hash() == before
-
-    def test_nobody_comes_while_the_server_leaves(self):
-        world = World()
-        world.shard.is_draining = True
-        assert Worker(world, 0).hello() == ErrorCode.SHUTTING_DOWN
-
-    def test_bye_is_answered_and_the_rank_free(self):
-        world = World()
-        (worker,) = applying(world)
-        assert worker.ask(MessageType.BYE).type is MessageType.OK
-        assert world.shard.jobs.member_count == 0
-        assert codes([worker.ask(MessageType.BYE)]) == [ErrorCode.NOT_MEMBER]
-        assert Worker(world, 0, rule=APPLY).hello() == "ready"
 
 
 class TestStrangers:
@@ -368,87 +298,3 @@ class TestReaders:
         first, second = [66, 67, 68, 69], [3, 4, 5]
         assert waiting[0] == second + first
         assert (waiting[3], waiting[68]) == (first, second)
-
-
-class TestSnapshots:
-    def gradient(self, step):
-        return torch.randn(4, generator=torch.Generator().manual_seed(step))
-
-    def fill(self, world):
-        workers = applying(world, 2, [spec(0, 4), spec(1, 4)], max_staleness=3, delay_compensation=0.5)
-        for step in range(1, 4):
-            for key in (0, 1):
-                for worker in workers:
-                    body = {"groups": [MOMENTUM | {"lr": 0.01 * step}]}
-                    worker.push(key, step, self.gradient(10 * step + key), 2 * (step - 1), body=body)
-        return workers
-
-    def further(self, world, workers):
-        for step in range(3, 7):  # the third again: not applied twice
-            for key in (0, 1):
-                for worker in workers:
-                    worker.push(key, step, self.gradient(10 * step + key), 2 * (step - 1))
-        return [rule_of(world, key).outcome.values.clone() for key in (0, 1)]
-
-    def test_it_continues_bit_by_bit_and_applies_nothing_twice(self):
-        world, twin = World(), World()
-        workers, twins = self.fill(world), self.fill(twin)
-        states = world.shard.durable.capture()
-        for worker in workers:  # lost with the server
-            worker.push(0, 4, torch.full((4,), 100.0), 6)
-        world.start(8, states)
-        for worker in workers:
-            assert codes(worker.probe(0, 4)) == [ErrorCode.NOT_MEMBER]
-            incarnation = worker.incarnation
-            assert worker.hello() == "ready"
-            assert worker.incarnation == incarnation
-        assert all(
-            torch.equal(a, b) for a, b in zip(self.further(world, workers), self.further(twin, twins), strict=True)
-        )
-        assert [rule_of(world, key).version for key in (0, 1)] == [12, 12]
-
-    @pytest.mark.parametrize("shards", [1, 3])
-    def test_on_other_numbers_of_shards(self, shards):
-        world, twin = World(), World()
-        workers, twins = self.fill(world), self.fill(twin)
-        json.dumps([state.meta for state in world.shard.durable.capture()])
-        spread = distribute([world.shard.durable.capture(), []], shards, merge_job_meta)
-        found = {}
-        for index, states in enumerate(spread):
-            part = World()
-            part.shard = Shard(index, 8, part.settings, part.clocks)
-            part.shard.restore(states, part.now_s)
-            (job,) = part.shard.jobs.by_number.values()
-            assert job.is_sealed
-            for worker in workers:
-                worker.world = part
-                assert worker.hello(incarnation=worker.incarnation) == "ready"
-            for key in job.chunks.rules:
-                for step in range(3, 7):
-                    for worker in workers:
-                        worker.push(key, step, self.gradient(10 * step + key), 2 * (step - 1))
-                found[key] = job.chunks.rules[key].outcome.values
-        assert all(torch.equal(found[key], value) for key, value in enumerate(self.further(twin, twins)))
-
-    def test_one_that_was_away_does_not_apply_twice_either(self):
-        world = World()
-        workers = applying(world, 2)
-        workers[1].push(0, 1, torch.ones(4))
-        workers[1].take()  # the answer is lost, and then the worker
-        world.advance(6, workers[0])
-        world.start(8, world.shard.durable.capture())
-        assert workers[1].hello() == "ready"
-        (sent,) = workers[1].probe(0, 1)
-        assert sent.type is MessageType.SENT
-        (answer,) = workers[1].repeat(0, 1)
-        assert (answer.type, answer.version) == (MessageType.UPDATED, 1)
-
-    def test_durable_versions_are_told(self):
-        world = World()
-        (worker,) = applying(world)
-        worker.push(0, 1, torch.ones(4))
-        assert worker.ask(MessageType.HEARTBEAT).body["durable_version"] is None
-        world.shard.durable.capture()
-        worker.push(0, 2, torch.ones(4))
-        world.shard.durable.note(3)
-        assert worker.ask(MessageType.HEARTBEAT).body["durable_version"] == 1
