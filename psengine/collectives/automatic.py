@@ -97,12 +97,6 @@ class AutomaticCollective(Collective):
             super().sum(flat, scale, what=what)
 
     @override
-    def reduce_scatter(
-        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
-    ) -> Work:
-        return self._carrier(self._shared.sums(flat)).reduce_scatter(output, flat, scale, what=what)
-
-    @override
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
         return self._carrier(self._shared.copies(tensor)).all_gather(output, tensor, what=what)
 

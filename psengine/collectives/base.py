@@ -4,7 +4,6 @@ Every operation begins without waiting for other ranks and returns a ``Work``; `
 is there. W is the world size, n the numel of the tensor that is named first::
 
     all_reduce(flat)                 flat[n] on each rank  ->  the sum of the W flats, on each rank
-    reduce_scatter(output, flat)     flat[W * n]           ->  output[n]: part r of that sum, on rank r
     all_gather(output, tensor)       tensor[n / W]         ->  output[n]: the W tensors in rank order, on each rank
     broadcast(tensors, source_rank)  the source's tensors  ->  the same, on each rank
     all_to_all(output, flat, sizes)  flat, in W parts      ->  output[W, n]: part r of each rank's flat, on rank r
@@ -121,19 +120,6 @@ class Collective(ABC):
     def sum(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> None:
         """``all_reduce``, and wait for it; sooner than both where nothing is computed in between. Mutates ``flat``."""
         self.all_reduce(flat, scale, what=what).wait()
-
-    @abstractmethod
-    def reduce_scatter(
-        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
-    ) -> Work:
-        """Begin ``output = scale * sum over ranks of this rank's part of each rank's flat``. Mutates ``output``.
-
-        Args:
-            output: dense contiguous tensor.
-            flat: dense contiguous, ``world_size`` times as many elements of the same dtype; part r belongs to rank r.
-            scale: as for ``all_reduce``.
-            what: as for ``all_reduce``.
-        """
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:

@@ -67,18 +67,11 @@ class C10dCollective(Collective):
         check_flat(self, what, flat, scale)
         if scale != 1.0:
             flat.mul_(scale)
-        return self._sum(real(flat), what)
-
-    def _sum(self, payload: torch.Tensor, what: str, finish: Callable[[], object] | None = None) -> Work:
-        """Sum ``payload`` over ranks in place, then ``finish``."""
         if self.world_size == 1:
-            if finish is not None:
-                finish()
             return CompletedWork()
+        payload = real(flat)
         messages = self._messages(payload)
-        return self.begin(
-            lambda: [self.process_group.allreduce([part]) for part in messages], what, payload.device, finish=finish
-        )
+        return self.begin(lambda: [self.process_group.allreduce([part]) for part in messages], what, payload.device)
 
     def _messages(self, payload: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors to send for one: halves where that is faster and adds nothing in another order."""
@@ -86,32 +79,6 @@ class C10dCollective(Collective):
         if not is_splittable or payload.is_sparse or payload.numel() * payload.element_size() < SPLIT_FROM_BYTES:
             return (payload,)
         return payload.tensor_split(2)
-
-    @override
-    def reduce_scatter(
-        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
-    ) -> Work:
-        """Over gloo an all-reduce of a copy: gloo's own sends no less."""
-        what = f"reduce-scatter of {what}"
-        check_parts(self, what, flat, output)
-        check_flat(self, what, output, scale)
-        part, whole = real(output.detach()).view(-1), real(flat.detach()).view(-1)
-        scatter = self._own_reduce_scatter(flat.device)
-        if scatter is not None and self.world_size > 1:
-            whole = whole if scale == 1.0 else whole * scale
-            return self.begin(lambda: [scatter(part, whole)], what, flat.device)
-        whole = whole * scale if scale != 1.0 else whole.clone()
-        own = whole[self.rank * part.numel() : (self.rank + 1) * part.numel()]
-        return self._sum(whole, what, lambda: part.copy_(own))
-
-    def _own_reduce_scatter(self, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], dist.Work] | None:
-        """The transport's own reduce-scatter, where it sends less than an all-reduce."""
-        is_nccl = "nccl" in self._backends and device.type == "cuda"
-        if not is_nccl and "psengine" not in self._backends:
-            return None
-        names = ("reduce_scatter_single", "_reduce_scatter_base")  # since torch 2.13, and before
-        scatter: Any = next(getattr(self.process_group, name) for name in names if hasattr(self.process_group, name))
-        return lambda part, whole: scatter(part, whole)
 
     @override
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:

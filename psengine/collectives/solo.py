@@ -26,18 +26,6 @@ class SoloCollective(Collective):
         return CompletedWork()
 
     @override
-    def reduce_scatter(
-        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
-    ) -> Work:
-        what = f"reduce-scatter of {what}"
-        check_parts(self, what, flat, output)
-        check_flat(self, what, output, scale)
-        output.view(-1).copy_(flat.view(-1))
-        if scale != 1.0:
-            output.mul_(scale)
-        return CompletedWork()
-
-    @override
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
         check_parts(self, f"all-gather of {what}", output, tensor)
         output.view(-1).copy_(tensor.detach().reshape(-1))

@@ -84,14 +84,6 @@ def sums(collective: Collective) -> list[str]:
                 # world_size - 1 roundings in the dtype's own precision, relative to the largest addend.
                 bound = world_size**2 * torch.finfo(dtype).eps * max(a.abs().max().item() for a in addends)
                 assert (flat.to(wide) - sum(a.to(wide) for a in addends)).abs().max() <= bound
-        for numel, scale in [(0, 1.0), (1, 1.0), (1001, 0.5), (100_003, 1.0)]:
-            factor = scale if dtype.is_floating_point else 1.0
-            whole = addend(rank, numel * world_size, dtype)
-            before, output, summed = whole.clone(), torch.empty(numel, dtype=dtype), whole.clone()
-            collective.reduce_scatter(output, whole, factor, what="test").wait()
-            collective.all_reduce(summed, factor).wait()
-            assert bits(output) == bits(summed[rank * numel : (rank + 1) * numel]), (dtype, numel)
-            assert torch.equal(whole, before)
     return found
 
 
@@ -158,12 +150,11 @@ def bytes_of_any_length(collective: Collective) -> None:
 def several_under_way(collective: Collective) -> None:
     """Nobody waits between the calls, and then in the other order."""
     rank, world_size = collective.rank, collective.world_size
-    first, second, part = torch.full((100,), rank + 1.0), torch.full((7,), 10.0 * rank), torch.empty(4)
+    first, second = torch.full((100,), rank + 1.0), torch.full((7,), 10.0 * rank)
     gathered, sent = torch.empty(world_size, 2), torch.full((5,), float(rank))
     works: list[Work] = [
         collective.all_reduce(first, 0.5),
         collective.all_reduce(second),
-        collective.reduce_scatter(part, torch.full((4 * world_size,), rank + 1.0), 2.0),
         collective.all_gather(gathered, torch.full((2,), float(rank))),
         collective.broadcast([sent], source_rank=world_size - 1),
         collective.barrier(),
@@ -174,7 +165,6 @@ def several_under_way(collective: Collective) -> None:
     total = sum(range(1, world_size + 1))
     assert (first == 0.5 * total).all()
     assert (second == 10.0 * (total - world_size)).all()
-    assert (part == 2.0 * total).all()
     assert gathered[:, 0].tolist() == list(range(world_size))
     assert (sent == world_size - 1).all()
     collective.progress()
@@ -185,16 +175,12 @@ def refusals(collective: Collective) -> None:
     here, world_size = f"failed on rank {collective.rank} of {collective.world_size}", collective.world_size
     for begin in (
         lambda: collective.all_reduce(torch.ones(4)[::2], what="this"),
-        lambda: collective.reduce_scatter(torch.zeros(4)[::2], torch.zeros(2 * world_size), what="this"),
-        lambda: collective.reduce_scatter(torch.zeros(2), torch.zeros(4 * world_size)[::2], what="this"),
         lambda: collective.all_gather(torch.zeros(4 * world_size)[::2], torch.zeros(2), what="this"),
     ):
         with raises(CollectiveError, "of this " + here, "expected a contiguous tensor"):
             begin()
     with raises(CollectiveError, "integers are summed, not scaled", here):
         collective.all_reduce(torch.ones(3, dtype=torch.int64), 0.5)
-    with raises(CollectiveError, here, f"expected {3 * world_size} elements of torch.float32"):
-        collective.reduce_scatter(torch.zeros(3), torch.zeros(3 * world_size + 1))
     with raises(CollectiveError, here, f"expected {3 * world_size} elements of torch.float32, got {3 * world_size} of"):
         collective.all_gather(torch.zeros(3 * world_size, dtype=torch.float64), torch.zeros(3))
 
@@ -279,7 +265,7 @@ def over_our_backend(rank: int, world_size: int) -> None:
 
 
 @needs_shared_memory
-def test_the_transports_own_reduce_scatter():
+def test_the_backend_psengine_carries_the_contract():
     run_ranks(over_our_backend, 2)
 
 
@@ -404,10 +390,6 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
             collective.broadcast([flat], source_rank=1, what="buffers").wait()
         elif operation == "all_gather":
             collective.all_gather(torch.empty(world_size * flat.numel()), flat).wait()
-        elif operation == "reduce_scatter":
-            collective.reduce_scatter(
-                torch.empty(flat.numel() // world_size), flat[: flat.numel() // world_size * world_size]
-            ).wait()
         else:
             collective.barrier().wait()
     except PeerLostError as error:
@@ -415,9 +397,7 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
     raise AssertionError("the operation succeeded without rank 1")
 
 
-@pytest.mark.parametrize(
-    "operation", ["all_reduce", *(slow(name) for name in ("barrier", "reduce_scatter", "broadcast", "all_gather"))]
-)
+@pytest.mark.parametrize("operation", ["all_reduce", *(slow(name) for name in ("barrier", "broadcast", "all_gather"))])
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_killed_rank_is_named_by_all_others(name, operation):
     results = run_ranks_to_any_end(lose_a_rank, 3, name, "killed", operation, group_timeout_s=30)

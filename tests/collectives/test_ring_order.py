@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from oracles.ring_order import add_in_ring_order
 from support.expectations import raises
 from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks
 
 from psengine.collectives.registry import collective_for, default_group
-from psengine.collectives.ring_order import MAX_SEGMENT_BYTES, add_in_ring_order, chunk_numel, stretches
+from psengine.collectives.ring_order import MAX_SEGMENT_BYTES, chunk_numel, stretches
 from psengine.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -62,10 +63,6 @@ def compare_with_gloo(rank: int, world_size: int, is_thorough: bool) -> int:
                 flat.copy_(addends[rank])
                 shared.all_reduce(flat).wait()
                 assert is_same(flat, expected), f"shared memory, in place: {flat is in_place}, {dtype}, {numel}"
-            if numel % world_size == 0:
-                part = torch.empty(numel // world_size, dtype=dtype)
-                shared.reduce_scatter(part, addends[rank]).wait()
-                assert is_same(part, expected.chunk(world_size)[rank]), f"reduce-scatter, {dtype}, {numel}"
             compared += 1
     return compared
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from oracles.codec_values import ARRIVES, CASTS, Factors, Pieces, Sender, WithFeedback, is_covered, sender
+from oracles.ring_order import add_in_ring_order
 from psengine.codecs.base import Codec
-from psengine.collectives.ring_order import add_in_ring_order
 
 SLICE_NUMEL = 512
 # Of the payload of so many values.

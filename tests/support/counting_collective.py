@@ -47,13 +47,6 @@ class CountingCollective(Collective):
         return self.inner.all_reduce(flat, scale, what=what)
 
     @override
-    def reduce_scatter(
-        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
-    ) -> Work:
-        self.calls.append(("reduce_scatter", flat.nbytes))
-        return self.inner.reduce_scatter(output, flat, scale, what=what)
-
-    @override
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
         self.calls.append(("all_gather", tensor.nbytes))
         return self.inner.all_gather(output, tensor, what=what)

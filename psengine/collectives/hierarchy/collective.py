@@ -34,7 +34,7 @@ from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.hierarchy.levels import Levels
 from psengine.collectives.hierarchy.stages import LAST, Sum
-from psengine.collectives.operands import check_flat, check_parts, real
+from psengine.collectives.operands import check_flat, real
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError
@@ -110,17 +110,6 @@ class HierarchicalCollective(Collective):
         return begun  # which ends after the others
 
     @override
-    def reduce_scatter(
-        self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
-    ) -> Work:
-        """An all-reduce of a copy."""
-        check_parts(self, f"reduce-scatter of {what}", flat, output)
-        check_flat(self, f"reduce-scatter of {what}", output, scale)
-        whole = flat.detach().clone().view(-1)
-        own = whole[self.rank * output.numel() : (self.rank + 1) * output.numel()]
-        return _PartOf(self.all_reduce(whole, scale, what=what), own, output.detach().view(-1))
-
-    @override
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
         return self._everybody.all_gather(output, tensor, what=what)
 
@@ -181,15 +170,3 @@ class HierarchicalCollective(Collective):
         self._has_ended = True
         if self._levels is not None:
             self._levels.close()
-
-
-class _PartOf(Work):
-    """An all-reduce, of which this rank's part is then copied."""
-
-    def __init__(self, work: Work, part: torch.Tensor, output: torch.Tensor) -> None:
-        self._work, self._part, self._output = work, part, output
-
-    @override
-    def wait(self) -> None:
-        self._work.wait()
-        self._output.copy_(self._part)

@@ -188,10 +188,17 @@ class SharedMemoryCollective(Collective):
             self.finish(operation, f"all-reduce of {what}", self.timeout_s, has_spun=True)
         return True
 
-    @override
     def reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
     ) -> SharedMemoryWork:
+        """Begin ``output = scale * sum over ranks of this rank's part of each rank's flat``, for the torch backend.
+
+        Args:
+            output: dense contiguous tensor; mutated.
+            flat: dense contiguous, ``world_size`` times as many elements of the same dtype; part r belongs to rank r.
+            scale: as for ``all_reduce``.
+            what: as for ``all_reduce``.
+        """
         what = f"reduce-scatter of {what}"
         check_parts(self, what, flat, output)
         check_flat(self, what, output, scale)

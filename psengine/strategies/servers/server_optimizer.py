@@ -58,7 +58,7 @@ class ServerOptimizer(ReplacedOptimizer):
 
     @override
     def check(self) -> None:
-        """And that its state is the servers'."""
+        """As ``ReplacedOptimizer.check``; also for a state that is not the servers' copy any more."""
         super().check()
         state = self.optimizer.state
         if state is not self._state:

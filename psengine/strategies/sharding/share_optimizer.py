@@ -172,7 +172,7 @@ class ShareOptimizer(ReplacedOptimizer):
 
     @override
     def check(self) -> None:
-        """And that the parameters are where they were placed."""
+        """As ``ReplacedOptimizer.check``; also for a parameter that was given other memory."""
         super().check()
         self.flat.check()
 
