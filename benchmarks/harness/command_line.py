@@ -38,19 +38,13 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def some_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Names separated by commas; a name may have commas itself."""
+    """Names separated by commas."""
 
     def parse(text: str) -> tuple[str, ...]:
-        chosen: list[str] = []
-        parts = text.split(",")
-        while parts:
-            # The longest name that the next parts make.
-            ends = [end for end in range(len(parts), 0, -1) if ",".join(parts[:end]).strip() in allowed]
-            if not ends:
-                raise argparse.ArgumentTypeError(f"unknown {parts[0]} (expected some of {', '.join(allowed)})")
-            chosen.append(",".join(parts[: ends[0]]).strip())
-            del parts[: ends[0]]
-        return tuple(chosen)
+        chosen = tuple(name.strip() for name in text.split(","))
+        if unknown := [name for name in chosen if name not in allowed]:
+            raise argparse.ArgumentTypeError(f"unknown {unknown[0]} (expected some of {', '.join(allowed)})")
+        return chosen
 
     return parse
 

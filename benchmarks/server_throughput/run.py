@@ -42,19 +42,19 @@ AVERAGE = {"name": "average", "quorum": None}
 # name -> the rule of its job, and the ways to the server that it may use
 PSENGINE: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "async": (APPLY, {}),
-    "async, packed in the segment": (APPLY, {}),
+    "async packed": (APPLY, {}),
     "sync-server": (AVERAGE, {}),
-    "async, Unix socket only": (APPLY, {"uses_segments": False}),
-    "async, TCP only": (APPLY, {"uses_local_socket": False}),
-    "async, snapshot": (APPLY, {}),
-    "async, log": (APPLY, {}),
+    "async Unix socket": (APPLY, {"uses_segments": False}),
+    "async TCP": (APPLY, {"uses_local_socket": False}),
+    "async snapshot": (APPLY, {}),
+    "async log": (APPLY, {}),
 }
 # Their servers have another durability than "memory". An answer of "log" says that the update is on the disk.
-TIERS = {"async, snapshot": "snapshot", "async, log": "log"}
+TIERS = {"async snapshot": "snapshot", "async log": "log"}
 # The log's bytes appended to one file, with one fdatasync: no log can be faster.
 DISK = "disk"
 # Its gradients were packed where the server reads them as they came: packing is not timed.
-PACKED = "async, packed in the segment"
+PACKED = "async packed"
 CANDIDATES = (*PSENGINE, DISK, *ECHOES, ps_lite.NAME)
 
 
@@ -120,7 +120,7 @@ class Disk:
 
     def __init__(self, folder: str, rank: Rank) -> None:
         self._times = rank.world_size
-        self._file = DirectoryDisk(Path(folder)).create(f"{rank.world_size} workers") if rank.rank == 0 else None
+        self._file = DirectoryDisk(Path(tempfile.mkdtemp(dir=folder))).create("log") if rank.rank == 0 else None
 
     def push_pull(self, chunks: Sequence[torch.Tensor]) -> None:
         if self._file is not None:

@@ -157,7 +157,7 @@ def test_a_benchmark_that_fails_or_hangs_is_named_and_the_others_go_on(tmp_path)
 
 
 def test_arguments_are_checked():
-    assert some_of(["a", "a, b", "b, c"])("a,a, b,b, c") == ("a", "a, b", "b, c")
+    assert some_of(["a", "a b"])("a b,a") == ("a b", "a")
     with pytest.raises(argparse.ArgumentTypeError, match=r"unknown nobody \(expected some of a, b"):
         some_of(["a", "b"])("a,nobody")
     with pytest.raises(argparse.ArgumentTypeError, match="at least 1, got x"):
