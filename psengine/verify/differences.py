@@ -36,9 +36,8 @@ class Tolerance:
 
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
         """(relative, absolute) for ``dtype``; integers have none of their own."""
-        relative, absolute = TOLERANCES.get(dtype, (0.0, 0.0))
         if self.relative is None and self.absolute is None:
-            return relative, absolute
+            return TOLERANCES.get(dtype, (0.0, 0.0))
         # As in torch.testing, if one is given, the default of the other is 0.
         return self.relative or 0.0, self.absolute or 0.0
 

@@ -273,15 +273,13 @@ def run_ranks_to_any_end(
 def _wait(ends: Sequence[RankEnd], timeout_s: float, stops_early: bool, on_note: Callable[[str], None]) -> None:
     """Until all ranks are done, or the first failure is known, or the deadline."""
     deadline_s = time.monotonic() + timeout_s
-    failed_s, shown = 0.0, ""
+    failed_s = 0.0
     while not all(end.is_done for end in ends):
         wait([end.connection for end in ends if not end.is_done], timeout=_POLL_S)
         for end in ends:
             if not end.is_done:
                 end.read()
-        if ends[0].note != shown:
-            shown = ends[0].note
-            on_note(shown)
+        on_note(ends[0].note)
         failures = [end.failure for end in ends if end.failure is not None]
         if failures and stops_early:
             failed_s = failed_s or time.monotonic()

@@ -35,7 +35,6 @@ from psengine.wrapper.optimizer import DistributedOptimizer
 
 NATIVE = "native"
 START = -1
-MAX_NUMPY_SEED = 2**32 - 1
 
 
 @dataclass
@@ -249,4 +248,4 @@ def seed_all(seed: int) -> None:
     """Seed the generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
-    numpy.random.seed(seed & MAX_NUMPY_SEED)
+    numpy.random.seed(seed)
