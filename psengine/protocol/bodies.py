@@ -312,7 +312,7 @@ class Ok(Body):
 
     generation: Unsigned | UnsetType = UNSET
     slots: list[Name] | UnsetType = UNSET
-    lost: tuple[Unsigned, Unsigned, Unsigned] | UnsetType = UNSET
+    lost: tuple[Unsigned, Unsigned] | UnsetType = UNSET
     text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=_PRINTABLE)] | UnsetType = UNSET
 
 
@@ -332,20 +332,12 @@ class Error(Body):
 
 
 class Progress(Body):
-    """PROGRESS. A chunk: key, version, sequence, what is under way, and runs of sequences as pairs."""
+    """PROGRESS. A chunk: key, version, sequence."""
 
-    chunks: list[Annotated[list[Unsigned], Meta(min_length=4)]]
+    chunks: list[tuple[Unsigned, Unsigned, Unsigned]]
     more: bool
     durability: Tier | UnsetType = UNSET
     durable_version: Unsigned | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        """Check the runs."""
-        for index, (_, _, sequence, _, *runs) in enumerate(self.chunks):
-            if len(runs) % 2 or runs != sorted(runs) or (runs and runs[-1] > sequence):
-                raise ValueError(
-                    f"chunks[{index}] must have pairs in order (expected at most {sequence}, got {reprlib.repr(runs)})"
-                )
 
 
 TYPES: dict[MessageType, type[Body]] = {

@@ -47,7 +47,7 @@ class Counters:
         survived: after which everybody who lived went on to the end.
         lost: acknowledged updates that were gone afterwards.
         unreported: how many of them no worker's log had.
-        uncounted: by how much the server's own count was off.
+        uncounted: by how much the server's own count was too low.
         doubled: updates that were there more often than they were pushed.
         two_results: averages of one step and chunk that differed between two workers.
     """
@@ -95,15 +95,15 @@ def until(most_s: float, numbers: Iterable[int]) -> Iterator[int]:
 
 
 class _LossLog(logging.Handler):
-    """Adds up what ``psengine.parameter_server.client.recovery`` says that this worker lost."""
+    """Adds up what ``psengine.parameter_server.client.recovery`` says that is lost by what this worker knew."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = 0
+        self.lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         if "went back to the last snapshot" in record.msg:
-            self.own += int(record.args[-1])  # type: ignore[index,arg-type]
+            self.lost += int(record.args[1])  # type: ignore[index,arg-type]
 
 
 def push_for_ever(reports: Reports, address: str) -> None:
@@ -119,7 +119,7 @@ def push_for_ever(reports: Reports, address: str) -> None:
     reports.say("begun")
     while (order := reports.told()) != "end":
         if order == "pause":
-            reports.say("paused", (acknowledged, losses.own))
+            reports.say("paused", (acknowledged, losses.lost))
             if reports.await_go() == "end":
                 break
         wait_all([session.push(key, gradient.clone(), []) for key in range(CHUNKS)])
@@ -225,20 +225,21 @@ class AsyncTrial:
         answers = self._pause()
         present = self._present()
         lost_now = 0
-        for rank, (acknowledged, own) in enumerate(answers):
+        for rank, (acknowledged, told) in enumerate(answers):
             there = sum(present[rank]) - self._of_the_dead[rank]
             short = acknowledged - there - self._lost[rank]
             self.counters.doubled += max(0, -short)
-            self.counters.unreported += abs(short - (own - self._reported[rank]))
+            # A worker knows at least of its own.
+            self.counters.unreported += max(0, short - (told - self._reported[rank]))
             self._lost[rank] += short
-            self._reported[rank] = own
+            self._reported[rank] = told
             lost_now += short
         self.counters.lost += lost_now
         if lost_by_server:
             deadline_s = time.monotonic() + LEASE_S + 2.0
-            while self._counted() != lost_now and time.monotonic() < deadline_s:
+            while self._counted() < lost_now and time.monotonic() < deadline_s:
                 time.sleep(0.05)
-            self.counters.uncounted += abs(self._counted() - lost_now)
+            self.counters.uncounted += max(0, lost_now - self._counted())
         self._resume()
         for worker in self._workers:
             worker.wait_for("step", at_least=last_step(worker) + 1)

@@ -101,7 +101,7 @@ class Link:
         self.last_heard_s: float | None = None
         self.last_problem = ""
         self.patience = Patience()
-        self.pushes = Pushes(self.send, self.ledger, self.patience)
+        self.pushes = Pushes(self.send, self.patience)
         self._identity = identity
         self._transmit = transmit
         self._lost_membership = lost_membership
@@ -171,7 +171,7 @@ class Link:
 
     def tell_progress(self) -> None:
         """Send PROGRESS, without waiting for its answer."""
-        for body in self.ledger.to_bodies(self.pushes.sent):
+        for body in self.ledger.to_bodies():
             self.send(Message(MessageType.PROGRESS, body=body))
 
     # ---- time --------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Link:
             if push is not None:
                 self._note_movement(push, now_s)
                 self.versions[message.key] = message.version
-                self.ledger.answered(push.key, push.sequence, message.version, is_used="refused" not in message.body)
+                self.ledger.answered(push.key, push.sequence, message.version)
                 self.pushes.receive_updated(push, message, now_s)
         elif kind in (MessageType.PENDING, MessageType.MISSING, MessageType.SENT):
             self.pushes.receive_probed(message, now_s)

@@ -9,15 +9,11 @@ server that averages lost its averages, which the workers have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-# Of one chunk's unused exchanges; where there are more, the oldest are forgotten.
-MAX_RUNS = 16
-# msgpack needs at most this much for an integer, and a body has room for 64 KiB.
-_INTEGER_BYTES = 9
-_PAGE_BYTES = 48 * 1024
+# An entry has at most 28 bytes in msgpack, and a body has room for 64 KiB.
+_PAGE_CHUNKS = 1700
 
 
 @dataclass(slots=True)
@@ -27,23 +23,10 @@ class _Known:
     Attributes:
         version: the highest that came in this life of the server.
         sequence: the last exchange that was answered.
-        unused: runs [first, last] of exchanges up to ``sequence`` that did not change the chunk as far as this worker
-            knows: refused, never answered, or lost and counted.
-        asked_version: ``version`` when the exchange in flight was sent.
     """
 
     version: int = 0
     sequence: int = 0
-    unused: list[tuple[int, int]] = field(default_factory=list)
-    asked_version: int = 0
-
-    def skip(self, first: int, last: int) -> None:
-        if first > last:
-            return
-        if self.unused and self.unused[-1][1] >= first - 1:
-            first = self.unused.pop()[0]
-        self.unused.append((first, last))
-        del self.unused[:-MAX_RUNS]
 
 
 class Ledger:
@@ -63,15 +46,9 @@ class Ledger:
         self.durable_version = 0
         self._chunks: dict[int, _Known] = {}
 
-    def sent(self, key: int) -> None:
-        """An exchange leaves for the first time."""
+    def answered(self, key: int, sequence: int, version: int) -> None:
+        """An exchange was answered."""
         known = self._known(key)
-        known.asked_version = known.version
-
-    def answered(self, key: int, sequence: int, version: int, *, is_used: bool) -> None:
-        """An exchange was answered; with ``is_used`` the server has applied or averaged it."""
-        known = self._known(key)
-        known.skip(known.sequence + 1, sequence - 1 if is_used else sequence)
         known.sequence = max(known.sequence, sequence)
         known.version = max(known.version, version)
 
@@ -109,21 +86,11 @@ class Ledger:
         """The server has counted its losses, or there were none yet: begin anew for its life ``epoch``."""
         self.epoch, self.durability = epoch, self._offered
         for known in self._chunks.values():
-            known.unused, known.version, known.asked_version = [], 0, 0
-            known.skip(1, known.sequence)
+            known.version = 0
 
-    def to_bodies(self, under_way: Iterable[int]) -> list[dict[str, Any]]:
-        """Bodies of PROGRESS; ``under_way``: the chunks that have an exchange which was sent."""
-        sent = frozenset(under_way)
-        pages: list[list[list[int]]] = [[]]
-        size_bytes = 0
-        for key, known in tuple(self._chunks.items()):
-            entry = [key, known.version, known.sequence, known.asked_version + 1 if key in sent else 0]
-            entry.extend(number for run in known.unused for number in run)
-            size_bytes += _INTEGER_BYTES * (len(entry) + 1)
-            if size_bytes > _PAGE_BYTES and pages[-1]:
-                pages.append([])
-                size_bytes = 0
-            pages[-1].append(entry)
+    def to_bodies(self) -> list[dict[str, Any]]:
+        """Bodies of PROGRESS."""
+        entries = [[key, known.version, known.sequence] for key, known in tuple(self._chunks.items())]
+        pages = [entries[start : start + _PAGE_CHUNKS] for start in range(0, len(entries), _PAGE_CHUNKS)] or [[]]
         kept = {"durability": self.durability, "durable_version": self.durable_version}
         return [{"chunks": page, "more": page is not pages[-1], **kept} for page in pages]

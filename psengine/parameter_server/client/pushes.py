@@ -17,7 +17,6 @@ from psengine.errors import PSEngineError
 from psengine.parameter_server.client import patience
 from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.client.patience import Patience
-from psengine.parameter_server.client.progress import Ledger
 from psengine.protocol.messages import Message, MessageType
 
 # The socket had no connection; look again at the next tick.
@@ -30,7 +29,6 @@ class Pushes:
 
     Args:
         send: sends a message; False where there is no connection now.
-        ledger: is told which exchanges are sent.
         patience: how long to wait before asking.
 
     Attributes:
@@ -40,13 +38,12 @@ class Pushes:
         has_failed: the push that ended last had no answer.
     """
 
-    def __init__(self, send: Callable[[Message], bool], ledger: Ledger, patience: Patience) -> None:
+    def __init__(self, send: Callable[[Message], bool], patience: Patience) -> None:
         self.credit_bytes = DEFAULT_CREDIT_BYTES
         self.is_paused = True
         self.sent: dict[int, Push] = {}
         self.has_failed = False
         self._send_message = send
-        self._ledger = ledger
         self._patience = patience
         self._answered: dict[int, Push] = {}
         self._lines: dict[int, deque[Push]] = {}
@@ -75,7 +72,6 @@ class Pushes:
             push = waiting.popleft()
             self.sent[push.key] = push
             self._in_flight_bytes += size_bytes
-            self._ledger.sent(push.key)
             self._send(push, now_s)
 
     def _send(self, push: Push, now_s: float) -> None:

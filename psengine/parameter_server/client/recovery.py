@@ -106,27 +106,24 @@ def _tell_progress(membership: Membership) -> Flow[None]:
     asked = {
         link: [
             membership.ask(link, Message(MessageType.PROGRESS, body=body), is_urgent=True)
-            for body in link.ledger.to_bodies(link.pushes.sent)
+            for body in link.ledger.to_bodies()
         ]
         for link in restarted
     }
     yield [request for requests in asked.values() for request in requests]
     lossy: list[str] = []
-    totals = [0, 0, 0]  # updates lost; how many of them this worker's own; chunks that lost any
+    updates = chunks = 0
     for link, requests in asked.items():
         link.ledger.settle(link.epoch)
-        losses = [request.wait().body.get("lost", [0, 0, 0]) for request in requests]
-        if any(updates for updates, _, _ in losses):
+        losses = [request.wait().body.get("lost", [0, 0]) for request in requests]
+        if any(lost for lost, _ in losses):
             lossy.append(link.address)
-            totals = [sum(numbers) for numbers in zip(totals, *losses, strict=True)]
+            updates, chunks = updates + sum(lost for lost, _ in losses), chunks + sum(count for _, count in losses)
     if lossy:
-        updates, own, chunks = totals
         logger.warning(
-            "%s went back to the last snapshot: %d updates that worker %d knew of are lost, over %d chunks; %d of them"
-            " are its own",
+            "%s went back to the last snapshot: up to %d updates that worker %d knew of are lost, over %d chunks",
             ", ".join(lossy),
             updates,
             membership.identity.worker,
             chunks,
-            own,
         )

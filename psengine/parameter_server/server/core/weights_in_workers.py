@@ -250,8 +250,8 @@ class AveragingJob(Job):
 
     @override
     def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:
-        replies = [Reply(MessageType.OK, member.rank, message.sequence, body={"lost": [0, 0, 0]})]
-        for key, _, sequence, *_ in message.body["chunks"]:
+        replies = [Reply(MessageType.OK, member.rank, message.sequence, body={"lost": [0, 0]})]
+        for key, _, sequence in message.body["chunks"]:
             rule = self.chunks.find(key)
             if sequence and JobEvent.STARTED in JOB[self.phase]:
                 self._start()  # before this server did: who lacks that exchange has to join

@@ -42,8 +42,8 @@ class ChunkRule(ABC):
         self.context = context
         # By rank, why its last contribution does not count.
         self._refused: dict[int, str] = {}
-        # The version that a snapshot had.
-        self._restored_version = 0
+        # The version that this server started with; 0 without.
+        self.restored_version = 0
 
     @property
     def version(self) -> int:
@@ -109,10 +109,6 @@ class ChunkRule(ABC):
     def clocks(self) -> dict[int, int]:
         """Per worker, how many steps it has taken; for people."""
 
-    def restored(self, rank: int) -> tuple[int, int]:
-        """The version, and the last exchange of worker ``rank``, that this server started with; (0, 0) without."""
-        return self._restored_version, self._restored_version
-
     def note_answered(self, rank: int, sequence: int) -> list[Reply]:
         """Worker ``rank`` says that it has the answer of exchange ``sequence``; others may wait to hear that."""
         self.progress.note_answered(rank, sequence)
@@ -148,12 +144,12 @@ class ChunkRule(ABC):
         """What a snapshot keeps beside the tensors; JSON-able."""
         meta = self.outcome.to_meta()
         # Averages go on at whatever number workers say, and none may have said anything yet.
-        return {**meta, "version": max(meta["version"], self._restored_version)}
+        return {**meta, "version": max(meta["version"], self.restored_version)}
 
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot's state."""
         self.outcome.restore(meta, tensors)
-        self._restored_version = meta["version"]
+        self.restored_version = meta["version"]
 
     def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What decides later bits and is in no snapshot, for a log that goes on from one: (JSON-able, tensors)."""

@@ -39,8 +39,6 @@ class Each(ChunkRule):
         self._held: dict[int, int] = {}
         # Pushes computed from older versions were under way when their worker's lease ran out.
         self._oldest_base: dict[int, int] = {}
-        # By worker, its last exchange in the snapshot.
-        self._restored_sequence: dict[int, int] = {}
 
     @override
     def _gather(self, contribution: Contribution) -> list[Reply]:
@@ -165,7 +163,6 @@ class Each(ChunkRule):
         """
         if is_new_process:
             self.progress.last_sequence.pop(rank, None)
-            self._restored_sequence.pop(rank, None)
             self._refused.pop(rank, None)
         elif self._max_staleness is not None:
             self._oldest_base[rank] = self.version
@@ -198,10 +195,6 @@ class Each(ChunkRule):
         self.progress.version += 1
 
     @override
-    def restored(self, rank: int) -> tuple[int, int]:
-        return self._restored_version, self._restored_sequence.get(rank, 0)
-
-    @override
     def to_meta(self) -> dict[str, Any]:
         by_rank: dict[str, dict[int, Any]] = {
             "last_sequence": self.progress.last_sequence,
@@ -228,4 +221,3 @@ class Each(ChunkRule):
         names = ("last_sequence", "clocks", "oldest_base", "refused")
         by_rank = [{int(rank): value for rank, value in meta[name].items()} for name in names]
         self.progress.last_sequence, self._clocks, self._oldest_base, self._refused = by_rank
-        self._restored_sequence = dict(self.progress.last_sequence)
