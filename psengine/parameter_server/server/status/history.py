@@ -101,9 +101,11 @@ class Track:
                 series[slot] = math.nan
         for shard in status.answering:
             shard_row = self._row("shard", shard.index)
-            if shard_row is not None and shard.transport is not None:
-                moved = shard.transport
-                rates = shard_row.rates(now_s, bytes_in=moved.received_bytes, bytes_out=moved.sent_bytes)
+            if shard_row is not None:
+                # Payloads, also those in shared memory, of which the socket knows nothing.
+                jobs = shard.jobs.values()
+                moved = {name: sum(getattr(job, name) for job in jobs) for name in ("bytes_in", "bytes_out")}
+                rates = shard_row.rates(now_s, **moved)
                 self._write(shard_row, rates["bytes_in"], rates["bytes_out"])
         # Without a shard's part a job's counters are too small, and the next rates would be too large.
         if not status.mute:
