@@ -55,12 +55,8 @@ def install_hook() -> None:
 def describe(error: BaseException) -> str:
     """The last line of the user's own on the way to ``error``, and the sentence of ``error``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    lines = [f"{type(error).__name__}: {error}"]
-    if frames:
-        path = Path(frames[-1].filename)
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        lines.insert(0, f"{shown}:{frames[-1].lineno}: {frames[-1].line}")
-    return "\n".join(lines)
+    where = [f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in frames[-1:]]
+    return "\n".join([*where, f"{type(error).__name__}: {error}"])
 
 
 def _is_users(filename: str) -> bool:

@@ -221,8 +221,6 @@ def parse_torchrun(parts: RunArguments, given: RunOptions) -> Namespace:
     options.run_path = False
     if options.shutdown_timeout is None:
         options.shutdown_timeout = int(read_variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S)
-    if options.max_restarts < 0:
-        raise ConfigurationError(f"--max-restarts is a number (expected 0 or more, got {options.max_restarts})")
     return options
 
 

@@ -198,7 +198,7 @@ def _run_agent(run: Run) -> None:
             f" {error}). Fix: look at what psengine run says on the other nodes; give each the same --nnodes and the"
             " same --rdzv-endpoint HOST:PORT, with a HOST of theirs and a free PORT"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AssertionError) as error:
         raise ConfigurationError(f"torchrun could not start the workers: {error}") from error
 
 
@@ -252,10 +252,11 @@ def _start_independent(run: Run, rank: int) -> PContext:
     python = [] if plan.torchrun.no_python else [sys.executable, "-u", *(["-m"] if plan.torchrun.module else [])]
     program, *arguments = [*python, *plan.script]
     tee = Std.NONE if plan.first_is_plain and not local_rank else Std.ALL
-    return start_processes(
-        "worker", program, {0: tuple(arguments)}, {0: variables},
-        DefaultLogsSpecs(log_dir=str(run.directory / "logs"), tee=tee), {0: f"[worker {rank}] "},
-    )  # fmt: skip
+    logs = DefaultLogsSpecs(log_dir=str(run.directory / "logs"), tee=tee)
+    try:
+        return start_processes("worker", program, {0: tuple(arguments)}, {0: variables}, logs, {0: f"[worker {rank}] "})
+    except OSError as error:
+        raise ConfigurationError(f"{program} could not be started: {error}") from error
 
 
 def _report_failure(run: Run, left: list[int], remaining_restarts: int) -> None:
