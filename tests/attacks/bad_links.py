@@ -1,4 +1,4 @@
-"""Workers behind a proxy that drops, doubles and delays, and behind a slow link that is cut.
+"""Workers behind a proxy that drops, doubles and delays.
 
 Worker r pushes a one in element r of every chunk, as in ``kill_loop``: what came of each push is read from the weights,
 or from the averages. ``benchmarks/faults/run.py`` prints it.
@@ -6,17 +6,14 @@ or from the averages. ``benchmarks/faults/run.py`` prints it.
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from attacks.kill_loop import Counters, until
+from attacks.kill_loop import Counters
 from attacks.lossy_proxy import lossy_proxy
-from attacks.throttled_relay import throttled_relay
 from support.server_process import SGD, ServerProcess, running_server
 
 from psengine.parameter_server.client import patience
@@ -31,9 +28,6 @@ STEPS = 25
 AT_ONCE = 16
 # Of messages that are dropped, as many again doubled, and as many delayed.
 SHARE = 0.1
-# Large enough that a cut falls into the middle of a step.
-SLOW_NUMEL = 32 * 1024
-SLOW_STEPS = 3
 
 
 def layout(numel: int, chunks: int) -> list[ChunkSpec]:
@@ -128,7 +122,6 @@ def _train(
     rule: dict[str, Any],
     numel: int,
     steps: int,
-    disturb: Any = None,
     chunks: int = CHUNKS,
 ) -> Counters:
     with ExitStack() as context:
@@ -138,29 +131,8 @@ def _train(
             context.callback(trainers[-1].session.close)
         with ThreadPoolExecutor(WORKERS) as pool:
             trainings = [pool.submit(trainer.train, steps) for trainer in trainers]
-            if disturb is not None:
-                disturb()
             for training in trainings:
                 training.result()
         counters = account(trainers, rule, steps)
     assert all(job["evicted"] == 0 for job in server.job("job"))
     return Counters(tries=1) + counters
-
-
-def run_slow(tries: int, seed: int, rule: dict[str, Any], most_s: float = float("inf")) -> Counters:
-    """``tries`` trainings, each worker behind a link of 2 MB/s, all of whose connections are cut at a random moment."""
-    chooser = random.Random(seed)
-    counters = Counters()
-    for _ in until(most_s, range(tries)):
-        with running_server(lease_s=10.0, insecure=True) as server, ExitStack() as context:
-            relays = [
-                context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=2e6)) for _ in range(WORKERS)
-            ]
-
-            def cut(relays: Any = relays) -> None:
-                time.sleep(chooser.uniform(0.0, 2.0))
-                assert chooser.choice(relays).cut() > 0
-
-            addresses = [relay.address for relay in relays]
-            counters += _train(server, addresses, rule, SLOW_NUMEL, SLOW_STEPS, cut)
-    return counters
