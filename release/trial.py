@@ -36,7 +36,7 @@ def main() -> None:
 def train_on_two_ranks() -> None:
     """Two ranks train under native DDP and under ours in shared memory: the same bits."""
     with tempfile.TemporaryDirectory() as folder:
-        line = ["run", "--workers", "2", "--servers", "1", str(Path(__file__).resolve()), "rank", folder]
+        line = ["run", "--workers", "2", str(Path(__file__).resolve()), "rank", folder]
         said = command("psengine", *line)
     expect(said.count("bits of native DDP") == 2, "two ranks with the bits of native DDP", said)
 

@@ -76,7 +76,7 @@ def test_help_usage_errors_and_completion_do_not_import_torch():
         WITHOUT_TORCH + f"assert [ask(main.main, *line) for line in {lines!r}] == [0, 0, 2] + [0] * {len(lines) - 3}\n"
         "assert ask(server.main, '--help') == ask(server.main, 'keygen', '--help') == 0\n"
         "assert ask(main.main, 'doctor', '--only', 'nothing') == ask(main.main, 'verfy') == 2\n"
-        "assert not imported(['numpy', 'asyncio', 'psengine.parameter_server.server.daemon'])",
+        "assert not imported(['numpy', 'psengine.parameter_server.server.daemon'])",
         PSENGINE_SERVERS="",
     )
     for name in main.COMMANDS:
