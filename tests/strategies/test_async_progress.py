@@ -24,6 +24,7 @@ def train(rank: int, world_size: int, address: str, rate: float, factor: float, 
     model = psengine.DistributedDataParallel(nn.Linear(8, 1), strategy=strategy)
     inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     optimizer = psengine.DistributedOptimizer(inner, model)
+    psengine.barrier()  # both are members from the first step to the last
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(rank))
     for _ in range(210):
         optimizer.zero_grad()
@@ -32,6 +33,7 @@ def train(rank: int, world_size: int, address: str, rate: float, factor: float, 
         if reports:
             model.report(loss=loss)
         optimizer.step()
+    psengine.barrier()
     model.leave()
     return [record for record in records if "the optimizer has" in record]
 

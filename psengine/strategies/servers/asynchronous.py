@@ -268,7 +268,7 @@ class Progress:
             problem,
             rate,
             self._pushes.mean_staleness,
-            len(self._session.members),
+            max(len(self._session.members), self._session.options.world_size),
         )
 
     def _find_problem(self) -> str:
