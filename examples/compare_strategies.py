@@ -36,7 +36,7 @@ NATIVE = "native DDP"
 # last row keeps the rate, to show what that costs.
 NOT_DIVIDED = "async, rate not divided"
 STRATEGIES = (NATIVE, "sync", "sync-server", "local:every=8", "async", "async:staleness_scaling=inverse", NOT_DIVIDED)
-SERVERS = ("sync-server", "async", "diloco-server")  # elsewhere workers wait for each other to the end
+SERVERS = ("sync-server", "async", "diloco-server")  # their servers tell trainings apart by a job's name
 # Name -> how many times slower the last worker is, and how many times longer a training takes.
 SETTINGS = {"equal workers": (1, 1), "one worker 4 times slower": (4, 2)}
 SNAPSHOTS, SMOOTHED = 40, 3
@@ -194,8 +194,8 @@ def take_step(
 
 
 def is_over(is_late: bool, strategy: str) -> bool:
-    """Whether to stop: workers that cannot leave alone follow rank 0."""
-    if strategy.startswith(SERVERS):
+    """Whether to stop: workers that wait for each other in every step or round follow rank 0."""
+    if strategy.startswith("async"):
         return is_late
     flag = torch.tensor(float(is_late))
     dist.broadcast(flag, 0)

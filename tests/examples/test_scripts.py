@@ -152,13 +152,13 @@ def test_the_batch_size_study_can_be_repeated_over_native_ddp(tmp_path, small_im
 
 def test_the_demo_compares_strategies_in_two_settings(tmp_path):
     plot = tmp_path / "made" / "curves.png"
-    options = ("--strategies", "sync;async", "--seconds", 0.4, "--runs", 1, "--plot", plot)
+    options = ("--strategies", "sync;sync-server;async", "--seconds", 0.4, "--runs", 1, "--plot", plot)
     main, other = run_ranks(run_main, 2, "compare_strategies", *options)
     assert other == ""
     table = main[main.index("strategy  ") :].splitlines()
-    assert [line.split("  ")[0] for line in table[2:5]] == ["native DDP", "sync", "async"]
-    assert max(map(len, table[:5])) <= 100
-    for line in table[2:5]:
+    assert [line.split("  ")[0] for line in table[2:6]] == ["native DDP", "sync", "sync-server", "async"]
+    assert max(map(len, table[:6])) <= 100
+    for line in table[2:6]:
         assert len(re.findall(r"\d+\.\d%", line)) == 2, "an accuracy for each setting"
     assert "the same bits after 20 steps" in main
     assert plot.read_bytes().startswith(b"\x89PNG")
