@@ -157,7 +157,7 @@ def test_independent_workers_die_alone(tmp_path):
     assert [out.count(f"worker {rank} has") for rank in range(5)] == [0, 2, 1, 2, 0]
     assert "RANK=None PSENGINE_WORKER=2 PSENGINE_WORKERS=4 WORLD_SIZE=None" in out
     assert out.count("[worker 2] worker 2 has") == 1
-    assert "when a worker dies, the others go on, and it alone is started again (--max-restarts 1)" in err
+    assert "when a worker dies, it alone is started again (--max-restarts 1); the others go on" in err
     assert "worker 1 failed: exit code 1\n  not yet\npsengine run: starting worker 1 again (1 of 1)" in err
     assert "worker 3 is not started again" in err
 

@@ -103,12 +103,12 @@ class Plan:
         """What to say before the workers start: which failures the run survives, and how long it may wait."""
         notes = []
         if self.uses_servers:
-            again = f"(--max-restarts {self.torchrun.max_restarts})"
-            if self.options.independent:
-                fate = f"the others go on, and it alone is started again {again}"
-            else:
-                fate = f"all are started again {again}" if self.torchrun.max_restarts else "the run ends"
-                fate += "; with --independent the others go on"
+            who = "it alone is" if self.options.independent else "all are"
+            again = f"{who} started again (--max-restarts {self.torchrun.max_restarts})"
+            if not self.torchrun.max_restarts:
+                again = "it is not started again" if self.options.independent else "the run ends"
+            other = "the others go on" if self.options.independent else "with --independent the others go on"
+            fate = f"{again}; {other}"
             servers = "a server that dies is started again; " if self.servers else ""
             notes.append(f"{servers}when a worker dies, {fate}")
         if self.is_multi_node:
