@@ -86,8 +86,8 @@ PyMethodDef kernel_methods[] = {
     {"_sum", sum, METH_VARARGS, "Kernels::sum, for tests: lists of addresses, kind, numel, scale, carries_float32."},
     {nullptr, nullptr, 0, nullptr}};
 
-// Raised with every change of the functions for Python; psengine/kernels/native.py expects the same number.
-constexpr long kInterface = 5;
+// Raised with every change of the functions or operators for Python; psengine/kernels/native.py expects the same number.
+constexpr long kInterface = 6;
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,
                                  nullptr, nullptr, nullptr, nullptr};
