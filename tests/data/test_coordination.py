@@ -89,7 +89,11 @@ def test_tensors_come_back_as_they_went():
     assert len(to_bytes(row)) < 2000, "its own elements alone"
 
 
-@pytest.mark.parametrize("value", [{"a": [object()]}, Point(1, 2), Colour.RED, Unreadable(a=1), print], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [{"a": [object()]}, Point(1, 2), Colour.RED, Unreadable(a=1), print],
+    ids=["object", "named tuple", "enum", "dict subclass", "function"],
+)
 def test_what_would_run_code_is_refused(value):
     with raises(ArgumentTypeError, "torch.load(weights_only=True)", "Fix: "):
         psengine.broadcast_object(value)
