@@ -37,7 +37,7 @@ NO_KEY = 0xFFFFFFFF
 
 
 class MessageType(IntEnum):
-    """What a message is; a server's ``core/gate.py`` says who may send which.
+    """What a message is; a server's ``core/permissions.py`` says who may send which.
 
     C: client to server, S: server to client. A request carries an id in ``sequence``, and its answer the same id; only
     PUSH and what concerns a push (UPDATED, PROBE, PENDING, MISSING, SENT, REPEAT, RESULT_WANTED, RESULT) number a

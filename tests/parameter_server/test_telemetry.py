@@ -20,7 +20,7 @@ from torch import nn
 import psengine
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
-from psengine.parameter_server.server.core.surroundings import Clocks
+from psengine.parameter_server.server.core.interfaces import Clocks
 from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
 from psengine.parameter_server.status_model import ShardStatus, to_json
 from psengine.protocol.messages import MessageType

@@ -23,8 +23,8 @@ from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.operation import Push
+from psengine.parameter_server.server.core.interfaces import Outgoing
 from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation.answers import SentAnswers
 from simulation.applying import is_taken, layout

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.server.core.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.server.transport.shard_thread import _SAYS_NOTHING_NEW

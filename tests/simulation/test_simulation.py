@@ -25,15 +25,15 @@ def test_seeds_keep_every_promise_and_do_the_same_twice():
 
 
 def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters(monkeypatch):
-    from psengine.parameter_server.server.rules.each import Each
+    from psengine.parameter_server.server.rules.apply import Apply
 
-    gather = Each._gather
+    gather = Apply._gather
 
     def forgets_what_it_has_taken(self, contribution):
         self.progress.last_sequence.pop(contribution.rank, None)
         return gather(self, contribution)
 
-    monkeypatch.setattr(Each, "_gather", forgets_what_it_has_taken)
+    monkeypatch.setattr(Apply, "_gather", forgets_what_it_has_taken)
     noise = Fault("noise", 0.0, 4.0, 0, 0, 0.5)
     scenario = Scenario(seed=1, workers=2, steps=8, faults=(Fault("stop worker", 0.5, 0.3, 1, 0, 0.1), noise))
     assert "applied twice" in run(scenario).violation

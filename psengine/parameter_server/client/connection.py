@@ -33,7 +33,7 @@ from psengine.parameter_server.client.reachability import watch_first_contact
 from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.keepalive import KEEPALIVE
-from psengine.parameter_server.uncopied import UncopiedSends
+from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.groups import split
 from psengine.protocol.keys import CurveClientKeys
@@ -92,7 +92,7 @@ class Connection(Transport):
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
         self._sockets: list[Any] = []
-        self._uncopied: list[UncopiedSends] = []
+        self._zero_copy: list[ZeroCopySends] = []
         # By socket, messages without a payload frame that leave before this thread waits.
         self._groups: list[list[bytes]] = []
         self._monitors: list[HandshakeMonitor] = []
@@ -143,7 +143,7 @@ class Connection(Transport):
         self._monitors.append(HandshakeMonitor(socket, address, self._keys))
         self._indices[socket] = len(self._sockets)
         self._sockets.append(socket)
-        self._uncopied.append(UncopiedSends(socket))
+        self._zero_copy.append(ZeroCopySends(socket))
         self._groups.append([])
         self._poller.register(socket, zmq.POLLIN)
         self._addresses.append(address)
@@ -210,7 +210,7 @@ class Connection(Transport):
             if len(last) < ZERO_COPY_BYTES:
                 socket.send(last, zmq.NOBLOCK)
             else:
-                self._uncopied[index].send(last)
+                self._zero_copy[index].send(last)
         except zmq.Again:
             return False
         return True
@@ -264,8 +264,8 @@ class Connection(Transport):
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
                 self._read_monitors(now_s)
-                for uncopied in self._uncopied:
-                    uncopied.release()
+                for zero_copy in self._zero_copy:
+                    zero_copy.release()
                 self._receiver.tick(now_s)
             for index, group in enumerate(self._groups):
                 if group:
@@ -336,8 +336,8 @@ class Connection(Transport):
         for socket in self._sockets:
             socket.close()
         self._context.term()  # waits for the linger of the sockets
-        for uncopied in self._uncopied:
-            uncopied.close()
+        for zero_copy in self._zero_copy:
+            zero_copy.close()
         self._wake_reader.close()
         self._wake_writer.close()
         self.segments.close()

@@ -3,7 +3,7 @@
     push 1 ─ answer   push 2 ─ answer   push 3 ─ answer   push 4 ─   the server dies; its snapshot has pushes 1 and 2
     └──────────── acknowledged: 3, version 3 ──────────┘  in flight
 
-A server that comes back from a snapshot counts the acknowledged updates that it lost (``core/weights_here.py``). A
+A server that comes back from a snapshot counts the acknowledged updates that it lost (``core/server_weights.py``). A
 server that averages lost its averages, which the workers have.
 """
 

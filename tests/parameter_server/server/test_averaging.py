@@ -1,7 +1,4 @@
-"""Rule "average" through a whole shard: whose gradients are in an average, and that all get the same one, in the end.
-
-``test_life.py`` plays jobs of replicas that lose messages, die, restart and join.
-"""
+"""Rule "average" through a whole shard: whose gradients are in an average, and that all get the same one."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import pytest
 import torch
 from support.shard_world import Worker, World, push_all, rule_of, spec, team, world_of
 
-from psengine.parameter_server.server.rules.together import HISTORY
+from psengine.parameter_server.server.rules.average import HISTORY
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode, MessageType

@@ -15,8 +15,8 @@ from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, spec, team
 from support.waiting import eventually
 
 from psengine.errors import SnapshotError
+from psengine.parameter_server.server.core.interfaces import ShardSettings
 from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.core.surroundings import ShardSettings
 from psengine.parameter_server.server.durability import snapshot_thread as durability
 from psengine.parameter_server.server.durability.restoring import restore
 from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread

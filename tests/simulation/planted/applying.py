@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from psengine.parameter_server.server.rules.each import Each
+from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.rules.grace import GraceWindow
 from psengine.parameter_server.server.rules.merge import Merge
@@ -14,7 +14,7 @@ from simulation.planted.registry import plant
 
 
 def _window_off_by_one(gather: Any) -> Any:
-    def one(self: Each, contribution: Any) -> list[Reply]:
+    def one(self: Apply, contribution: Any) -> list[Reply]:
         known = self.progress.last_sequence
         if known.get(contribution.rank) == contribution.sequence:
             known[contribution.rank] -= 1
@@ -24,7 +24,7 @@ def _window_off_by_one(gather: Any) -> Any:
 
 
 def _takes_new_numbers_only_in_order(gather: Any) -> Any:
-    def one(self: Each, contribution: Any) -> list[Reply]:
+    def one(self: Apply, contribution: Any) -> list[Reply]:
         self.progress.last_sequence.setdefault(contribution.rank, 1)
         return gather(self, contribution)
 
@@ -39,13 +39,13 @@ def _answers_before_it_applies(conclude: Any) -> Any:
     return one
 
 
-plant("the window of numbers is off by one", Each, "_gather", _window_off_by_one)
-plant("the first push of a worker is taken for a repeat", Each, "_gather", _takes_new_numbers_only_in_order)
+plant("the window of numbers is off by one", Apply, "_gather", _window_off_by_one)
+plant("the first push of a worker is taken for a repeat", Apply, "_gather", _takes_new_numbers_only_in_order)
 plant("every fifth update is acknowledged and dropped", StepOutcome, "conclude", _answers_before_it_applies)
 
 
 def _probe_repeats(probe: Any) -> Any:
-    def one(self: Each, rank: int, sequence: int) -> list[Reply]:
+    def one(self: Apply, rank: int, sequence: int) -> list[Reply]:
         replies = probe(self, rank, sequence)
         if replies and replies[0].type is MessageType.SENT:
             return [self._answer(rank, sequence, repeated=True)]
@@ -54,10 +54,10 @@ def _probe_repeats(probe: Any) -> Any:
     return one
 
 
-plant("a probe repeats the answer", Each, "probe", _probe_repeats)
+plant("a probe repeats the answer", Apply, "probe", _probe_repeats)
 plant(
     "a probe of a push that is here says missing, and forgets it",
-    Each,
+    Apply,
     "probe",
     lambda probe: (
         lambda self, rank, sequence: (
@@ -69,7 +69,7 @@ plant(
 
 
 def _one_more(slower: Any) -> Any:
-    def one(self: Each, rank: int) -> list[int]:
+    def one(self: Apply, rank: int) -> list[int]:
         clock = self._clocks.get(rank, 0)
         self._clocks[rank] = clock - 1
         try:
@@ -80,11 +80,11 @@ def _one_more(slower: Any) -> Any:
     return one
 
 
-plant("the staleness bound is off by one", Each, "_slower", _one_more)
+plant("the staleness bound is off by one", Apply, "_slower", _one_more)
 
 
 def _clock_of_a_newcomer(came: Any) -> Any:
-    def one(self: Each, rank: int, *, is_new_process: bool) -> list[Reply]:
+    def one(self: Apply, rank: int, *, is_new_process: bool) -> list[Reply]:
         replies = came(self, rank, is_new_process=is_new_process)
         self._clocks[rank] = max(self._clocks.values())
         return replies
@@ -92,16 +92,16 @@ def _clock_of_a_newcomer(came: Any) -> Any:
     return one
 
 
-plant("a newcomer starts level with the fastest", Each, "worker_came", _clock_of_a_newcomer)
+plant("a newcomer starts level with the fastest", Apply, "worker_came", _clock_of_a_newcomer)
 plant(
     "a new process goes on with the numbers of its predecessor",
-    Each,
+    Apply,
     "worker_came",
     lambda came: lambda self, rank, *, is_new_process: came(self, rank, is_new_process=False),
 )
 plant(
     "a worker that comes back begins its numbers anew",
-    Each,
+    Apply,
     "worker_came",
     lambda came: lambda self, rank, *, is_new_process: came(self, rank, is_new_process=True),
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from psengine.parameter_server.server.rules.average import AverageOutcome
+from psengine.parameter_server.server.rules.average import Average
+from psengine.parameter_server.server.rules.average_outcome import AverageOutcome
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.exchange import Reply
-from psengine.parameter_server.server.rules.together import Together
 from simulation.planted.registry import plant
 
 plant(
@@ -20,17 +20,17 @@ plant(
 
 
 def _keeps_contributions(left: Any) -> Any:
-    def one(self: Together, rank: int) -> list[Reply]:
+    def one(self: Average, rank: int) -> list[Reply]:
         return self._complete_all()
 
     return one
 
 
-plant("rarely: contributions of a worker that left stay", Together, "worker_left", _keeps_contributions)
+plant("rarely: contributions of a worker that left stay", Average, "worker_left", _keeps_contributions)
 
 
 def _ends_without_the_last(complete: Any) -> Any:
-    def one(self: Together, sequence: int) -> list[Reply]:
+    def one(self: Average, sequence: int) -> list[Reply]:
         gathered, live = self._open.get(sequence), self.context.live_ranks()
         if gathered is not None and self._quorum is None and 1 < len(gathered.by_rank) == len(live) - 1:
             return self._end(gathered, sequence, live)
@@ -39,7 +39,7 @@ def _ends_without_the_last(complete: Any) -> Any:
     return one
 
 
-plant("an exchange ends without the last worker", Together, "_complete", _ends_without_the_last)
+plant("an exchange ends without the last worker", Average, "_complete", _ends_without_the_last)
 plant(
     "averages are forgotten one exchange too early",
     AverageOutcome,
@@ -56,7 +56,7 @@ plant(
 
 def _quorum_of(change: Callable[[int], int]) -> Callable[[Any], Any]:
     def make(is_quorum: Any) -> Any:
-        def one(self: Together, *arguments: Any) -> bool:
+        def one(self: Average, *arguments: Any) -> bool:
             quorum = self._quorum
             self._quorum = None if quorum is None else change(quorum)
             try:
@@ -69,22 +69,22 @@ def _quorum_of(change: Callable[[int], int]) -> Callable[[Any], Any]:
     return make
 
 
-plant("an average's quorum is one too small", Together, "_is_quorum", _quorum_of(lambda quorum: max(1, quorum - 1)))
-plant("an average's quorum is one too large", Together, "_is_quorum", _quorum_of(lambda quorum: quorum + 1))
+plant("an average's quorum is one too small", Average, "_is_quorum", _quorum_of(lambda quorum: max(1, quorum - 1)))
+plant("an average's quorum is one too large", Average, "_is_quorum", _quorum_of(lambda quorum: quorum + 1))
 
 
 def _counts_the_absent(is_quorum: Any) -> Any:
-    def one(self: Together, gathered: Any, sequence: int, missing: Any, live: Any) -> bool:
+    def one(self: Average, gathered: Any, sequence: int, missing: Any, live: Any) -> bool:
         return self._quorum is not None and len(gathered.by_rank) >= min(self._quorum, len(live))
 
     return one
 
 
-plant("workers without a gradient fill the quorum", Together, "_is_quorum", _counts_the_absent)
+plant("workers without a gradient fill the quorum", Average, "_is_quorum", _counts_the_absent)
 
 
 def _says_it_counts(answer_late: Any) -> Any:
-    def one(self: Together, contribution: Any) -> list[Reply]:
+    def one(self: Average, contribution: Any) -> list[Reply]:
         replies = answer_late(self, contribution)
         for reply in replies:
             reply.body.pop("late", None)
@@ -93,4 +93,4 @@ def _says_it_counts(answer_late: Any) -> Any:
     return one
 
 
-plant("a late gradient is said to count", Together, "_answer_late", _says_it_counts)
+plant("a late gradient is said to count", Average, "_answer_late", _says_it_counts)

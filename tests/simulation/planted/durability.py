@@ -14,7 +14,7 @@ from psengine.parameter_server.server.durability.replay import Replay
 from psengine.parameter_server.server.log import records
 from psengine.parameter_server.server.log.log import SegmentWriter
 from psengine.parameter_server.server.log.reading import DamagedLogError, LogReader
-from psengine.parameter_server.server.rules.each import Each
+from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.snapshots import files, generations
 from psengine.parameter_server.server.snapshots.files import write_generation
@@ -32,7 +32,7 @@ def _without(*names: str) -> Callable[[Any], Any]:
     return make
 
 
-plant("a snapshot lacks the table of numbers", Each, "to_meta", _without("last_sequence"))
+plant("a snapshot lacks the table of numbers", Apply, "to_meta", _without("last_sequence"))
 
 
 def _version_ahead(to_meta: Any) -> Any:

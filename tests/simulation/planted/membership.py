@@ -6,7 +6,7 @@ from typing import Any
 
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Membership
-from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
+from psengine.parameter_server.server.core.worker_weights import AveragingJob
 from psengine.parameter_server.server.rules.exchange import Progress, Reply
 from psengine.protocol.messages import MessageType
 from simulation.planted.registry import plant

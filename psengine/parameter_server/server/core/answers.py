@@ -15,10 +15,10 @@ import torch
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core import exchanges
 from psengine.parameter_server.server.core.durable_state import DurableState
+from psengine.parameter_server.server.core.interfaces import Outgoing
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
-from psengine.parameter_server.server.core.surroundings import Outgoing
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.status_model import ShardStatus, to_json
 from psengine.protocol.bodies import MAX_TEXT_CHARS

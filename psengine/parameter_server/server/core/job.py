@@ -1,9 +1,9 @@
 """One job at one shard: its workers, its chunks, and who takes part. Pure.
 
-life.py                 where the job and its workers stand: tables of phases
-weights_here.py         this server holds the weights: a joiner reads them; without workers the job waits
-weights_in_workers.py   the workers hold them: a joiner needs another's state; without workers the job is lost
-exchanges.py            pushes, and what became of them
+states.py           where the job and its workers stand: tables of phases
+server_weights.py   this server holds the weights: a joiner reads them; without workers the job waits
+worker_weights.py   the workers hold them: a joiner needs another's state; without workers the job is lost
+exchanges.py        pushes, and what became of them
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.events import JobRecord
+from psengine.parameter_server.server.core.interfaces import Clocks
 from psengine.parameter_server.server.core.journal import Journal
-from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, after
 from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
 from psengine.parameter_server.server.core.refusals import rank_taken
-from psengine.parameter_server.server.core.surroundings import Clocks
+from psengine.parameter_server.server.core.states import JOB, JobEvent, JobPhase, after
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore, chunk_state
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
@@ -118,7 +118,7 @@ class Job(ABC):
 
         Where all work together, in the first exchange; where each works alone, the clocks of others stand at 0.
         """
-        is_single = self.rule.kind.gathering.is_single
+        is_single = self.rule.kind.aggregation.is_single
         if not is_single and self.has_started:
             return ()
         here: Collection[int] = self.came if is_single else self.membership.live_ranks
@@ -135,7 +135,7 @@ class Job(ABC):
 
     def hear_waits(self, member: Member, waits: int | None) -> None:
         """See ``Member.waits``."""
-        if self.rule.kind.gathering.minds_who_is_stuck and member.hear_waits(waits):
+        if self.rule.kind.aggregation.minds_who_is_stuck and member.hear_waits(waits):
             self.journal.members(self)  # merges come about by it
 
     def is_awaited(self, rank: int | None, nonce: int) -> bool:

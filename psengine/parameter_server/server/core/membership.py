@@ -1,6 +1,6 @@
 """The workers of a job: leases, incarnations, claims to a rank, restarts. Pure; the caller brings the time.
 
-``life.py`` has the table of what a worker can be. A rank belongs to one process at a time. The incarnation, given by
+``states.py`` has the table of what a worker can be. A rank belongs to one process at a time. The incarnation, given by
 the lead, tells two lives of a rank apart; a message of an older one is *fenced*: answered by an error, never applied.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from psengine.parameter_server.server.core.life import MEMBER, MemberEvent, MemberPhase, after
+from psengine.parameter_server.server.core.states import MEMBER, MemberEvent, MemberPhase, after
 from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
 from psengine.protocol.messages import CONTROL, Message, MessageType
 

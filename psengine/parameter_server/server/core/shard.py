@@ -19,12 +19,12 @@ from psengine.parameter_server.overview import owns_weights, rule_text
 from psengine.parameter_server.server.core.answers import Answers, StatusReport, ok, traffic_bytes
 from psengine.parameter_server.server.core.durable_state import DurableState
 from psengine.parameter_server.server.core.events import EventLog
-from psengine.parameter_server.server.core.gate import Standing, check_legal
+from psengine.parameter_server.server.core.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.job_status import status_of
 from psengine.parameter_server.server.core.membership import Member
+from psengine.parameter_server.server.core.permissions import PeerState, check_legal
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
-from psengine.parameter_server.server.core.surroundings import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ServerFacts, ShardStatus
 from psengine.protocol.layout import job_number
@@ -87,7 +87,7 @@ class Shard:
         try:
             if message.type is MessageType.HELLO:
                 return self._hello(sender, message, now_s)
-            standing, place = self._standing(sender, message, now_s)
+            standing, place = self._peer_state(sender, message, now_s)
             # The one gate: a message that its table does not name is refused before anything is done.
             check_legal(standing, message)
             if message.type is MessageType.SNAPSHOT:
@@ -109,17 +109,19 @@ class Shard:
                 self._note_refusal(message, error)
             return [Outgoing(sender.route, self._answers.error(message, error))]
 
-    def _standing(self, sender: Sender, message: Message, now_s: float) -> tuple[Standing, tuple[Job, Member] | None]:
-        """The sender's standing; a worker with its job.
+    def _peer_state(
+        self, sender: Sender, message: Message, now_s: float
+    ) -> tuple[PeerState, tuple[Job, Member] | None]:
+        """The state of the peer that sent this; a worker with its job.
 
         Raises:
             ProtocolError: it says that it is a worker, and is none.
         """
         if message.worker == NOBODY:
-            return Standing.READER, None
+            return PeerState.READER, None
         job, member = self._authenticate(sender, message, now_s)
         is_member = message.type in _OF_A_LOST_PLACE or (member.phase.is_live and job.is_sealed)
-        return (Standing.MEMBER if is_member else Standing.GREETED), (job, member)
+        return (PeerState.MEMBER if is_member else PeerState.GREETED), (job, member)
 
     def _look_at_time(self, now_s: float) -> None:
         passed_s, self.jobs.now_s = now_s - self.jobs.now_s, now_s

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.server.core.interfaces import Clocks, ShardSettings
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.journal import Journal
-from psengine.parameter_server.server.core.surroundings import Clocks, ShardSettings
-from psengine.parameter_server.server.core.weights_here import JobWithWeights
-from psengine.parameter_server.server.core.weights_in_workers import AveragingJob
+from psengine.parameter_server.server.core.server_weights import JobWithWeights
+from psengine.parameter_server.server.core.worker_weights import AveragingJob
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.protocol.messages import ErrorCode
 
@@ -54,8 +54,8 @@ class ShardJobs:
         job_rule = JobRule(rule)
         kind = JobWithWeights if job_rule.holds_weights else AveragingJob
         lease_s, now_s = self.settings.lease_s, lambda: self.now_s
-        surroundings = lease_s, self._clocks, self._take_memory, self._note, now_s, self.journal
-        return kind(name, job_rule, *surroundings)
+        interfaces = lease_s, self._clocks, self._take_memory, self._note, now_s, self.journal
+        return kind(name, job_rule, *interfaces)
 
     def add(self, job: Job) -> None:
         """It counts from here on."""

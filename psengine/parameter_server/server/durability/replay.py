@@ -12,11 +12,11 @@ from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.core import exchanges
+from psengine.parameter_server.server.core.interfaces import Clocks, ShardSettings
 from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.life import JobEvent, JobPhase
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs
-from psengine.parameter_server.server.core.surroundings import Clocks, ShardSettings
+from psengine.parameter_server.server.core.states import JobEvent, JobPhase
 from psengine.parameter_server.server.log.log import segment_name
 from psengine.parameter_server.server.log.reading import LogReader, Placed, start_of
 from psengine.parameter_server.server.log.records import Record, RecordKind

@@ -1,7 +1,7 @@
 """The rule of one chunk: when the contributions to an exchange are complete, and when its answers may leave. Pure.
 
-together.py   everybody who is live has contributed, or a quorum has: one answer for all of them
-each.py       each contribution is complete by itself; its answer may be held (bounded staleness)
+average.py    everybody who is live has contributed, or a quorum has: one answer for all of them
+apply.py      each contribution is complete by itself; its answer may be held (bounded staleness)
 merge.py      a quorum of contributions is here, and a window for more is over
 
 The outcome (``outcome.py``) says what a complete set leads to.

@@ -119,7 +119,7 @@ class Progress:
     """How far one chunk and its workers are."""
 
     def __init__(self) -> None:
-        self.version = 0  # of the chunk; the gathering decides what it counts
+        self.version = 0  # of the chunk; the aggregation decides what it counts
         self.last_sequence: dict[int, int] = {}  # by rank, the last exchange that the worker contributed to
         # The last exchange whose answer a worker has: as it said itself, and as it got with another's state.
         self._said: dict[int, int] = {}

@@ -7,7 +7,7 @@
 
 Decoupled DiLoCo (https://arxiv.org/abs/2604.21428): each worker numbers its own exchanges; a merge takes what is here,
 weighted by the samples since each worker's last merge. A worker that abstains is answered at once, and no merge waits
-for it until it has brought something again. Buffers are taken as they come, as under "each".
+for it until it has brought something again. Buffers are taken as they come, as under "apply".
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
-from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext, Update
 from psengine.parameter_server.server.rules.grace import GraceWindow
 from psengine.parameter_server.server.rules.outcome import Outcome
@@ -28,7 +28,7 @@ from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode
 
 
-class Merge(Each):
+class Merge(Apply):
     """See the module's text. The chunk's version counts merges.
 
     Chunks are merged one by one, so merges may have different workers. Where all are stuck, each in a merge that lacks

@@ -52,7 +52,7 @@ class Outcome(ABC):
     ) -> None:
         self.spec = spec
         self.values = values
-        self.progress = Progress()  # shared with the gathering
+        self.progress = Progress()  # shared with the aggregation
         self.payloads = payloads
         self.statistics = statistics
         self.optimizer: ChunkOptimizer | None = None

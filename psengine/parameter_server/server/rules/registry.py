@@ -1,4 +1,4 @@
-"""The rules that a job may name in HELLO: each is a gathering times an outcome, one line here."""
+"""The rules that a job may name in HELLO: each is a aggregation times an outcome, one line here."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any, NamedTuple
 import torch
 
 from psengine.parameter_server.chunk_codecs import only_gradients
-from psengine.parameter_server.server.rules.average import AverageOutcome
+from psengine.parameter_server.server.rules.apply import Apply
+from psengine.parameter_server.server.rules.average import Average
+from psengine.parameter_server.server.rules.average_outcome import AverageOutcome
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
-from psengine.parameter_server.server.rules.each import Each
 from psengine.parameter_server.server.rules.exchange import RuleContext
 from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.outcome import Outcome
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads, codec_of
 from psengine.parameter_server.server.rules.step import StepOutcome
-from psengine.parameter_server.server.rules.together import Together
 from psengine.protocol.layout import ChunkSpec
 
 
 class RuleKind(NamedTuple):
     """The halves of a rule."""
 
-    gathering: type[ChunkRule]
+    aggregation: type[ChunkRule]
     outcome: type[Outcome]
     # Whether the job's codec may encode answers; else they are exact, whatever it is.
     encodes_answers: bool = True
 
 
 RULES = {
-    "average": RuleKind(Together, AverageOutcome),
-    "apply": RuleKind(Each, StepOutcome),
+    "average": RuleKind(Average, AverageOutcome),
+    "apply": RuleKind(Apply, StepOutcome),
     "merge": RuleKind(Merge, StepOutcome, encodes_answers=False),
 }
 
@@ -60,6 +60,6 @@ class JobRule:
         Raises:
             ProtocolError: it needs values, and there are none.
         """
-        gathers, concludes, _ = self.kind
+        aggregate, concludes, _ = self.kind
         payloads = ChunkPayloads(spec, self._codec)
-        return gathers(concludes(spec, values, payloads, context.statistics, self.body), context, self.body)
+        return aggregate(concludes(spec, values, payloads, context.statistics, self.body), context, self.body)

@@ -22,7 +22,7 @@ from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
 from psengine.parameter_server.keepalive import KEEPALIVE
 from psengine.parameter_server.server.transport.authentication import Authenticator, local_user
-from psengine.parameter_server.uncopied import UncopiedSends
+from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import HEADER_BYTES, TYPE_AT
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, MessageType
 
@@ -92,7 +92,7 @@ class Endpoint:
         self.received_messages = 0
         self.local_address = ""
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self._uncopied = UncopiedSends(self._socket)
+        self._zero_copy = ZeroCopySends(self._socket)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         try:
@@ -152,7 +152,7 @@ class Endpoint:
 
     def receive(self) -> Received | None:
         """The next message; None where there is none yet. Its frames live as long as they are referenced."""
-        self._uncopied.release()
+        self._zero_copy.release()
         receive = self._socket.recv
         try:
             part = receive(zmq.NOBLOCK, copy=False)
@@ -209,7 +209,7 @@ class Endpoint:
             if copies:
                 send(frames[-1], zmq.NOBLOCK)
             else:
-                self._uncopied.send(frames[-1])
+                self._zero_copy.send(frames[-1])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -239,7 +239,7 @@ class Endpoint:
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close; answers already sent get ``linger_ms`` to leave."""
         self._backlogs.clear()
-        self._uncopied.close()
+        self._zero_copy.close()
         self._socket.close(linger=linger_ms)
         for address, file in self._files.items():
             if file is not None and file == _file_of(address):

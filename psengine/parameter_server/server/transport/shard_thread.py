@@ -20,8 +20,8 @@ from typing import TypeVar
 import torch
 
 from psengine.errors import ProtocolError, ServerError
+from psengine.parameter_server.server.core.interfaces import Outgoing, Sender
 from psengine.parameter_server.server.core.shard import TICK_S, Shard
-from psengine.parameter_server.server.core.surroundings import Outgoing, Sender
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.parameter_server.server.transport.segments import ShardSegments

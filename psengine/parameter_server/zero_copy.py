@@ -36,7 +36,7 @@ def _library() -> Any:
 _zmq_library = _library()
 
 
-class UncopiedSends:
+class ZeroCopySends:
     """Of one socket; used by the socket's thread."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:

@@ -20,8 +20,8 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core.admission import Admissions
 from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.life import JOB, JobEvent, JobPhase, MemberEvent, MemberPhase
 from psengine.parameter_server.server.core.membership import Greeting, Member
+from psengine.parameter_server.server.core.states import JOB, JobEvent, JobPhase, MemberEvent, MemberPhase
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.protocol.messages import ErrorCode, Message, MessageType

@@ -11,7 +11,7 @@ from psengine.errors import ProtocolError
 from psengine.protocol.messages import SENT_BY_SERVERS, ErrorCode, Message, MessageType
 
 
-class Standing(str, Enum):
+class PeerState(str, Enum):
     """The sender of a message, as the shard sees it."""
 
     GREETED = "greeted"  # let in; the job has no values for it yet
@@ -28,20 +28,20 @@ _READ = _types("LIST STATUS BYE PULL HEARTBEAT ECHO")
 # process of rank 0 died after it had sealed some shards, the next one begins anew at all of them.
 # SNAPSHOT has the server write to its disk, so it is not for readers.
 _WORK = _READ | _types("REGISTER SEAL CONFIGURE STORE JOIN SNAPSHOT PROGRESS")
-MAY_SEND: dict[Standing, frozenset[MessageType]] = {
-    Standing.GREETED: _WORK,
-    Standing.MEMBER: _WORK | _types("PUSH PROBE REPEAT ADMIT RESULT LEAVE"),
-    Standing.READER: _READ,
+MAY_SEND: dict[PeerState, frozenset[MessageType]] = {
+    PeerState.GREETED: _WORK,
+    PeerState.MEMBER: _WORK | _types("PUSH PROBE REPEAT ADMIT RESULT LEAVE"),
+    PeerState.READER: _READ,
 }
 # The answer to a message that is not in the sender's row.
 _REFUSALS = {
-    Standing.GREETED: (ErrorCode.NOT_READY, "wait for a WELCOME that says ready, or SEAL or JOIN first"),
-    Standing.MEMBER: (ErrorCode.BAD_MESSAGE, "the job has begun"),
-    Standing.READER: (ErrorCode.BAD_MESSAGE, "a reader cannot change anything; say HELLO as a worker"),
+    PeerState.GREETED: (ErrorCode.NOT_READY, "wait for a WELCOME that says ready, or SEAL or JOIN first"),
+    PeerState.MEMBER: (ErrorCode.BAD_MESSAGE, "the job has begun"),
+    PeerState.READER: (ErrorCode.BAD_MESSAGE, "a reader cannot change anything; say HELLO as a worker"),
 }
 
 
-def check_legal(standing: Standing, message: Message) -> None:
+def check_legal(standing: PeerState, message: Message) -> None:
     """Raise ProtocolError for a message that its sender may not send; ``code`` says how to answer."""
     legal = MAY_SEND[standing]
     if message.type in legal:

@@ -14,8 +14,8 @@ import torch
 import zmq
 
 from psengine.kernels.native import extension
-from psengine.parameter_server import uncopied
-from psengine.parameter_server.uncopied import UncopiedSends
+from psengine.parameter_server import zero_copy
+from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import buffer_of
 
 DEADLINE_S = 10.0
@@ -40,7 +40,7 @@ def eventually(is_so):
 
 def test_the_bytes_arrive_and_the_memory_is_free_afterwards(sockets):
     left, right = sockets
-    sends = UncopiedSends(right)
+    sends = ZeroCopySends(right)
     before = threading.active_count()
     for number in range(20):
         values = torch.full((200_000,), float(number))
@@ -64,7 +64,7 @@ def unread():
 
 
 def test_memory_is_held_as_long_as_it_may_be_read(unread):
-    sends = UncopiedSends(unread)
+    sends = ZeroCopySends(unread)
     buffer = buffer_of(torch.zeros(1000))
     reference = weakref.ref(buffer)
     sends.send(buffer)
@@ -78,19 +78,19 @@ def test_memory_is_held_as_long_as_it_may_be_read(unread):
 
 
 def test_a_sender_that_was_closed_leaves_its_flags_where_libzmq_may_set_them(unread):
-    sends = UncopiedSends(unread)
+    sends = ZeroCopySends(unread)
     sends.send(buffer_of(torch.zeros(1000)))
     sends.close()
-    assert len(uncopied._left_behind) == 1
+    assert len(zero_copy._left_behind) == 1
     unread.close(linger=0)
-    eventually(lambda: all(flag.value for flag, _ in uncopied._left_behind))
-    UncopiedSends(unread).close()
-    assert not uncopied._left_behind
+    eventually(lambda: all(flag.value for flag, _ in zero_copy._left_behind))
+    ZeroCopySends(unread).close()
+    assert not zero_copy._left_behind
 
 
 def test_a_closed_socket_refuses_and_nothing_is_held(sockets):
     _, right = sockets
-    sends = UncopiedSends(right)
+    sends = ZeroCopySends(right)
     right.close()
     with pytest.raises(zmq.ZMQError):
         sends.send(buffer_of(torch.zeros(1000)))

@@ -1,4 +1,4 @@
-"""Gathering "each": a contribution is complete when it arrives; its answer may be held.
+"""Aggregation "apply": a contribution is complete when it arrives; its answer may be held.
 
     rank 0   push ─► apply ─► weights           rank 2, four times slower
     rank 1      push ─► apply ─► weights        push ─► apply ─► weights
@@ -24,7 +24,7 @@ from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode, MessageType
 
 
-class Each(ChunkRule):
+class Apply(ChunkRule):
     """See the module's text. The chunk's version counts the contributions that changed it."""
 
     is_single = True

@@ -8,7 +8,7 @@ from support.shard_world import APPLY, NOBODY, ErrorCode, Worker, World, codes, 
 
 from psengine.parameter_server.server.core.answers import KEPT_FACTOR, StatusReport
 from psengine.parameter_server.server.core.events import LINES_INTERVAL_S, MAX_LINES
-from psengine.parameter_server.server.core.gate import MAY_SEND, Standing
+from psengine.parameter_server.server.core.permissions import MAY_SEND, PeerState
 from psengine.protocol.messages import SENT_BY_SERVERS, MessageType
 
 # What each type needs besides the numbers that every message has.
@@ -32,7 +32,7 @@ def test_every_type_belongs_to_one_side():
     said = set().union({MessageType.HELLO}, *MAY_SEND.values())
     # ADMIN does not reach a shard: who may send it is the transport's to know.
     assert said == set(MessageType) - SENT_BY_SERVERS - {MessageType.ADMIN}
-    assert set(MAY_SEND) == set(Standing)
+    assert set(MAY_SEND) == set(PeerState)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_who_is_no_worker_here_changes_nothing_whatever_it_says(world, kind):
 def test_a_reader_does_what_the_table_has_for_readers(world, kind):
     team(world, 1, [spec(0, 4)], rule=APPLY)
     before = world.state_hash()
-    expected = [] if kind in MAY_SEND[Standing.READER] else [ErrorCode.BAD_MESSAGE]
+    expected = [] if kind in MAY_SEND[PeerState.READER] else [ErrorCode.BAD_MESSAGE]
     assert say(reader(world), kind) == expected
     assert world.state_hash() == before
     assert not world.wishes
