@@ -60,6 +60,7 @@ class Run:
         mark: PSENGINE_RUN_ID of every process of it.
         directory: for the workers' output and error files; removed at the end.
         report: takes a line about what the launcher does.
+        reasons: why the second thread ended the run; empty where it did not.
         ends: how the ranks failed in the last attempt; independent workers that failed for good.
     """
 
@@ -67,10 +68,13 @@ class Run:
     mark: str
     directory: Path
     report: Callable[[str], None]
+    reasons: list[str]
     ends: list[RankEnd] = field(default_factory=list)
 
     def announce(self, number: signal.Signals) -> None:
-        """Say that the workers are being ended."""
+        """Say that the workers are being ended, unless the run has what it was for."""
+        if _ENOUGH in self.reasons:
+            return
         self.report(f"{number.name}: ending the workers{' (again: at once)' if number == signal.SIGINT else ''}")
 
 
@@ -97,7 +101,7 @@ def run_training(
             tempfile.TemporaryDirectory(prefix="psengine-run-", ignore_cleanup_errors=True) as directory,
             _signals_raise(plan.signals),
         ):
-            run = Run(plan, uuid.uuid4().hex, Path(directory), report)
+            run = Run(plan, uuid.uuid4().hex, Path(directory), report, reasons)
             group = ServerGroup(plan, run.directory / "snapshots", report=report, launched=launched)
             with group if plan.servers else nullcontext() as servers:
                 set_variables(_workers_variables(run, [] if servers is None else servers.addresses))
