@@ -109,17 +109,15 @@ def stop_if_not_finite(loss: float | torch.Tensor) -> None:
         ArgumentTypeError: it is no single real number.
     """
     given: Any = loss
-    if not is_real_scalar(given) and not isinstance(given, numbers.Real):
+    if not isinstance(given, numbers.Real) and not is_real_scalar(given):
         raise ArgumentTypeError(
             f"stop_if_not_finite() takes one real number (got {loss!r}). Fix: stop_if_not_finite(loss.mean())."
         )
-    value = to_float(loss)
+    value, worker = to_float(loss), this_worker()
     if not math.isfinite(value):
-        worker = this_worker()
         raise NonFiniteLossError(
-            f"the loss of worker {worker} is {value} (expected a finite number). Its gradients would hold NaN or"
-            " infinity too. Fix: lower the learning rate, clip gradients (psengine.clip_grad_norm_), or check this"
-            " worker's last batch.",
+            f"the loss of worker {worker} is {value} (expected a finite number). Fix: lower the learning rate, clip"
+            " gradients (psengine.clip_grad_norm_), or check this worker's last batch.",
             worker=worker,
             loss=value,
         )

@@ -62,7 +62,8 @@ def mean(
     """Return the mean of ``value`` over the ranks; every rank of the group calls it and gets the same.
 
     Args:
-        value: a tensor, a number, or dicts, lists and tuples of them, nested at will; not mutated.
+        value: a tensor, a number, or dicts, lists and tuples of them, nested at will; not mutated. Ranks need the same
+            keys and indices; where one has a list and another a tuple, each gets its own kind back.
         process_group: the ranks that take part; None means the default group, or this process alone without one.
         weight: how much this rank's value counts, such as its number of samples: the result is sum(weight * value) /
             sum(weight). The value of a rank of weight 0 is ignored, also where it is nan (the mean of an empty batch).
@@ -99,15 +100,12 @@ def mean(
 
 def _checked_weight(weight: Any, exchange: ValueExchange) -> float:
     """The weight as a number; one that is refused is a fault of this rank's call."""
-    if not isinstance(weight, numbers.Real) and not is_real_scalar(weight):
-        got = type(weight).__name__
-        message = f"mean(weight=) is one real number a rank, such as its sample count (expected a float, got {got})"
-        exchange.faults["weight"] = got, ArgumentTypeError(message)
-        return 1.0
-    share = to_float(weight)
+    is_number = isinstance(weight, numbers.Real) or is_real_scalar(weight)
+    share = to_float(weight) if is_number else math.nan
     if not 0 <= share < math.inf:
-        message = f"mean(weight=) says how much a rank counts (expected a finite number >= 0, got {share})"
-        exchange.faults["weight"] = f"{share}", ConfigurationError(message)
+        error = ConfigurationError if is_number else ArgumentTypeError
+        rule = "mean(weight=) is how much a rank counts, such as its number of samples"
+        exchange.faults["weight"] = repr(weight), error(f"{rule} (expected a finite number >= 0, got {weight!r})")
     return share
 
 
@@ -130,18 +128,16 @@ def sum(value: Value, process_group: dist.ProcessGroup | None = None) -> Value:
         ReplicaMismatchError: the ranks' values differ in keys, nesting, types, dtype or shape.
     """
     found, exchange = _begin("sum", value, process_group)
-    integral = [i for i, leaf in enumerate(found.leaves) if is_integral(leaf)]
-    floating = [i for i, leaf in enumerate(found.leaves) if not is_integral(leaf)]
-    float_totals, halves_totals = exchange.all_reduce(
+    floats, integers = exchange.all_reduce(
         found.kinds(kind_to_add),
-        [as_float64(found.leaves[i]) for i in floating],
-        [as_halves(found.leaves[i]) for i in integral],
+        [as_float64(leaf) for leaf in found.leaves if not is_integral(leaf)],
+        [as_halves(leaf) for leaf in found.leaves if is_integral(leaf)],
     )
-    totals = dict(zip([*floating, *integral], [*float_totals, *halves_totals], strict=True))
+    next_float, next_integer = iter(floats), iter(integers)
     return found.rebuild(  # type: ignore[no-any-return]
         [
-            from_halves(leaf, totals[i], found.paths[i]) if is_integral(leaf) else from_float64(leaf, totals[i])
-            for i, leaf in enumerate(found.leaves)
+            from_halves(leaf, next(next_integer), path) if is_integral(leaf) else from_float64(leaf, next(next_float))
+            for leaf, path in zip(found.leaves, found.paths, strict=True)
         ]
     )
 
@@ -165,6 +161,8 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
     """
     found, exchange = _begin("gather", value, process_group)
     exchange.check(found.kinds(kind_to_gather))
+    if exchange.collective.world_size == 1:
+        return found.rebuild([[leaf.clone() if isinstance(leaf, torch.Tensor) else leaf] for leaf in found.leaves])
     payload = to_bytes([leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in found.leaves])
     payloads = exchange.collective.gather_bytes(payload, exchange.device, what="metrics of gather()")
     columns = zip(*map(from_bytes, payloads), strict=True)

@@ -12,8 +12,8 @@ samples are dealt out already, and do not deal a rank's part out once more.
 
 from __future__ import annotations
 
+import functools
 import math
-import numbers
 from collections.abc import Callable, Iterator, Sequence, Sized
 from fractions import Fraction
 from typing import Any
@@ -23,8 +23,7 @@ from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from psengine.environment.context import group_place, job_place
-from psengine.errors import ArgumentTypeError, ConfigurationError
-from psengine.tensors.leaves import to_float
+from psengine.errors import ConfigurationError
 
 
 class ProportionalSampler(DistributedSampler[int]):
@@ -48,8 +47,11 @@ class ProportionalSampler(DistributedSampler[int]):
         drop_last: let ``batches`` leave out a last global batch that is not full.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: the arguments do not fit each other, or are of another kind.
+        ValueError: the arguments do not fit each other; ConfigurationError but for a ``rank`` outside num_replicas.
+        TypeError: ``dataset`` has no length, or ``shares`` are no numbers.
     """
+
+    dataset: Any
 
     def __init__(
         self,
@@ -63,16 +65,15 @@ class ProportionalSampler(DistributedSampler[int]):
         drop_last: bool = False,
     ) -> None:
         num_replicas, rank = _place(num_replicas, rank, job_place)
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]  # any Sized
         self.shares = _checked_shares(shares, num_replicas)
-        count = _length(dataset)
-        if count < num_replicas:
+        if len(dataset) < num_replicas:
             raise ConfigurationError(
-                f"every rank needs a sample (expected at least {num_replicas} in the dataset, got {count}). Fix:"
+                f"every rank needs a sample (expected at least {num_replicas} in the dataset, got {len(dataset)}). Fix:"
                 " start fewer ranks."
             )
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]  # any Sized
         # The base class's count padding in.
-        self.num_samples, self.total_size = len(self), count
+        self.num_samples, self.total_size = len(self), len(dataset)
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices, spread evenly over the permutation."""
@@ -86,11 +87,11 @@ class ProportionalSampler(DistributedSampler[int]):
 
     def __len__(self) -> int:
         """How many indices this rank yields."""
-        return split_proportionally(_length(self.dataset), self.shares)[self.rank]
+        return split_proportionally(len(self.dataset), self.shares)[self.rank]
 
     def permutation(self) -> torch.Tensor:
         """The order of the whole dataset in this epoch, int64; the same on every rank."""
-        count = _length(self.dataset)
+        count = len(self.dataset)
         if not self.shuffle:
             return torch.arange(count)
         return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch))
@@ -121,14 +122,11 @@ class ProportionalBatchSampler(DistributedSampler[list[int]]):
 
     Raises:
         ConfigurationError: fewer samples than ranks in a batch, or ``drop_last`` would leave no batch at all.
-        ArgumentTypeError: ``global_batch_size`` is no integer.
     """
 
+    dataset: Any
+
     def __init__(self, sampler: ProportionalSampler, global_batch_size: int) -> None:
-        if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
-            raise ArgumentTypeError(
-                f"global_batch_size is a number of samples (expected an int, got {global_batch_size!r})"
-            )
         if global_batch_size < sampler.num_replicas:
             raise ConfigurationError(
                 f"every rank needs a sample of each batch (expected a global_batch_size of at least"
@@ -143,20 +141,15 @@ class ProportionalBatchSampler(DistributedSampler[list[int]]):
         if not self._global_sizes():
             raise ConfigurationError(
                 f"drop_last=True leaves no batch at all (expected at least {global_batch_size} samples, the"
-                f" global_batch_size, got {_length(sampler.dataset)})"
+                f" global_batch_size, got {len(sampler.dataset)})"
             )
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each global batch."""
-        permutation = self.sampler.permutation()
-        rank, sizes = self.rank, self._global_sizes()
-        counts_of_size = {size: split_proportionally(size, self.sampler.shares) for size in set(sizes)}
-        start = 0
-        for size in sizes:
-            counts = counts_of_size[size]
-            first = start + sum(counts[:rank])
-            yield permutation[first : first + counts[rank]].tolist()
-            start += size
+        split = functools.cache(lambda size: split_proportionally(size, self.sampler.shares))
+        sizes = self._global_sizes()
+        for batch in self.sampler.permutation()[: sum(sizes)].split(sizes):
+            yield batch.split(split(len(batch)))[self.rank].tolist()
 
     def __len__(self) -> int:
         """How many batches an epoch has; the same on every rank."""
@@ -167,13 +160,12 @@ class ProportionalBatchSampler(DistributedSampler[list[int]]):
         self.sampler.set_epoch(epoch)
 
     def _global_sizes(self) -> list[int]:
-        full, rest = divmod(_length(self.sampler.dataset), self.global_batch_size)
+        full, rest = divmod(len(self.sampler.dataset), self.global_batch_size)
         sizes = [self.global_batch_size] * full
         if rest == 0 or self.sampler.drop_last:
             return sizes
-        if sizes and rest < self.sampler.num_replicas:
-            sizes[-1] += rest
-            return sizes
+        if sizes and rest < self.num_replicas:
+            return [*sizes[:-1], sizes[-1] + rest]
         return [*sizes, rest]
 
 
@@ -192,19 +184,20 @@ class EvaluationSampler(DistributedSampler[int]):
         rank: this one; default likewise.
     """
 
+    dataset: Any
+
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
         num_replicas, rank = _place(num_replicas, rank, group_place)
-        count = _length(dataset)
         super().__init__(dataset, num_replicas, rank, shuffle=False)  # type: ignore[arg-type]  # any Sized
-        self.num_samples, self.total_size = len(self), count
+        self.num_samples, self.total_size = len(self), len(dataset)
 
     def __iter__(self) -> Iterator[int]:
         """Yield every ``num_replicas``-th index, from ``rank`` on."""
-        return iter(range(self.rank, _length(self.dataset), self.num_replicas))
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))
 
     def __len__(self) -> int:
         """How many indices this rank yields; over all ranks they add up to the dataset's length."""
-        return len(range(self.rank, _length(self.dataset), self.num_replicas))
+        return len(range(self.rank, len(self.dataset), self.num_replicas))
 
 
 def split_proportionally(count: int, shares: Sequence[Fraction]) -> list[int]:
@@ -235,11 +228,6 @@ def _place(num_replicas: int | None, rank: int | None, default: Callable[[], tup
         default_rank, default_count = default()
         num_replicas = default_count if num_replicas is None else num_replicas
         rank = default_rank if rank is None else rank
-    if not (isinstance(rank, int) and isinstance(num_replicas, int) and 0 <= rank < num_replicas):
-        raise ConfigurationError(
-            "rank is a whole number below num_replicas, counted from 0 (expected 0 <= rank < num_replicas, got rank"
-            f" {rank!r} of {num_replicas!r})"
-        )
     return num_replicas, rank
 
 
@@ -248,28 +236,12 @@ def _checked_shares(shares: Any, num_replicas: int) -> tuple[Fraction, ...]:
     if shares is None:
         return (Fraction(1),) * num_replicas
     shares = shares.tolist() if hasattr(shares, "tolist") else shares  # an array or tensor
-    if isinstance(shares, str) or not isinstance(shares, Sequence):
-        raise ArgumentTypeError(f"shares is one number a rank (expected a sequence, got {type(shares).__name__})")
     if len(shares) != num_replicas:
-        raise ConfigurationError(
-            f"shares has one number for each rank (expected {num_replicas}, got {len(shares)}: {list(shares)})"
-        )
+        raise ConfigurationError(f"shares has one number for each rank (expected {num_replicas}, got {shares})")
     for rank, share in enumerate(shares):
-        if isinstance(share, bool) or not isinstance(share, numbers.Real):
-            raise ArgumentTypeError(f"shares: rank {rank}'s is no number (expected a float, got {share!r})")
-        if not 0 < to_float(share) < math.inf:
+        if not 0 < share < math.inf:
             raise ConfigurationError(
                 f"shares: every rank takes part (expected finite numbers above 0, got {share} for rank {rank}). Fix:"
                 " start no process where there is nothing to do."
             )
     return tuple(Fraction(float(share)) for share in shares)
-
-
-def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            f"dataset needs a length to be shared out (expected a map-style dataset, got {type(dataset).__name__})."
-            " An iterable dataset splits itself: see torch.utils.data.IterableDataset."
-        ) from error

@@ -58,9 +58,8 @@ class ValueExchange:
     """
 
     def __init__(self, verb: str, process_group: Any, values: Sequence[Any] = ()) -> None:
+        check_has_met(process_group, verb)
         process_group = process_group or default_group()
-        if process_group is None:
-            check_has_met(None, verb)
         self.verb = verb
         self.collective = collective_for(process_group)
         self._header_device, self.device = CPU, CPU
@@ -112,6 +111,9 @@ class ValueExchange:
             groups: of addends; those of a group have one dtype, float64 or int64. Few numbers travel with the header,
                 and are added in the order of ranks.
         """
+        if self.collective.world_size == 1:
+            self.check({})
+            return [list(group) for group in groups]
         flats = [torch.cat([addend.reshape(-1).to(self.device) for addend in (_NOTHING, *group)]) for group in groups]
         sizes = [flat.nbytes for flat in flats]
         if self.device.type == "cpu" and sum(sizes) <= BLOCK_BYTES - DIGEST_BYTES:
