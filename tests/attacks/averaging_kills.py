@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import torch
 from attacks.kill_loop import CHUNKS, LEASE_S, PATIENCE_S, SHARDS, WORKERS, Counters, enter, until
-from support.fault_workers import Reports, crew, results_of
+from support.fault_workers import Reports, results_of, worker_processes
 from support.server_process import running_server
 
 from psengine.parameter_server.client.link import Link
@@ -67,7 +67,7 @@ def _one_sync_try(chooser: random.Random, steps: int, kills_worker: bool) -> Cou
     with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
         options = {"bind": f"ipc://{directory}/socket", "shards": SHARDS, "lease_s": LEASE_S}
         server = context.enter_context(running_server(**options))
-        members = context.enter_context(crew())
+        members = context.enter_context(worker_processes())
         # Every other time at the end, where workers leave, and one of them lacks what the others have.
         at_least = steps if chooser.random() < 0.5 else chooser.randrange(1, steps)
         deaf = chooser.randrange(WORKERS) if at_least == steps and not kills_worker else -1

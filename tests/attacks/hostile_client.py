@@ -3,8 +3,8 @@
     python tests/attacks/hostile_client.py                 # all attacks at length: rows for benchmarks/faults/README.md
     python tests/attacks/hostile_client.py --scale 0.1 idle_connections hello_flood
 
-Each attack is a function of (server, count) that returns what it sent and what came back. ``Ordeal`` looks at the
-server and at an honest worker before and after. The tests run short forms.
+Each attack is a function of (server, count) that returns what it sent and what came back. ``AttackFixture`` looks at
+the server and at an honest worker before and after. The tests run short forms.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ ATTACKS: dict[Callable[[ServerProcess, int], Counters], int] = {
 # ---- around them ---------------------------------------------------------------------------------------------------
 
 
-class Ordeal:
+class AttackFixture:
     """One server under attack, with an honest worker in it.
 
     Args:
@@ -325,13 +325,13 @@ class Ordeal:
 
 
 @contextmanager
-def ordeal(*, values: int = 100_000, **options: Any) -> Iterator[Ordeal]:
+def attack_fixture(*, values: int = 100_000, **options: Any) -> Iterator[AttackFixture]:
     """A server that keeps snapshots, and an honest worker."""
     options = {"insecure": True, "snapshot_interval_s": 0.0, "lease_s": 60.0, **options}
     with (
         tempfile.TemporaryDirectory(prefix="psengine-hostile-") as folder,
         running_server(snapshot_dir=Path(folder) / "s", **options) as server,
-        contextlib.closing(Ordeal(server, values)) as made,
+        contextlib.closing(AttackFixture(server, values)) as made,
     ):
         yield made
 
@@ -403,7 +403,7 @@ def main() -> int:
     for attack, count in ATTACKS.items():
         if arguments.attacks and attack.__name__ not in arguments.attacks:
             continue
-        with ordeal() as made:
+        with attack_fixture() as made:
             outcome = made.run(attack, max(1, int(count * arguments.scale)))
         print(outcome.row(), flush=True)
         is_bad |= not outcome.survived or outcome.health != "10/10" or outcome.changed != 0

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.fault_workers import Crew, Reports, Worker, WorkerFailedError, crew
+from support.fault_workers import Reports, Worker, WorkerFailedError, WorkerProcesses, worker_processes
 from support.server_process import APPLY, SGD, ServerProcess, running_server
 
 from psengine.parameter_server.client.options import READER_RULE, SessionOptions
@@ -181,7 +181,7 @@ class AsyncTrial:
             "durability": tier,
         }
         self._servers = context.enter_context(ExitStack())
-        self._crew: Crew = context.enter_context(crew())
+        self._crew: WorkerProcesses = context.enter_context(worker_processes())
         self.server: ServerProcess = self._servers.enter_context(running_server(**self._options))
         self._workers = [self._crew.start(push_for_ever, self._address, rank=rank) for rank in range(WORKERS)]
         for worker in self._workers:
@@ -308,7 +308,7 @@ def run_forgetful(tries: int, seed: int, most_s: float = float("inf")) -> Counte
         with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
             options = {"bind": f"ipc://{directory}/socket", "shards": SHARDS, "lease_s": LEASE_S}
             server = context.enter_context(running_server(**options))
-            members = context.enter_context(crew())
+            members = context.enter_context(worker_processes())
             workers = [members.start(push_for_ever, options["bind"], rank=rank) for rank in range(WORKERS)]
             for worker in workers:
                 worker.wait_for("step")

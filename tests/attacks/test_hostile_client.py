@@ -7,9 +7,9 @@ import math
 import pytest
 from attacks.hostile_client import (
     ATTACKS,
+    attack_fixture,
     endless_messages,
     idle_connections,
-    ordeal,
     slow_readers,
 )
 
@@ -18,7 +18,7 @@ SHORT = dict.fromkeys(ATTACKS, 1000) | {idle_connections: 100, slow_readers: 2, 
 
 @pytest.fixture(scope="module")
 def attacked():
-    with ordeal() as made:
+    with attack_fixture() as made:
         yield made
 
 
@@ -38,7 +38,7 @@ def test_an_attack_costs_little_and_changes_nothing(attacked, attack):
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_an_attack_at_length(attack):
-    with ordeal() as made:
+    with attack_fixture() as made:
         outcome = made.run(attack, ATTACKS[attack])
         assert outcome.survived
         assert outcome.changed == 0

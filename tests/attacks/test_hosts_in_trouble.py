@@ -44,7 +44,7 @@ PORT = 7077
 
 
 @dataclass
-class Crew:
+class WorkerProcesses:
     """The replicas of a training.
 
     Attributes:
@@ -76,7 +76,7 @@ class Crew:
 
 
 @contextmanager
-def crew(
+def worker_processes(
     folder: Path,
     strategies: Sequence[str],
     *,
@@ -89,7 +89,7 @@ def crew(
     rate: str | None = None,
     round_trip_s: float = 0.0,
     stall_s: float = 30.0,
-) -> Iterator[Crew]:
+) -> Iterator[WorkerProcesses]:
     """Three hosts: with a rank each, or two on each of two; over servers the first has a server, the others a worker.
 
     ``steps``: of each training; None: there is no undisturbed one, and the other never ends.
@@ -128,10 +128,10 @@ def crew(
                 own["PSENGINE_SERVERS"] = f"tcp://{hosts[0].name}:{PORT}"
             command = [sys.executable, PROGRAM, folder / "plan.json", str(rank)]
             processes.append(stack.enter_context(hosts[place].start(command, environment=environment | own)))
-        yield Crew(hosts, processes, server)
+        yield WorkerProcesses(hosts, processes, server)
 
 
-def assert_undisturbed(trained: Crew, strategy: str) -> None:
+def assert_undisturbed(trained: WorkerProcesses, strategy: str) -> None:
     """The weights are those of the undisturbed training on every rank; with equal bits wherever sums are exact."""
     outcomes = [trained.outcome(strategy, rank) for rank in range(len(trained.processes))]
     assert not any("error" in outcome for outcome in outcomes), outcomes
@@ -174,7 +174,7 @@ SERVER_ROADS = (
 )
 def test_a_cut_link_that_heals_leaves_the_weights_as_they_would_be(tmp_path, strategies, collective):
     steps = 24  # many, so that a slow machine cuts before the last
-    with crew(tmp_path, strategies, steps=steps, pause_s=0.15, collective=collective) as trained:
+    with worker_processes(tmp_path, strategies, steps=steps, pause_s=0.15, collective=collective) as trained:
         for strategy in strategies:
             trained.await_step(strategy, 3)
             trained.hosts[1].cut()
@@ -187,7 +187,7 @@ def test_a_cut_link_that_heals_leaves_the_weights_as_they_would_be(tmp_path, str
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "collective"), [("sync", "auto"), ("sync", "hierarchical"), ("async", "auto")])
 def test_a_link_that_is_cut_for_longer_than_a_roll_call_heals(tmp_path, strategy, collective):
-    with crew(tmp_path, [strategy], steps=12, collective=collective) as trained:
+    with worker_processes(tmp_path, [strategy], steps=12, collective=collective) as trained:
         trained.await_step(strategy, 3)
         trained.hosts[1].cut()
         time.sleep(15.0)
@@ -197,7 +197,7 @@ def test_a_link_that_is_cut_for_longer_than_a_roll_call_heals(tmp_path, strategy
 
 @pytest.mark.parametrize("strategy", slowly((*OVER_SERVERS[:4], SERVER_ROADS[-1])))
 def test_a_worker_whose_lease_ran_out_beyond_a_cut_link_comes_again(tmp_path, strategy):
-    with crew(tmp_path, [strategy], steps=None, pause_s=0.01, lease_s=1.0) as trained:
+    with worker_processes(tmp_path, [strategy], steps=None, pause_s=0.01, lease_s=1.0) as trained:
         server = trained.server
         assert server is not None
         trained.await_step(strategy, 3)
@@ -218,7 +218,7 @@ def test_a_worker_whose_lease_ran_out_beyond_a_cut_link_comes_again(tmp_path, st
     ],
 )
 def test_a_killed_rank_is_named_by_all_others(tmp_path, strategy, collective, victim):
-    with crew(tmp_path, [strategy], steps=None, pause_s=0.01, collective=collective) as trained:
+    with worker_processes(tmp_path, [strategy], steps=None, pause_s=0.01, collective=collective) as trained:
         trained.await_step(strategy, 3)
         trained.processes[victim].signal(signal.SIGKILL)
         for rank in range(len(trained.processes)):
@@ -230,7 +230,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path, strategy, collective, vi
 
 @pytest.mark.parametrize("strategy", slowly(SERVER_ROADS))
 def test_the_others_go_on_without_a_killed_worker(tmp_path, strategy):
-    with crew(tmp_path, [strategy], steps=None, pause_s=0.01, lease_s=1.0) as trained:
+    with worker_processes(tmp_path, [strategy], steps=None, pause_s=0.01, lease_s=1.0) as trained:
         trained.await_step(strategy, 3)
         trained.processes[1].signal(signal.SIGKILL)
         trained.processes[1].wait()
@@ -246,7 +246,9 @@ def test_the_others_go_on_without_a_killed_worker(tmp_path, strategy):
 )
 def test_who_is_beyond_a_link_that_stays_cut_is_named(tmp_path, strategy, collective):
     beyond = [2, 3] if collective == "hierarchical" else [1]
-    with crew(tmp_path, [strategy], steps=None, pause_s=0.01, timeout_s=4.0, collective=collective) as trained:
+    with worker_processes(
+        tmp_path, [strategy], steps=None, pause_s=0.01, timeout_s=4.0, collective=collective
+    ) as trained:
         trained.await_step(strategy, 3)
         trained.hosts[1].cut()
         for rank in range(len(trained.processes)):
@@ -260,7 +262,7 @@ def test_who_is_beyond_a_link_that_stays_cut_is_named(tmp_path, strategy, collec
 
 @pytest.mark.parametrize("strategy", slowly(OVER_SERVERS[:4]))
 def test_a_worker_beyond_a_link_that_stays_cut_names_the_server_and_the_others_go_on(tmp_path, strategy):
-    with crew(tmp_path, [strategy], steps=None, pause_s=0.01, timeout_s=4.0, lease_s=1.0) as trained:
+    with worker_processes(tmp_path, [strategy], steps=None, pause_s=0.01, timeout_s=4.0, lease_s=1.0) as trained:
         trained.await_step(strategy, 3)
         trained.hosts[2].cut()
         outcome = trained.outcome(strategy, 1)
@@ -276,7 +278,7 @@ def test_data_that_fills_a_link_starves_neither_heartbeats_nor_roll_calls(tmp_pa
     columns = 40_000 if strategy == "sync" else 20_000
     link = {"rate": "10mbit", "round_trip_s": 0.02}
     options = {"timeout_s": 120.0, "lease_s": 2.0, "stall_s": 30.0 if strategy == "sync" else 5.0}
-    with crew(tmp_path, [strategy], steps=None, columns=columns, **options, **link) as trained:
+    with worker_processes(tmp_path, [strategy], steps=None, columns=columns, **options, **link) as trained:
         trained.await_step(strategy, 1, timeout_s=250)
         for process in trained.processes:
             waits = [line for line in process.stderr.splitlines() if " has waited " in line]

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 from attacks.throttled_relay import ThrottledRelay, throttled_relay
-from support.fault_workers import Reports, crew, expect_workers, results_of
+from support.fault_workers import Reports, expect_workers, results_of, worker_processes
 from support.server_process import ServerProcess, running_server
 from support.waiting import eventually
 
@@ -183,7 +183,7 @@ def test_a_step_of_a_strategy_sends_its_bytes_once_at_10_mbit_per_s(server, stra
     steps = 2
     with ExitStack() as context:
         relays = [context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=1e9)) for _ in range(size)]
-        workers = context.enter_context(crew())
+        workers = context.enter_context(worker_processes())
         members = [
             workers.start(train, strategy, relay.address, size, steps, rank=rank) for rank, relay in enumerate(relays)
         ]

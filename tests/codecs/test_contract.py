@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracles.codec_values import ARRIVES, WithFeedback
+from oracles.codec_values import REFERENCE_VALUES, WithFeedback
 from support.top_one_codec import TopOne
 from support.trial_codecs import register
 
@@ -190,10 +190,10 @@ def test_a_residual_is_given_back_once(codec, generator):
     assert not state.residual.any()
 
 
-@pytest.mark.parametrize("name", list(ARRIVES))
+@pytest.mark.parametrize("name", list(REFERENCE_VALUES))
 @pytest.mark.parametrize("numel", [1, 31, 32, 255, 257, 1500])
 def test_the_rule_in_plain_torch(name, numel, generator):
-    codec, rule = resolve_codec(name), WithFeedback(ARRIVES[name]())
+    codec, rule = resolve_codec(name), WithFeedback(REFERENCE_VALUES[name]())
     state = codec.make_state(numel, torch.float32, torch.device("cpu"))
     for step in range(3):
         values = values_of(numel, torch.float32, generator) * 10.0 ** (step * 8 - 8)

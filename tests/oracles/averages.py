@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from oracles.codec_values import ARRIVES, CASTS, Factors, Pieces, Sender, WithFeedback, is_covered, sender
+from oracles.codec_values import CASTS, REFERENCE_VALUES, Factors, Pieces, Sender, WithFeedback, is_covered, sender
 from oracles.ring_order import add_in_ring_order
 from psengine.codecs.base import Codec
 
@@ -123,7 +123,7 @@ class SlicedAverage(Average):
     """
 
     def __init__(self, name: str, world_size: int, *, error_feedback: bool = True, **options: Any) -> None:
-        arrives = ARRIVES[name](**options)
+        arrives = REFERENCE_VALUES[name](**options)
         self.up: Sequence[Sender] = [WithFeedback(arrives, keeps=error_feedback) for _ in range(world_size)]
         self.down = None if name == "topk" else WithFeedback(arrives, keeps=error_feedback)
         self._name = name

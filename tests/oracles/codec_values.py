@@ -2,8 +2,9 @@
 
     values ─ + residual ─► what the codec keeps of them ─► arrives        residual: what does not
 
-An oracle, in plain torch: it shares the codecs' names and options with psengine.codecs, and nothing else. ``ARRIVES``
-says of each codec what arrives of float32 values; ``Factors`` is "powersgd"; casts round values and keep nothing.
+An oracle, in plain torch: it shares the codecs' names and options with psengine.codecs, and nothing else.
+``REFERENCE_VALUES`` says of each codec what arrives of float32 values; ``Factors`` is "powersgd"; casts round values
+and keep nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def topk(ratio: float = 0.01) -> Arrives:
 
 
 # From a codec's options to what arrives.
-ARRIVES: dict[str, Callable[..., Arrives]] = {
+REFERENCE_VALUES: dict[str, Callable[..., Arrives]] = {
     "int8": lambda: int8,
     "fp4": lambda: fp4,
     "onebit": lambda: onebit,
@@ -268,4 +269,4 @@ def sender(codec: Codec, dtype: torch.dtype, pieces: Pieces) -> Sender:
     if codec.name == "powersgd":
         return Factored(pieces, **options)
     keeps = options.pop("error_feedback", True)
-    return WithFeedback(ARRIVES[codec.name](**options), keeps=keeps)
+    return WithFeedback(REFERENCE_VALUES[codec.name](**options), keeps=keeps)

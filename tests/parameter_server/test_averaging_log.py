@@ -11,7 +11,7 @@ import os
 
 import pytest
 import torch
-from support.fault_workers import Reports, crew, results_of
+from support.fault_workers import Reports, results_of, worker_processes
 from support.server_process import running_server
 from support.shard_world import spec
 from support.waiting import eventually
@@ -73,7 +73,7 @@ def test_a_restarted_server_goes_on_with_the_step_it_was_in(tmp_path, dies, snap
         "durability": "log",
         "snapshot_interval_s": snapshot_interval_s,
     }
-    with running_server(**options) as server, crew() as members:
+    with running_server(**options) as server, worker_processes() as members:
         workers = [members.start(average, server.addresses[0], rank=rank) for rank in range(WORKERS)]
 
         def is_in_the_middle() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from attacks.lossy_proxy import lossy_proxy
-from support.fault_workers import Reports, Worker, crew, end_myself, expect_workers, results_of
+from support.fault_workers import Reports, Worker, end_myself, expect_workers, results_of, worker_processes
 from support.marks import slow
 from support.processes import run_ranks
 from support.server_process import ServerProcess, running_server
@@ -236,7 +236,7 @@ class DieInStep:
 )
 def test_a_worker_killed_in_the_middle_of_a_push_is_left_out(server, pushes, after_s):
     steps = 12
-    with crew() as workers:
+    with worker_processes() as workers:
         survivors = [workers.start(train_sync, server.addresses[0], steps, 3, rank=rank) for rank in (0, 2)]
         victim = workers.start(train_sync, server.addresses[0], steps, 3, 0.0, DieInStep(5, pushes, after_s), rank=1)
         _, died_s = victim.wait_for("step", at_least=5)
@@ -282,7 +282,7 @@ def assert_goes_on(survivors: Sequence[Worker], died_s: float) -> None:
 @pytest.mark.parametrize("waits_for_eviction", [False, slow(True)])
 def test_a_restarted_worker_gets_weights_buffers_and_momenta(server, waits_for_eviction):
     arguments = (train_sync, server.addresses[0], ENDLESS, 2, 0.01)
-    with crew() as workers:
+    with worker_processes() as workers:
         survivor = workers.start(*arguments, rank=0)
         first_life = workers.start(*arguments, rank=1)
         first_life.wait_for("step", at_least=10)
@@ -307,7 +307,7 @@ def test_a_restarted_worker_gets_weights_buffers_and_momenta(server, waits_for_e
 
 def test_the_old_life_of_a_restarted_worker_is_fenced(server):
     """A stopped process whose rank was given to another comes back as nobody: what it pushes changes nothing."""
-    with crew() as workers:
+    with worker_processes() as workers:
         survivor = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=0)
         old = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
         old.wait_for("step", at_least=5)
@@ -344,7 +344,7 @@ def test_sync_server_loses_no_step_to_restarts_of_its_server(tmp_path, has_snaps
     with ExitStack() as context:
         address = f"ipc://{tmp_path}/socket"
         server = context.enter_context(running_server(bind=address, shards=2, lease_s=LEASE_S, **options))
-        workers = context.enter_context(crew())
+        workers = context.enter_context(worker_processes())
         arguments = (train_sync, address, steps, 3, 0.005, None, False, None, wrapping)
         members = [workers.start(*arguments, rank=rank) for rank in range(3)]
         for kill in range(2):
@@ -381,7 +381,7 @@ def test_an_average_that_one_worker_has_survives_the_server(tmp_path):
     steps = 12
     with ExitStack() as context:
         server = context.enter_context(running_server(bind=f"ipc://{tmp_path}/socket", shards=2, lease_s=LEASE_S))
-        workers = context.enter_context(crew())
+        workers = context.enter_context(worker_processes())
         ahead = workers.start(train_sync, server.addresses[0], steps, 2, rank=0)
         behind = workers.start(train_sync, server.addresses[0], steps, 2, 0.0, StallAnswer(5), rank=1)
         ahead.wait_for("step", at_least=6)
@@ -422,7 +422,7 @@ def test_a_server_that_dies_before_a_worker_has_its_values_gives_it_no_others(tm
     """Worker 0 tells a restarted server the layout, not the values; worker 1 must not begin from what is there."""
     with ExitStack() as context:
         server = context.enter_context(running_server(bind=f"ipc://{tmp_path}/socket", shards=2, lease_s=LEASE_S))
-        workers = context.enter_context(crew())
+        workers = context.enter_context(worker_processes())
         first = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=0)
         second = workers.start(enter_slowly, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
         second.wait_for("will pull")
@@ -440,7 +440,7 @@ def test_a_server_that_dies_before_a_worker_has_its_values_gives_it_no_others(tm
 
 @pytest.mark.parametrize("steps_before", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_stopped_worker_rejoins_with_the_others_state(server, steps_before):
-    with crew() as workers:
+    with worker_processes() as workers:
         members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
         stopped, others = members[1], [members[0], members[2]]
         stopped.wait_for("step", at_least=steps_before)
@@ -460,7 +460,7 @@ def test_a_stopped_worker_rejoins_with_the_others_state(server, steps_before):
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2])
 def test_all_workers_stopped_for_longer_than_the_lease_go_on(shards):
-    with running_server(shards=shards, lease_s=LEASE_S) as server, crew() as workers:
+    with running_server(shards=shards, lease_s=LEASE_S) as server, worker_processes() as workers:
         members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
         members[0].wait_for("step", at_least=20)
         for member in members:
@@ -479,7 +479,7 @@ def test_all_workers_stopped_for_longer_than_the_lease_go_on(shards):
 
 
 def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
-    with crew() as workers:
+    with worker_processes() as workers:
         members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
         for member in members:
             member.wait_for("step", at_least=10)
@@ -503,7 +503,7 @@ def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
 @pytest.mark.slow
 def test_a_worker_joins_while_another_dies(server):
     arguments = (train_sync, server.addresses[0], ENDLESS, 3, 0.01)
-    with crew() as workers:
+    with worker_processes() as workers:
         members = [workers.start(*arguments, rank=rank) for rank in range(3)]
         members[0].wait_for("step", at_least=10)
         begun_s = time.monotonic()
@@ -549,7 +549,7 @@ class DieAsDonor:
 @pytest.mark.parametrize("where", ["store", "admit"])
 def test_a_donor_that_dies_is_replaced(server, where):
     arguments = (server.addresses[0], ENDLESS, 3, 0.01)
-    with crew() as workers:
+    with worker_processes() as workers:
         donor = workers.start(train_sync, *arguments, DieAsDonor(where), rank=0)
         members = [workers.start(train_sync, *arguments, rank=rank) for rank in (1, 2)]
         members[0].wait_for("step", at_least=10)
@@ -573,7 +573,7 @@ def die_before_seal(reports: Reports, *arguments: Any) -> Any:
 
 
 def test_a_worker_that_never_gave_its_values_is_named(server):
-    with crew() as workers:
+    with worker_processes() as workers:
         workers.start(die_before_seal, server.addresses[0], 10, 2, rank=0)
         waiting = workers.start(train_sync, server.addresses[0], 10, 2, 0.0, None, False, {"timeout_s": 1.0}, rank=1)
         begun_s = time.monotonic()
@@ -585,7 +585,7 @@ def test_a_worker_that_never_gave_its_values_is_named(server):
 
 
 def test_a_worker_that_never_gave_its_values_may_come_again(server):
-    with crew() as workers:
+    with worker_processes() as workers:
         first_life = workers.start(die_before_seal, server.addresses[0], 10, 2, rank=0)
         waiting = workers.start(train_sync, server.addresses[0], 10, 2, rank=1)
         with pytest.raises(AssertionError, match="it has ended"):
@@ -600,7 +600,7 @@ def test_a_worker_that_never_gave_its_values_may_come_again(server):
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_a_second_process_with_a_rank_is_refused_and_the_first_unharmed(server, strategy):
     function = train_sync if strategy == "sync" else train_async
-    with crew() as workers:
+    with worker_processes() as workers:
         members = [workers.start(function, server.addresses[0], ENDLESS, 2, 0.01, rank=rank) for rank in range(2)]
         members[1].wait_for("step", at_least=5)
         begun_s = time.monotonic()
@@ -621,7 +621,7 @@ def test_a_second_process_with_a_rank_is_refused_and_the_first_unharmed(server, 
 
 
 def test_a_server_that_is_gone_for_good_is_named():
-    with crew() as workers, running_server(lease_s=LEASE_S) as server:
+    with worker_processes() as workers, running_server(lease_s=LEASE_S) as server:
         options = {"timeout_s": 1.0}
         member = workers.start(train_sync, server.addresses[0], ENDLESS, 1, 0.005, None, False, options, rank=0)
         member.wait_for("step", at_least=5)
@@ -729,7 +729,7 @@ def replay_updates(rank: int, _: int, result: bytes) -> int:
 def test_async_goes_on_without_a_worker_that_was_killed(server, bound):
     options = {"max_staleness": bound}
     steps = 40
-    with crew() as workers:
+    with worker_processes() as workers:
         survivors = [
             workers.start(train_async, server.addresses[0], steps, 3, 0.005, None, False, options, rank=rank)
             for rank in (0, 2)
@@ -751,7 +751,7 @@ def test_async_goes_on_without_a_worker_that_was_killed(server, bound):
 
 def test_async_restarted_worker_begins_with_the_servers_weights(server):
     options = {"max_staleness": 3}
-    with crew() as workers:
+    with worker_processes() as workers:
         arguments = (train_async, server.addresses[0], ENDLESS, 2, 0.01, None, False, options)
         survivor = workers.start(*arguments, rank=0)
         first_life = workers.start(*arguments, rank=1)
@@ -776,7 +776,7 @@ def test_async_restarted_worker_begins_with_the_servers_weights(server):
 @pytest.mark.parametrize("bound", [slow(None), 1])
 def test_async_goes_on_past_a_stopped_worker(server, bound):
     options = {"max_staleness": bound}
-    with crew() as workers:
+    with worker_processes() as workers:
         members = [
             workers.start(train_async, server.addresses[0], ENDLESS, 3, 0.01, None, False, options, rank=rank)
             for rank in range(3)
@@ -801,7 +801,7 @@ def test_async_goes_on_past_a_stopped_worker(server, bound):
 def test_a_worker_that_has_yet_to_come_is_not_left_behind(server):
     """The bound counts from the first step of all, and the first worker says whom it waits for."""
     bound, options = 2, {"max_staleness": 2}
-    with crew() as workers:
+    with worker_processes() as workers:
         first = workers.start(train_async, server.addresses[0], 20, 2, 0.0, None, False, options, rank=0)
         first.wait_for("step", at_least=bound)
         time.sleep(0.5)
@@ -823,7 +823,7 @@ def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
         server = context.enter_context(
             running_server(bind=f"ipc://{tmp_path}/socket", shards=2, lease_s=LEASE_S, **options)
         )
-        workers = context.enter_context(crew())
+        workers = context.enter_context(worker_processes())
         worker = workers.start(train_async, server.addresses[0], 90, 1, 0.005, rank=0)
         for kill in range(2):
             worker.wait_for("step", at_least=30 * (kill + 1))
@@ -865,7 +865,7 @@ def test_sync_server_counts_every_gradient_once_over_a_lossy_network(seed):
     with (
         running_server(lease_s=4.0) as server,
         lossy_proxy(server.addresses[0], seed=seed, share=0.1) as proxy,
-        crew() as workers,
+        worker_processes() as workers,
     ):
         members = [workers.start(train_sync_impatiently, proxy.address, steps, 2, rank=rank) for rank in range(2)]
         results = results_of(members)
@@ -880,7 +880,7 @@ def test_async_applies_every_update_once_over_a_lossy_network(seed):
     with (
         running_server(lease_s=4.0) as server,
         lossy_proxy(server.addresses[0], seed=seed, share=0.1) as proxy,
-        crew() as workers,
+        worker_processes() as workers,
     ):
         log, final = workers.start(train_async_impatiently, proxy.address, steps, rank=0).result()
         assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.fault_workers import Reports, crew, results_of
+from support.fault_workers import Reports, results_of, worker_processes
 from support.interpreters import running_program
 from support.server_process import running_server
 from support.shard_world import spec
@@ -62,7 +62,7 @@ def test_a_server_that_dies_at_the_last_step_gives_it_one_result(tmp_path):
     address = f"ipc://{tmp_path}/socket"
     with ExitStack() as context:
         server = context.enter_context(running_server(bind=address, shards=2, lease_s=LEASE_S))
-        workers = context.enter_context(crew())
+        workers = context.enter_context(worker_processes())
         first = workers.start(exchange_and_leave, address, 2, 3, rank=0)
         second = workers.start(exchange_and_leave, address, 2, 3, 3, rank=1)
         first.wait_for("step", at_least=3)

@@ -139,7 +139,7 @@ class Worker:
         self._connection.close()
 
 
-class Crew:
+class WorkerProcesses:
     """The workers of a test; ended with it."""
 
     def __init__(self, directory: Path) -> None:
@@ -170,10 +170,10 @@ def results_of(workers: Sequence[Worker], timeout_s: float = 60.0) -> list[Any]:
 
 
 @contextmanager
-def crew() -> Iterator[Crew]:
+def worker_processes() -> Iterator[WorkerProcesses]:
     """Workers that all end with this context."""
     with tempfile.TemporaryDirectory(prefix="psengine-workers-") as directory:
-        workers = Crew(Path(directory))
+        workers = WorkerProcesses(Path(directory))
         try:
             yield workers
         finally:

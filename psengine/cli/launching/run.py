@@ -73,9 +73,8 @@ class Run:
 
     def announce(self, number: signal.Signals) -> None:
         """Say that the workers are being ended, unless the run has what it was for."""
-        if _ENOUGH in self.reasons:
-            return
-        self.report(f"{number.name}: ending the workers{' (again: at once)' if number == signal.SIGINT else ''}")
+        if _ENOUGH not in self.reasons:
+            self.report(f"{number.name}: ending the workers{' (again: at once)' if number == signal.SIGINT else ''}")
 
 
 def run_training(

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.fault_workers import crew
+from support.fault_workers import worker_processes
 from support.full_disk import fill_up
 from support.mute_shards import mute_while
 from support.server_process import Peer, running_server
@@ -204,7 +204,12 @@ def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
         "shards": 2,
         "snapshot_dir": tmp_path / "snapshots",
     }
-    with running_server(**options) as server, crew() as workers, browser() as driver, Peer(server.addresses[0]) as peer:
+    with (
+        running_server(**options) as server,
+        worker_processes() as workers,
+        browser() as driver,
+        Peer(server.addresses[0]) as peer,
+    ):
         pauses_s = (0.02, 0.3, 0.02)
         trainers = [
             workers.start(train, server.addresses[0], "digits", pause_s, rank=rank)
