@@ -1,14 +1,14 @@
 """Batch normalisation over the batches of all ranks, on CPU too.
 
-torch's layer computes on accelerators only; ours leaves those to it and adds the CPU. n values per channel lie on one
-rank, N on all::
+torch's layer computes on accelerators only; ours leaves those to it and adds the CPU. N values per channel lie on all
+ranks::
 
-    forward    local mean, variance, n ── all-gather ── global mean, variance, N ── normalise
-    backward   local sum dy, sum dy*x̂ ── all-reduce ── / N ── gradient of the input
+    forward    sum x, n ── all-reduce ── shift = sum x / N          no gradient: a shift changes no result
+               c = x - shift;  sum c, sum c² ── all-reduce ── mean and variance of c ── normalise
+    backward   autograd's, with one all-reduce: that of the second sum
                └── gradients of bias and weight: local sums, which data-parallel training averages like any other
 
-Statistics are merged by Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-variances" (1979), in float64: no sum of squares minus a squared sum, which cancels where |mean| >> deviation.
+Squares are summed of values near zero: a sum of squares minus a squared sum would cancel where |mean| >> deviation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -70,23 +69,32 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 "SyncBatchNorm's input has another number of channels (expected"
                 f" {self.num_features} in dimension 1, got input size {input.size()})"
             )
+        axes = [dimension for dimension in range(input.dim()) if dimension != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        x = input.to(dtype)
         with torch.no_grad():
-            mean, variance, count = _global_statistics(input, collective)
+            values = torch.tensor([input.numel() // input.size(1)], dtype=torch.float64)
+            own = torch.cat([x.sum(axes).to(torch.float64), values])
+            *_, count = sums = _SumOverRanks.apply(own, collective)  # type: ignore[no-untyped-call]
             if count == 1:
                 raise ConfigurationError(
                     f"Expected more than 1 value per channel when training, got input size {input.size()} on rank"
                     f" {collective.rank} and 1 value on all {collective.world_size} ranks together. Use a larger batch,"
                     " or drop the last incomplete one."
                 )
-            self._track(mean, variance, count)
-            dtype = _compute_dtype(input)
-            mean, variance = mean.to(dtype), variance.to(dtype)
-        return cast(
-            Tensor,
-            _Normalize.apply(  # type: ignore[no-untyped-call]
-                input, self.weight, self.bias, mean, variance, max(count, 1), self.eps, collective
-            ),
-        )
+            shift = (sums[:-1] / count.clamp(min=1)).to(dtype)
+        centred = x - shift.view(shape)
+        own = torch.stack([centred.sum(axes), centred.square().sum(axes)]).to(torch.float64)
+        mean, square = _SumOverRanks.apply(own, collective) / count.clamp(min=1)  # type: ignore[no-untyped-call]
+        variance = square - mean.square()
+        with torch.no_grad():
+            self._track(shift + mean, variance, int(count))
+        factor = torch.rsqrt(variance + self.eps).to(dtype)
+        if self.weight is not None:
+            factor = factor * self.weight
+        y = (centred - mean.to(dtype).view(shape)) * factor.view(shape)
+        return (y if self.bias is None else y + self.bias.view(shape)).to(input.dtype)  # type: ignore[no-any-return]
 
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
         """Update the running statistics; an empty batch counts as a batch, and changes nothing else."""
@@ -143,115 +151,19 @@ def adopt_sync_batchnorm(module: torch.nn.Module) -> None:
             layer.__class__ = SyncBatchNorm
 
 
-def _compute_dtype(input: Tensor) -> torch.dtype:
-    return torch.promote_types(input.dtype, torch.float32)
-
-
-def _global_statistics(input: Tensor, collective: Collective) -> tuple[Tensor, Tensor, int]:
-    """Return mean and biased variance per channel over all ranks, in float64, and the number of values of each."""
-    channels = input.size(1)
-    # float64 carries counts beyond 2**24 as well, and a few kilobytes more do not show in the time of a collective.
-    local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
-    if input.numel() > 0:
-        mean, variance = _local_statistics(input.to(_compute_dtype(input)))
-        local = torch.cat([mean, variance, local.new_tensor([input.numel() // channels])])
-    gathered = local.new_empty((collective.world_size, local.numel()))
-    collective.all_gather(gathered, local, what="batch normalisation statistics").wait()
-    means, variances, counts = torch.split(gathered, [channels, channels, 1], dim=1)
-    total = int(counts.sum())
-    shares = counts / max(total, 1)
-    mean = (shares * means).sum(0)
-    variance = (shares * (variances + (means - mean).square())).sum(0)
-    return mean, variance, total
-
-
-def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance per channel, in float64, by two passes over ``x`` in its own dtype.
-
-    The second pass also measures by how much rounding put the first mean off: differences between the ranks' means
-    enter the variance, so an error relative to the mean instead of the deviation would show. On CPU this takes a
-    quarter of the time of ``torch.var_mean`` or the kernel of ``torch.nn.BatchNorm2d``, channels-last input aside.
-    """
-    count = x.numel() // x.size(1)
-    axes = [dimension for dimension in range(x.dim()) if dimension != 1]
-    mean = x.mean(axes)
-    centred = x - mean.view(_per_channel(x))
-    offset = centred.sum(axes).to(torch.float64) / count
-    variance = centred.square_().sum(axes).to(torch.float64) / count - offset.square()
-    return mean.to(torch.float64) + offset, variance
-
-
-class _Normalize(torch.autograd.Function):
-    """Normalisation by given statistics; its gradient accounts for all ranks' inputs, which they were computed from."""
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of every rank's tensor; the gradient of each is the sum of every rank's gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        count: int,
-        eps: float,
-        collective: Collective,
-    ) -> Tensor:
-        ctx.save_for_backward(input, weight, mean, variance)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.count, ctx.eps, ctx.collective = count, eps, collective
-        dtype = mean.dtype
-        weight = None if weight is None else weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        return F.batch_norm(input.to(dtype), mean, variance, weight, bias, False, 0.0, eps).to(input.dtype)
+    def forward(ctx: Any, tensor: Tensor, collective: Collective) -> Tensor:
+        ctx.collective = collective
+        total = tensor.clone()
+        collective.sum(total, what="batch normalisation statistics")
+        return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, variance = ctx.saved_tensors
-        memory_format = _memory_format(input)
-        x = _dense(input, memory_format).to(mean.dtype)
-        dy = _dense(grad_output, memory_format).to(mean.dtype)
-        sum_dy, sum_dy_xhat = torch.zeros_like(mean), torch.zeros_like(mean)
-        if x.numel() > 0:
-            # With statistics given, the kernel's gradients of weight and bias are the local sums.
-            _, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
-                dy, x, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
-            )
-        grad_input = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_input = _grad_input(ctx, dy, x, sum_dy, sum_dy_xhat).to(input.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = sum_dy_xhat.to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = sum_dy.to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _grad_input(ctx: Any, dy: Tensor, x: Tensor, sum_dy: Tensor, sum_dy_xhat: Tensor) -> Tensor:
-    """Return weight / deviation * (dy - mean(dy) - x̂ * mean(dy * x̂)), the means over all ranks."""
-    _, weight, mean, variance = ctx.saved_tensors
-    sums = torch.cat([sum_dy, sum_dy_xhat]).to(torch.float64)
-    ctx.collective.sum(sums, what="batch normalisation gradients")
-    mean_dy, mean_dy_xhat = sums.div_(ctx.count).to(mean.dtype).chunk(2)
-    inverse_deviation = torch.rsqrt(variance + ctx.eps)
-    factor = inverse_deviation if weight is None else inverse_deviation * weight.to(mean.dtype)
-    shape = _per_channel(x)
-    result = x - mean.view(shape)
-    result.mul_((-inverse_deviation * mean_dy_xhat).view(shape))
-    return cast(Tensor, result.add_(dy).sub_(mean_dy.view(shape)).mul_(factor.view(shape)))
-
-
-def _per_channel(x: Tensor) -> list[int]:
-    """The shape in which a vector of one number per channel meets ``x``."""
-    return [1, -1] + [1] * (x.dim() - 2)
-
-
-def _memory_format(input: Tensor) -> torch.memory_format:
-    for dimensions, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if input.dim() == dimensions and input.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.contiguous_format
-
-
-def _dense(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
-    return tensor.contiguous(memory_format=memory_format)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        ctx.collective.sum(total, what="batch normalisation gradients")
+        return total, None
