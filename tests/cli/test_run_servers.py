@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -34,6 +35,20 @@ def test_a_server_that_keeps_dying_ends_the_run():
             os.kill(server, signal.SIGKILL)
         assert command.wait() == 1
         assert "3 times in 120 s. It wrote last:" in command.stderr
+
+
+def test_a_server_without_its_folder_is_given_up(tmp_path):
+    folder = tmp_path / "snapshots"
+    with running_command(["run", "--strategy", "async", "--snapshot-dir", str(folder), WORKER, "hang"]) as command:
+        command.wait_until(lambda: "worker 0 has" in command.stdout)
+        (server,) = servers_of(command.pid)
+        os.kill(server, signal.SIGSTOP)  # it would make the folder anew
+        shutil.rmtree(folder)
+        folder.touch()
+        os.kill(server, signal.SIGKILL)
+        assert command.wait() == 1
+        assert "--snapshot-dir is a folder for the servers to write in" in command.stderr
+        assert "3 times in 120 s" in command.stderr
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from psengine.cli.launching.plan import Plan, RunOptions, expected_servers
-from psengine.errors import ConfigurationError, ServerError
+from psengine.errors import ConfigurationError, PSEngineError
 from psengine.parameter_server.client.embedded import EmbeddedServer, discard, launch
 
 # A server that dies, or fails to start, so often in so long is given up.
@@ -134,7 +134,7 @@ class ServerGroup:
         server.stop()
         try:
             self._servers[index] = self._start(index, address)
-        except ServerError as error:
+        except (PSEngineError, OSError) as error:
             self._report(str(error))  # the dead server is found again, and counts again
         else:
             self._report(f"the server at {address} is back (process {self._servers[index].pid})")
