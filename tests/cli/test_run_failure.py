@@ -74,6 +74,22 @@ for _ in range(2):
 """
 
 
+MISMATCHED = """
+import torch, psengine
+context = psengine.init()
+model = psengine.DistributedDataParallel(torch.nn.Linear(4, 2 + context.rank))
+"""
+
+
+def test_models_that_differ_are_reported_once(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(MISMATCHED)
+    code, _, err = run_command(["run", "--workers", "2", str(script)])
+    assert code == 1
+    assert "psengine run: ranks 0-1 on " in err
+    assert err.count("ReplicaMismatchError") == 1, err
+
+
 def test_an_error_of_ours_is_the_users_line_and_one_sentence(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(UNUSED)

@@ -105,8 +105,10 @@ def describe(ends: Sequence[RankEnd], left: Sequence[int] = ()) -> list[str]:
 
 
 def _unnumbered(end: RankEnd) -> list[str]:
-    """Its words without its own number, which messages have."""
-    return [re.sub(rf"rank {end.rank}\b", "this rank", line) for line in end.words]
+    """Its words without its own number, which messages have; one that lists all ranks says on which it was seen."""
+    own = rf"rank {end.rank}\b"
+    seen_on = rf"seen on {own}"
+    return [re.sub(seen_on if re.search(seen_on, line) else own, "this rank", line) for line in end.words]
 
 
 def shell_status(exit_code: int) -> int:
