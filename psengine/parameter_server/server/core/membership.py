@@ -318,11 +318,6 @@ class Membership:
         """Whether there is any of them."""
         return self.remembered_count(now_s) > 0
 
-    @property
-    def heard_s(self) -> float:
-        """When the last message of a member came; -inf without members."""
-        return max((member.last_heard_s for member in self.members.values()), default=float("-inf"))
-
     def expired(self, now_s: float) -> list[int]:
         """Ranks whose lease ran out."""
         return [rank for rank, member in self.members.items() if now_s - member.last_heard_s > self.lease_s]

@@ -39,11 +39,6 @@ class JobPhase(_State):
         """Whether an exchange has ended, here or before this server started."""
         return self in _STARTED
 
-    @property
-    def is_restored(self) -> bool:
-        """Whether workers may know more of the job than the snapshot it is from."""
-        return self in (JobPhase.RESTORED_OPEN, JobPhase.RESTORED_RUNNING)
-
 
 _UNSEALED = frozenset({JobPhase.NEW, JobPhase.REBUILDING, JobPhase.ORPHANED})
 _STARTED = frozenset({JobPhase.REBUILDING, JobPhase.RUNNING, JobPhase.RESUMING, JobPhase.RESTORED_RUNNING})
