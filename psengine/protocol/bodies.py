@@ -1,7 +1,7 @@
 """Message bodies: one type per message, checked by msgspec; and strict msgpack.
 
 A body stays the map that it was; the types only check it. Bounds of a float need care: msgspec 0.22 mixes them up in a
-union with a tuple, so hyperparameters are checked by hand.
+union with a tuple, so ``hyperparameters.check_groups`` checks those of hyperparameters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Annotated, Any, TypeVar
 
@@ -191,26 +190,11 @@ class Seal(Body):
 
 
 class Configure(Body):
-    """CONFIGURE."""
+    """CONFIGURE; ``OptimizerSpec.from_body`` checks that the values fit each other."""
 
     optimizer: Annotated[str, _one_of("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")]
     groups: Groups
     runs: list[tuple[Unsigned, Unsigned, Annotated[int, Meta(ge=-1, le=_INT64_MAX)]]]
-
-    def __post_init__(self) -> None:
-        """Check that the runs cover the chunk, each by a group that is there."""
-        _check_finite(self.groups)
-        reached = 0
-        for index, (start, end, group) in enumerate(self.runs):
-            if start != reached or end <= start:
-                raise ValueError(
-                    f"runs[{index}] must begin where the last one ended (expected {reached}, got {start} to {end})"
-                )
-            if group >= len(self.groups):
-                raise ValueError(
-                    f"runs[{index}] names a group that is not there (expected below {len(self.groups)}, got {group})"
-                )
-            reached = end
 
 
 class List(Body):
@@ -234,11 +218,6 @@ class Push(Body):
     absent: Annotated[list[SegmentIndex], Meta(max_length=messages.MAX_SEGMENTS)] | UnsetType = UNSET
     weight: Annotated[float, Meta(ge=0.0, le=messages.MAX_WEIGHT)] | UnsetType = UNSET
     held: Unsigned | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        if self.groups is not UNSET:
-            _check_finite(self.groups)
 
 
 class Updated(Body):
@@ -363,14 +342,6 @@ TYPES: dict[MessageType, type[Body]] = {
     MessageType.ERROR: Error,
     MessageType.PROGRESS: Progress,
 }
-
-
-def _check_finite(groups: Iterable[dict[str, bool | float | tuple[float, float] | None]]) -> None:
-    for index, group in enumerate(groups):
-        for name, value in group.items():
-            numbers = value if isinstance(value, tuple) else (value or 0.0,)
-            if not all(map(math.isfinite, numbers)):
-                raise ValueError(f"groups[{index}].{name} must be finite (expected a finite number, got {value})")
 
 
 def unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:

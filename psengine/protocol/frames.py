@@ -34,6 +34,8 @@ from psengine.protocol.messages import (
     ErrorCode,
     Message,
     MessageType,
+    Trait,
+    types_with,
 )
 
 # magic, protocol version, type, flags, job, epoch, worker, key, incarnation, sequence, version, numel, payload_bytes,
@@ -50,40 +52,11 @@ FLAG_IN_SEGMENT = 8
 _FLAGS = FLAG_CHECKSUM | FLAG_BODY | FLAG_PAYLOAD | FLAG_IN_SEGMENT
 _ZEROS = b"\0\0\0"
 
-_PAYLOAD_REQUIRED = frozenset(
-    {
-        MessageType.REGISTER,
-        MessageType.UPDATED,
-        MessageType.STORE,
-        MessageType.RESULT,
-        MessageType.STATUS_REPORT,
-        MessageType.ECHO,
-        MessageType.ECHOED,
-    }
-)
-# A PUSH without payload abstains; VALUES without payload: the slot is empty.
-_PAYLOAD_OPTIONAL = frozenset({MessageType.PUSH, MessageType.VALUES})
-_MAY_BE_IN_SEGMENT = frozenset({MessageType.PUSH, MessageType.UPDATED})
-_EXCHANGES = frozenset(
-    {
-        MessageType.PUSH,
-        MessageType.UPDATED,
-        MessageType.PROBE,
-        MessageType.PENDING,
-        MessageType.MISSING,
-        MessageType.SENT,
-        MessageType.REPEAT,
-        MessageType.RESULT_WANTED,
-        MessageType.RESULT,
-    }
-)
-_KEYED = _EXCHANGES | {
-    MessageType.REGISTER,
-    MessageType.CONFIGURE,
-    MessageType.PULL,
-    MessageType.VALUES,
-    MessageType.STORE,
-}
+_PAYLOAD_REQUIRED = types_with(Trait.PAYLOAD)
+_PAYLOAD_OPTIONAL = types_with(Trait.MAY_HAVE_PAYLOAD)
+_MAY_BE_IN_SEGMENT = types_with(Trait.IN_SEGMENT)
+_EXCHANGES = types_with(Trait.EXCHANGE)
+_KEYED = types_with(Trait.KEYED | Trait.EXCHANGE)
 _TYPES = {int(kind): kind for kind in MessageType}
 _NAMED_IN_BODY = frozenset({MessageType.HELLO, MessageType.REGISTER})
 # dtype number -> (dtype, bytes per element)

@@ -7,7 +7,7 @@ one tensor). ``docs/protocol.md`` describes every field; ``frames.py`` turns mes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Flag, IntEnum, auto
 from typing import Any
 
 import torch
@@ -36,83 +36,81 @@ NOBODY = 0xFFFFFFFF
 NO_KEY = 0xFFFFFFFF
 
 
-class MessageType(IntEnum):
-    """What a message is; a server's ``core/permissions.py`` says who may send which.
+class Trait(Flag):
+    """What is true of every message of a type."""
 
-    C: client to server, S: server to client. A request carries an id in ``sequence``, and its answer the same id; only
-    PUSH and what concerns a push (UPDATED, PROBE, PENDING, MISSING, SENT, REPEAT, RESULT_WANTED, RESULT) number a
+    SERVER = auto()  # a server may send it, at any time: an answer may arrive late
+    CONTROL = auto()  # has a connection of its own, so that it never waits behind payloads
+    KEYED = auto()  # names a chunk
+    EXCHANGE = auto()  # numbers a chunk's exchanges, so it is keyed too
+    PAYLOAD = auto()
+    MAY_HAVE_PAYLOAD = auto()  # a PUSH without payload abstains; VALUES without payload: the slot is empty
+    IN_SEGMENT = auto()  # the payload may lie in shared memory
+
+
+class MessageType(IntEnum):
+    """What a message is: its number on the wire, and its traits; ``core/permissions.py`` says who may send which.
+
+    A request carries an id in ``sequence``, and its answer the same id; only types with ``Trait.EXCHANGE`` number a
     chunk's exchanges.
     """
 
-    HELLO = 1  # C  let me in
-    WELCOME = 2  # S  answers HELLO: who you are, what to do next, where the shards are
-    REGISTER = 3  # C  a chunk, with its initial values; answered by OK
-    SEAL = 4  # C  every chunk of this shard is registered; answered by OK
-    CONFIGURE = 5  # C  the server-side optimizer of a chunk; answered by OK
-    LIST = 6  # C  which chunks are there?
-    CHUNKS = 7  # S  answers LIST, in pages
-    PUSH = 8  # C  a chunk's gradient (or a buffer's values)
-    UPDATED = 9  # S  answers PUSH: the chunk's weights, or the average
-    PROBE = 10  # C  what became of my push?
-    PENDING = 11  # S  answers PROBE: it is here, the answer will follow
-    MISSING = 12  # S  answers PROBE: it never came, send it again
-    PULL = 13  # C  a chunk's values, a slot of its optimizer, or a piece of a blob
-    VALUES = 14  # S  answers PULL
-    STORE = 15  # C  overwrite what PULL reads; answered by OK
-    HEARTBEAT = 16  # C  I live
-    HEARTBEAT_ACK = 17  # S  so do I; and these workers
-    JOIN = 18  # C  a worker that comes late to an averaging job asks for state; answered by OK once it was admitted
-    STATE_WANTED = 19  # S  to one live worker: deposit your state for a joiner
-    ADMIT = 20  # C  that worker: the state is deposited, the joiner takes part from here on; answered by OK
-    RESULT_WANTED = 21  # S  a restarted server asks for an average it sent before
-    RESULT = 22  # C  that average
-    STATUS = 23  # C
-    STATUS_REPORT = 24  # S  answers STATUS: JSON, as payload
-    SNAPSHOT = 25  # C  write a snapshot now; answered by OK once it is durable
-    BYE = 26  # C  I leave; answered by OK
-    OK = 27  # S  answers a request
-    ERROR = 28  # S  refuses a message: body has the code and the words
-    ECHO = 29  # C  send this back
-    ECHOED = 30  # S  answers ECHO: the same payload
-    SENT = 31  # S  answers PROBE: the push was answered, and the answer was sent before this
-    REPEAT = 32  # C  send the answer to my push again, it was lost
-    PROGRESS = 33  # C  how far I am, by chunk, for a server that restarted; answered by OK
-    PROGRESS_WANTED = 34  # S  to one worker: send PROGRESS
-    LEAVE = 35  # C  may I leave? OK once every live worker has the averages that I have
-    ADMIN = 36  # C  an operator's order to the whole server; answered by OK with a text
+    traits: Trait
+
+    def __new__(cls, number: int, traits: Trait) -> MessageType:
+        """Keep the number as the value."""
+        kind = int.__new__(cls, number)
+        kind._value_, kind.traits = number, traits
+        return kind
+
+    HELLO = 1, Trait.CONTROL  # let me in
+    WELCOME = 2, Trait.SERVER | Trait.CONTROL  # answers HELLO: who you are, what to do next, where the shards are
+    REGISTER = 3, Trait.KEYED | Trait.PAYLOAD  # a chunk, with its initial values; answered by OK
+    SEAL = 4, Trait(0)  # every chunk of this shard is registered; answered by OK
+    CONFIGURE = 5, Trait.KEYED  # the server-side optimizer of a chunk; answered by OK
+    LIST = 6, Trait(0)  # which chunks are there?
+    CHUNKS = 7, Trait.SERVER  # answers LIST, in pages
+    PUSH = 8, Trait.EXCHANGE | Trait.MAY_HAVE_PAYLOAD | Trait.IN_SEGMENT  # a chunk's gradient (or a buffer's values)
+    # answers PUSH: the chunk's weights, or the average
+    UPDATED = 9, Trait.SERVER | Trait.EXCHANGE | Trait.PAYLOAD | Trait.IN_SEGMENT
+    PROBE = 10, Trait.EXCHANGE  # what became of my push?
+    PENDING = 11, Trait.SERVER | Trait.EXCHANGE  # answers PROBE: it is here, the answer will follow
+    MISSING = 12, Trait.SERVER | Trait.EXCHANGE  # answers PROBE: it never came, send it again
+    PULL = 13, Trait.KEYED  # a chunk's values, a slot of its optimizer, or a piece of a blob
+    VALUES = 14, Trait.SERVER | Trait.KEYED | Trait.MAY_HAVE_PAYLOAD  # answers PULL
+    STORE = 15, Trait.KEYED | Trait.PAYLOAD  # overwrite what PULL reads; answered by OK
+    HEARTBEAT = 16, Trait.CONTROL  # I live
+    HEARTBEAT_ACK = 17, Trait.SERVER | Trait.CONTROL  # so do I; and these workers
+    # a worker that comes late to an averaging job asks for state; answered by OK once it was admitted
+    JOIN = 18, Trait(0)
+    STATE_WANTED = 19, Trait.SERVER | Trait.CONTROL  # to one live worker: deposit your state for a joiner
+    ADMIT = 20, Trait(0)  # that worker: the state is deposited, the joiner takes part from here on; answered by OK
+    RESULT_WANTED = 21, Trait.SERVER | Trait.EXCHANGE  # a restarted server asks for an average it sent before
+    RESULT = 22, Trait.EXCHANGE | Trait.PAYLOAD  # that average
+    STATUS = 23, Trait(0)
+    STATUS_REPORT = 24, Trait.SERVER | Trait.PAYLOAD  # answers STATUS: JSON, as payload
+    SNAPSHOT = 25, Trait(0)  # write a snapshot now; answered by OK once it is durable
+    BYE = 26, Trait(0)  # I leave; answered by OK
+    OK = 27, Trait.SERVER  # answers a request
+    ERROR = 28, Trait.SERVER  # refuses a message: body has the code and the words
+    ECHO = 29, Trait.PAYLOAD  # send this back
+    ECHOED = 30, Trait.SERVER | Trait.PAYLOAD  # answers ECHO: the same payload
+    # answers PROBE: the push was answered, and the answer was sent before this
+    SENT = 31, Trait.SERVER | Trait.EXCHANGE
+    REPEAT = 32, Trait.EXCHANGE  # send the answer to my push again, it was lost
+    PROGRESS = 33, Trait(0)  # how far I am, by chunk, for a server that restarted; answered by OK
+    PROGRESS_WANTED = 34, Trait.SERVER  # to one worker: send PROGRESS
+    LEAVE = 35, Trait(0)  # may I leave? OK once every live worker has the averages that I have
+    ADMIN = 36, Trait(0)  # an operator's order to the whole server; answered by OK with a text
 
 
-# These have a connection of their own, so that they never wait behind payloads.
-CONTROL = frozenset(
-    {
-        MessageType.HELLO,
-        MessageType.WELCOME,
-        MessageType.HEARTBEAT,
-        MessageType.HEARTBEAT_ACK,
-        MessageType.STATE_WANTED,
-    }
-)
+def types_with(traits: Trait) -> frozenset[MessageType]:
+    """The types that have one of these traits."""
+    return frozenset(kind for kind in MessageType if kind.traits & traits)
 
-# The types that a server may send, at any time: an answer may arrive late.
-SENT_BY_SERVERS = frozenset(
-    {
-        MessageType.WELCOME,
-        MessageType.CHUNKS,
-        MessageType.UPDATED,
-        MessageType.PENDING,
-        MessageType.MISSING,
-        MessageType.SENT,
-        MessageType.VALUES,
-        MessageType.HEARTBEAT_ACK,
-        MessageType.STATE_WANTED,
-        MessageType.RESULT_WANTED,
-        MessageType.PROGRESS_WANTED,
-        MessageType.STATUS_REPORT,
-        MessageType.OK,
-        MessageType.ERROR,
-        MessageType.ECHOED,
-    }
-)
+
+CONTROL = types_with(Trait.CONTROL)
+SENT_BY_SERVERS = types_with(Trait.SERVER)
 
 
 class ErrorCode:

@@ -270,7 +270,6 @@ GOOD = {"key": 0, "sequence": 1}
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (Message(MessageType.PUSH, **GOOD, body={"groups": [{"lr": math.nan}]}), "groups[0].lr must be finite"),
         (
             Message(MessageType.PUSH, **GOOD, body={"groups": [{"lr": "x"}]}),
             "Expected `bool | float | array | null`, got {'lr': 'x'}",
@@ -410,10 +409,6 @@ def bomb(levels, opener=b"\x91"):
         ),
         (msgpack.packb({"groups": 5}), " body.groups: Expected"),
         (msgpack.packb({"groups": [5]}), " body.groups[0]: Expected"),
-        (msgpack.packb({"groups": [{"lr": math.nan}]}), "groups[0].lr must be finite"),
-        (msgpack.packb({"groups": [{"lr": math.inf}]}), "groups[0].lr must be finite"),
-        (msgpack.packb({"groups": [{"lr": -math.inf}]}, use_single_float=True), "groups[0].lr must be finite"),
-        (msgpack.packb({"groups": [{"betas": [0.9, math.nan]}]}), "groups[0].betas must be finite"),
         (msgpack.packb({"groups": [{"betas": [0.9]}]}), "groups[0][...]: Expected `array` of length 2"),
         (msgpack.packb({"groups": [{"x" * 65: 1}]}), "groups[0]: Expected `str` of length <= 64"),
         (msgpack.packb({"groups": [{"a b": 1}]}), "groups[0]: Expected `str` matching"),
@@ -512,8 +507,6 @@ def without(body, name):
         ("register", register(*SEGMENT) | {"kind": "magic"}, " body.kind: Expected"),
         ("register", register(*SEGMENT) | {"key": 0}, "unknown field `key` (expected kind, segments)"),
         ("configure", body_of("configure") | {"optimizer": "LBFGS"}, " body.optimizer: Expected"),
-        ("configure", body_of("configure") | {"runs": [[0, 1, 0], [2, 3, 0]]}, "runs[1] must begin where"),
-        ("configure", body_of("configure") | {"runs": [[0, 1, 1]]}, "names a group that is not there"),
         ("configure", body_of("configure") | {"runs": [[0, 1, -2]]}, " body.runs[0][2]: Expected"),
         ("chunks", {"chunks": [body_of("chunks")["chunks"][0] | {"numel": 3}], "more": False, "total": 1}, "add up"),
         ("chunks", body_of("chunks") | {"more": 1}, " body.more: Expected"),
