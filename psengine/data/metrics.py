@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,14 +47,6 @@ def _begin(verb: str, value: Any, process_group: Any) -> tuple[Leaves, ValueExch
     return found, exchange
 
 
-@overload
-def mean(
-    value: float, process_group: dist.ProcessGroup | None = None, *, weight: float | torch.Tensor | None = None
-) -> float: ...
-@overload
-def mean(
-    value: Value, process_group: dist.ProcessGroup | None = None, *, weight: float | torch.Tensor | None = None
-) -> Value: ...
 @torch.no_grad()
 def mean(
     value: Any, process_group: dist.ProcessGroup | None = None, *, weight: float | torch.Tensor | None = None
@@ -161,8 +153,6 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
     """
     found, exchange = _begin("gather", value, process_group)
     exchange.check(found.kinds(kind_to_gather))
-    if exchange.collective.world_size == 1:
-        return found.rebuild([[leaf.clone() if isinstance(leaf, torch.Tensor) else leaf] for leaf in found.leaves])
     payload = to_bytes([leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in found.leaves])
     payloads = exchange.collective.gather_bytes(payload, exchange.device, what="metrics of gather()")
     columns = zip(*map(from_bytes, payloads), strict=True)

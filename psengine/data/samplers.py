@@ -91,10 +91,9 @@ class ProportionalSampler(DistributedSampler[int]):
 
     def permutation(self) -> torch.Tensor:
         """The order of the whole dataset in this epoch, int64; the same on every rank."""
-        count = len(self.dataset)
         if not self.shuffle:
-            return torch.arange(count)
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+            return torch.arange(len(self.dataset))
+        return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
     def batches(self, global_batch_size: int) -> ProportionalBatchSampler:
         """Return a batch sampler for ``DataLoader(sampler=..., batch_size=None)``, or for ``batch_sampler=...``.
@@ -121,7 +120,7 @@ class ProportionalBatchSampler(DistributedSampler[list[int]]):
         batch_size: samples of this rank in a full batch.
 
     Raises:
-        ConfigurationError: fewer samples than ranks in a batch, or ``drop_last`` would leave no batch at all.
+        ConfigurationError: fewer samples than ranks in a batch.
     """
 
     dataset: Any
@@ -138,11 +137,6 @@ class ProportionalBatchSampler(DistributedSampler[list[int]]):
         self.dataset, self.num_replicas, self.rank = sampler.dataset, sampler.num_replicas, sampler.rank
         self.global_batch_size = global_batch_size
         self.batch_size = split_proportionally(global_batch_size, sampler.shares)[sampler.rank]
-        if not self._global_sizes():
-            raise ConfigurationError(
-                f"drop_last=True leaves no batch at all (expected at least {global_batch_size} samples, the"
-                f" global_batch_size, got {len(sampler.dataset)})"
-            )
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each global batch."""
@@ -202,7 +196,6 @@ class EvaluationSampler(DistributedSampler[int]):
 
 def split_proportionally(count: int, shares: Sequence[Fraction]) -> list[int]:
     """Split ``count`` samples, at least one for each of the positive ``shares``, by largest remainders."""
-    assert count >= len(shares), f"{count} samples for {len(shares)} ranks"
     counts = [1] * len(shares)
     # A rank whose share is worth less than a sample gets one. The others divide the rest, which may leave less than a
     # sample to another one.
@@ -224,11 +217,8 @@ def split_proportionally(count: int, shares: Sequence[Fraction]) -> list[int]:
 
 def _place(num_replicas: int | None, rank: int | None, default: Callable[[], tuple[int, int]]) -> tuple[int, int]:
     """Return the number of ranks and this one: as given, else by ``default``."""
-    if num_replicas is None or rank is None:
-        default_rank, default_count = default()
-        num_replicas = default_count if num_replicas is None else num_replicas
-        rank = default_rank if rank is None else rank
-    return num_replicas, rank
+    default_rank, default_count = default() if num_replicas is None or rank is None else (rank, num_replicas)
+    return default_count if num_replicas is None else num_replicas, default_rank if rank is None else rank
 
 
 def _checked_shares(shares: Any, num_replicas: int) -> tuple[Fraction, ...]:

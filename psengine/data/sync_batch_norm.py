@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for, default_group
-from psengine.errors import ArgumentTypeError, ConfigurationError, ModuleError
+from psengine.errors import ArgumentTypeError, ConfigurationError
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -64,10 +63,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             return _BatchNorm.forward(self, input)
         if not input.is_floating_point():
             raise ArgumentTypeError(f"SyncBatchNorm normalises floating-point input (got {input.dtype})")
-        if self.num_features != input.size(1):
+        if input.size(1) != self.num_features:
             raise ConfigurationError(
-                "SyncBatchNorm's input has another number of channels (expected"
-                f" {self.num_features} in dimension 1, got input size {input.size()})"
+                f"SyncBatchNorm normalises {self.num_features} channels, dimension 1 (got {input.size()})"
             )
         axes = [dimension for dimension in range(input.dim()) if dimension != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -124,18 +122,8 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
 
     Returns:
         ``module``.
-
-    Raises:
-        ModuleError: a lazy layer does not know its number of channels yet; nothing has been changed then.
     """
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
-    for name, layer in layers.items():
-        if isinstance(layer, LazyModuleMixin):
-            raise ModuleError(
-                f"{name or 'the module'} is a {type(layer).__name__} that has not seen a batch, so its number of"
-                " channels is unknown (expected an initialised layer). Run one batch through the model, then convert."
-            )
-    for layer in layers.values():
+    for layer in [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]:
         layer.process_group = process_group or getattr(layer, "process_group", None)  # type: ignore[assignment]
         layer.__class__ = SyncBatchNorm
     return module

@@ -138,9 +138,8 @@ def test_what_is_refused(options, error, message):
 def test_batch_sizes():
     sampler = psengine.ProportionalSampler(range(9), torch.tensor([1, 3]), num_replicas=2, rank=1, drop_last=True)
     assert [len(batch) for batch in sampler.batches(4)] == [3, 3]
-    for size in (1, 10):
-        with pytest.raises(ConfigurationError):
-            sampler.batches(size)
+    with pytest.raises(ConfigurationError):
+        sampler.batches(1)
 
 
 def place_by_group(rank: int, world_size: int) -> tuple[list[int], list[int]]:
