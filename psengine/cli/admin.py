@@ -87,8 +87,13 @@ def drain(
     deadline_s = time.monotonic() + wait_s
     for server in servers if wait_s else ():
         said = ""
-        while not _has_ended(server.address):
+        while True:
+            time.sleep(POLL_S)  # a server without workers ends at once
+            if _has_ended(server.address):
+                break
             report = server.ask()
+            if report.error and _has_ended(server.address):
+                break
             jobs = merge([report]).jobs.items()
             workers = [f"worker {worker.rank} of job {name!r}" for name, job in jobs for worker in job.workers]
             text = f"waits for {report.error or ', '.join(workers) or 'nobody'}"
@@ -100,7 +105,6 @@ def drain(
             if is_late:
                 raise typer.Exit(EXIT_REFUSED)
             said = text
-            time.sleep(POLL_S)
         _say(f"{server.address}: has ended")
 
 

@@ -244,6 +244,12 @@ def test_drain_waits_for_the_end(admin):
         eventually(lambda: not server.is_alive, timeout_s=15)
 
 
+def test_drain_asks_nothing_of_a_server_that_ended_at_once(admin):
+    with running_server() as server:
+        code, said = admin("drain", "--wait-s", "30", server=server)
+        assert (code, said.count("has ended"), "waits for" in said) == (0, 1, False), said
+
+
 def test_shutdown_is_answered_and_ends_the_server(admin):
     with running_server() as server:
         assert admin("shutdown", server=server) == (
