@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -19,6 +20,8 @@ _HEADER = re.compile(r"Traceback \(most recent call last\):|Fatal Python error: 
 # Of a rank whose peer is gone; its own message comes later than the cause, and often at the same moment as its end.
 _PEER_LOST = re.compile(r"PeerLostError|Connection (closed|reset) by peer|ncclRemoteError|Broken pipe|recvValue failed")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
+# Of a rank's stderr, which may be long, the part that is searched for a traceback.
+_LAST_BYTES = 256 << 10
 _NAMES = {number.value: number.name for number in signal.Signals}
 
 
@@ -67,7 +70,9 @@ def rank_end(rank: int, failure: ProcessFailure, stderr: str, *, was_running: bo
         words, hint = details["py_callstack"], details.get("hint", "")
         failed_s = error_file.stat().st_mtime
     elif stderr:
-        words = Path(stderr).read_text(errors="replace")
+        with open(stderr, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            words = file.read().decode(errors="replace")
     lines = [line.removeprefix(f"[rank{rank}]: ") for line in words.splitlines()]
     headers = [index for index, line in enumerate(lines) if _HEADER.match(line)]
     if not error_file.is_file():
