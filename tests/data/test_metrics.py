@@ -8,7 +8,6 @@ import socket
 import warnings
 from fractions import Fraction
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from support.expectations import raises
 from support.processes import in_ranks, run_ranks
 
 from psengine.collectives import registry
-from psengine.data import metrics, value_exchange
+from psengine.data import metrics
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 
 Scores = collections.namedtuple("Scores", ["loss", "correct"])
@@ -342,30 +341,3 @@ def a_group_after_another(rank: int, world_size: int, port: int, meeting_port: i
 def test_destroyed_groups_are_let_go():
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(a_group_after_another, 2, free_port(), meeting.port, init_group=False)
-
-
-class FakeLeaf(torch.Tensor):
-    """A tensor that claims to lie on an accelerator."""
-
-    device = torch.device("cuda", 1)
-
-
-@pytest.mark.parametrize(
-    ("config", "leaf", "header", "flat"),
-    [
-        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu", "cpu"),
-        ("cpu:gloo,cuda:nccl", "cpu", "cpu", "cpu"),
-        ("cpu:gloo,cuda:nccl", "cuda:1", "cpu", "cuda:1"),
-        ("cuda:nccl", "cuda:1", "cuda:1", "cuda:1"),
-        ("cuda:nccl", "cpu", "cuda:2", "cuda:2"),
-    ],
-)
-def test_where_metrics_travel(config, leaf, header, flat):
-    # No accelerator here: what decides is the group's backends, by name.
-    tensor = torch.zeros(1).as_subclass(FakeLeaf) if leaf == "cuda:1" else torch.zeros(1)
-    with (
-        mock.patch.object(dist, "get_backend_config", return_value=config),
-        mock.patch("torch.cuda.current_device", return_value=2),
-    ):
-        devices = value_exchange._transport_devices(None, [1.0, tensor])
-        assert devices == (torch.device(header), torch.device(flat))

@@ -10,7 +10,6 @@ from torch.optim.sgd import sgd
 
 from psengine.flat_optimizers import native_steps
 from psengine.flat_optimizers.finite import is_finite
-from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.kernels import native, ops
 
 pytestmark = pytest.mark.skipif(not ops.native_available(), reason="psengine was built without its native extension")
@@ -58,25 +57,6 @@ def test_a_step_has_the_bits_of_torch_or_is_left_to_it(table, dtype, numel):
             assert slot is None or torch.equal(slot, buffers[0]), options
             assert is_in_place or torch.equal(values, before)
             values = into
-
-
-def test_the_best_table_of_a_processor_steps_natively():
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2"):
-        pytest.skip("torch's kernels here are those of another kind of processor")
-    assert native_steps._has_bits_of_torch(torch.float32)
-    assert native_steps._has_bits_of_torch(torch.float64)
-
-
-def test_the_default_device_is_of_no_account():
-    values, gradient, options = torch.ones(4), torch.ones(4), {"lr": 0.1, **OPTIONS[0]}
-    native_steps._has_bits_of_torch.cache_clear()
-    with torch.device("meta"):  # memory at address 0
-        assert native_steps.step_sgd(values, gradient, None, options, is_first=False, into=values)
-        spec = OptimizerSpec("SGD", ({**options, "momentum": 0.9},), ((0, 4, 0),))
-        chunk = ChunkOptimizer(values, spec)
-        chunk.apply(torch.zeros_like(values))
-        assert chunk.steps() == [1.0]
-    assert torch.equal(values, torch.full((4,), 0.9))
 
 
 def test_torch_steps_what_the_native_pass_cannot():

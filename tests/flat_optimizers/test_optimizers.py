@@ -14,9 +14,9 @@ import pytest
 import torch
 from support.marks import slow
 
-from psengine.errors import ConfigurationError, ProtocolError
+from psengine.errors import ProtocolError
 from psengine.flat_optimizers.finite import is_finite
-from psengine.flat_optimizers.kernel_windows import LINE_BYTES, Window, places_of, window_of
+from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
 from psengine.protocol import hyperparameters
@@ -24,7 +24,6 @@ from psengine.protocol.hyperparameters import (
     OPTIMIZERS,
     SLOTS,
     check_groups,
-    optimizer_name,
     slot_names,
     wire_groups,
 )
@@ -206,22 +205,6 @@ def test_small_tensors_step_alike_by_fused_kernels_wherever_they_lie_in_memory(v
         for _ in range(6):
             twin.step()
             twin.check()
-
-
-def test_the_window_of_a_run_is_of_whole_cache_lines_or_ends_with_the_tensor():
-    for itemsize, tensor_numel in itertools.product((2, 4, 8), (1, 31, 32, 33, 100)):
-        line = LINE_BYTES // itemsize
-        for start, end in itertools.combinations(range(tensor_numel + 1), 2):
-            window = window_of((start, tensor_numel), end - start, itemsize) or Window(end - start, 0)
-            first = start - window.offset
-            last = first + window.numel
-            assert first <= start < end <= last <= tensor_numel
-            assert first % line == 0
-            assert last % line == 0 or last == tensor_numel
-            if last % line == 0:
-                assert last - end < line
-            else:
-                assert end > last - last % line  # only who has some of the rest sees the rest
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -484,69 +467,3 @@ def test_wire_groups_reads_what_torch_accepts():
     )
     assert adagrad.state[parameters[0]]["sum"].tolist() == [0.25] * 3
     assert wire_groups(adagrad)[0]["initial_accumulator_value"] == 0.25
-
-
-def test_a_learning_rate_may_end_a_hair_below_zero():
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.7, end_factor=0.0, total_iters=299)
-    for _ in range(299):
-        optimizer.step()
-        scheduler.step()
-        wire_groups(optimizer)
-    assert optimizer.param_groups[0]["lr"] < 0
-
-
-def test_names_of_optimizers():
-    parameters = [torch.nn.Parameter(torch.zeros(1))]
-
-    class Logged(torch.optim.AdamW):
-        def zero_grad(self, set_to_none=True):
-            super().zero_grad(set_to_none)
-
-    class OwnStep(torch.optim.SGD):
-        def step(self, closure=None):
-            return None
-
-    class OwnState(torch.optim.Adam):
-        def _init_group(self, *arguments):
-            return super()._init_group(*arguments)
-
-    # As psengine.DistributedOptimizer makes them.
-    distributed = type(
-        "DistributedSGD", (torch.optim.SGD,), {"step": OwnStep.step, "__module__": "psengine.wrapper.optimizer"}
-    )
-    for cls in OPTIMIZERS.values():
-        assert optimizer_name(cls(parameters)) == cls.__name__
-    assert optimizer_name(Logged(parameters)) == "AdamW"
-    assert optimizer_name(distributed(parameters, lr=0.1)) == "SGD"
-    with pytest.raises(ConfigurationError, match=r"SGD's, got OwnStep\.step\)\. Use torch\.optim\.SGD, or strategy"):
-        optimizer_name(OwnStep(parameters))
-    with pytest.raises(ConfigurationError, match=r"got OwnState\._init_group"):
-        wire_groups(OwnState(parameters))
-    with pytest.raises(ConfigurationError, match=r"got LBFGS\)\. Use one of them, or strategy \"sync-server\""):
-        wire_groups(torch.optim.LBFGS(parameters))
-    with pytest.raises(ConfigurationError, match=r"expected differentiable=False, got True in group 0"):
-        wire_groups(torch.optim.SGD(parameters, differentiable=True))
-    with pytest.raises(
-        ConfigurationError, match=r"momentum: Expected `float` <= 1.0, got 3.*Change it, or use strategy"
-    ):
-        wire_groups(torch.optim.SGD(parameters, momentum=3))
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str
-)
-def test_is_finite(dtype):
-    gradient = torch.randn(1001, dtype=torch.float64).to(dtype)
-    assert is_finite(gradient)
-    for bad in (math.nan, math.inf, -math.inf, *([complex(0, math.inf)] if dtype.is_complex else [])):
-        for place in (0, 500, 1000):
-            poisoned = gradient.clone()
-            poisoned[place] = bad
-            assert not is_finite(poisoned)
-    both = gradient.clone()
-    both[0], both[-1] = math.inf, -math.inf
-    assert not is_finite(both)
-    assert is_finite(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)), "finite, though their sum is not"
-    assert is_finite(torch.full((0,), math.nan, dtype=dtype))

@@ -8,14 +8,11 @@ import math
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.marks import slow
 
-import psengine
-from psengine.environment.installation import build_command
 from psengine.kernels import native, ops
 
 needs_native = pytest.mark.skipif(not ops.native_available(), reason="psengine._native was not built")
@@ -550,23 +547,3 @@ def test_an_extension_of_an_earlier_version_is_not_used(monkeypatch, caplog):
         assert "built from an earlier version" in caplog.text
     importlib.reload(native)
     assert native.extension is not None
-
-
-@needs_native
-def test_the_warning_has_the_reason_that_the_build_left_and_the_fix(monkeypatch, caplog):
-    left = Path(native.__file__).with_name("not_built.txt")
-    left.write_text("the build found no torch\n(looked here)\n")
-    try:
-        with monkeypatch.context() as changed:
-            changed.setitem(sys.modules, "psengine._native", None)
-            changed.delattr(psengine, "_native")
-            importlib.reload(native)
-            with caplog.at_level(logging.INFO):
-                native.say_if_missing()
-                native.say_if_missing()
-    finally:
-        left.unlink()
-        importlib.reload(native)
-    (record,) = caplog.records
-    assert "native extension (the build found no torch (looked here))" in record.getMessage()
-    assert f"Fix: {build_command()}, with a C++ compiler" in record.getMessage()
