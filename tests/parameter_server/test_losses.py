@@ -20,7 +20,7 @@ from support.worker_sessions import entered
 from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.client.worker_session import wait_all
 from psengine.protocol.bodies import pack
-from psengine.protocol.messages import MessageType
+from psengine.protocol.messages import MAX_COUNTED, MessageType
 
 CHUNKS = 5
 LEASE_S = 3.0
@@ -185,6 +185,15 @@ def test_the_difference_of_versions_is_counted_once():
     assert tell(second, [0, 2, 1]) == [2, 1]
     assert world.shard.status(world.now_s).jobs["demo"].lost_updates == 2
     assert [event.text[:9] for event in world.shard.events.events() if event.kind == "lost"] == ["1 updates"] * 2
+
+
+def test_a_worker_that_claims_too_much_does_not_end_the_status():
+    world = World()
+    (worker,) = team(world, 1, [spec(key, 4) for key in range(3)], rule=APPLY_RULE)
+    lost = tell(worker, *([key, 2**63 - 1, 1] for key in range(3)))
+    assert lost == [MAX_COUNTED, 3]
+    pack(MessageType.OK, {"lost": lost})
+    assert world.shard.status(world.now_s).jobs["demo"].lost_updates == MAX_COUNTED
 
 
 def test_many_chunks_need_several_pages():

@@ -19,7 +19,7 @@ from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Greeting, Member
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Reply
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import MAX_COUNTED, ErrorCode, Message, MessageType
 
 
 class JobWithWeights(Job):
@@ -42,12 +42,13 @@ class JobWithWeights(Job):
     def hear_progress(self, message: Message, member: Member, now_s: float) -> list[Reply]:
         lost = {key: version - self.chunks.find(key).restored_version for key, version, _ in message.body["chunks"]}
         lost = {key: updates for key, updates in lost.items() if updates > 0}
-        total = sum(lost.values())
+        # What a worker says it knows is not checked: a sum must still fit a message.
+        total = min(sum(lost.values()), MAX_COUNTED)
         self._check_kept(member, message, total)
         more = {key: n - self._lost.get(key, 0) for key, n in lost.items() if n > self._lost.get(key, 0)}
         if more:
             self._lost |= {key: lost[key] for key in more}
-            self.statistics.lost_updates += sum(more.values())
+            self.statistics.lost_updates = min(self.statistics.lost_updates + sum(more.values()), MAX_COUNTED)
             self.record.lost(sum(more.values()), len(more))
         return [Reply(MessageType.OK, member.rank, message.sequence, body={"lost": [total, len(lost)]})]
 
