@@ -8,24 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.testing._comparison import default_tolerances
 
 # In the order in which a step computes them: the first difference is the earliest.
 KINDS = ("loss", "buffer", "gradient", "parameter")
-# (relative, absolute), as in torch.testing.assert_close.
-TOLERANCES = {
-    torch.float16: (1e-3, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-5),
-    torch.float32: (1.3e-6, 1e-5),
-    torch.float64: (1e-7, 1e-7),
-    torch.complex64: (1.3e-6, 1e-5),
-    torch.complex128: (1e-7, 1e-7),
-}
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far apart two numbers may be: ``absolute + relative * largest``; the dtype's defaults if both are None.
+    """How far apart two numbers may be: ``absolute + relative * largest``; ``torch.testing``'s if both are None.
 
     ``largest`` is the largest magnitude in the reference's tensor: a sum in another order has a rounding error in
     proportion to its terms, not to the sum.
@@ -37,7 +29,7 @@ class Tolerance:
     def of(self, dtype: torch.dtype) -> tuple[float, float]:
         """(relative, absolute) for ``dtype``; integers have none of their own."""
         if self.relative is None and self.absolute is None:
-            return TOLERANCES.get(dtype, (0.0, 0.0))
+            return default_tolerances(dtype)
         # As in torch.testing, if one is given, the default of the other is 0.
         return self.relative or 0.0, self.absolute or 0.0
 
@@ -90,10 +82,7 @@ class Difference:
 
 
 def find_difference(
-    candidate: torch.Tensor | None,
-    reference: torch.Tensor | None,
-    tolerance: Tolerance,
-    **where: Any,
+    candidate: torch.Tensor | None, reference: torch.Tensor | None, tolerance: Tolerance, **where: Any
 ) -> Difference | None:
     """Return how the tensors differ, or None where they are bitwise equal.
 

@@ -274,7 +274,7 @@ def _wait(ends: Sequence[RankEnd], timeout_s: float, stops_early: bool, on_note:
     """Until all ranks are done, or the first failure is known, or the deadline."""
     deadline_s = time.monotonic() + timeout_s
     failed_s = 0.0
-    while not all(end.is_done for end in ends):
+    while not all(end.is_done for end in ends) and time.monotonic() <= deadline_s:
         wait([end.connection for end in ends if not end.is_done], timeout=_POLL_S)
         for end in ends:
             if not end.is_done:
@@ -287,8 +287,6 @@ def _wait(ends: Sequence[RankEnd], timeout_s: float, stops_early: bool, on_note:
             grace_s = _CAUSE_GRACE_S if all(failure.is_consequence for failure in failures) else _GRACE_S
             if time.monotonic() > failed_s + grace_s:
                 return
-        if time.monotonic() > deadline_s:
-            return
 
 
 # ---- on a rank -------------------------------------------------------------------------------------------------------

@@ -67,8 +67,13 @@ def load_function(name: str) -> Callable[[], Any]:
         TargetError: no such file, module or function, or the function needs arguments.
     """
     place, attribute = check_name(name)
+    path = Path(place).resolve() if _is_path(place) else None
+    # As when Python runs the file: what lies beside it can be imported.
+    folder = str(path.parent if path else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        module = _load_file(Path(place).resolve()) if _is_path(place) else _load_module(place, name)
+        module = _load_file(path) if path else _load_module(place, name)
     except SystemExit as error:
         raise TargetError(
             f"target {name!r}: importing {place} ended the process (exit code {error.code!r}; expected it to define"
@@ -129,9 +134,6 @@ def _is_path(place: str) -> bool:
 
 
 def _load_file(path: Path) -> ModuleType:
-    # As when Python runs the file: what lies beside it can be imported.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} is not Python source (expected a file whose name ends in .py)")
@@ -142,9 +144,6 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _load_module(module_name: str, name: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -152,8 +151,8 @@ def _load_module(module_name: str, name: str) -> ModuleType:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise TargetError(
-            f"target {name!r}: there is no module {error.name!r} (expected {FORMS}; modules are looked for in {here}"
-            " and among installed packages)"
+            f"target {name!r}: there is no module {error.name!r} (expected {FORMS}; modules are looked for in"
+            f" {Path.cwd()} and among installed packages)"
         ) from error
 
 

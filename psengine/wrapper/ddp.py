@@ -175,7 +175,6 @@ class DistributedDataParallel(SwitchableStrategy):
         self._bucket_limits_bytes = bucket_limits_bytes(bucket_cap_mb, bucket_cap_mb_list)
         # Names that torch.compile's graph splitter and old code read.
         self.bucket_bytes_cap = max(self._bucket_limits_bytes)
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.bucket_bytes_cap_list = self._bucket_limits_bytes if bucket_cap_mb_list else []
 
         if self.device_type == "cpu":

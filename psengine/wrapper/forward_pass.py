@@ -101,12 +101,10 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Announce the iteration, rebuild buckets (once), broadcast buffers, move inputs."""
-        if self._use_python_reducer:
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
             return inputs, kwargs
-        if not self._lazy_init_ran and not torch.compiler.is_compiling() and not self._delay_all_reduce_all_params:
+        if not self._lazy_init_ran and not torch.compiler.is_compiling():
             self._lazy_init()
-        if self._delay_all_reduce_all_params:
-            return inputs, kwargs
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.prepare_for_forward()
         work = Join.notify_join_context(self)

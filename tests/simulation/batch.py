@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from psengine.parameter_server.server.core import job as job_module
-from psengine.parameter_server.server.core import life
 from psengine.parameter_server.server.core import membership as membership_module
+from psengine.parameter_server.server.core import states
 from simulation.job import run
 from simulation.scenario import draw
 
@@ -26,8 +26,8 @@ def watch_life() -> set[str]:
     taken: set[str] = set()
 
     def after(table: Mapping[Any, Mapping[Any, Any]], phase: Any, event: Any) -> Any:
-        taken.add(f"{'job' if table is life.JOB else 'worker'}: {phase.value} + {event.value}")
-        return life.after(table, phase, event)
+        taken.add(f"{'job' if table is states.JOB else 'worker'}: {phase.value} + {event.value}")
+        return states.after(table, phase, event)
 
     job_module.after = membership_module.after = after  # type: ignore[attr-defined]
     return taken
@@ -37,7 +37,7 @@ def all_transitions() -> set[str]:
     """Those of the tables."""
     return {
         f"{kind}: {phase.value} + {event.value}"
-        for kind, table in (("job", life.JOB), ("worker", life.MEMBER))
+        for kind, table in (("job", states.JOB), ("worker", states.MEMBER))
         for phase, events in table.items()
         for event in events
     }
