@@ -6,7 +6,6 @@ import os
 import socket
 import tempfile
 import threading
-import time
 
 import pytest
 import torch
@@ -210,27 +209,6 @@ def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, tmp_pa
         assert reader.pull()["w"].tolist() == [-1.0] * 4
 
 
-def test_an_evicted_worker_comes_back_to_a_draining_server(admin):
-    """Its process was here before; and a process that takes a dead one's rank succeeds it."""
-    with (
-        running_server(lease_s=2.0) as server,
-        Peer(server.addresses[0]) as peer,
-        Peer(server.addresses[0]) as keeper,
-    ):
-        peer.make_job(torch.zeros(4))
-        assert keeper.hello(rank=1).type.name == "WELCOME"
-        assert admin("drain", server=server)[0] == 0
-        assert admin("evict", "--job", "job", "--worker", "0", server=server)[0] == 0
-        assert peer.hello().type.name == "WELCOME"
-        assert keeper.request("BYE").type.name == "OK"
-        # The last one too: the server waits for it for a lease.
-        assert admin("evict", "--job", "job", "--worker", "0", server=server)[0] == 0
-        time.sleep(0.5)
-        assert peer.hello().type.name == "WELCOME"
-        assert admin("evict", "--job", "job", "--worker", "0", server=server)[0] == 0
-        assert server.wait() == 0
-
-
 def test_drain_waits_for_the_end(admin):
     with running_server() as server, Peer(server.addresses[0]) as peer:
         peer.make_job(torch.zeros(4))
@@ -242,12 +220,6 @@ def test_drain_waits_for_the_end(admin):
             leaving.join(timeout=10)
         assert (code, said.count("has ended")) == (0, 1)
         eventually(lambda: not server.is_alive, timeout_s=15)
-
-
-def test_drain_asks_nothing_of_a_server_that_ended_at_once(admin):
-    with running_server() as server:
-        code, said = admin("drain", "--wait-s", "30", server=server)
-        assert (code, said.count("has ended"), "waits for" in said) == (0, 1, False), said
 
 
 def test_shutdown_is_answered_and_ends_the_server(admin):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import termios
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -244,82 +239,3 @@ def test_watching_without_a_terminal_is_one_view_below_the_other():
         seen.send_signal(signal.SIGINT)
         seen.stdout.read()
         assert seen.wait(timeout=15) == 0
-
-
-class Terminal:
-    """``psengine status --watch`` on a terminal of 80 columns."""
-
-    def __init__(self, arguments):
-        self.pid, self._descriptor = pty.fork()
-        if self.pid == 0:
-            os.environ.update(TERM="xterm", OMP_NUM_THREADS="1")
-            command = [sys.executable, "-m", "psengine.cli.main", "status", "--watch", *arguments]
-            os.execv(sys.executable, command)
-        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self._text = ""
-        self._is_over = False
-
-    def wait_for(self, words, timeout_s=30.0):
-        """Read until something new has these words."""
-        deadline_s = time.monotonic() + timeout_s
-        begin = len(self._text)
-        while not re.search(words, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._text[begin:])):
-            in_time = time.monotonic() < deadline_s and not self._is_over
-            assert in_time, f"no {words!r} in:\n{self._text[begin:]}"
-            self._read(0.2)
-
-    def press(self, keys):
-        os.write(self._descriptor, keys)
-
-    def end(self, timeout_s=15.0):
-        """Exit code, and everything that was drawn."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self._is_over and time.monotonic() < deadline_s:
-            self._read(0.2)
-        while time.monotonic() < deadline_s:
-            pid, state = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.pid = 0
-                return os.waitstatus_to_exitcode(state), self._text
-            time.sleep(0.02)
-        raise AssertionError(f"it still ran after {timeout_s:g} s")
-
-    def _read(self, timeout_s):
-        if select.select([self._descriptor], [], [], timeout_s)[0]:
-            try:
-                data = os.read(self._descriptor, 65536)
-            except OSError:
-                data = b""
-            self._text += data.decode(errors="replace")
-            self._is_over = not data
-
-    def close(self):
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self._descriptor)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
-def test_the_live_view_outlives_its_server_and_restores_the_terminal(how):
-    with running_server() as first:
-        address = first.addresses[0]
-        live = Terminal(["--server-address", address, "--interval-s", "0.1", "--timeout-s", "0.5"])
-        try:
-            with training_client(address, steps=4):
-                live.wait_for(r" 0 +live +4 ")
-            first.kill()
-            live.wait_for(r"does not answer")
-            with running_server(bind=address):
-                live.wait_for(r"no job to show")
-                if how == "ctrl-c":
-                    live.press(b"\x03")
-                else:
-                    os.kill(live.pid, signal.SIGTERM)
-                code, text = live.end()
-        finally:
-            live.close()
-    assert code == (0 if how == "ctrl-c" else 128 + signal.SIGTERM)
-    assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1  # the screen of before is back
-    assert "Traceback" not in text

@@ -26,7 +26,6 @@ from support.processes import RanksFailedError, in_ranks, run_ranks, run_ranks_t
 import psengine
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.liveness import is_process_running
 from psengine.collectives.registry import collective_for, default_group, resolve_collective
 from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, SharedMemoryUnavailableError
 
@@ -435,27 +434,6 @@ def test_a_late_rank_is_waited_for():
     assert run_ranks(late_but_alive, 2) == [2.0, 2.0]
 
 
-def two_alarms(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:
-    collective = C10dCollective(timeout_s=5)
-    failure = None
-    if rank == 0:
-        failure = collective.diagnose(RuntimeError("a false alarm"), "something")
-    flat = torch.ones(3)
-    collective.all_reduce(flat).wait() if rank == 0 else (time.sleep(0.5), collective.all_reduce(flat).wait())
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        collective.all_reduce(flat).wait()
-    except PeerLostError as error:
-        return type(failure).__name__, error.ranks
-    raise AssertionError("went on without rank 1")
-
-
-def test_a_false_alarm_does_not_answer_for_the_next_one():
-    results = run_ranks_to_any_end(two_alarms, 2, group_timeout_s=20)
-    assert results[0].value[1] == (1,), results[0]
-
-
 def host_a_store_and_stop(rank: int, world_size: int, port: int) -> tuple[float, str]:
     """Rank 0 hosts the store and is stopped: neither its collectives nor its store answer."""
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
@@ -498,19 +476,6 @@ def test_sizes_that_differ_are_an_error_not_a_hang():
     results = run_ranks_to_any_end(mismatched_sizes, 2, group_timeout_s=5, deadline_s=60)
     messages = [r.value for r in results if r.value]
     assert any("gradient bucket 0 failed on rank" in m for m in messages), results
-
-
-def test_process_states():
-    assert is_process_running(os.getpid())
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    deadline = time.monotonic() + 10
-    while is_process_running(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_process_running(child), "a zombie counts as gone"
-    os.waitpid(child, 0)
-    assert not is_process_running(child)
 
 
 def test_unknown_collective_is_refused():

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from support.expectations import raises
 from support.interpreters import running_program
 from support.marks import slow
-from support.processes import free_port, run_ranks, run_ranks_to_any_end
+from support.processes import free_port, run_ranks
 
 import psengine
 from psengine.environment import context as environment
@@ -170,17 +170,6 @@ def test_of_nested_blocks_the_outermost_shuts_down(bare):
         assert not dist.is_initialized()
 
 
-def leave_by_an_error(rank: int, world_size: int) -> None:
-    clear()
-    with init("gloo", rank=0, world_size=1):
-        raise ValueError("of the script")
-
-
-def test_an_error_in_the_block_is_raised_on():
-    [result] = run_ranks_to_any_end(leave_by_an_error, 1, init_group=False)
-    assert "ValueError: of the script" in result.error
-
-
 # ---- workers of a job ------------------------------------------------------------------------------------------------
 
 
@@ -251,31 +240,6 @@ def test_two_processes(style):
         assert total == 3
         assert (context.rank, context.local_rank, context.world_size, context.local_world_size) == (rank, rank, 2, 2)
         assert context.hostname == socket.gethostname()
-
-
-def init_again_and_again(rank: int, world_size: int, port: int, has_agent: bool) -> list[float]:
-    set_environment("torchrun", rank, world_size, port)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(has_agent)
-    totals = []
-    for turn in range(2):
-        if turn % 2 == rank:
-            time.sleep(0.05)  # each rank is the late one in turn
-        init("gloo", timeout=timedelta(seconds=30))
-        totals.append(sum_of_ranks(rank))
-        if rank == 0:
-            time.sleep(0.1)  # rank 1 is back already when the store's host shuts down
-        shutdown()
-        assert not dist.is_initialized()
-    time.sleep(0.2)  # rank 0 hosts the store, where no agent does
-    return totals
-
-
-@pytest.mark.parametrize("has_agent", [False, True], ids=["rank 0's store", "an agent's store, which keeps keys"])
-def test_init_works_again_after_shutdown(has_agent):
-    port = free_port()
-    agents = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if has_agent else None
-    assert run_ranks(init_again_and_again, 2, port, has_agent, init_group=False) == [[3, 3], [3, 3]]
-    del agents
 
 
 def init_with_host_names(rank: int, world_size: int, port: int, local_ranks: list[int]):

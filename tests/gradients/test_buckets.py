@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +14,9 @@ from support.top_one_codec import TopOne
 import psengine
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.gradients.packing import Packing, SparsePacking, ViewPacking
-from psengine.tensors.bucket import EAGER_PACK_BYTES, Bucket, is_non_overlapping_and_dense
+from psengine.tensors.bucket import EAGER_PACK_BYTES, Bucket
 from psengine.tensors.bucket_plan import bucket_limits_bytes, plan_buckets
-from psengine.tensors.share import NOTHING, Share
+from psengine.tensors.share import Share
 
 DTYPES = [torch.float32, torch.float64, torch.float16]
 
@@ -64,23 +62,6 @@ def test_limits_of_buckets(cap_mib, caps_mib, limits_bytes):
     assert bucket_limits_bytes(cap_mib, caps_mib) == limits_bytes
     with pytest.raises(ConfigurationError, match=r"expected a number >= 0, got -1"):
         bucket_limits_bytes(-1, None)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.empty(2, 3, 4), True),
-        (torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.empty(3, 4).t(), True),
-        (torch.empty(4, 4)[:, :2], False),
-        (torch.empty(1).expand(5), False),
-        (torch.empty(0, 3), True),
-        (torch.empty(()), True),
-        (torch.empty(1, 5, 1), True),
-    ],
-)
-def test_is_non_overlapping_and_dense(tensor, expected):
-    assert is_non_overlapping_and_dense(tensor) is expected
 
 
 def make_bucket(parameters, *, sparse=False, dtype=None):
@@ -177,30 +158,6 @@ def test_undefined_gradient_counts_as_zero_and_is_created(missing):
         assert parameter.grad.untyped_storage().data_ptr() != result.untyped_storage().data_ptr() or want.numel() == 0
 
 
-def test_unpack_leaves_skipped_parameters_alone():
-    parameters = random_parameters()
-    parameters[3].grad = None
-    bucket = make_bucket(parameters)
-    packing = Packing(bucket)
-    pack_all(packing, 1)
-    before = copy.deepcopy(parameters[0].grad)
-    skip = [i in (0, 3) for i in range(len(parameters))]
-    packing.unpack(torch.zeros_like(bucket.flat), skip)
-    assert parameters[3].grad is None
-    assert torch.equal(parameters[0].grad, before)
-    assert parameters[1].grad.abs().sum() == 0
-
-
-def test_a_replaced_view_is_an_error():
-    parameters = random_parameters()
-    bucket = make_bucket(parameters)
-    packing = ViewPacking(bucket)
-    pack_all(packing, 1)
-    parameters[1].grad = torch.zeros_like(parameters[1])
-    with pytest.raises(ReductionError, match=r"not the expected DDP bucket view.*'p1'"):
-        packing.unpack(bucket.flat, None)
-
-
 def test_sparse_gradient_in_a_dense_bucket_is_named():
     parameters = random_parameters()
     parameters[0].grad = torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)
@@ -221,31 +178,6 @@ def test_sparse_bucket():
     parameter.grad = torch.zeros(4, 2)
     with pytest.raises(ReductionError, match="Expected variable to have sparse gradient"):
         packing.pack_rest(Share(2))
-
-
-def test_any_tensors_go_there_and_back():
-    parameters = random_parameters()
-    bucket = make_bucket(parameters)
-    values = [torch.randn_like(p) for p in parameters]
-    bucket.pack(values, Share(2))
-    for view, value in zip(bucket.views, values, strict=True):
-        assert torch.equal(view, value / 2)
-    with torch.no_grad():
-        bucket.unpack(parameters, bucket.flat * 4)
-    for parameter, value in zip(parameters, values, strict=True):
-        assert torch.equal(parameter, value * 2)
-    bucket.pack([None] * len(parameters))
-    assert not bucket.flat.any()
-    bucket.pack([torch.full_like(p, torch.nan) for p in parameters], NOTHING)
-    assert not bucket.flat.any()
-
-
-def test_tensors_in_the_flat_memory_are_divided_in_place():
-    parameters = [torch.nn.Parameter(torch.randn(100)) for _ in range(2)]
-    bucket = make_bucket(parameters)
-    bucket.pack([torch.ones(100), torch.full((100,), 2.0)])
-    bucket.pack([bucket.views[0], torch.full((100,), 8.0)], Share(4))
-    assert bucket.flat.tolist() == [0.25] * 100 + [2.0] * 100
 
 
 @in_ranks(1)

@@ -68,28 +68,6 @@ def test_every_rank_names_the_guilty_one(value, width, collective):
             assert gradient.isfinite().all() != is_poisoned, f"an average was written to {name}"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"bucket_cap_mb": 1e-5},
-        {"strategy": "sync:compress=bf16"},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_under_other_options(options):
-    for result in run_ranks(poisoned, 2, math.nan, (0, 1), options, 4):
-        assert result["ranks"] == (0, 1)
-        assert "rank 0: 2 values" in result["message"]
-        assert "rank 1: 2 values" in result["message"]
-        # Bucket views are overwritten by the average, poisoned or not; other gradients stay this rank's own.
-        is_view = "gradient_as_bucket_view" in options
-        for name, gradient in result["own"].items():
-            assert is_view or gradient.isfinite().all() == (name != "module.middle.weight")
-
-
 class Sometimes(nn.Module):
     """One of its layers is for some ranks."""
 
@@ -136,47 +114,11 @@ def sparse_and_undefined(rank: int, world_size: int) -> tuple[str, bool]:
     raise AssertionError("nothing was raised")
 
 
-def overflowing(rank: int, world_size: int, views: bool) -> str:
-    model = psengine.DistributedDataParallel(
-        Poisonable(), strategy="sync:compress=fp16", check_finite=True, gradient_as_bucket_view=views
-    )
-    try:
-        model(torch.ones(2, 4), 1e6 if rank == 1 else 0.0).backward()
-    except NonFiniteGradientError as error:
-        return str(error)
-    raise AssertionError("nothing was raised")
-
-
-@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_what_overflows_as_it_travels_counts(views):
-    for message in run_ranks(overflowing, 2, views):
-        assert "as they travel" in message
-        assert "rank 1: 2 values, first in parameter 'middle.weight'" in message
-
-
 def test_sparse_gradients_are_counted():
     results = run_ranks(sparse_and_undefined, 2)
     for message, _ in results:
         assert "rank 1: 4 values, first in parameter 'embedding.weight'" in message
     assert results[0][1], "the healthy rank's gradient became the average"
-
-
-def uneven(rank: int, world_size: int) -> str:
-    torch.manual_seed(0)
-    model = psengine.DistributedDataParallel(Poisonable(), check_finite=True)
-    try:
-        with model.join():
-            for step in range(3 if rank == 0 else 1):
-                model.zero_grad()
-                model(torch.ones(2, 4), math.nan if step == 2 else 0.0).backward()
-    except NonFiniteGradientError as error:
-        return str(error)
-    raise AssertionError("nothing was raised")
-
-
-def test_a_rank_without_data_is_told():
-    for message in run_ranks(uneven, 2):
-        assert "rank 0: 2 values" in message
 
 
 def on_servers(rank: int, world_size: int) -> str:

@@ -147,23 +147,6 @@ def test_a_killed_server_that_averages_loses_no_step(trained):
 
 
 @on_a_cluster
-def test_the_only_worker_is_started_again_from_the_checkpoint(trained):
-    found = trained["async-alone-killed"]
-    assert found["error"] == ""
-    start = found["start-0-1"]
-    assert start["epoch"] == 1
-    assert start["begun_with"] == start["before"] != found["start-0-0"]["before"]
-
-
-@on_a_cluster
-def test_servers_that_run_already_are_used(trained):
-    found = trained["async-own-server"]
-    assert found["error"] == ""
-    assert found["metrics"]["epoch"] == 2
-    assert found["start-0-0"]["strategy"] == "async"
-
-
-@on_a_cluster
 def test_a_lost_node_with_a_worker_and_a_server_is_replaced(trained):
     found = trained["async-node-lost"]
     assert found["error"] == ""
@@ -172,15 +155,6 @@ def test_a_lost_node_with_a_worker_and_a_server_is_replaced(trained):
     # With the weights of the server's snapshot.
     assert second["begun_with"] != first["begun_with"]
     assert found["metrics"]["epoch"] == 7
-
-
-@on_a_cluster
-def test_a_later_run_goes_on_from_snapshots_that_stay(trained):
-    first, second = trained["async-snapshots"]
-    assert first["error"] == second["error"] == ""
-    # Ray has no checkpoint of this run: the weights are the servers'.
-    assert second["start-0-0"]["epoch"] == 0
-    assert second["start-0-0"]["before"] == first["start-0-0"]["before"] != second["start-0-0"]["begun_with"]
 
 
 @on_a_cluster

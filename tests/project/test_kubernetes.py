@@ -95,15 +95,6 @@ def test_kubeflow_takes_the_objects(name):
     assert json.loads(made.to_json()) == document
 
 
-@pytest.mark.slow
-def test_a_misspelt_field_is_found():
-    job = one(objects_of(BASE), "Job")
-    check_types(job)
-    job["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
-    with pytest.raises((AssertionError, ValueError)):
-        check_types(job)
-
-
 @pytest.mark.parametrize("name", ["base", *OVERLAY_NAMES])
 def test_the_parts_of_a_training_fit(name):
     objects = rendered(KUBERNETES / "base" if name == "base" else OVERLAYS / name)
@@ -288,33 +279,3 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
     for index in range(2):
         assert json.loads((tmp_path / "out" / f"end-{index}").read_text()) == [strategy, 1]
     assert (tmp_path / "run" / "secret").stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.slow
-def test_the_nodes_of_a_train_job_train(tmp_path):
-    """With the variables that Kubeflow's torch policy sets."""
-    runtime, job = (one(objects_of(KUBEFLOW), kind) for kind in ("ClusterTrainingRuntime", "TrainJob"))
-    workload = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]
-    workload["spec"]["template"]["spec"]["containers"][0]["command"] = job["spec"]["trainer"]["command"]
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "out").mkdir()
-    port = free_port()
-    nodes = []
-    try:
-        for index in range(2):
-            more = {
-                "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(index),
-                "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
-                "TEST_FOLDER": str(tmp_path / "out"), "TEST_STEPS": "3",
-            }  # fmt: skip
-            nodes.append(Pod(workload, {}, index=index, more=more).start("node", tmp_path)[1])
-        codes = [node.wait(120) for node in nodes]
-    finally:
-        for node in nodes:
-            with contextlib.suppress(ProcessLookupError):
-                node.send_signal(signal.SIGTERM)
-            node.wait(30)
-    assert codes == [0, 0], (tmp_path / "node-0.log").read_text() + (tmp_path / "node-1.log").read_text()
-    ends = sorted(path.name for path in (tmp_path / "out").glob("end-*"))
-    assert ends == [f"end-{rank}" for rank in range(4)]
-    assert json.loads((tmp_path / "out" / "end-3").read_text()) == ["sync", 4]

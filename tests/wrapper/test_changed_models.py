@@ -13,7 +13,6 @@ from support.processes import in_ranks, run_ranks
 from support.server_process import running_server
 from support.server_training import use
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
 from psengine.errors import ReductionError
@@ -68,45 +67,6 @@ def assigned_data(rank: int, world_size: int, address: str) -> None:
 
 def test_gradients_that_are_views_survive_a_new_data(server):
     run_ranks(assigned_data, 2, server.addresses[0])
-
-
-class Lazy(nn.Module):
-    """Gradients come conjugated, and for the scalar negated, without anybody having computed it yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        self.scalar = nn.Parameter(torch.randn(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned = torch.complex(torch.ones(()), self.scalar).conj()
-        return (self.weight.conj() * x).sum().abs() + (turned * (1 + 2j)).real * x.sum().real
-
-
-def lazy_gradients(rank: int, world_size: int, address: str) -> None:
-    use(address)
-    torch.manual_seed(0)
-    model = Lazy()
-    x = torch.complex(torch.full((4,), 1.0 + rank), torch.full((4,), 0.5))
-    plain = copy.deepcopy(model)
-    plain(x).backward()
-    assert plain.weight.grad.is_conj()
-    assert plain.scalar.grad.is_neg()
-    for as_view in (False, True):
-        native = Native(copy.deepcopy(model), gradient_as_bucket_view=as_view)
-        native(x).backward()
-        for name in ("sync", "sync-server"):
-            ddp = psengine.DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=as_view, strategy=name)
-            for _ in range(2):
-                ddp.zero_grad()
-                ddp(x).backward()
-                for ours, theirs in zip(ddp.parameters(), native.parameters(), strict=True):
-                    torch.testing.assert_close(ours.grad.resolve_neg(), theirs.grad.resolve_neg())
-            ddp.leave()
-
-
-def test_lazily_conjugated_and_negated_gradients(server):
-    run_ranks(lazy_gradients, 2, server.addresses[0])
 
 
 class Head(nn.Module):

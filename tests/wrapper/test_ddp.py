@@ -359,26 +359,6 @@ def test_a_static_graph_recovers_from_a_failed_first_backward(rank, world_size):
         assert_same_gradients(ddp, native)
 
 
-@in_ranks(2)
-def test_buffers_are_verified_and_a_failed_strategy_can_be_used_again(rank, world_size):
-    module = nn.Linear(2, 2)
-    module.register_buffer("mask", torch.ones(4 + 2 * rank))
-    with raises(RuntimeError, "buffers and frozen parameters[0] ('mask')", "[6]", "[4]", f"seen on rank {rank}"):
-        psengine.DistributedDataParallel(module)
-    for bad, text in (
-        (torch.ones(1).expand(5), "'mask' is expanded"),
-        (torch.ones(2).to_sparse(), "No support for sparse tensors"),
-        (torch.ones(2, device="meta"), "meta device"),
-    ):
-        module.mask = bad
-        with raises(RuntimeError, text):
-            psengine.DistributedDataParallel(module)
-    strategy = psengine.SyncAllReduce()
-    with raises(RuntimeError, "appears not to match"):
-        psengine.DistributedDataParallel(nn.Linear(2, 2 + rank), strategy=strategy)
-    psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
-
-
 @in_ranks(1)
 def test_delayed_all_reduce_goes_with_its_wrapper(rank, world_size):
     module = seeded(Net)
@@ -395,17 +375,6 @@ def test_delayed_all_reduce_goes_with_its_wrapper(rank, world_size):
         wrap_and_drop()
     gc.collect()
     assert not module.body.weight._backward_hooks
-
-
-@in_ranks(2)
-def test_a_collective_object_and_deepcopy(rank, world_size):
-    from psengine.collectives.c10d import C10dCollective
-
-    ddp = psengine.DistributedDataParallel(seeded(Net), collective=C10dCollective())
-    other = copy.deepcopy(ddp)
-    for model in (ddp, other):
-        model(torch.ones(1, 4) * rank, use_spare=True).sum().backward()
-    assert_same_gradients(other, ddp)
 
 
 @in_ranks(1)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from support.expectations import raises
-from support.native_twins import Net, assert_same_gradients, pair, seeded
-from support.processes import in_ranks, run_ranks
+from support.native_twins import Net, seeded
+from support.processes import in_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import psengine
 from psengine.tracing.backward_timer import ALWAYS_SAMPLED_ITERATIONS
-
-OPTIONS = ({}, {"gradient_as_bucket_view": True}, {"static_graph": True})
 
 
 class Towers(nn.Module):
@@ -48,50 +45,6 @@ def train(model, batch, steps=ALWAYS_SAMPLED_ITERATIONS + 2):
     for _ in range(steps):
         model.zero_grad()
         sum(output.sum() for output in model(batch)).backward()
-
-
-def later_iterations(rank: int, world_size: int) -> None:
-    """Compare ``ours`` with native DDP in iterations of many kinds after the first ones."""
-    batch = torch.arange(6.0).view(2, 3) + rank
-
-    def change(parameter):
-        parameter.grad.mul_(rank + 3)
-
-    for options in OPTIONS:
-        ours, native = pair(Towers, **options)
-        for model in (ours, native):
-            train(model, batch)
-        for kind in ("whole", "dropped", "towers apart", "no_sync", "kept gradients", "hooked", "whole"):
-            for model in (ours, native):
-                if kind != "kept gradients":
-                    model.zero_grad()
-                handle = None
-                if kind == "no_sync":
-                    with model.no_sync():
-                        sum(output.sum() for output in model(2 * batch)).backward()
-                if kind == "hooked":  # registered after the model's own hooks; what it does is exchanged
-                    handle = model.module.dropped.register_post_accumulate_grad_hook(change)
-                first, second = model(batch, drops=kind == "dropped")
-                if kind == "towers apart":
-                    first.sum().backward()
-                    second.sum().backward()
-                else:
-                    (first.sum() + second.sum()).backward()
-                if handle is not None:
-                    handle.remove()
-            assert_same_gradients(ours, native)
-        assert ours.reducer.completed_steps == ALWAYS_SAMPLED_ITERATIONS + 2 + 7
-
-        ours.zero_grad()
-        ours(batch)[1].sum().backward()
-        rule = "your training graph has changed" if "static_graph" in options else "not used in producing loss"
-        with raises(RuntimeError, "Expected to have finished reduction in the prior iteration", rule, "first.weight"):
-            ours(batch)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_later_iterations_are_native_ones(world_size):
-    run_ranks(later_iterations, world_size)
 
 
 @in_ranks(2)

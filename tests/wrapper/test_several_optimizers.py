@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import time
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
 from psengine.errors import ServerError
-from psengine.strategies.servers.worker_state import OptimizerState, pack, unpack
+from psengine.strategies.servers.worker_state import unpack
 
 STEPS = 6
 
@@ -165,43 +164,6 @@ def test_a_joiner_whose_optimizers_are_others_is_refused(server, tmp_path):
 
 
 # ---- what travels ------------------------------------------------------------------------------------------------
-
-
-def stepped(*classes: type[torch.optim.Optimizer]) -> tuple[dict[torch.Tensor, str], list[torch.optim.Optimizer]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    optimizers = [c(layer.parameters()) for c, layer in zip(classes, itertools.cycle(model), strict=False)]
-
-    def closure() -> torch.Tensor:
-        model.zero_grad()
-        loss = model(torch.ones(2, 3)).square().sum()
-        loss.backward()
-        return loss
-
-    for optimizer in optimizers:
-        optimizer.step(closure)
-    return {parameter: name for name, parameter in model.named_parameters()}, optimizers
-
-
-def test_states_travel_by_optimizer():
-    names, optimizers = stepped(torch.optim.Adam, torch.optim.Adagrad)
-    state = unpack(pack(7, optimizers, names))
-    assert state.steps == 7
-    for optimizer, arrived in zip(optimizers, state.optimizers, strict=True):
-        assert arrived.belongs_to(OptimizerState.of(optimizer, names))
-        assert arrived.kind == type(optimizer).__name__
-        expected = optimizer.state_dict()["state"]
-        for index in expected:
-            assert all(torch.equal(arrived.state_dict["state"][index][name], t) for name, t in expected[index].items())
-    assert not state.optimizers[0].belongs_to(OptimizerState.of(optimizers[1], names))
-    assert unpack(pack(3, [], {})).optimizers == ()
-
-
-def test_a_state_that_cannot_travel_keeps_no_other_back(caplog):
-    names, optimizers = stepped(torch.optim.LBFGS, torch.optim.Adam)
-    state = unpack(pack(1, optimizers, names))
-    assert [arrived.state_dict is None for arrived in state.optimizers] == [True, False]
-    assert "LBFGS over 2 parameters" in caplog.text
 
 
 @pytest.mark.parametrize("data", [b"", b"8", b"\x00" * 64])
