@@ -138,12 +138,10 @@ def decode(frames: Sequence[Any]) -> Message:
         magic, peer_version, number, flags, job, epoch, worker, key, incarnation, sequence, chunk_version, numel,
         payload_bytes, body_bytes, dtype_number, zeros, digest,
     ) = _HEADER.unpack(frames[0])  # fmt: skip
-    if magic != MAGIC:
-        raise ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
     kind = _TYPES.get(number)
     # An ERROR is readable in every version, so that each side learns of the other's.
-    if peer_version != PROTOCOL_VERSION and kind is not MessageType.ERROR:
-        raise _another_version(peer_version)
+    if magic != MAGIC or (peer_version != PROTOCOL_VERSION and kind is not MessageType.ERROR):
+        raise _not_a_header(frames)
     if kind is None:
         raise ProtocolError(f"unknown message type (expected 1 to {max(_TYPES)}, got {number})")
     if flags & ~_FLAGS or zeros != _ZEROS:
@@ -307,14 +305,6 @@ def _check_body_agrees(message: Message) -> None:
         )
 
 
-def _another_version(peer_version: int) -> ProtocolError:
-    return ProtocolError(
-        f"both sides must speak one protocol version (expected version {PROTOCOL_VERSION}, got version {peer_version});"
-        " install the same version of psengine on both",
-        ErrorCode.VERSION,
-    )
-
-
 def _not_a_header(frames: Sequence[Any]) -> ProtocolError:
     if not frames:
         return ProtocolError("a message without frames (expected a header)")
@@ -324,7 +314,11 @@ def _not_a_header(frames: Sequence[Any]) -> ProtocolError:
         if magic != MAGIC:
             return ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
         if peer_version != PROTOCOL_VERSION:
-            return _another_version(peer_version)
+            return ProtocolError(
+                f"both sides must speak one protocol version (expected version {PROTOCOL_VERSION}, got version"
+                f" {peer_version}); install the same version of psengine on both",
+                ErrorCode.VERSION,
+            )
     return ProtocolError(f"the header has a wrong size (expected {HEADER_BYTES} bytes, got {len(frames[0])})")
 
 

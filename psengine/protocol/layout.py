@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
+from msgspec import Struct, convert
 
 from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES
 
@@ -28,8 +29,7 @@ class ChunkKind(str, Enum):
     USAGE = "usage"  # which parameters a backward used: int32, summed
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Struct, frozen=True, array_like=True):
     """A run of one tensor's elements inside a chunk, in the order they lie in memory.
 
     Attributes:
@@ -90,10 +90,7 @@ class ChunkSpec:
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> ChunkSpec:
         """Inverse of ``to_body``; the codec has checked types and bounds."""
-        segments = tuple(
-            Segment(name, tuple(shape), tuple(strides), start, numel)
-            for name, shape, strides, start, numel in body["segments"]
-        )
+        segments = convert(body["segments"], tuple[Segment, ...])
         return cls(body["key"], ChunkKind(body["kind"]), DTYPES[body["dtype"]], body["numel"], segments)
 
 
