@@ -117,10 +117,9 @@ class Rule(Body, tag_field="name"):
 
 
 class Average(Rule, tag="average", kw_only=True):
-    """``every``: parameters are averaged, after this many steps of each worker, in the place of gradients."""
+    """Each average of gradients waits for all live workers, or for a quorum."""
 
     quorum: Workers | None
-    every: Positive | UnsetType = UNSET
 
 
 class Merge(Rule, tag="merge", kw_only=True):
