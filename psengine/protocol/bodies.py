@@ -6,7 +6,6 @@ union with a tuple, so ``hyperparameters.check_groups`` checks those of hyperpar
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 from functools import cache, lru_cache
@@ -18,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from psengine.errors import ProtocolError
 from psengine.protocol import messages
-from psengine.protocol.layout import ChunkKind
+from psengine.protocol.layout import INT64_MAX, ChunkKind, Name, Segment, Unsigned
 from psengine.protocol.messages import ErrorCode, MessageType
 
 _Struct = TypeVar("_Struct", bound=Struct)
@@ -27,9 +26,7 @@ MAX_TEXT_CHARS = 4000
 # The first bytes of msgpack's arrays and maps.
 _ARRAYS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})
 _MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
-_MAX_DIMENSIONS = 64
 _MAX_COMPLAINT_CHARS = 300
-_INT64_MAX = 2**63 - 1
 _LARGEST_FLOAT = 1.7976931348623157e308
 # Without control characters, and those that are not seen or turn the direction of the text.
 _PRINTABLE = r"\A[^\x00-\x1f\x7f-\xa0\xad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]*\Z"
@@ -41,21 +38,18 @@ def _one_of(*words: str) -> Meta:
 
 # msgpack's integers have at most 64 bits.
 Unsigned64 = Annotated[int, Meta(ge=0)]
-Unsigned = Annotated[int, Meta(ge=0, le=_INT64_MAX)]
-Positive = Annotated[int, Meta(ge=1, le=_INT64_MAX)]
+Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 Finite = Annotated[float, Meta(ge=-_LARGEST_FLOAT, le=_LARGEST_FLOAT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=_LARGEST_FLOAT)]
 Rank = Annotated[int, Meta(ge=0, le=messages.NOBODY - 1)]
 Workers = Annotated[int, Meta(ge=1, le=messages.NOBODY)]
 SegmentIndex = Annotated[int, Meta(ge=0, le=messages.MAX_SEGMENTS - 1)]
 Key = Annotated[int, Meta(ge=0, le=messages.NO_KEY - 1)]
-Name = Annotated[str, Meta(min_length=1, max_length=messages.MAX_NAME_CHARS)]
 Printable = Annotated[str, Meta(min_length=1, max_length=messages.MAX_NAME_CHARS, pattern=_PRINTABLE)]
 JobName = Annotated[str, Meta(min_length=1, max_length=200, pattern=_PRINTABLE)]
 Label = Annotated[str, Meta(max_length=255, pattern=_PRINTABLE)]
 Kind = Annotated[str, _one_of(*(kind.value for kind in ChunkKind))]
 Tier = Annotated[str, _one_of(*messages.DURABILITY_TIERS)]
-Sizes = Annotated[list[Unsigned], Meta(max_length=_MAX_DIMENSIONS)]
 # An optimizer's hyperparameters; ``hyperparameters.py`` has their names and bounds.
 Group = Annotated[
     dict[Annotated[str, Meta(pattern=r"\A[^\W\d]\w*\Z", max_length=64)], bool | float | tuple[float, float] | None],
@@ -66,26 +60,6 @@ Groups = Annotated[list[Group], Meta(max_length=1024)]
 
 class Body(Struct, forbid_unknown_fields=True):
     """A body with these fields and no others. Raises ValueError where the fields do not fit each other."""
-
-
-class Segment(Struct, forbid_unknown_fields=True, array_like=True):
-    """See ``layout.Segment``."""
-
-    name: Name
-    shape: Sizes
-    strides: Sizes
-    start: Unsigned
-    numel: Unsigned
-
-    def __post_init__(self) -> None:
-        """Check that the run lies in the tensor, and that the tensor has no gaps."""
-        if len(self.shape) != len(self.strides):
-            raise ValueError(f"segment needs a stride per dimension (expected {len(self.shape)}, {self.strides})")
-        total = math.prod(self.shape)
-        if self.start + self.numel > total:
-            raise ValueError(f"segment reaches past its tensor's end (expected at most {total} elements)")
-        if total and 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) != total:
-            raise ValueError("segment must fill its memory without gaps")
 
 
 class Register(Body, kw_only=True):
@@ -193,7 +167,7 @@ class Configure(Body):
 
     optimizer: Annotated[str, _one_of("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")]
     groups: Groups
-    runs: list[tuple[Unsigned, Unsigned, Annotated[int, Meta(ge=-1, le=_INT64_MAX)]]]
+    runs: list[tuple[Unsigned, Unsigned, Annotated[int, Meta(ge=-1, le=INT64_MAX)]]]
 
 
 class List(Body):

@@ -8,16 +8,22 @@ segments     | fc1.weight[0:a] | fc1.weight[a:] fc1.bias fc2.weight[0:b] | ...
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import xxhash
-from msgspec import Struct, convert
+from msgspec import Meta, Struct, convert
 
-from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES
+from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, MAX_NAME_CHARS
+
+INT64_MAX = 2**63 - 1
+Unsigned = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+Sizes = Annotated[tuple[Unsigned, ...], Meta(max_length=64)]
 
 
 class ChunkKind(str, Enum):
@@ -29,7 +35,7 @@ class ChunkKind(str, Enum):
     USAGE = "usage"  # which parameters a backward used: int32, summed
 
 
-class Segment(Struct, frozen=True, array_like=True):
+class Segment(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A run of one tensor's elements inside a chunk, in the order they lie in memory.
 
     Attributes:
@@ -41,11 +47,21 @@ class Segment(Struct, frozen=True, array_like=True):
         numel: number of elements in the run.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    numel: int
+    name: Name
+    shape: Sizes
+    strides: Sizes
+    start: Unsigned
+    numel: Unsigned
+
+    def __post_init__(self) -> None:
+        """Check that the run lies in the tensor, and that the tensor has no gaps."""
+        if len(self.shape) != len(self.strides):
+            raise ValueError(f"segment needs a stride per dimension (expected {len(self.shape)}, {self.strides})")
+        total = math.prod(self.shape)
+        if self.start + self.numel > total:
+            raise ValueError(f"segment reaches past its tensor's end (expected at most {total} elements)")
+        if total and 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) != total:
+            raise ValueError("segment must fill its memory without gaps")
 
 
 @dataclass(frozen=True, slots=True)
