@@ -2,7 +2,7 @@
 # make test         what must pass before a change is merged
 # make test-slow    also the soak and exhaustive tests
 # make mutants      changes the pure core in one place at a time: which changes does no test see? An hour or two;
-#                   make mutants MUTANTS='psengine.parameter_server.server.rules.averaging*' for one module
+#                   make mutants MUTANTS='psengine.parameter_server.server.rules.average*' for one module
 # make simulate     SEEDS=1000000 JOBS=2: whole jobs under simulated faults, each seed twice; tests/simulation/README.md
 # make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
 # make docs         the documentation, in build/docs; warnings are errors

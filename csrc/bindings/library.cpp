@@ -77,7 +77,7 @@ PyObject* sum(PyObject*, PyObject* arguments) {
 }
 
 // libzmq calls it, on a thread of its own and without the GIL, when the bytes of a message have left; `flag` is of
-// psengine/parameter_server/uncopied.py.
+// psengine/parameter_server/zero_copy.py.
 void note_sent(void*, void* flag) { static_cast<std::atomic<int64_t>*>(flag)->store(1, std::memory_order_release); }
 
 PyMethodDef kernel_methods[] = {
