@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import hashlib
 import os
@@ -24,8 +23,6 @@ from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 
-import psengine
-from psengine.collectives.automatic import AutomaticCollective
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import collective_for
@@ -571,21 +568,6 @@ def test_threads_of_one_rank():
 
 
 @in_ranks(3)
-def test_a_rank_may_be_far_ahead(rank, world_size):
-    """Rank 0 has more rounds under way than there are places, while the others have not begun."""
-    collective = connect()
-    if rank != 0:
-        time.sleep(0.5)
-    flats = [collective.allocate(5000, torch.float32, CPU).fill_(1.0) for _ in range(90)]
-    flats[20:40] = [torch.ones(700_000) for _ in range(20)]
-    works = [collective.all_reduce(flat) for flat in flats]
-    random.Random(rank).shuffle(works)
-    for work in works:
-        work.wait()
-    assert all((flat == world_size).all() for flat in flats)
-
-
-@in_ranks(3)
 def test_progress_completes_operations(rank, world_size):
     """Nobody waits: calls of progress alone bring operations to their end."""
     collective = connect()
@@ -599,35 +581,6 @@ def test_progress_completes_operations(rank, world_size):
     for work in works:
         work.wait()
     dist.barrier()
-
-
-@in_ranks(2)
-def test_works_that_nobody_waits_for_are_let_go(rank, world_size):
-    collective = connect()
-    for step in range(150):
-        collective.all_reduce(torch.full((1000,), float(step)))
-        dist.barrier()  # the next call of each rank completes this one
-        assert len(collective._outstanding) < 80
-    flat = torch.ones(3)
-    collective.all_reduce(flat).wait()
-    assert (flat == 2).all()
-    assert not collective._outstanding
-
-
-@in_ranks(2)
-def test_views_that_are_not_plain_memory(rank, world_size):
-    """Conjugates and negatives that torch has not computed yet."""
-    collective = shared_memory()
-    number = torch.tensor([complex(rank, 1.0)])
-    assert torch.cat(collective.gather(number.conj())).tolist() == [complex(0, -1), complex(1, -1)]
-    assert torch.cat(collective.gather(number.conj().imag)).tolist() == [-1, -1]
-    conjugate = number.conj()
-    collective.broadcast([conjugate], source_rank=1).wait()
-    assert conjugate.tolist() == [complex(1, -1)]
-    with raises(CollectiveError, "shared memory sums CPU tensors of torch.float32", "torch.bool on cpu"):
-        collective.reduce_scatter(torch.zeros(1, dtype=torch.bool), torch.zeros(2, dtype=torch.bool))
-    with raises(CollectiveError, "shared memory copies strided CPU tensors", "torch.sparse_coo on cpu"):
-        collective.broadcast([torch.zeros(2).to_sparse()])
 
 
 def reduce_gigabytes(rank: int, world_size: int) -> None:
@@ -795,20 +748,3 @@ def test_a_rank_that_cannot_open_the_memory_speaks_for_all():
     results = run_ranks(refuse_memory, 2)
     assert all("ranks [1] cannot open the others' memory" in reason for reason in results)
     assert "/proc/1/fd/9999" in results[1]
-
-
-def copy_on_one_rank(rank: int, world_size: int) -> bool:
-    torch.manual_seed(0)
-    model = psengine.DistributedDataParallel(torch.nn.Linear(3, 1), collective="auto")
-    copied = copy.deepcopy(model) if rank == 0 else None
-    model(torch.ones(2, 3)).sum().backward()
-    copied_later = copy.deepcopy(model) if rank == 0 else None
-    model(torch.ones(2, 3)).sum().backward()
-    assert (model.module.weight.grad == 4).all()
-    assert isinstance(model._collective, AutomaticCollective)
-    assert model._collective.scales_for_free
-    return copied is None or torch.equal(copied_later.module.weight, model.module.weight)
-
-
-def test_a_copy_of_the_wrapper_on_one_rank_hangs_nobody():
-    assert run_ranks(copy_on_one_rank, 2, deadline_s=40, group_timeout_s=10) == [True, True]

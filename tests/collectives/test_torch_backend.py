@@ -24,14 +24,11 @@ from support.native_extension import needs_shared_memory
 from support.processes import run_ranks, run_ranks_to_any_end
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
 from psengine.collectives.shared_memory import host as shared_host
 from psengine.collectives.torch_backend import backend as torch_backend
-from psengine.collectives.torch_backend import process_group
 
 pytestmark = needs_shared_memory
 
@@ -338,34 +335,6 @@ def test_native_ddp_trains_as_over_gloo_to_the_last_bit():
         assert same == dict.fromkeys([*VARIANTS, "psengine's own"], True)
 
 
-def join_and_shard(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    groups = {"psengine": dist.new_group(backend="psengine"), "gloo": dist.group.WORLD}
-    for name, group in groups.items():
-        torch.manual_seed(0)
-        model = Native(nn.Linear(4, 4), process_group=group)
-        with Join([model]):
-            for _ in range(3 + 2 * rank):
-                model(torch.ones(2, 4) * (rank + 1)).sum().backward()
-        found["join", name] = [p.grad.clone() for p in model.parameters()]
-        model = Native(nn.Linear(4, 4), process_group=group)
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.Adam, process_group=group, lr=0.1, parameters_as_bucket_view=True
-        )
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4) * (rank + 1)).square().sum().backward()
-            optimizer.step()
-        found["zero", name] = [p.detach().clone() for p in model.parameters()]
-    return found
-
-
-def test_join_and_zero_redundancy_optimizer():
-    for found in run_ranks(join_and_shard, 2):
-        for what in ("join", "zero"):
-            assert all(map(torch.equal, found[what, "psengine"], found[what, "gloo"])), what
-
-
 def shard_fully(rank: int, world_size: int, backend: str) -> list[torch.Tensor]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -456,42 +425,6 @@ def test_default_group_subgroups_and_their_end(backend, world_size):
         assert found["forgotten"] == world_size
         assert found["threads"] == []
         assert found["leaked"] == set()
-
-
-def corners(rank: int, world_size: int) -> dict[str, Any]:
-    group = dist.new_group(backend="psengine", timeout=timedelta(seconds=44))
-    monitored = raising(dist.monitored_barrier, group=group)
-    refused = raising(dist.all_reduce, torch.ones(3), dist.ReduceOp.BAND, group=group)
-    average = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
-    dist.all_reduce(average, dist.ReduceOp.AVG, group=group)
-    first_deadline_s = group._deadline_s(None)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=33), group)
-    context = psengine.init()
-    dist.barrier()
-    started = time.monotonic()
-    time.sleep(0.5 * rank)
-    dist.barrier(group=group)
-    barrier_s = time.monotonic() - started
-    return {
-        "monitored": repr(monitored),
-        "refused": repr(refused),
-        "average": average.tolist(),
-        "barrier_s": barrier_s,
-        "timeout_s": psengine.collectives.c10d.C10dCollective(group).timeout_s,
-        "deadlines_s": [first_deadline_s, group._deadline_s(None)],
-        "world_size": context.world_size,
-    }
-
-
-def test_corners():
-    for found in run_ranks(corners, 2):
-        # Since torch 2.14 it is a barrier of any backend for the CPU.
-        assert found["monitored"] == "None" or "only implemented for GLOO" in found["monitored"]
-        assert found["barrier_s"] > 0.4
-        assert "RuntimeError" in found["refused"]
-        assert found["average"] == [1.5, 3.0, 4.5]
-        assert found["timeout_s"] == 33
-        assert found["deadlines_s"] == [44, 33]
 
 
 def refuse(rank: int, world_size: int) -> list[str]:
@@ -585,29 +518,6 @@ def test_the_groups_timeout_is_kept():
     assert "another rank stopped waiting for this one" in message_of_the_late_one
     assert "Lost rank 1" in message
     assert "did not arrive within 0.3 s" in message
-
-
-DRAIN_S = 0.5
-
-
-def leave_with_work_under_way(rank: int, world_size: int, how: str) -> tuple[float, list[str]]:
-    process_group.DRAIN_S = DRAIN_S
-    group = dist.new_group(backend="psengine")
-    if rank == 0:
-        dist.all_reduce(torch.ones(10), group=group, async_op=True)  # rank 1 never comes
-    started = time.monotonic()
-    if rank == 0:
-        group.abort() if how == "abort" else dist.destroy_process_group(group)
-    left_s = time.monotonic() - started
-    dist.barrier()
-    return left_s, [thread.name for thread in threading.enumerate() if thread.name.startswith("psengine-group")]
-
-
-@pytest.mark.parametrize("how", ["abort", "destroy"])
-def test_a_group_ends_with_work_under_way(how):
-    left_s, threads = run_ranks(leave_with_work_under_way, 2, how)[0]
-    assert left_s < (1.5 if how == "abort" else DRAIN_S + 1.5)
-    assert threads == []
 
 
 def test_without_torch_distributed_nothing_is_registered(monkeypatch):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from psengine.kernels import codec_ops, ops
+from psengine.kernels import ops
 
 DEVICE = "cuda"
 
@@ -154,17 +154,6 @@ def test_layout(flat_dtype):
     check(build, flat_dtype, layout=ops.layout_of(parameters))
 
 
-def test_too_many_dimensions():
-    def build(device, dimensions):
-        return values(3**dimensions).to(device).view((3,) * dimensions)[(slice(0, 2),) * dimensions]
-
-    check(lambda device: [values(4).to(device), build(device, 8)], torch.float32)
-    flat = torch.zeros(4 + 2**9, device=DEVICE)
-    with pytest.raises(RuntimeError, match=r"tensor 1 .*expected at most 8 .*got 9"):
-        ops.pack_(flat, [values(4).to(DEVICE), build(DEVICE, 9)])
-    assert (flat == 0).all()
-
-
 @pytest.mark.parametrize("count", [126, 127, 400, 1000, 1022, 2500])
 def test_many_tensors(count):
     """As many as one launch takes (126 or 1021), one more, and several launches."""
@@ -274,64 +263,4 @@ def test_nothing_waits_for_the_device(operator):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_tensors_of_other_devices_are_refused_before_anything_is_written():
-    """csrc/kernels/fusion.cpp checks for all devices; tests/kernels/test_ops.py has the other refusals."""
-    flat, one = torch.zeros(6, device=DEVICE), torch.ones(2, device=DEVICE)
-    with pytest.raises(RuntimeError, match="tensor 1 must be on flat's device"):
-        ops.pack_(flat, [one, torch.ones(4)])
-    with pytest.raises(RuntimeError, match="source must be on destination's device"):
-        ops.accumulate_(flat, torch.ones(6))
-    with pytest.raises(RuntimeError, match=r"layout must come from psengine\.kernels\.ops\.layout_of"):
-        ops.pack_(flat, [flat[:6].clone()], 1.0, ops.layout_of([flat]).to(DEVICE))
-    assert (flat == 0).all()
-
-
 # ---- codecs ----------------------------------------------------------------------------------------------------------
-
-
-def of_all_magnitudes(numel):
-    """Ties between codes, subnormal numbers, signed zeros, and in some blocks NaNs and infinities."""
-    generator = torch.Generator().manual_seed(numel)
-    steps = torch.randint(-12, 13, (numel,), generator=generator) / 4
-    made = torch.ldexp(steps, torch.randint(-140, 120, (numel,), generator=generator))
-    made[: numel // 2] = steps[: numel // 2]
-    made[numel // 2 :: 1501] = torch.nan
-    made[numel // 3 :: 2003] = torch.inf
-    return made
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("form", [codec_ops.INT8, codec_ops.FP4, codec_ops.ONEBIT], ids=["int8", "fp4", "onebit"])
-def test_blocks_of_codecs(form, dtype):
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("psengine::encode_blocks_", "CUDA")
-    for numel in (1, 31, 33, 256, 511, 513, 100_003):
-        values, residual = of_all_magnitudes(numel).to(dtype), torch.flip(of_all_magnitudes(numel), [0])
-        for left in (residual, None):
-            # The payload begins at an odd byte.
-            memory = torch.zeros(form.payload_bytes(numel) + 1, dtype=torch.uint8, device=DEVICE)
-            payload, kept = memory[1:], torch.zeros(numel, device=DEVICE)
-            expected, expected_kept = torch.zeros_like(payload, device="cpu"), torch.zeros(numel)
-            on_device = None if left is None else left.to(DEVICE)
-            codec_ops.encode_blocks_(payload, values.to(DEVICE), form, on_device, kept)
-            codec_ops.encode_blocks_reference_(expected, values, form, left, expected_kept)
-            assert_same_bits(kept, expected_kept)
-            for adds in (False, True):
-                into, expected_into = residual.to(DEVICE, dtype), residual.to(dtype)
-                codec_ops.decode_blocks_(into, payload, form, adds=adds)
-                codec_ops.decode_blocks_reference_(expected_into, expected, form, adds=adds)
-                assert_same_bits(into, expected_into)
-
-
-def test_the_largest_are_chosen_by_the_reference():
-    values = of_all_magnitudes(5000)
-    places, found = found_by(values.to(DEVICE))
-    expected_places, expected = found_by(values)
-    assert places.device.type == DEVICE
-    assert torch.equal(places.cpu(), expected_places)
-    assert_same_bits(found, expected)
-
-
-def found_by(values):
-    places, found = torch.empty(70, dtype=torch.int32, device=values.device), torch.empty(70, device=values.device)
-    codec_ops.encode_largest_(places, found, values)
-    return places, found

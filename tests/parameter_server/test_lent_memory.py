@@ -25,11 +25,9 @@ from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, make_segment
 from psengine.parameter_server.segments.offer import Member, Offer, Place
-from psengine.parameter_server.server.rules.exchange import PayloadPins
 from psengine.parameter_server.server.transport.segments import ShardSegments, WorkerSegment
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import Message, MessageType
-from psengine.strategies.servers.sync import neighbours
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
 NUMEL = 16_384
@@ -143,25 +141,6 @@ def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
                 other.close()
 
 
-def test_a_worker_alone_reads_at_one_place_and_two_never_wait_for_each_other():
-    with running_server() as server:
-        alone = entered_worker(server.addresses[0], 0, workers=1)
-        try:
-            assert [push(alone) for _ in range(5)] == [(n, -n, -n) for n in range(1, 6)]
-            assert lent(alone) == 1
-        finally:
-            alone.close()
-    with running_server() as server:
-        both = [entered_worker(server.addresses[0], rank, workers=2) for rank in range(2)]
-        try:
-            versions = [push(session) for _ in range(5) for session in both]
-            assert versions == [(n, -n, -n) for n in range(1, 11)]
-            assert all(0 < lent(session) <= 2 for session in both)
-        finally:
-            for session in both:
-                session.close()
-
-
 def test_an_answer_may_land_on_what_was_pushed():
     with running_server() as server:
         session = entered_worker(server.addresses[0], 0, workers=1)
@@ -232,13 +211,6 @@ def test_a_bucket_of_many_chunks_is_one_piece_of_the_servers_memory():
             model.leave()
 
 
-def test_neighbours_lie_one_after_the_other_in_one_storage():
-    storage = torch.arange(10.0)
-    assert torch.equal(neighbours([storage[2:5], storage[5:6]]), torch.tensor([2.0, 3.0, 4.0, 5.0]))
-    for others in ([storage[2:5], storage[6:8]], [storage[2:5], None], [None], [], [storage[2:5], torch.ones(2)]):
-        assert neighbours(others) is None
-
-
 def attached() -> tuple[ShardSegments, WorkerSegment]:
     """A worker's segment at a shard: a place for the gradient of a chunk, and one for its answer."""
     world = World()
@@ -273,19 +245,3 @@ def test_a_repeated_answer_does_not_land_on_the_first_which_the_worker_may_be_re
     assert segments.put(answer_to(segment, 6, ONES * 3), None)
     assert not segments.put(answer_to(segment, 5, ONES), None)
     assert torch.equal(landed, ONES * 3)
-
-
-def test_only_a_later_push_says_that_an_answer_was_read():
-    segments, segment = attached()
-    member = segment.offer.member
-    assert segment.lent is not None
-    pins = PayloadPins(segment.lent.token)
-    fields = {"job": member.job, "worker": 0, "incarnation": member.incarnation, "key": 0}
-    answer = answer_to(segment, 5, ONES)
-    assert segments.put(answer, pins)
-    assert answer.body == {"place": 0}
-    for sequence in (4, 5):
-        segments.find(Message(MessageType.PUSH, sequence=sequence, **fields))
-        assert pins.are_held()
-    segments.find(Message(MessageType.PUSH, sequence=6, **fields))
-    assert not pins.are_held()

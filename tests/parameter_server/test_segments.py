@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import os
@@ -23,10 +22,9 @@ from support.waiting import eventually
 from support.worker_sessions import entered
 
 from psengine.errors import EnvironmentVariableError, ServerError, ServerLostError
-from psengine.parameter_server.client import operation, segments
+from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.worker_session import PushResult, WorkerSession, wait_all
-from psengine.parameter_server.segments import passing
 from psengine.parameter_server.segments.memory import IS_AVAILABLE
 from psengine.protocol.layout import ChunkKind
 
@@ -222,31 +220,6 @@ def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
         eventually(lambda: shared_maps(server.pid) == 0)
 
 
-def test_a_child_that_is_forked_after_the_session_ended_has_memory_of_its_own_too():
-    with running_server(lease_s=30.0) as server:
-        session = entered(server.addresses[0], 0, SPECS[:1])
-        session.reserve(1 << 20)
-        flat = session.allocate(SPECS[0].numel, torch.float32).fill_(1.0)
-        session.close()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            with contextlib.suppress(BaseException):
-                flat.fill_(7.0)
-                grandchild = os.fork()
-                if grandchild == 0:
-                    os._exit(0 if flat.eq(7.0).all() else 1)
-                code = os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1])
-            os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert flat.eq(1.0).all()
-        del session
-        gc.collect()
-        descriptors = len(os.listdir("/proc/self/fd"))
-        del flat
-        assert len(os.listdir("/proc/self/fd")) < descriptors  # it ends with its last tensor
-
-
 def push_all_as(session: WorkerSession, rank: int, step: int) -> list[torch.Tensor]:
     answers = landings()
     pairs = zip(CHUNKS, gradient(rank, step), answers, strict=True)
@@ -326,32 +299,6 @@ def test_servers_that_are_killed_at_any_moment_change_no_bit(seed):
                 session.close()
 
 
-@pytest.mark.slow
-def test_a_server_that_does_not_answer_an_offer_gets_payloads_through_its_socket(monkeypatch):
-    monkeypatch.setattr(passing, "ANSWER_S", 0.2)
-    monkeypatch.setattr(segments, "RETRY_S", 0.1)
-    with running_server(lease_s=30.0) as server:
-        session = entered(server.addresses[0], 0, SPECS[:1])
-        try:
-            server.signal(signal.SIGSTOP)
-            landing = torch.zeros(SPECS[0].numel)
-            push = session.push(0, gradient(0, 0)[0], [landing])
-            assert sharing(session) == 0
-            server.signal(signal.SIGCONT)
-            push.wait()
-            assert torch.equal(landing, gradient(0, 0)[0])
-
-            def shares() -> bool:
-                session.push(0, gradient(0, 1)[0], [landing]).wait()
-                assert torch.equal(landing, gradient(0, 1)[0])
-                return sharing(session) == 1
-
-            eventually(shares)  # the offer is made again
-        finally:
-            server.signal(signal.SIGCONT)
-            session.close()
-
-
 def test_adopted_memory_is_packed_in_and_the_answer_read_without_a_copy(monkeypatch):
     with running_server() as server:
         session = entered(server.addresses[0], 0, SPECS[:1])
@@ -368,20 +315,6 @@ def test_adopted_memory_is_packed_in_and_the_answer_read_without_a_copy(monkeypa
                 assert torch.equal(push.lent, gradient(0, step)[0])
             assert sharing(session) == 1
             assert not moved
-        finally:
-            session.close()
-
-
-def test_a_job_with_a_codec_and_a_worker_that_wants_none_use_sockets(server):
-    from psengine.codecs.registry import resolve_codec
-
-    for options in ({"codec": resolve_codec("bf16")}, {"uses_segments": False}):
-        session = entered(server.addresses[0], 0, SPECS[:1], job=f"job {sorted(options)}", **options)
-        try:
-            landing = torch.zeros(SPECS[0].numel)
-            session.push(0, torch.ones(SPECS[0].numel), [landing]).wait()
-            assert landing.eq(1.0).all()
-            assert sharing(session) == 0
         finally:
             session.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -69,15 +68,6 @@ def test_ipc_paths_are_for_their_owner_and_are_not_taken_over(tmp_path):
         assert peer.hello().type.name == "WELCOME"
 
 
-def test_wildcards_are_known_by_the_host_that_clients_use():
-    with running_server(bind="tcp://0.0.0.0:0", insecure=True) as server:
-        port = server.addresses[0].rpartition(":")[2]
-        assert server.addresses == [f"tcp://{socket.gethostname()}:{port}"]
-        with Peer(f"tcp://127.0.0.1:{port}") as peer:
-            assert peer.hello().body["shards"] == [f"tcp://*:{port}"]
-        assert server.log().count("INSECURE") == 1
-
-
 # ---- the command -----------------------------------------------------------------------------------------------
 
 
@@ -135,20 +125,6 @@ def test_a_taken_port_is_exit_code_3():
         with running_server_command(["--bind", "tcp://127.0.0.1:0", "--status-port", str(port)]) as command:
             assert command.wait() == 3
             assert "--status-port" in command.stderr
-
-
-def test_the_ready_line_goes_to_a_descriptor_too():
-    reader, writer = os.pipe()
-    try:
-        with running_server_command(["--bind", "tcp://127.0.0.1:0", "--announce-fd"], descriptor=writer):
-            os.close(writer)
-            with os.fdopen(reader) as file:
-                line = file.read()  # to its end: the server closes it
-        assert re.fullmatch(r"psengine-server ready tcp://127\.0\.0\.1:\d+\n", line)
-    finally:
-        for descriptor in (reader, writer):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------
@@ -298,47 +274,6 @@ def test_a_snapshot_without_a_directory_is_refused():
         answer = peer.request("SNAPSHOT", sequence=77)
         assert (answer.type.name, answer.body["code"], answer.sequence) == ("ERROR", "snapshot_failed", 77)
         assert "--snapshot-dir" in answer.body["text"]
-
-
-def fail_in_the_snapshot():
-    from psengine.parameter_server.server.snapshots.store import SnapshotStore
-
-    def fail(self, shards):
-        raise RuntimeError("sabotage of the snapshot")
-
-    SnapshotStore.save = fail
-
-
-def test_an_unexpected_failure_of_a_snapshot_is_one_like_others(tmp_path):
-    with running_server(snapshot_dir=tmp_path / "s", sabotage=fail_in_the_snapshot) as server:
-        with Peer(server.addresses[0]) as peer:
-            peer.make_job(torch.zeros(10))
-            for _ in range(2):
-                assert peer.request("SNAPSHOT").body["code"] == "snapshot_failed"
-        assert server.status()["snapshot"]["failures"] == 2
-        server.terminate()
-        assert server.wait() == 4  # what came after the last generation is lost
-
-
-def test_a_failing_snapshot_is_shown_and_harms_nobody(tmp_path):
-    directory = tmp_path / "s"
-    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
-        with Peer(server.addresses[0]) as peer:
-            peer.make_job(torch.zeros(10))
-            assert peer.request("SNAPSHOT").body == {"generation": 1}
-            # Root writes where modes forbid it; a file in the way of the next generation stops everybody.
-            (directory / "unfinished-000000000002").write_text("in the way")
-            peer.change()
-            refused = peer.request("SNAPSHOT")
-            assert refused.body["code"] == "snapshot_failed"
-            assert "generation 1 stays durable" in refused.body["text"]
-            shown = server.status()["snapshot"]
-            assert (shown["generation"], shown["failures"]) == (1, 1)
-            assert shown["last_error"]
-            assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
-            assert peer.request("SNAPSHOT").body["generation"] >= 3
-        server.terminate()
-        assert server.wait() == 0
 
 
 def test_a_damaged_generation_is_named_and_the_older_one_taken(tmp_path):
