@@ -13,8 +13,8 @@ import typer
 from psengine.errors import PSEngineError
 
 EXIT_USAGE = 2
-# Each command's module, whose register(app) adds the module's commands.
-COMMANDS = {name: name for name in ("run", "verify", "status", "admin", "doctor", "advise")}
+# Each has a module, whose register(app) adds the command.
+COMMANDS = ("run", "verify", "status", "admin", "doctor", "advise")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,8 +64,7 @@ def build_app(only: str | None = None) -> typer.Typer:
     ) -> None:
         del version
 
-    needed = COMMANDS.values() if only not in COMMANDS else [COMMANDS[only]]
-    for module in dict.fromkeys(needed):
+    for module in (only,) if only in COMMANDS else COMMANDS:
         importlib.import_module(f"psengine.cli.{module}").register(app)
     return app
 

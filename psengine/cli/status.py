@@ -50,7 +50,7 @@ def status(
     interval_s: Annotated[
         float, typer.Option("--interval-s", help="With --watch, seconds between two looks.", min=0.05, max=3600.0)
     ] = 1.0,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Deadline of one answer.", min=0.1, max=600.0)] = 5.0,
+    timeout_s: TimeoutS = 5.0,
 ) -> None:
     """Show the state of servers and jobs: workers, steps, staleness, where the time goes, counters, events.
 
@@ -72,7 +72,7 @@ def status(
         for source in sources:
             source.close()
     if as_json:
-        print(json.dumps({**view.overview.to_json(), "healthy": not view.problems, "problems": view.problems}))
+        print(json.dumps({"healthy": not view.problems, "problems": view.problems, **view.overview.to_json()}))
     else:
         console.print(view)
     if view.problems:

@@ -140,10 +140,8 @@ class Overview:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """For programs, without the problems."""
         return {
-            "healthy": not self.problems,
-            "problems": self.problems,
             "warnings": self.warnings,
             "servers": [_server_json(report) for report in self.reports],
             "jobs": to_json(self.jobs),
