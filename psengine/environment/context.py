@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import logging
 import os
 import socket
 import sys
@@ -26,16 +25,13 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from psengine.environment.devices import check_backend, default_backend, select_device
-from psengine.environment.launchers import WORKER, WORKERS, Placement
+from psengine.environment.launchers import WORKER, WORKERS, Placement, detect, master_from, read_worker
 from psengine.environment.rendezvous import Wait, ranks_of_this_host
 from psengine.environment.uncaught import install_hook
-from psengine.environment.variables import given_worker, launch_attempt, launched_as, master_variables
+from psengine.environment.variables import inherited_variables, launch_attempt
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_LONGEST_TIMEOUT = timedelta(days=366)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +152,7 @@ def init(
     _check_timeout(timeout)
     if backend is not None:
         check_backend(backend)
-    given_worker()  # refuses malformed variables now, not at the first read of ``worker``
+    read_worker(inherited_variables())  # refuses malformed variables now, not at the first read of ``worker``
     if dist.is_initialized():
         _check_same_group(backend, rank, world_size)
         if (session := _live_session()) is not None:
@@ -220,7 +216,7 @@ def group_place() -> tuple[int, int]:
     """Return this process's rank and the world size: of the default group, else of the launcher's world."""
     if dist.is_initialized():
         return world_place()
-    placement = launched_as(needs_master=False)
+    placement = detect(inherited_variables(), needs_master=False)
     return placement.rank, placement.world_size
 
 
@@ -233,14 +229,14 @@ def _worker_of(rank: int, world_size: int) -> int:
     """The group's rank, else PSENGINE_WORKER, else the number that the servers gave, else 0."""
     if world_size > 1:
         return rank
-    worker, _ = given_worker()
+    worker, _ = read_worker(inherited_variables())
     return worker if worker is not None else _assigned or 0
 
 
 def _workers_of(rank: int, world_size: int) -> int:
     if world_size > 1:
         return world_size
-    named, workers = given_worker()
+    named, workers = read_worker(inherited_variables())
     if named is not None and workers is None:
         raise EnvironmentVariableError(
             f"The number of workers of the job is not known (expected {WORKERS} beside {WORKER}={named}, got none)."
@@ -260,8 +256,8 @@ def _place(rank: int | None, world_size: int | None, init_method: str | None) ->
     """The placement that the arguments of ``init`` describe; what they leave out is the launcher's."""
     if rank is None and world_size is None:
         if init_method is None:
-            return launched_as()
-        placement = launched_as(needs_master=False)
+            return detect(inherited_variables())
+        placement = detect(inherited_variables(), needs_master=False)
         if placement.launcher == "none" and init_method != "env://":
             raise ConfigurationError(
                 "init_method says where ranks meet, and nothing says how many there are (expected rank= and"
@@ -277,22 +273,22 @@ def _place(rank: int | None, world_size: int | None, init_method: str | None) ->
         )
     if placement.world_size == 1:
         return placement
-    return replace(placement, init_method=master_variables() if init_method in (None, "env://") else init_method)
+    return replace(
+        placement, init_method=master_from(inherited_variables()) if init_method in (None, "env://") else init_method
+    )
 
 
 def _placement_of(rank: int, world_size: int, launcher: str) -> Placement:
     """A rank's placement without a meeting point: the launcher's, where its variables describe the same world."""
     with contextlib.suppress(EnvironmentVariableError):  # of variables that nobody needs here
-        placement = launched_as(needs_master=False)
+        placement = detect(inherited_variables(), needs_master=False)
         if (placement.rank, placement.world_size) == (rank, world_size):
-            return replace(placement, launcher=launcher, note="")
+            return replace(placement, launcher=launcher)
     return Placement(launcher=launcher, rank=rank, world_size=world_size, local_rank=None, local_world_size=None)
 
 
 def _create(backend: str, timeout: timedelta, placement: Placement) -> Context:
     global _generation, _meeting_point
-    if placement.note:
-        logger.warning("%s", placement.note)
     wait = Wait(placement, timeout)
     try:
         with wait.in_the_log():
@@ -350,7 +346,7 @@ def _context(placement: Placement, store: Store, timeout: timedelta, device: tor
 
 
 def _check_timeout(timeout: timedelta) -> None:
-    if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= _LONGEST_TIMEOUT:
+    if not isinstance(timeout, timedelta) or not timedelta(milliseconds=1) <= timeout <= timedelta(days=366):
         raise ConfigurationError(
             "timeout is a datetime.timedelta, as torch.distributed has it (expected at least a millisecond and at most"
             f" a year, got {timeout!r}). Fix: init(timeout=timedelta(seconds=60))."
@@ -358,14 +354,13 @@ def _check_timeout(timeout: timedelta) -> None:
 
 
 def _check_same_group(backend: str | None, rank: int | None, world_size: int | None) -> None:
-    own = {str(dist.get_backend()).lower(), str(dist.get_backend_config()).lower()}
-    backend = dist.get_backend() if backend is not None and backend.lower() in own else backend
-    given = {"backend": backend, "rank": rank, "world_size": world_size}
-    kept = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    given = {"backend": backend and backend.lower(), "rank": rank, "world_size": world_size}
+    backends = str(dist.get_backend()).lower(), str(dist.get_backend_config()).lower()
+    kept = {"backend": backends, "rank": (dist.get_rank(),), "world_size": (dist.get_world_size(),)}
     for name, value in given.items():
-        if value not in (None, kept[name]):
+        if value is not None and value not in kept[name]:
             raise ConfigurationError(
-                f"The default process group exists (expected {name}={kept[name]!r} or none, got {value!r})."
+                f"The default process group exists (expected {name}={kept[name][0]!r} or none, got {value!r})."
                 " Fix: leave the argument out, or call shutdown() or destroy_process_group() first."
             )
 

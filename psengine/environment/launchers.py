@@ -56,7 +56,6 @@ class Placement:
         local_world_size: number of processes on this host; None where nobody says.
         init_method: where the ranks meet, as torch spells it; "" where the world size is 1, or nobody asked for it.
         device_index: which of the host's devices to take; default ``local_rank``.
-        note: a warning for the log; usually empty.
     """
 
     launcher: str
@@ -66,7 +65,6 @@ class Placement:
     local_world_size: int | None = 1
     init_method: str = ""
     device_index: int | None = None
-    note: str = ""
 
 
 def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Placement:
@@ -91,13 +89,7 @@ def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Plac
         return _slurm(variables, needs_master)
     if "WORLD_SIZE" in variables or "LOCAL_RANK" in variables:
         return _placement("torchrun", variables, _TORCHRUN, needs_master)
-    tasks, note = variables.get("SLURM_NTASKS", "1"), ""
-    if "SLURM_JOB_ID" in variables and tasks != "1":
-        note = (
-            f"SLURM_NTASKS={tasks}, but srun did not start this process: it trains alone."
-            " For one process per task start it with `srun python script.py`."
-        )
-    return Placement(launcher="none", note=note)
+    return Placement(launcher="none")
 
 
 def read_worker(environment: Mapping[str, str]) -> tuple[int | None, int | None]:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -94,11 +93,6 @@ class Wait:
         first_line = str(error).strip().partition("\n")[0]
         if not at.init_method:
             return CollectiveError(f"The process group of a single process could not be made: {first_line}")
-        host = urlsplit(at.init_method).hostname or "localhost"  # of a file
-        try:
-            socket.getaddrinfo(host, None)
-        except (OSError, UnicodeError) as unresolved:
-            first_line += f"; {host} does not resolve here: {getattr(unresolved, 'strerror', None) or unresolved}"
         return CollectiveError(
             f"Rank {at.rank} of {at.world_size} ({at.launcher}) on {socket.gethostname()} could not join the process"
             f" group at {at.init_method} (expected all {at.world_size} ranks to meet there within"

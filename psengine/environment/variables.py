@@ -5,32 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from psengine.environment.launchers import Placement, detect, master_from, read_worker
-
 # ``psengine run`` marks its workers with it, and their children inherit it.
 RUN_ID = "PSENGINE_RUN_ID"
-
-
-def launched_as(*, needs_master: bool = True) -> Placement:
-    """Return what the launcher told this process.
-
-    Args:
-        needs_master: False where the ranks meet elsewhere: then nothing about the master is required.
-
-    Raises:
-        EnvironmentVariableError: the launcher's variables are incomplete or contradict each other.
-    """
-    return detect(os.environ, needs_master=needs_master)
-
-
-def master_variables() -> str:
-    """Return the init method that MASTER_ADDR and MASTER_PORT name; see ``launchers.master_from``."""
-    return master_from(os.environ)
-
-
-def given_worker() -> tuple[int | None, int | None]:
-    """Return PSENGINE_WORKER and PSENGINE_WORKERS, each None where it is not set; see ``launchers.read_worker``."""
-    return read_worker(os.environ)
 
 
 def default_strategy() -> str:
@@ -69,5 +45,5 @@ def set_variables(values: Mapping[str, str | None]) -> None:
 
 
 def inherited_variables() -> dict[str, str]:
-    """A copy of this process's environment variables, for a process that it starts with others."""
+    """A copy of this process's environment variables, to read a placement from, or for a process that it starts."""
     return dict(os.environ)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch  # noqa: F401 - the extension links against torch's libraries, which this import loads
 
-from psengine.environment.installation import build_command
+from psengine.environment.installation import BUILD_COMMAND
 
 logger = logging.getLogger(__name__)
 
@@ -45,5 +45,5 @@ def say_if_missing() -> None:
             "psengine runs without its native extension (%s): bucket kernels are plain torch, and ranks of one host"
             " exchange over torch.distributed. Fix: %s, with a C++ compiler.",
             _reason,
-            build_command(),
+            BUILD_COMMAND,
         )

@@ -13,7 +13,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from psengine.collectives import registry
 from psengine.environment.context import world_place
-from psengine.environment.variables import given_worker
+from psengine.environment.launchers import read_worker
+from psengine.environment.variables import inherited_variables
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.strategies.base import Strategy
 
@@ -119,7 +120,7 @@ def check_weighable(wrapper: Any) -> None:
 
 def check_meets_others(strategy: Strategy) -> None:
     """Refuse a strategy under which an independent worker would train alone, unnoticed."""
-    worker, workers = given_worker()
+    worker, workers = read_worker(inherited_variables())
     is_alone = worker is not None and workers != 1 and world_place()[1] == 1
     if is_alone and strategy.capabilities.needs_process_group:
         raise ConfigurationError(

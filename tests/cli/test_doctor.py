@@ -151,7 +151,6 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "2
     [
         ({}, "ok", "launcher: none"),
         ({"RANK": "0"}, "problem", "missing WORLD_SIZE"),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "note", "srun"),
         ({**TORCHRUN, "MASTER_ADDR": "localhost"}, "ok", "rank 1 of 2"),
         ({**TORCHRUN, "MASTER_ADDR": "nowhere.invalid"}, "problem", "nowhere.invalid does not resolve"),
         ({"PSENGINE_WORKER": "2", "PSENGINE_WORKERS": "2"}, "problem", "below PSENGINE_WORKERS=2"),

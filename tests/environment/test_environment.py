@@ -141,12 +141,6 @@ def test_half_set_variables(bare):
             call()
 
 
-def test_a_batch_script_without_srun_is_told(bare, caplog):
-    set_all(bare, {"SLURM_JOB_ID": "99", "SLURM_NTASKS": "36"})
-    assert init().world_size == 1
-    assert "srun python" in caplog.text
-
-
 def test_gloo_keeps_a_cuda_device_and_nccl_is_preferred(bare):
     selected = []
     bare.setattr(torch.cuda, "is_available", lambda: True)
@@ -347,7 +341,6 @@ def test_who_is_missed_is_logged_and_is_an_error(as_rank, address):
     assert f"group at {method} (expected all 2 ranks to meet there within timeout=1 s" in message
     assert "Fix: " in message
     assert "\n" not in message
-    assert (f"{NO_HOST} does not resolve here" in message) == (address == NO_HOST)
     assert waited_s < 30
 
 

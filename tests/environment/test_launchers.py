@@ -126,11 +126,6 @@ def test_incomplete_and_contradicting_variables_are_refused(variables, words):
     assert [word for word in (*words, "expected", "Fix: ") if word not in str(caught.value)] == []
 
 
-def test_a_batch_script_without_srun_is_told():
-    assert "SLURM_NTASKS=36" in detect(SBATCH).note
-    assert detect(SBATCH | {"SLURM_NTASKS": "1"}).note == detect(SLURM).note == ""
-
-
 def test_jobs_have_ports_of_their_own_below_the_ephemeral_range():
     ports = {int(detect(SLURM | {"SLURM_JOB_ID": str(job)}).init_method.rpartition(":")[2]) for job in range(500)}
     assert 10000 <= min(ports) <= max(ports) < 30000

@@ -28,19 +28,13 @@ _torchs_report = functools.cache(collect_env.get_env_info)
 
 
 def versions(context: CheckContext) -> Iterator[Finding]:
-    """Where psengine lies, torch, Python, the system; another project's package of the same name."""
+    """Where psengine lies, torch, Python, the system."""
     found = _torchs_report()
     yield Finding(
         "ok",
         f"psengine {__version__} in {Path(psengine.__file__).parent}, torch {found.torch_version}, Python"
         f" {found.python_version.split()[0]}, {found.os}, {found.libc_version}",
     )
-    for other in installation.other_distributions():
-        yield Finding(
-            "problem",
-            f"{other} is another project's package psengine: the one installed last overwrites files of the other",
-            f"pip uninstall --yes {installation.OTHER_DISTRIBUTION}, then {installation.build_command()}",
-        )
 
 
 def native_extension(context: CheckContext) -> Iterator[Finding]:
@@ -50,7 +44,7 @@ def native_extension(context: CheckContext) -> Iterator[Finding]:
             "warning",
             f"the native extension is not loaded ({native._reason or 'no reason given'}): kernels are plain torch, and"
             " ranks of one host exchange over gloo instead of shared memory",
-            f"{installation.build_command()}, with a C++ compiler",
+            f"{installation.BUILD_COMMAND}, with a C++ compiler",
         )
     else:
         yield Finding("ok", f"the native extension is loaded, with {ops.native_kernels()} kernels")

@@ -44,8 +44,6 @@ def launcher(context: CheckContext) -> Iterator[Finding]:
     if host and not addresses_of(host):
         fix = "set MASTER_ADDR to a name or address of rank 0's host that every host knows"
         yield Finding("problem", f"{text}; the master's name {host} does not resolve", fix)
-    elif placement.note:
-        yield Finding("note", placement.note)
     else:
         yield Finding("ok", text)
 

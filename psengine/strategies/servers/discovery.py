@@ -11,7 +11,8 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.collectives.solo import SoloCollective
-from psengine.environment.variables import given_worker, launched_as, read_variable
+from psengine.environment.launchers import detect, read_worker
+from psengine.environment.variables import inherited_variables, read_variable
 from psengine.errors import ConfigurationError, ServerError
 from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.parameter_server.client.embedded import EmbeddedServer
@@ -106,10 +107,12 @@ def _place(collective: Collective) -> tuple[int | None, int]:
 
     An independent worker without PSENGINE_WORKER gets its rank from the servers.
     """
-    placement = collective if not isinstance(collective, SoloCollective) else launched_as(needs_master=False)
+    placement = (
+        collective if not isinstance(collective, SoloCollective) else detect(inherited_variables(), needs_master=False)
+    )
     if placement.world_size > 1:
         return placement.rank, placement.world_size
-    worker, workers = given_worker()
+    worker, workers = read_worker(inherited_variables())
     return worker, workers or 1
 
 
