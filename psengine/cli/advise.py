@@ -174,7 +174,7 @@ def measured_steps(plan: Plan, steps: int) -> StepTimes:
         ConfigurationError: a rank recorded no steps, or too few.
     """
     from psengine.cli.launching.run import run_training
-    from psengine.tracing.files import find_parts, merge, read
+    from psengine.tracing.timeline import find_parts, merge_parts
 
     with tempfile.TemporaryDirectory(prefix="psengine-advise-") as directory:
         part = Path(directory) / "timeline.json"
@@ -200,7 +200,7 @@ def measured_steps(plan: Plan, steps: int) -> StepTimes:
                 f"{plan.workers - len(parts)} of {plan.workers} ranks recorded no steps (expected a model wrapped by"
                 " psengine.DistributedDataParallel and trained on every rank)"
             )
-        return step_times(merge([read(one) for one in parts]))
+        return step_times(merge_parts(parts, part))
 
 
 def step_times(trace: Mapping[str, Any]) -> StepTimes:

@@ -133,7 +133,7 @@ def recorded(plan: Plan, timeline: Path | None, say: Callable[[str], None]) -> I
     if timeline is None:
         yield plan
         return
-    from psengine.tracing.files import find_parts, merge_parts
+    from psengine.tracing.timeline import find_parts, merge_parts
 
     path = timeline.absolute()
     if path.is_dir() or not os.access(path.parent, os.W_OK):

@@ -21,7 +21,7 @@ from psengine.collectives.operands import check_flat, check_parts, coalesce, cop
 from psengine.collectives.pending_operations import StorePendingOperations
 from psengine.errors import CollectiveError, PeerLostError
 from psengine.tracing.stall_inspector import inspector, stall_after_s
-from psengine.tracing.timeline import record_wait, recorder
+from psengine.tracing.timeline import span
 
 # How long a wait stays inside the transport before it looks whether another rank raised the alarm.
 WAIT_SLICE_S = 1.0
@@ -290,18 +290,16 @@ class C10dWork(Work):
 
     @override
     def wait(self) -> None:
-        started_ns = recorder.settled_ns() if recorder.is_on else 0
-        for work in self._works:
-            if self._is_stream_ordered:
-                self._wait_once(work, None)
-            else:
-                wait_for_s = functools.partial(self._wait_once, work)
-                self._collective.watch(wait_for_s, work.is_completed, self._what, self._operation, self._timeout_s)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        if started_ns:
-            record_wait(self._what, started_ns)
+        with span(self._what, category="collective"):
+            for work in self._works:
+                if self._is_stream_ordered:
+                    self._wait_once(work, None)
+                else:
+                    wait_for_s = functools.partial(self._wait_once, work)
+                    self._collective.watch(wait_for_s, work.is_completed, self._what, self._operation, self._timeout_s)
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
 
     def _wait_once(self, work: dist.Work, timeout_s: float | None) -> bool:
         """Wait; False when ``timeout_s`` passed and the operation is still under way."""

@@ -18,8 +18,7 @@ from psengine.gradients.graphs import EveryParameter
 from psengine.gradients.packing import Packing
 from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Reduction
-from psengine.tracing.spans import ExchangeSpans
-from psengine.tracing.timeline import now_ns, recorder
+from psengine.tracing.timeline import EXCHANGE, Span, recorder, span
 from psengine.tracing.training_metrics import Meter
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class BucketsInFlight:
         self._layout = layout
         self._averaging_weight = averaging_weight
         self._finite_check = finite_check
-        self._spans = ExchangeSpans(strategy.capabilities.exchange_name)
+        self._exchanges: dict[int, Span] = {}  # on the timeline, of buckets on their way
         self._reductions: list[Reduction | None] = []
         self._step = 0
         self._warned_create_graph = False
@@ -72,16 +71,15 @@ class BucketsInFlight:
 
     def pack_one(self, packing: Packing, position: int) -> None:
         """Pack a large gradient, which is ready, and make progress with the buckets in flight."""
-        started_ns = now_ns() if recorder.is_on else 0
         share = self._averaging_weight.share()
-        if torch.is_grad_enabled():
-            self._warn_create_graph()
-            with torch.no_grad():
+        facts = packing.bucket.facts_of(position) if recorder.is_on else None
+        with span("pack", facts, step=self._step):
+            if torch.is_grad_enabled():
+                self._warn_create_graph()
+                with torch.no_grad():
+                    packing.pack_one(position, share)
+            else:
                 packing.pack_one(position, share)
-        else:
-            packing.pack_one(position, share)
-        if started_ns:
-            recorder.add("pack", started_ns, step=self._step, args=packing.bucket.facts_of(position))
         if self._reductions:
             self._collective.progress()
 
@@ -92,15 +90,16 @@ class BucketsInFlight:
         if not (graph.finds_unused and graph.is_unused_everywhere(bucket.parameter_indices)):
             share = self._averaging_weight.share()
             if self.is_packing:
-                started_ns = now_ns() if recorder.is_on else 0
-                if torch.is_grad_enabled():
-                    self._warn_create_graph()
-                    with torch.no_grad():
+                with span("pack", bucket.facts, step=self._step):
+                    if torch.is_grad_enabled():
+                        self._warn_create_graph()
+                        with torch.no_grad():
+                            packing.pack_rest(share)
+                    else:
                         packing.pack_rest(share)
-                else:
-                    packing.pack_rest(share)
-                if started_ns:
-                    self._spans.packed(bucket, started_ns, self._step)
+                if recorder.is_on:
+                    name = self._strategy.capabilities.exchange_name
+                    self._exchanges[bucket.index] = span(name, bucket.facts, step=self._step, track=EXCHANGE)
                 reduction = self._strategy.reduce(bucket) if self._finite_check is None else self._reduce(packing)
         self._reductions.append(reduction)
 
@@ -162,15 +161,17 @@ class BucketsInFlight:
 
     def _collect(self, packing: Packing, reduction: Reduction, graph: EveryParameter) -> None:
         bucket = packing.bucket
-        result = self._spans.wait(reduction.wait, bucket, self._step) if recorder.is_on else reduction.wait()
+        with span("wait", bucket.facts, step=self._step):
+            result = reduction.wait()
+        exchange = self._exchanges.pop(bucket.index, None)
+        if exchange is not None and result is not None:
+            exchange.close()
         if result is not None and self.writes_gradients:
-            started_ns = now_ns() if recorder.is_on else 0
-            unused = graph.unused_positions(bucket.parameter_indices) if graph.finds_unused else None
-            packing.unpack(result, unused)
-            if unused is not None:
-                reduction.spare(unused)
-            if started_ns:
-                recorder.add("unpack", started_ns, step=self._step, args=bucket.facts)
+            with span("unpack", bucket.facts, step=self._step):
+                unused = graph.unused_positions(bucket.parameter_indices) if graph.finds_unused else None
+                packing.unpack(result, unused)
+                if unused is not None:
+                    reduction.spare(unused)
 
     # ---- a rank without data, inside join ----------------------------------------------------------------------
 

@@ -1,46 +1,94 @@
-"""Spans that a timeline shows, recorded on this rank while somebody wants them, and written for Chrome's trace viewer.
+"""A timeline: spans of this process, recorded while somebody wants them, and written in Chrome's trace format.
 
-Recording is off unless ``psengine.timeline`` or ``PSENGINE_TIMELINE`` turned it on; a span site then costs one look at
-``recorder.is_on``. Times are the host's clock, which all its processes share; hosts agree as far as NTP makes them.
+Recording is off unless ``psengine.timeline`` or ``PSENGINE_TIMELINE`` turned it on; a span then costs one look at
+``recorder.is_on``. Each rank writes a part, ``out.json.rank<r>``, and ``merge_parts`` joins them::
 
-A site, as it stands in the hot paths::
+    with span("pack", bucket.facts, step=3):              a block
+        ...
+    push = span("push", bucket.facts, track=EXCHANGE)     or from here
+    push.close()                                          to here
 
-    started_ns = now_ns() if recorder.is_on else 0
-    ...
-    if started_ns:
-        recorder.add("pack", started_ns, step=..., args=bucket.facts)
-
-docs/diagnosis.md has the names of the spans and how to read them.
+The format is that of chrome://tracing and https://ui.perfetto.dev ("Trace Event Format", JSON object): a complete event
+("X") for each span, in microseconds by the host's wall clock; pid = rank, tid = track. Hosts' clocks agree as far as
+NTP makes them. docs/diagnosis.md has the names of the spans and how to read them.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import _find_tensors
 
 from psengine.environment.context import before_shutdown, world_place
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
-from psengine.tracing.files import COMPUTE, find_parts, merge_parts, part_path, trace, write
-
-if TYPE_CHECKING:
-    from psengine.tracing.files import Event
+from psengine.tracing.observers import Observer
 
 logger = logging.getLogger(__name__)
 
-now_ns = time.time_ns
-
+COMPUTE, EXCHANGE = "compute", "exchange"
 # Of about 200 bytes each, five times that while the file is written: some thousand steps. Later ones are left out.
-MAX_EVENTS = 200_000
+MAX_SPANS = 200_000
+# Times count from 2026-01-01: microseconds since 1970 as floats would be rounded to quarters.
+_ORIGIN_NS = 1_767_225_600 * 10**9
+
+
+class Span:
+    """Time from the creation until ``close``, or until the end of the block.
+
+    Attributes:
+        name: what it is; see docs/diagnosis.md.
+        category: "collective" for waits whose name says what for, else the name.
+        track: COMPUTE for the host's own time, EXCHANGE for work elsewhere.
+        step: the model's iteration.
+        facts: to show; not copied.
+    """
+
+    def __init__(self, name: str, category: str, track: str, step: int, facts: Mapping[str, Any] | None) -> None:
+        self.name = name
+        self.category = category
+        self.track = track
+        self.step = step
+        self.facts = facts
+        self.is_wait = category in ("wait", "collective")
+        recorder.open_waits += self.is_wait
+        self.started_ns = recorder.settled_ns() if self.is_wait else time.time_ns()
+        self.ended_ns = 0
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """It ends now."""
+        self.ended_ns = recorder.settled_ns() if self.is_wait else time.time_ns()
+        recorder.open_waits -= self.is_wait
+        # A wait inside another would be counted twice.
+        if not (self.is_wait and recorder.open_waits):
+            recorder.add(self)
+
+
+class _NoSpan(Span):
+    """What there is of a span while nobody records."""
+
+    def __init__(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Recorder:
@@ -49,9 +97,8 @@ class Recorder:
     Attributes:
         is_on: whether anybody wants spans now.
         step: of the latest training forward, for spans that know no step of their own.
-        most_events: how many spans are kept; later ones are counted in ``dropped``.
         worker_rank: this process's at its parameter servers; None for that in the default group.
-        notes_waits: whether waits for collective operations leave spans; False while their caller records them.
+        open_waits: how many spans of waits are open.
         synchronizes: whether ``settled_ns`` waits for the accelerator.
         on_step: called with each training forward's iteration.
         process_id: of the process that PSENGINE_TIMELINE made record; 0 where none did.
@@ -60,14 +107,13 @@ class Recorder:
     def __init__(self) -> None:
         self.is_on = False
         self.step = 0
-        self.dropped = 0
-        self.most_events = MAX_EVENTS
         self.worker_rank: int | None = None
-        self.notes_waits = True
+        self.open_waits = 0
         self.synchronizes = False
         self.on_step: Callable[[int], None] | None = None
         self.process_id = 0
-        self._events: list[Event] = []
+        self._spans: list[Span] = []
+        self._left_out = 0
         self._users = 0
 
     def settled_ns(self) -> int:
@@ -79,74 +125,20 @@ class Recorder:
         """
         if self.synchronizes and torch.accelerator.is_available() and not torch.compiler.is_compiling():
             torch.accelerator.current_stream().synchronize()
-        return now_ns()
+        return time.time_ns()
 
     def begin(self) -> int:
         """Turn recording on for one more user; return the number of the user's first span."""
         if self._users == 0:
-            self._events, self.dropped = [], 0
+            self._spans, self._left_out = [], 0
         self._users += 1
         self.is_on = True
-        return len(self._events)
+        return len(self._spans)
 
     def end(self) -> None:
         """Turn recording off for one user."""
         self._users -= 1
         self.is_on = self._users > 0
-
-    def write_part(self, path: str | os.PathLike[str], first: int) -> None:
-        """Write the spans from number ``first`` on as this rank's part of ``path``. An error is logged."""
-        rank = world_place()[0] if self.worker_rank is None else self.worker_rank
-        part = part_path(path, rank)
-        try:
-            write(trace(self._events[first:], rank=rank, dropped=self.dropped), part)
-        except Exception as error:
-            logger.warning("the timeline of rank %d could not be written: %s", rank, error)
-        else:
-            logger.info("timeline of rank %d written to %s", rank, part)
-
-    def add(
-        self,
-        name: str,
-        started_ns: int,
-        *,
-        step: int | None = None,
-        args: Mapping[str, Any] | None = None,
-        ended_ns: int | None = None,
-        track: str = COMPUTE,
-        category: str | None = None,
-    ) -> None:
-        """A span ended, now unless ``ended_ns`` says when.
-
-        Args:
-            name: what it is; see docs/diagnosis.md.
-            started_ns: ``now_ns()`` at its start.
-            step: the model's iteration; None: the latest.
-            args: facts to show; not copied.
-            ended_ns: ``now_ns()`` at its end.
-            track: "compute" for the host's own time, "exchange" for work elsewhere.
-            category: None takes the name.
-        """
-        if not self.is_on:
-            return  # it ended meanwhile
-        if len(self._events) >= self.most_events:
-            if self.dropped == 0:
-                logger.warning("the timeline is full after %d spans; later ones are left out", self.most_events)
-            self.dropped += 1
-            return
-        ended_ns = now_ns() if ended_ns is None else ended_ns
-        step = self.step if step is None else step
-        self._events.append((name, category or name, track, started_ns, ended_ns, step, args))
-
-    @contextmanager
-    def span(self, name: str, **args: Any) -> Iterator[None]:
-        """Record the block; for code that is not hot."""
-        started_ns = now_ns() if self.is_on else 0
-        try:
-            yield
-        finally:
-            if started_ns:
-                self.add(name, started_ns, args=args)
 
     def begin_step(self, iteration: int) -> None:
         """A training forward begins, the ``iteration``-th of its model."""
@@ -154,8 +146,196 @@ class Recorder:
         if self.on_step is not None:
             self.on_step(iteration)
 
+    def add(self, span: Span) -> None:
+        """Keep a span that has ended."""
+        if not self.is_on:
+            return  # recording ended meanwhile
+        if len(self._spans) < MAX_SPANS:
+            self._spans.append(span)
+            return
+        if self._left_out == 0:
+            logger.warning("the timeline is full after %d spans; later ones are left out", MAX_SPANS)
+        self._left_out += 1
+
+    def write_part(self, path: Path, first: int) -> None:
+        """Write the spans from number ``first`` on as this rank's part of ``path``. An error is logged."""
+        rank = world_place()[0] if self.worker_rank is None else self.worker_rank
+        part = part_path(path, rank)
+        process = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "process_id": os.getpid(),
+            "spans_left_out": self._left_out,
+        }
+        try:
+            _write(_chrome_events(self._spans[first:], process), [process], part)
+        except Exception as error:
+            logger.warning("the timeline of rank %d could not be written: %s", rank, error)
+        else:
+            logger.info("timeline of rank %d written to %s", rank, part)
+
 
 recorder = Recorder()
+_NO_SPAN = _NoSpan()
+
+
+def span(
+    name: str,
+    facts: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    track: str = COMPUTE,
+    category: str | None = None,
+) -> Span:
+    """Begin a span; see ``Span``. ``step`` None is the latest, ``category`` None the name."""
+    if not recorder.is_on:
+        return _NO_SPAN
+    return Span(name, category or name, track, recorder.step if step is None else step, facts)
+
+
+# ---- forward and backward ----------------------------------------------------------------------------------------
+
+# Users' structures may raise when they are searched for tensors.
+_cannot_look_at_inputs = Observer("on the timeline, the number of samples of a forward")
+_cannot_look_at_outputs = Observer("on the timeline, the backward of a forward")
+
+
+def end_forward(forward: Span, step: int, inputs: Any, output: Any) -> None:
+    """End the span of a forward, and watch ``output`` for the backward of ``step``."""
+    if not recorder.is_on or torch.compiler.is_compiling():
+        return
+    samples = None
+    with _cannot_look_at_inputs:
+        samples = next((tensor.shape[0] for tensor in _find_tensors(inputs) if tensor.dim() > 0), None)
+    forward.step, forward.facts = step, {"samples": samples}
+    forward.close()
+    if not torch.is_grad_enabled():
+        return
+    backwards: list[Span] = []
+
+    def end() -> None:
+        backwards.pop().close()
+
+    @_cannot_look_at_outputs
+    def begin(_gradient: torch.Tensor) -> None:
+        if not backwards and recorder.is_on and not torch.compiler.is_compiling():
+            backwards.append(span("backward", step=step))
+            # Callbacks run in order, so this one comes before the reducer's, which waits for the other ranks.
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    with _cannot_look_at_outputs:
+        for tensor in _find_tensors(output):
+            # A leaf (an output that is a parameter) would keep the hook for good.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(begin)
+
+
+# Whether torch's profiler runs.
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+
+
+def profiled(what: str) -> torch.autograd.profiler.record_function:
+    """Let torch's profiler show an operation in shared memory, such as "all-reduce of gradient bucket 3 (...)", as
+    "psengine:all_reduce" with the rest as its argument.
+    """
+    verb, _, rest = what.partition(" of ")
+    return torch.autograd.profiler.record_function(f"psengine:{verb.replace('-', '_').replace(' ', '_')}", rest)
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def _chrome_events(spans: Sequence[Span], process: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rank = process["rank"]
+    events: list[dict[str, Any]] = []
+    # Spans of exchanges that overlap need a thread each; viewers nest the spans of one thread.
+    lane_ends_ns: list[int] = []
+    threads = {1: COMPUTE}
+    for one in sorted(spans, key=lambda one: (one.started_ns, -one.ended_ns)):
+        thread = 1
+        if one.track == EXCHANGE:
+            free = (lane for lane, end_ns in enumerate(lane_ends_ns) if end_ns <= one.started_ns)
+            lane = next(free, len(lane_ends_ns))
+            lane_ends_ns[lane : lane + 1] = [one.ended_ns]
+            thread = 2 + lane
+            threads[thread] = EXCHANGE if lane == 0 else f"{EXCHANGE} {lane + 1}"
+        events.append(
+            {
+                "name": one.name,
+                "cat": one.category,
+                "ph": "X",
+                "ts": (one.started_ns - _ORIGIN_NS) / 1000,
+                "dur": max(0, one.ended_ns - one.started_ns) / 1000,  # the clock may have been set back
+                "pid": rank,
+                "tid": thread,
+                "args": {"step": one.step, **(one.facts or {})},
+            }
+        )
+
+    def about(kind: str, thread: int, **args: Any) -> dict[str, Any]:
+        return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args}
+
+    described = f"rank {rank} (process {process['process_id']}, {process['host']})"
+    names = [about("process_name", 0, name=described), about("process_sort_index", 0, sort_index=rank)]
+    names += [about("thread_name", thread, name=name) for thread, name in threads.items()]
+    return names + events
+
+
+def _write(events: Sequence[Any], processes: Sequence[Any], path: Path) -> dict[str, Any]:
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"software": "psengine", "processes": processes},
+    }
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        # ensure_ascii: a lone surrogate of a strange parameter name is no UTF-8.
+        temporary.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False, default=str))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return trace
+
+
+def part_path(path: Path, rank: int) -> Path:
+    """The path of ``rank``'s part of the timeline ``path``."""
+    return path.with_name(f"{path.name}.rank{rank}")
+
+
+def find_parts(path: Path) -> list[Path]:
+    """The existing parts of the timeline ``path``, in order of rank."""
+    ranks = (part.name.removeprefix(f"{path.name}.rank") for part in path.parent.iterdir())
+    return [part_path(path, rank) for rank in sorted(int(rank) for rank in ranks if rank.isdecimal())]
+
+
+def merge_parts(parts: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Join the files ``parts``, each a rank's own ``out.json.rank<r>``, into the file ``path``; return the trace.
+
+    Raises:
+        ConfigurationError: there are no parts, or one of them cannot be read or is no timeline.
+        OSError: ``path`` cannot be written.
+    """
+    if not parts:
+        raise ConfigurationError("a timeline is merged from the ranks' parts (expected at least one, got none)")
+    found: list[tuple[dict[str, Any], list[Any]]] = []
+    for part in parts:
+        try:
+            trace = json.loads(Path(part).read_bytes())
+            (process,) = trace["otherData"]["processes"]
+            found.append((process, list(trace["traceEvents"])))
+            process["rank"]
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise ConfigurationError(
+                f"{os.fspath(part)} is no part of a timeline of psengine (expected JSON with traceEvents and one"
+                f" process in otherData, got {type(error).__name__}: {error})"
+            ) from error
+    found.sort(key=lambda part: part[0]["rank"])
+    events = [event for _, of_rank in found for event in of_rank]
+    return _write(events, [process for process, _ in found], Path(path))
+
+
+# ---- who records -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -164,7 +344,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Every rank of the process group enters and leaves the block; rank 0 then merges the files of the ranks on its host.
     After an exception inside the block, and with workers over parameter servers, each rank writes its own
-    ``path.rank<r>`` instead, without waiting; ``psengine.tracing.files.merge_parts`` joins those. docs/diagnosis.md
+    ``path.rank<r>`` instead, without waiting; ``psengine.tracing.timeline.merge_parts`` joins those. docs/diagnosis.md
     lists the spans and their cost.
 
     Args:
@@ -177,32 +357,23 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     first = recorder.begin()
     try:
         yield
-    except BaseException:
+    finally:
         recorder.end()
         recorder.write_part(path, first)
-        raise
-    recorder.end()
-    recorder.write_part(path, first)
-    if recorder.worker_rank is None:
-        try:
-            _merge_on_rank_0(path)
-        except Exception as error:
-            logger.warning("the ranks' timelines could not be merged (%s); each rank has its own", error)
-
-
-def _merge_on_rank_0(path: Path) -> None:
-    if dist.is_initialized():
-        dist.barrier()
-    rank, world_size = world_place()
-    parts = [part for part in find_parts(path) if part in {part_path(path, other) for other in range(world_size)}]
-    if rank == 0:
-        merge_parts(parts, path)
-        for part in parts:
-            part.unlink()
-        logger.info("timeline of %d ranks written to %s", len(parts), path)
-
-
-# ---- PSENGINE_TIMELINE -------------------------------------------------------------------------------------------
+    if recorder.worker_rank is not None:
+        return
+    try:
+        if dist.is_initialized():
+            dist.barrier()
+        rank, world_size = world_place()
+        if rank == 0:
+            parts = [part for part in map(part_path, [path] * world_size, range(world_size)) if part.exists()]
+            merge_parts(parts, path)
+            for part in parts:
+                part.unlink()
+            logger.info("timeline of %d ranks written to %s", len(parts), path)
+    except Exception as error:
+        logger.warning("the ranks' timelines could not be merged (%s); each rank has its own", error)
 
 
 def model_wrapped(worker_rank: int | None) -> None:
@@ -259,24 +430,3 @@ def _checked_path(path: str | os.PathLike[str], error: type[PSEngineError], name
     if checked.is_dir() or not os.access(checked.parent, os.W_OK):
         raise error(f"{name} writes to a file (expected to be able to write {checked}, got a folder or no permission).")
     return checked
-
-
-# ---- collective operations ---------------------------------------------------------------------------------------
-
-
-def record_wait(what: str, started_ns: int) -> None:
-    """A wait for the collective operation ``what`` is over."""
-    if recorder.notes_waits:
-        recorder.add(what, started_ns, ended_ns=recorder.settled_ns(), category="collective")
-
-
-# Whether torch's profiler runs.
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
-
-
-def profiled(what: str) -> torch.autograd.profiler.record_function:
-    """Let torch's profiler show an operation in shared memory, such as "all-reduce of gradient bucket 3 (...)", as
-    "psengine:all_reduce" with the rest as its argument.
-    """
-    verb, _, rest = what.partition(" of ")
-    return torch.autograd.profiler.record_function(f"psengine:{verb.replace('-', '_').replace(' ', '_')}", rest)

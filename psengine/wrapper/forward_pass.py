@@ -29,8 +29,7 @@ from psengine.gradients.reducer import Reducer
 from psengine.strategies.base import Strategy
 from psengine.strategies.batch_weights import checked_weight
 from psengine.strategies.statistics import Statistics
-from psengine.tracing.spans import record_forward
-from psengine.tracing.timeline import is_profiling, recorder
+from psengine.tracing.timeline import end_forward, is_profiling, recorder, span
 from psengine.wrapper import arguments as checks
 from psengine.wrapper.module_state import BufferBroadcast, shared_state
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs
@@ -72,16 +71,19 @@ class ForwardPass(NativeDistributedDataParallel):  # type: ignore[misc]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
         stay_out_of_graphs()
-        started_ns = recorder.settled_ns() if recorder.is_on else 0
+        recorded = None
+        if recorder.is_on:
+            recorder.settled_ns()
+            recorded = span("forward" if torch.is_grad_enabled() else "forward without gradients")
         if is_profiling():
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
                 output = self._run(inputs, kwargs)
         else:
             output = self._run(inputs, kwargs)
-        if started_ns and not self._delay_all_reduce_all_params:
+        if recorded is not None and not self._delay_all_reduce_all_params:
             # What is accumulated, or evaluated, before the next exchange belongs to that one.
             is_exchanged = torch.is_grad_enabled() and self.require_backward_grad_sync
-            record_forward(started_ns, self.reducer.iteration + (not is_exchanged), (inputs, kwargs), output)
+            end_forward(recorded, self.reducer.iteration + (not is_exchanged), (inputs, kwargs), output)
         return output
 
     def _run(self, inputs: Any, kwargs: Any) -> Any:

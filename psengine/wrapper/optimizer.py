@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.strategies.base import Strategy
-from psengine.tracing.timeline import recorder
+from psengine.tracing.timeline import span
 from psengine.wrapper.ddp import DistributedDataParallel
 from psengine.wrapper.switching import scales_itself
 
@@ -109,7 +108,7 @@ class _StrategyStep(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Step as the strategy says; arguments and result are the wrapped class's."""
         local_step = functools.partial(super().step, closure, **options)
-        with recorder.span("optimizer step") if recorder.is_on else nullcontext():
+        with span("optimizer step"):
             return self._psengine_strategy.step(local_step, closure)
 
     # Without it torch would wrap this method when a state is loaded, and call a step's hooks twice.

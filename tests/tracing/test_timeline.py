@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from support.native_extension import needs_shared_memory
 from support.processes import run_ranks, run_ranks_to_any_end
 
 import psengine
-from psengine.tracing import files as timeline_files
-from psengine.tracing import spans, timeline
-from psengine.tracing.timeline import recorder
+from psengine.tracing.timeline import EXCHANGE, find_parts, merge_parts, part_path, recorder, span
 
 STEPS = 3
 MODEL_BYTES = 4 * (8 * 32 + 32 + 32 + 32 + 32 * 4 + 4)
@@ -42,53 +38,50 @@ def _step(model, optimizer, rank, step):
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def _part(rank, *events):
-    return timeline_files.trace(events, rank=rank, dropped=0)
-
-
-def _event(name, started_us, ended_us, track=timeline_files.COMPUTE):
-    started_ns, ended_ns = (timeline_files._ORIGIN_NS + 1000 * us for us in (started_us, ended_us))
-    return (name, name, track, started_ns, ended_ns, 1, None)
-
-
 def _spans(trace, **wanted):
     found = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     return [e for e in found if all(e[key] == value for key, value in wanted.items())]
 
 
-def test_exchanges_that_overlap_get_lanes_of_their_own():
-    exchanges = [_event("reduce", *span, timeline_files.EXCHANGE) for span in ((20, 60), (30, 40), (60, 70))]
-    trace = _part(0, *exchanges, _event("backward", 0, 100), _event("pack", 10, 20))
+def test_exchanges_that_overlap_get_lanes_of_their_own(tmp_path):
+    with psengine.timeline(tmp_path / "out.json"):
+        first, second = (span("reduce", {"bucket": bucket}, track=EXCHANGE) for bucket in (0, 1))
+        with span("pack", {"bucket": 2}, step=7):
+            second.close()
+        first.close()
+        span("reduce", {"bucket": 2}, track=EXCHANGE).close()
+    trace = json.loads((tmp_path / "out.json").read_text())
     threads = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert [(e["name"], e["ts"], e["dur"], threads[e["tid"]]) for e in _spans(trace)] == [
-        ("backward", 0, 100, "compute"),
-        ("pack", 10, 10, "compute"),
-        ("reduce", 20, 40, "exchange"),
-        ("reduce", 30, 10, "exchange 2"),
-        ("reduce", 60, 10, "exchange"),
+    assert [(e["name"], e["args"], threads[e["tid"]]) for e in _spans(trace)] == [
+        ("reduce", {"step": 0, "bucket": 0}, "exchange"),
+        ("reduce", {"step": 0, "bucket": 1}, "exchange 2"),
+        ("pack", {"step": 7, "bucket": 2}, "compute"),
+        ("reduce", {"step": 0, "bucket": 2}, "exchange"),
     ]
+    assert not recorder.is_on
 
 
 def test_parts_are_merged_in_the_order_of_ranks(tmp_path):
-    paths = [timeline_files.part_path(tmp_path / "out.json", rank) for rank in (10, 2)]
-    for path, rank in zip(paths, (10, 2), strict=True):
-        timeline_files.write(_part(rank, _event("forward", 5, 6)), path)
-    assert timeline_files.find_parts(tmp_path / "out.json") == paths[::-1]
-    merged = timeline_files.merge_parts(paths, tmp_path / "out.json")
-    assert json.loads((tmp_path / "out.json").read_text()) == merged
-    assert [(e["pid"], e["ts"]) for e in _spans(merged)] == [(2, 5), (10, 5)]
+    path = tmp_path / "out.json"
+    for rank in (10, 2):
+        part = {"traceEvents": [{"ph": "X", "pid": rank}], "otherData": {"processes": [{"rank": rank}]}}
+        part_path(path, rank).write_text(json.dumps(part))
+    assert find_parts(path) == [part_path(path, 2), part_path(path, 10)]
+    merged = merge_parts(find_parts(path)[::-1], path)
+    assert json.loads(path.read_text()) == merged
+    assert [e["pid"] for e in _spans(merged)] == [2, 10]
     assert [process["rank"] for process in merged["otherData"]["processes"]] == [2, 10]
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"traceEvents": [1], "otherData": {"processes": []}}', "\0"])
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"traceEvents": [1], "otherData": {"processes": []}}'])
 def test_what_is_no_part_is_refused_by_name(tmp_path, content):
     path = tmp_path / "out.json.rank0"
     if content is not None:
         path.write_text(content)
     with pytest.raises(psengine.ConfigurationError, match=r"out\.json\.rank0"):
-        timeline_files.merge_parts([path], tmp_path / "out.json")
+        merge_parts([path], tmp_path / "out.json")
     with pytest.raises(psengine.ConfigurationError, match="at least one"):
-        timeline_files.merge_parts([], tmp_path / "out.json")
+        merge_parts([], tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
 
 
@@ -97,14 +90,6 @@ def test_folders_that_do_not_exist_are_refused_before_anything_is_recorded(tmp_p
         raise AssertionError("entered")
     with pytest.raises(psengine.ConfigurationError, match="got a folder"), psengine.timeline(tmp_path):
         raise AssertionError("entered")
-    assert not recorder.is_on
-
-
-def test_a_process_without_a_model_writes_the_file_itself(tmp_path):
-    with psengine.timeline(tmp_path / "out.json"), recorder.span("mine", size=3):
-        pass
-    trace = json.loads((tmp_path / "out.json").read_text())
-    assert [(e["name"], e["args"]) for e in _spans(trace)] == [("mine", {"step": 0, "size": 3})]
     assert not recorder.is_on
 
 
@@ -181,7 +166,7 @@ def test_after_an_exception_each_rank_writes_its_own_part(tmp_path):
     assert results[1].value == "done", results[1].error
     parts = sorted(tmp_path.iterdir())
     assert [p.name for p in parts] == ["out.json.rank0", "out.json.rank1"]
-    timeline_files.merge_parts(parts, path)
+    merge_parts(parts, path)
     merged = json.loads(path.read_text())
     assert [e["pid"] for e in _spans(merged, name="backward")] == [0, 1]
 
@@ -204,49 +189,6 @@ def test_the_environment_turns_it_on(tmp_path, monkeypatch, steps):
     for rank in (0, 1):
         part = json.loads((tmp_path / f"out.json.rank{rank}").read_text())
         assert [e["args"]["step"] for e in _spans(part, name="backward")] == ([1, 2] if steps else [1, 2, 3, 4])
-
-
-class Stream:
-    """An accelerator's stream: work is done in order by a thread, and who launches it goes on at once."""
-
-    def __init__(self):
-        self.done_ns = {}
-        self._worker = ThreadPoolExecutor(1)
-        self._last = self._worker.submit(int)
-
-    def launch(self, name, seconds):
-        def work():
-            time.sleep(seconds)
-            self.done_ns[name] = time.time_ns()
-
-        self._last = self._worker.submit(work)
-
-    def synchronize(self):
-        self._last.result(timeout=30)
-
-
-@pytest.mark.parametrize("synchronizes", [True, False])
-def test_a_wait_on_an_accelerator_is_the_stream_s_where_asked_for(monkeypatch, synchronizes):
-    stream, recording = Stream(), timeline.Recorder()
-    recording.synchronizes = synchronizes
-    for module in (timeline, spans):
-        monkeypatch.setattr(module, "recorder", recording)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
-    recording.begin()
-    bucket = SimpleNamespace(index=0, facts={"bucket": 0})
-    stream.launch("backward", 0.05)
-    # As under NCCL: the stream waits for the exchange, and the host goes on.
-    result = spans.ExchangeSpans("reduce").wait(lambda: stream.launch("exchange", 0.05) or torch.ones(1), bucket, 1)
-    assert result.item() == 1
-    stream.launch("broadcast", 0.05)
-    timeline.record_wait("broadcast of buffers", time.time_ns())
-    stream.synchronize()
-    (_, _, _, started_ns, ended_ns, *_), (_, category, _, _, broadcast_ended_ns, *_) = recording._events
-    assert category == "collective"
-    assert (started_ns >= stream.done_ns["backward"]) == synchronizes
-    assert (ended_ns >= stream.done_ns["exchange"]) == synchronizes
-    assert (broadcast_ended_ns >= stream.done_ns["broadcast"]) == synchronizes
 
 
 def _wrap(rank, world_size):
@@ -311,10 +253,10 @@ def test_torch_profiler_shows_operations_in_shared_memory():
 
 
 def test_a_full_timeline_stops_and_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(recorder, "most_events", 3)
+    monkeypatch.setattr("psengine.tracing.timeline.MAX_SPANS", 3)
     with psengine.timeline(tmp_path / "out.json"):
         for _ in range(5):
-            with recorder.span("mine"):
+            with span("mine"):
                 pass
     trace = json.loads(Path(tmp_path / "out.json").read_text())
     assert len(_spans(trace)) == 3

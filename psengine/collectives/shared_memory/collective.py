@@ -42,7 +42,7 @@ from psengine.errors import CollectiveError, ConfigurationError
 from psengine.kernels import native
 from psengine.specification import did_you_mean
 from psengine.tracing.stall_inspector import PendingOperations, inspector, stall_after_s
-from psengine.tracing.timeline import is_profiling, profiled, record_wait, recorder
+from psengine.tracing.timeline import is_profiling, profiled, recorder, span
 
 # With more operations in flight, complete ones are looked for, in case nobody waits for them.
 FORGET_FROM = 64
@@ -334,11 +334,11 @@ class SharedMemoryCollective(Collective):
             return call(self._group, *arguments)
 
     def finish(self, operation: int, what: str, timeout_s: float, *, has_spun: bool = False) -> None:
-        started_ns = recorder.settled_ns() if recorder.is_on else 0
         failure = None
         try:
-            if has_spun or not self._extension.shared_memory_spin(self._group, operation):
-                failure = self._sleep(operation, what, timeout_s)
+            with span(what, category="collective"):
+                if has_spun or not self._extension.shared_memory_spin(self._group, operation):
+                    failure = self._sleep(operation, what, timeout_s)
         except CollectiveError:
             self.close()  # the others need not wait for this rank
             raise
@@ -347,8 +347,6 @@ class SharedMemoryCollective(Collective):
             raise self._failure(what, error) from error
         if failure is not None:
             raise self._error_of(what, timeout_s, failure)
-        if started_ns:
-            record_wait(what, started_ns)
         self._outstanding.pop(operation, None)
         if min(self._outstanding, default=operation) < operation:
             self._forget(operation)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from psengine.strategies.local.scaled_step import CountedSteps
 from psengine.strategies.local.schedule import Schedule
 from psengine.strategies.sync_all_reduce import OverCollective
 from psengine.tensors.share import NOTHING, Share
-from psengine.tracing.timeline import recorder
+from psengine.tracing.timeline import span
 
 
 class LocalSteps(CountedSteps, OverCollective):
@@ -150,7 +149,7 @@ class LocalSteps(CountedSteps, OverCollective):
         arrives = bool(self._travelling) and self._travelling[0][0] <= self._steps
         if not leaving and not arrives and not self._schedule.ends_round(self._steps):
             return
-        with torch.no_grad(), recorder.span("average parameters") if recorder.is_on else nullcontext():
+        with torch.no_grad(), span("average parameters"):
             for index in leaving:
                 self._leave(index)
                 self._travelling.append((self._steps + self._schedule.overlap, index))

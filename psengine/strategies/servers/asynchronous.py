@@ -33,7 +33,7 @@ from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.strategies.step_hooks import take_step
 from psengine.strategies.stepping import check_one
 from psengine.tensors.bucket import Bucket
-from psengine.tracing.timeline import now_ns, recorder
+from psengine.tracing.timeline import span
 
 logger = logging.getLogger(__name__)
 
@@ -200,10 +200,8 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         return take_step(bound.optimizer, closure, push_and_pull)
 
     def _pack_and_push(self, bucket: Bucket) -> None:
-        started_ns = now_ns() if recorder.is_on else 0
-        bucket.pack([parameter.grad for parameter in bucket.parameters])
-        if started_ns:
-            recorder.add("pack", started_ns, args=bucket.facts)
+        with span("pack", bucket.facts):
+            bucket.pack([parameter.grad for parameter in bucket.parameters])
         self.pushes.push(bucket, bucket.flat)
 
     # ---- another strategy follows ------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.layout import ChunkSpec
 from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.tensors.bucket import Bucket
-from psengine.tracing.spans import PushSpans
-from psengine.tracing.timeline import now_ns, recorder
+from psengine.tracing.timeline import EXCHANGE, Span, span
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +42,10 @@ class GradientPushes:
         self._applied = self._staleness = 0
         self._session = session
         self._chunks = chunks
-        self._pushes: list[tuple[Bucket, list[tuple[ChunkSpec, Push]]]] = []
+        self._pushes: list[tuple[Bucket, Span, list[tuple[ChunkSpec, Push]]]] = []
         self._buffer_pushes: list[Push] = []
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
-        self._spans = PushSpans()
         # Of chunks that a codec encodes: where the answer is decoded.
         self._landings: dict[int, torch.Tensor] = {}
 
@@ -65,13 +63,12 @@ class GradientPushes:
         missing = {
             name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
         }
-        if recorder.is_on:
-            self._spans.leaves(bucket)
+        travelling = span("push", bucket.facts, track=EXCHANGE)
         payload = flat if bucket.device.type == "cpu" else flat.cpu()
         if self._copies_payloads:
             payload = payload.clone()
         pushes: list[tuple[ChunkSpec, Push]] = []
-        self._pushes.append((bucket, pushes))
+        self._pushes.append((bucket, travelling, pushes))
         for spec, start, end in self._chunks.of_bucket[bucket.index]:
             if spec.key not in self.trained:
                 continue
@@ -106,27 +103,25 @@ class GradientPushes:
         buffer_pushes, self._buffer_pushes = self._buffer_pushes, []
         self._chunks.follow_parameters()
         try:
-            for bucket, pushes in buckets:
-                started_ns = now_ns() if recorder.is_on else 0
+            for bucket, travelling, pushes in buckets:
                 copied: set[str] = set()
                 last: Sequence[tuple[ChunkSpec, Push]] = ()
-                for group in _groups(pushes):
-                    copied |= self._load(last)
-                    last = group
-                    with self._session.telemetry.blocked():
-                        wait_all([push for _, push in group])
-                if started_ns:
-                    started_ns = self._spans.answered(bucket, started_ns)
-                self._chunks.write_images(copied | self._load(last))
-                if started_ns:
-                    recorder.add("apply", started_ns, args=bucket.facts)
+                with span("wait", bucket.facts):
+                    for group in _groups(pushes):
+                        copied |= self._load(last)
+                        last = group
+                        with self._session.telemetry.blocked():
+                            wait_all([push for _, push in group])
+                travelling.close()
+                with span("apply", bucket.facts):
+                    self._chunks.write_images(copied | self._load(last))
             with self._session.telemetry.blocked():
                 wait_all(buffer_pushes)
         except BaseException:
             self._copies_payloads = True
             self._session.withdraw_memory()
             raise
-        for _, pushes in buckets:
+        for _, _, pushes in buckets:
             for spec, push in pushes:
                 result = push.wait()
                 if not result.refused:
