@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.shard_world import APPLY, AVERAGE, Worker, World, spec, team
-from support.statuses import TIMES, departed, shard, worker
+from support.shard_world import APPLY, AVERAGE, World, spec, team
+from support.statuses import TIMES, shard, worker
 
-from psengine.parameter_server.overview import merge_jobs, percentile, rule_text
-from psengine.parameter_server.server.rules.statistics import JobStatistics
-from psengine.protocol.messages import MessageType
+from psengine.parameter_server.overview import merge_jobs
 
 
 def merged(*shards):
@@ -61,38 +59,12 @@ def test_lag_counts_from_the_fastest_that_takes_part():
     assert [w.step for w in view.workers] == [7, 12, 50, None, 11]
 
 
-def test_where_no_chunk_is_trained_workers_say_how_far_they_are():
-    """Of two servers and one chunk the second counts no exchange. Workers count from where they came: no lag."""
-    workers = [worker(rank, clock=None, telemetry=replace(TIMES, steps=steps)) for rank, steps in ((0, 36), (1, 7))]
-    second = shard(*workers, worker(2, clock=None))
-    assert [(w.step, w.lag) for w in merged(second).workers] == [(36, None), (7, None), (None, None)]
-    first = shard(worker(0, clock=36), worker(1, clock=35), worker(2, clock=30), index=1)
-    assert [(w.step, w.lag) for w in merged(first, second).workers] == [(36, 0), (35, 1), (30, 6)]
-
-
-def test_who_leaves_a_shard_without_trained_chunks_leaves_after_the_step_it_told():
-    world = World()
-    workers = team(world, 2, [])
-    workers[1].send(MessageType.HEARTBEAT, sequence=0, body={"steps": 36, "loss": None})
-    workers[1].ask(MessageType.BYE)
-    view = merge_jobs([world.shard.status(world.now_s)])["demo"]
-    assert [(gone.rank, gone.step) for gone in view.departed] == [(1, 36)]
-
-
 def test_staleness_percentiles_are_those_of_all_shards_together():
     view = merged(
         shard(worker(0, staleness={"0": 98})), shard(worker(0, staleness={"10": 1, "9": 1}), index=1), shard(worker(1))
     )
     assert (view.workers[0].staleness_p50, view.workers[0].staleness_p99) == (0, 9)
     assert view.workers[1].staleness_p50 is None
-
-
-@pytest.mark.parametrize(
-    ("counts", "share", "expected"),
-    [({}, 0.5, None), ({"3": 1}, 0.99, 3), ({"2": 1, "10": 1}, 0.5, 2), ({"2": 1, "10": 1}, 0.51, 10)],
-)
-def test_percentile(counts, share, expected):
-    assert percentile(counts, share) == expected
 
 
 class TestTheSplitOfAStep:
@@ -124,11 +96,6 @@ class TestTheSplitOfAStep:
         view = merged(shard(worker(0)), shard(worker(0, telemetry=TIMES), index=1))
         assert view.workers[0].loss == 0.25
         assert view.workers[0].compute_s == pytest.approx(0.2)
-
-
-def test_departed_workers_are_named_once():
-    gone = (departed(1),)
-    assert merged(shard(worker(0), departed=gone), shard(worker(0), departed=gone, index=1)).departed == gone
 
 
 def test_the_status_of_shards_as_they_are():
@@ -163,48 +130,3 @@ def test_an_asynchronous_workers_steps_and_staleness():
     found = [(w.step, w.lag, w.staleness_p50, w.staleness_p99) for w in view.workers]
     assert found == [(3, 0, 0, 0), (1, 2, 3, 3)]
     assert view.staleness == {"0": 6, "3": 2}
-
-
-def test_a_job_nobody_has_given_values_yet():
-    world = World()
-    assert Worker(world, 1, world_size=2).hello() == "wait"
-    view = merge_jobs([world.shard.status(world.now_s)])["demo"]
-    assert (view.sealed, view.chunks, view.workers[0].state) == (False, 0, "joining")
-    assert (view.workers[0].step, view.workers[0].lag) == (None, None)
-
-
-def test_sums_are_exact_where_the_counts_are_capped():
-    """Everything from 64 on is counted together."""
-    statistics = JobStatistics()
-    for staleness in (3, 1000):
-        statistics.count_staleness(staleness, 0)
-        statistics.count_lead(staleness)
-    said = statistics.to_status()
-    assert said["staleness"] == said["lead"] == {"3": 1, "64": 1}
-    assert said["staleness_sum"] == said["lead_sum"] == 1003
-    view = merged(shard(worker(0), **said), shard(worker(0), staleness={"2": 5}, staleness_sum=10, index=1))
-    assert view.staleness_sum == 1013
-
-
-@pytest.mark.parametrize(
-    ("rule", "text"),
-    [
-        (AVERAGE, "sync-server"),
-        (AVERAGE | {"quorum": 2}, "sync-server:quorum=2"),
-        (APPLY, "async"),
-        (
-            APPLY | {"max_staleness": 2, "staleness_scaling": "inverse"},
-            "async:max_staleness=2,staleness_scaling=inverse",
-        ),
-        (APPLY | {"max_staleness": 0}, "async:max_staleness=0"),
-        (APPLY | {"delay_compensation": 0.5}, "async:delay_compensation=0.5"),
-        (
-            APPLY | {"delay_compensation": 2.0, "compensation_decay": 0.0},
-            "async:delay_compensation=2.0,compensation_decay=0.0",
-        ),
-        ({"name": "of a newer server", "knob": 1}, "of a newer server:knob=1"),
-    ],
-)
-def test_a_rule_is_told_as_users_write_it(rule, text):
-    assert rule_text(rule) == text
-    assert merged(shard(worker(0), rule=rule)).rule_text == text

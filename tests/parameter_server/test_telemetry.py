@@ -21,7 +21,6 @@ import psengine
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
 from psengine.parameter_server.server.core.interfaces import Clocks
-from psengine.parameter_server.server.core.telemetry import WorkerTelemetry
 from psengine.parameter_server.status_model import ShardStatus, to_json
 from psengine.protocol.messages import MessageType
 from psengine.tracing.telemetry import Telemetry
@@ -70,64 +69,6 @@ class TestWhatAWorkerSays:
 
 
 # ---- what a shard makes of it --------------------------------------------------------------------------------------
-
-
-class TestRates:
-    def test_means_are_of_the_window(self):
-        telemetry = WorkerTelemetry()
-        # Slow for 30 s, then ten times as fast.
-        for second in range(1, 31):
-            telemetry.hear(body(second, second - 1.0, 0.5 * second, 10 * second), second)
-        for second in range(31, 61):
-            steps = 30 + 10 * (second - 30)
-            telemetry.apply_s += 0.2
-            telemetry.hear(body(steps, second - 1.0, 15 + 0.25 * (second - 30), 10 * steps), second)
-        times = telemetry.times
-        assert times.steps_per_s == pytest.approx(10)
-        assert times.samples_per_s == pytest.approx(100)
-        assert times.step_s == pytest.approx(0.1)
-        assert times.blocked_s == pytest.approx(0.025)
-        assert times.apply_s == pytest.approx(0.02)
-
-
-class TestLosses:
-    @pytest.mark.parametrize("loss", [math.nan, -math.inf, torch.tensor(math.nan)])
-    def test_a_diverged_worker_shows_everywhere(self, loss):
-        """From ``report`` to the merged view: the protocol carries no NaN."""
-        world, telemetry = World(), Telemetry(time.monotonic)
-        (worker,) = team(world, 1, [spec(0, 4)])
-
-        def view():
-            (job,) = merge_jobs([world.shard.status(world.now_s)]).values()
-            return json.loads(json.dumps(to_json(job), allow_nan=False))["workers"][0]["loss"]
-
-        telemetry.step_ended()
-        worker.send(MessageType.HEARTBEAT, sequence=0, body=telemetry.to_body())
-        assert view() is None
-        telemetry.report(loss=loss)
-        worker.send(MessageType.HEARTBEAT, sequence=0, body=telemetry.to_body())
-        assert view() == "nan"
-
-
-class TestAtTheShard:
-    def status(self, world, rank=0):
-        return world.shard.status(world.now_s).jobs["demo"].workers[rank]
-
-    def test_a_held_answer_is_the_time_until_the_last_one_came(self):
-        world = World()
-        specs = [spec(0, 4), spec(1, 4)]
-        first, second = team(world, 2, specs)
-        for step, late_s in enumerate((0.5, 2.0), start=1):
-            first.send(MessageType.HEARTBEAT, sequence=0, body=body(step, 1.0 * step))
-            for key in (0, 1):
-                first.push(key, step, torch.ones(4))
-            world.advance(late_s, second)
-            for key in (0, 1):
-                second.push(key, step, torch.ones(4))
-        first.send(MessageType.HEARTBEAT, sequence=0, body=body(3, 3.0))
-        assert self.status(world).telemetry.held_s == pytest.approx(1.25)
-        assert self.status(world, 1).telemetry.steps is None
-        assert first.take(MessageType.ERROR) == []
 
 
 # ---- events --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ import psengine
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.worker_session import WorkerSession
-from psengine.strategies.registry import resolve_strategy
 
 # The outer step that averages parameters.
 AVERAGES = "outer_lr=1,outer_momentum=0"
@@ -182,17 +181,3 @@ def test_who_is_alone_within_a_round_when_all_conclude_is_merged_alone(steps):
         results = run_ranks(switched_after, len(steps), server.addresses[0], steps)
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
-
-
-@pytest.mark.parametrize(
-    ("specification", "message"),
-    [
-        ("diloco-server:every=0", "every is a number"),
-        ("diloco-server:quorum=0", "quorum is a number of workers"),
-        ("diloco-server:grace=-1", r"grace \(expected a share of a round: 0 to 100, got -1\)"),
-        ("diloco-server:outer_lr=none", "outer_lr"),
-    ],
-)
-def test_wrong_options(specification, message):
-    with pytest.raises(ConfigurationError, match=message):
-        resolve_strategy(specification)

@@ -19,7 +19,6 @@ import psengine
 from psengine.errors import ConfigurationError
 from psengine.strategies.local.fragments import cut
 from psengine.strategies.local.schedule import Schedule
-from psengine.strategies.registry import resolve_strategy
 
 STEPS = 14
 MIDWAY = {
@@ -240,37 +239,6 @@ def test_uneven_data_accumulation_and_a_model_loaded_within_a_round(rank, world_
             loss_of(one, rank, step).backward()
             its.step()
     assert all(map(torch.equal, model.parameters(), fresh.parameters()))
-
-
-@in_ranks(2)
-def test_wrong_input(rank, world_size):
-    model, _ = wrapped("local:every=2,compress=bf16")
-    with raises(ConfigurationError, "steps one optimizer"):
-        psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    plain = psengine.DistributedDataParallel(make_model(), strategy="local")
-    with raises(ConfigurationError, "psengine.DistributedOptimizer(optimizer, model) before the first backward"):
-        loss_of(plain, rank, 0).backward()
-    with raises(psengine.ReplicaMismatchError, "every=2", "every=3"):
-        psengine.DistributedDataParallel(make_model(), strategy=f"local:every={2 + rank}")
-
-
-@pytest.mark.parametrize(
-    ("specification", "message"),
-    [
-        ("local:every=0", "every is a number .expected an integer of at least 1, got 0"),
-        ("local:every=2.5", "got 2.5"),
-        ("local:fragments=2", "unknown option 'fragments'"),
-        ("diloco:every=4,fragments=5", "expected at most fragments=4, got 5"),
-        ("diloco:every=4,overlap=4", "expected an overlap of fewer than every=4 steps, got 4"),
-        ("diloco:outer_lr=0", r"outer_lr \(expected a learning rate: 0 < outer_lr < 1e6, got 0\)"),
-        ("diloco:outer_momentum=1", "outer_momentum"),
-        ("diloco:keep=1", "a share: 0 <= keep < 1"),
-        ("diloco:compress=fp17", "unknown codec"),
-    ],
-)
-def test_wrong_options(specification, message):
-    with pytest.raises(ConfigurationError, match=message):
-        resolve_strategy(specification)
 
 
 def test_a_schedule_and_a_cut():

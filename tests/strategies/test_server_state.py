@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
@@ -129,35 +127,6 @@ def misuse(rank: int, world_size: int, address: str) -> None:
 
 def _hook(state, bucket):
     raise AssertionError
-
-
-def test_misuse_is_named(server):
-    run_ranks(misuse, 1, server.addresses[0], init_group=False)
-
-
-def test_options_are_checked():
-    for arguments, message in [
-        ({"max_staleness": -1}, "max_staleness"),
-        ({"max_staleness": True}, "max_staleness"),
-        ({"staleness_scaling": "linear"}, "staleness_scaling"),
-        ({"delay_compensation": float("nan")}, "delay_compensation"),
-        ({"delay_compensation": 2, "compensation_decay": 1}, "compensation_decay.*value < 1"),
-        ({"compensation_decay": 0.95}, "set delay_compensation too"),
-        ({"timeout_s": 0}, "timeout_s"),
-        ({"checksum": "off"}, "checksum"),
-    ]:
-        with pytest.raises(ConfigurationError, match=message):
-            psengine.AsyncServer(**arguments)
-    with pytest.raises(ConfigurationError, match="quorum"):
-        psengine.SyncServer(quorum=0)
-
-
-def test_strategies_travel_as_their_options():
-    strategy = psengine.AsyncServer(max_staleness=3, job="x")
-    clone = pickle.loads(pickle.dumps(strategy))
-    assert repr(clone) == repr(strategy)
-    assert clone.rule == strategy.rule
-    assert pickle.loads(pickle.dumps(psengine.SyncServer(quorum=2))).rule == {"name": "average", "quorum": 2}
 
 
 def configured_after_the_snapshot(rank: int, world_size: int, address: str, taken: Any, restarted: Any) -> None:

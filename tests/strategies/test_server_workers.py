@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import os
 import re
@@ -176,26 +175,6 @@ def test_without_servers_rank_zero_starts_one_and_who_waits_there_learns_that_it
     assert [first, second] == [(True, True), (True, False)]
     assert failed == "MemoryError: sabotage of rank 0"
     assert re.search(r"ServerLostError: the embedded parameter server at ipc://.*rank 0", told)
-
-
-def numbered(rank: int, world_size: int, address: str) -> list[str]:
-    """Jobs of models that are wrapped in sequence, whether or not and when their wrappers are collected."""
-    use(address)
-    jobs = []
-    for turn in range(4):
-        wrapped = wrap(psengine.SyncServer())
-        jobs.append(wrapped.strategy.session.job)
-        strategy = wrapped.strategy
-        del wrapped
-        if turn != rank:
-            gc.collect()
-        if turn == 2:
-            strategy.close()
-    return jobs
-
-
-def test_the_numbers_of_jobs_do_not_depend_on_garbage_collection(server):
-    assert run_ranks(numbered, 2, server.addresses[0]) == [["default", "default.1", "default.2", "default.2"]] * 2
 
 
 def join_with_a_group(rank: int, world_size: int, address: str) -> None:

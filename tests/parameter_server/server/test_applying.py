@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from support.shard_world import APPLY, SGD, World, codes, push_all, rule_of, spec, team
+from support.shard_world import APPLY, World, codes, push_all, rule_of, spec, team
 
 from psengine.parameter_server.server.core.interfaces import Sender
 from psengine.protocol.frames import encode, payload_tensor
@@ -76,56 +75,6 @@ def test_parameters_need_configure_first():
     before = world.state_hash()
     assert codes(workers[0].push(0, 1, torch.ones(6))) == [ErrorCode.NOT_READY]
     assert world.state_hash() == before
-
-
-class TestStaleness:
-    def test_inverse_scaling_follows_numpy(self):
-        _, workers = fleet(3, staleness_scaling="inverse")
-        weights, version = np.zeros(6, np.float32), 0
-        seen, counts = [0, 0, 0], [0, 0, 0]
-        for step, rank in enumerate([0, 1, 2, 2, 0, 1, 0, 0, 2]):
-            g = gradient(6, step)
-            factor = np.float32(SGD["lr"] * (1.0 / (version - seen[rank] + 1)))
-            weights = weights - factor * g.numpy()
-            counts[rank] += 1
-            (answer,) = workers[rank].push(0, counts[rank], g, seen[rank])
-            version = seen[rank] = answer.version
-            np.testing.assert_allclose(payload_tensor(answer).numpy(), weights, rtol=1e-6, atol=1e-7)
-
-    @pytest.mark.parametrize("decay", [None, 0.0, 0.9])
-    def test_delay_compensation_follows_numpy(self, decay):
-        strength = 0.4
-        options = {} if decay is None else {"compensation_decay": decay}
-        _, workers = fleet(3, values=gradient(6, 50), delay_compensation=strength, **options)
-        weights = gradient(6, 50).double().numpy()
-        mean, seen = np.zeros(6), [0, 0, 0]
-        had, counts, version = [], [0, 0, 0], 0
-        for worker in workers:
-            worker.pull(0)
-            had.append(weights)
-        for step, rank in enumerate([0, 1, 2, 2, 0, 1, 0, 0, 2, 1, 1]):
-            g = gradient(6, step)
-            wide = g.double().numpy()
-            factor = strength
-            if decay is not None:
-                mean = decay * mean + (1 - decay) * wide**2
-                factor = strength / np.sqrt(mean + 1e-7)
-            corrected = wide + factor * wide * wide * (weights - had[rank])
-            weights = weights - SGD["lr"] * corrected
-            counts[rank] += 1
-            (answer,) = workers[rank].push(0, counts[rank], g, seen[rank])
-            version = seen[rank] = answer.version
-            had[rank] = weights
-            np.testing.assert_allclose(payload_tensor(answer).numpy(), weights, rtol=1e-5, atol=1e-6)
-        assert version == 11
-
-    def test_a_repeated_answer_brings_the_weights_the_backup_is_of(self):
-        _, workers = fleet(2, delay_compensation=0.1)
-        (first,) = workers[0].push(0, 1, torch.ones(6))
-        workers[1].push(0, 1, torch.ones(6))
-        (again,) = workers[0].repeat(0, 1)
-        assert again.version == first.version == 1
-        assert torch.equal(payload_tensor(again), payload_tensor(first))
 
 
 class TestRefusals:

@@ -143,20 +143,6 @@ def test_a_diverged_worker_is_an_alarm_and_a_paused_page_shows_the_other_range()
         assert driver.execute_script("return window.violations") == []
 
 
-def test_a_chart_that_changes_its_height_as_it_is_resized_is_drawn_without_an_error():
-    with running_server() as server, browser() as driver:
-        driver.get(server.status_url + "/")
-        eventually(lambda: text_of(driver, "#health") == "✓ serving", "the first answer")
-        driver.execute_script(
-            "document.getElementById('pause').click(); tracks[1].times = [1, 2];"
-            "charts[0].data = () => ({ series: [], empty: 'long '.repeat(1000) });"
-            "charts[0].box.style.width = '300px';"
-        )
-        eventually(lambda: text_of(driver, "#loss .empty").startswith("long long"), "the resized chart")
-        driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done))")
-        assert driver.execute_script("return window.violations") == []
-
-
 def test_the_head_says_how_durable_the_server_is_and_that_its_log_is_full(tmp_path):
     flag = tmp_path / "full"
     options = {"snapshot_dir": tmp_path / "s", "durability": "log", "snapshot_interval_s": 0.0, "sabotage": fill_up}

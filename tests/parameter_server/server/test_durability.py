@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import time
 from pathlib import Path
@@ -19,7 +18,6 @@ from psengine.parameter_server.server.core.interfaces import ShardSettings
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability import snapshot_thread as durability
 from psengine.parameter_server.server.durability.restoring import restore
-from psengine.parameter_server.server.durability.snapshot_thread import SnapshotThread
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.protocol.messages import MessageType
 
@@ -259,25 +257,6 @@ def test_two_servers_in_one_place_leave_each_other_s_generations_alone(tmp_path)
             peer.change()
             assert peer.request("SNAPSHOT").body == {"generation": generation}
         assert generations(directory) == ["generation-000000000004", "generation-000000000005"]
-
-
-def test_without_descriptors_it_is_not_known_what_is_there(tmp_path, caplog, monkeypatch):
-    with SnapshotStore(tmp_path / "s") as store:
-        assert store.save([[]]) == 1
-        writer = SnapshotThread(store, [], 0.0, 1, lambda kind, text: None)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-            with pytest.raises(OSError, match="Too many open files"):
-                assert store.newest
-            outcome = writer.write()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert outcome.generation == writer.generation == store.newest == 1
-        assert "Too many open files" in outcome.error
-        assert "cannot be seen now" in outcome.error
-        assert "the server stays durable to generation 1" in caplog.text
-        assert writer.write().generation > 1
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

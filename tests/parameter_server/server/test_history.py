@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -53,37 +52,6 @@ def test_rates_are_differences_and_means_of_the_interval():
         "0": {"step": [5, 11], "loss": [2.5, 2.25], "steps_per_s": [None, 3]},
         "1": {"step": [None, 3], "loss": [None, None], "steps_per_s": [None, None]},
     }
-
-
-def test_what_is_not_known_is_none_and_a_counter_that_begins_anew_is_no_negative_rate():
-    track = Track(1, 10)
-    track.record(status_of(applied=100, bytes_in=100, workers=[(0, 7, math.nan), (1, 7, "nan")]), 1.0, 1.0)
-    track.record(status_of(applied=3, bytes_in=200, workers=[(0, 2, 1.0)]), 2.0, 2.0)
-    track.record(status_of(applied=4, bytes_in=300, workers=[(0, 3, 1.0)]), 3.0, 3.0)
-    found = shown(track)
-    assert found["jobs"]["job"]["applied_per_s"] == [None, None, 1]
-    assert found["jobs"]["job"]["workers"]["0"]["loss"] == [None, 1, 1]
-    assert found["jobs"]["job"]["workers"]["1"] == {
-        "step": [7, None, None],
-        "loss": [None, None, None],
-        "steps_per_s": [None, None, None],
-    }
-    json.dumps(found, allow_nan=False)
-    track.record(server(), 4.0, 4.0)
-    assert shown(track)["jobs"]["job"]["applied_per_s"][-1] is None
-
-
-def test_a_shard_that_misses_its_deadline_leaves_a_gap_and_no_peak():
-    """Its share of the job's counters is missing: back again, it would look like all of them in one second."""
-    track = Track(1, 10)
-    track.record(status_of(applied=1_000_000, bytes_in=100, workers=[(0, 7, 1.0)]), 1.0, 1.0)
-    track.record(status_of(applied=500_000, has_error=True, workers=[(0, 3, 1.0)]), 2.0, 2.0)
-    track.record(status_of(applied=1_000_020, bytes_in=300, workers=[(0, 9, 1.0)]), 3.0, 3.0)
-    found = shown(track)
-    assert found["jobs"]["job"]["applied_per_s"] == [None, None, 10]  # over two seconds
-    assert found["shards"][0]["bytes_in_per_s"] == [None, None, 100]
-    assert found["jobs"]["job"]["workers"]["0"]["step"] == [7, None, 9]
-    assert found["jobs"]["job"]["workers"]["0"]["steps_per_s"] == [None, None, 1]
 
 
 def test_memory_is_bounded_whoever_comes():

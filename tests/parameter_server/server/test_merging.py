@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.shard_world import SGD, ErrorCode, Worker, World, codes, rule_of, spec
+from support.shard_world import SGD, Worker, World, rule_of, spec
 
-from psengine.parameter_server.server.rules.grace import GraceWindow
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MessageType
 
@@ -51,89 +50,6 @@ def push(worker: Worker, sequence: int, weight: float = 8.0, version: int = 0) -
 def answers(*workers: Worker) -> list[tuple[int, int, torch.Tensor]]:
     """(rank, version, values) of the answers that came."""
     return [(w.rank, m.version, payload_tensor(m)) for w in workers for m in w.take(MessageType.UPDATED)]
-
-
-def test_a_quorum_is_merged_by_samples_and_who_comes_later_is_part_of_the_next_merge():
-    _, workers = start(3, grace=0)
-    oracle = Oracle()
-    push(workers[0], 1, weight=8)
-    assert not answers(*workers)
-    push(workers[1], 1, weight=24)
-    merged = oracle.merge((difference(0, 1), 8.0), (difference(1, 1), 24.0)).clone()
-    found = answers(*workers)
-    assert [(rank, version) for rank, version, _ in found] == [(0, 1), (1, 1)]
-    for _, _, values in found:
-        torch.testing.assert_close(values, merged)
-    push(workers[2], 1, weight=8)  # slow: from the first version of all
-    assert not answers(*workers)
-    push(workers[1], 2, weight=8, version=1)
-    merged = oracle.merge((difference(1, 2), 8.0), (difference(2, 1), 8.0))
-    for _, version, values in answers(*workers):
-        assert version == 2
-        torch.testing.assert_close(values, merged)
-
-
-def test_nobody_waits_for_a_worker_that_abstained_until_it_brings_something():
-    _, workers = start(3, quorum=3)
-    oracle = Oracle()
-    push(workers[0], 1)
-    push(workers[1], 1)
-    assert not answers(*workers)
-    abstain = {"weight": 0.0}
-    workers[2].push(0, 1, None, version=0, body=abstain)
-    assert [rank for rank, _, _ in answers(workers[2])] == [2], "answered at once"
-    merged = oracle.merge((difference(0, 1), 8.0), (difference(1, 1), 8.0)).clone()
-    for rank, version, values in answers(*workers):
-        assert (rank < 2, version) == (True, 1)
-        torch.testing.assert_close(values, merged)
-    push(workers[2], 2, version=1)
-    push(workers[0], 2, version=1)
-    assert not answers(*workers), "it counts again"
-    push(workers[1], 2, version=1)
-    assert [rank for rank, _, _ in answers(*workers)] == [0, 1, 2]
-
-
-def test_the_grace_window():
-    window = GraceWindow(0.25)
-    for now_s in (0.0, 8.0):
-        window.arrived(0, now_s)
-        window.arrived(1, now_s)
-        window.arrived(2, now_s + 1)  # a second later than the others
-        window.arrived(3, now_s + 5)  # too late for a window of two seconds
-    window.open([0, 1], [2, 3], 16.0)
-    assert not window.is_over([2, 3], 16.9)
-    assert window.is_over([3], 16.9), "all who were expected are here, or do not come"
-    assert window.is_over([2, 3], 18.0), "the window has ended"
-    window.forget(2)
-    assert window.is_over([2, 3], 16.9), "a new process is not expected"
-    window.open([0, 1], [3], 16.0)
-    assert window.is_over([2, 3], 16.0), "nobody is expected within the window"
-    never = GraceWindow(0.0)
-    never.open([0], [1], 5.0)
-    assert never.is_over([1], 5.0)
-
-
-def test_repeats_count_once_and_what_was_not_merged_is_sent_again():
-    world, workers = start(2)
-    push(workers[0], 1)
-    push(workers[0], 1)
-    assert [m.type for m in workers[0].probe(0, 1)] == [MessageType.PENDING]
-    push(workers[0], 2)
-    assert codes(workers[0].take()) == [ErrorCode.CREDIT]
-    # The server starts anew from a snapshot: the contribution was under way.
-    world.start(8, world.shard.durable.capture())
-    for worker in workers:
-        assert worker.hello() == "ready"
-        worker.take()
-    assert [m.type for m in workers[0].probe(0, 1)] == [MessageType.MISSING]
-    push(workers[0], 1)
-    push(workers[1], 1)
-    merged = Oracle().merge((difference(0, 1), 1.0), (difference(1, 1), 1.0))
-    for _, _, values in answers(*workers):
-        torch.testing.assert_close(values, merged)
-    push(workers[0], 1)
-    assert not answers(*workers)
-    assert rule_of(world).version == 1
 
 
 def test_the_outer_state_goes_on_from_a_snapshot():

@@ -17,7 +17,7 @@ from support.statuses import server as server_status
 
 from psengine.parameter_server.server.status.pages import dashboard
 from psengine.parameter_server.server.status.prometheus import render_metrics
-from psengine.parameter_server.status_model import SnapshotStatus, WorkerTimes
+from psengine.parameter_server.status_model import SnapshotStatus
 from psengine.status_port.http_status import MAX_CONNECTIONS, HttpStatus
 
 GRAFANA = Path(__file__).parents[3] / "deploy" / "prometheus" / "grafana.json"
@@ -152,13 +152,6 @@ def test_metrics_tell_of_workers():
         assert line in text, text
     # Prometheus would rename it: the label is its own, of what it scrapes.
     assert not re.search(r"[{,]job=", text)
-
-
-def test_what_is_not_known_of_a_worker_is_left_out():
-    text = render_metrics(status_with_everything(clock=None, staleness={}, telemetry=WorkerTimes()))[1].decode()
-    for name in ("step", "lag_steps", "loss", "step_seconds", "step_part_seconds", "staleness"):
-        assert f'psengine_worker_{name}{{training_job="j",worker="3"' not in text
-    assert 'psengine_worker_silent_seconds{training_job="j",worker="3"}' in text
 
 
 def test_grafana_asks_only_for_metrics_there_are():
