@@ -18,8 +18,8 @@ from psengine.gradients.graphs import EveryParameter
 from psengine.gradients.packing import Packing
 from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Reduction
+from psengine.tracing.telemetry import Telemetry
 from psengine.tracing.timeline import EXCHANGE, Span, recorder, span
-from psengine.tracing.training_metrics import Meter
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class BucketsInFlight:
     ) -> None:
         self.is_packing = True
         self.buckets_reduced = 0
-        self.meter: Meter | None = None
+        self.meter: Telemetry | None = None
         self.writes_gradients = True
         self.futures: list[torch.futures.Future[Any]] = []
         self._strategy = strategy

@@ -1,4 +1,4 @@
-"""A worker's counters, which its heartbeats carry to the servers; and the loss that a training loop reports.
+"""A worker's counters, for heartbeats to its servers and for Prometheus; and the loss that a training loop reports.
 
     the worker's thread   with blocked(): wait_all(...)       step_ended()       report(loss=..., samples=...)
     the I/O thread                                  to_body(), with every heartbeat
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import numbers
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,61 +23,31 @@ from psengine.protocol.messages import MAX_COUNTED
 from psengine.tracing.observers import Observer
 
 
-class ReportedLoss:
-    """The latest reported loss that its device has computed. Nobody waits for a device here; thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._value: float | None = None
-        self._coming: tuple[torch.Tensor, torch.Event] | None = None
-        self._observer = Observer("among the reported numbers, a loss")
-
-    def put(self, loss: torch.Tensor | float) -> None:
-        """Take a loss that ``check_report`` passed. It is dropped while the device still computes an earlier one."""
-        with self._lock, self._observer:
-            if not isinstance(loss, torch.Tensor) or loss.device.type == "cpu":
-                self._value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-                self._coming = None
-                return
-            self._settle()
-            if self._coming is None:
-                event = torch.Event(loss.device)
-                # A copy to pinned memory, for which the stream waits and the caller does not.
-                copy = loss.detach().to("cpu", non_blocking=True, copy=True)
-                event.record(torch.accelerator.current_stream(loss.device))
-                self._coming = copy, event
-
-    def to_body(self) -> dict[str, float | None]:
-        """``{"loss": number}``, None for one that is not finite; empty before the first."""
-        with self._lock:
-            self._settle()
-            if self._value is None:
-                return {}
-            return {"loss": self._value if math.isfinite(self._value) else None}
-
-    def _settle(self) -> None:
-        if self._coming is not None and self._coming[1].query():
-            self._value, self._coming = float(self._coming[0]), None
-
-
 class Telemetry:
-    """One worker's; thread-safe.
+    """What is counted of one model; thread-safe.
 
     Args:
         now_s: a clock that never goes back.
 
     Attributes:
         is_blocked: this worker's training waits for servers, and has pushed all that it can before it has answers.
+        first_blocked_s: the part of the total that belongs to the first step, whose length is not known.
+        exchanged_bytes: of gradients; counted for Prometheus alone, as is ``world_size``, the group's at the last step.
     """
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.is_blocked = False
+        self.first_blocked_s = 0.0
+        self.exchanged_bytes = 0
+        self.world_size = 0
         self._now_s = now_s
         self._lock = threading.Lock()
         self._totals: dict[str, Any] = {"steps": 0, "step_s": 0.0, "blocked_s": 0.0, "samples": 0}
         self._unfinished_blocked_s = 0.0
         self._last_end_s = 0.0
-        self._loss = ReportedLoss()
+        self._loss: float | None = None
+        self._coming_loss: tuple[torch.Tensor, torch.Event] | None = None
+        self._loss_observer = Observer("among the reported numbers, a loss")
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -89,45 +60,60 @@ class Telemetry:
             self.is_blocked = False
             self._unfinished_blocked_s += self._now_s() - began_s
 
-    def step_ended(self) -> None:
-        """A step is complete: its gradients are exchanged."""
+    def step_ended(self, waited_s: float = 0.0, exchanged_bytes: int = 0, world_size: int = 0) -> None:
+        """A step is complete: its gradients are exchanged. ``waited_s`` is added to the time inside ``blocked``."""
         now_s = self._now_s()
         with self._lock:
+            blocked_s, self._unfinished_blocked_s = self._unfinished_blocked_s + waited_s, 0.0
             if self._totals["steps"]:
                 self._totals["step_s"] += now_s - self._last_end_s
+            else:
+                self.first_blocked_s = blocked_s
             self._last_end_s = now_s
             self._totals["steps"] += 1
-            self._totals["blocked_s"] += self._unfinished_blocked_s
-            self._unfinished_blocked_s = 0.0
+            self._totals["blocked_s"] += blocked_s
+            self.exchanged_bytes += exchanged_bytes
+            self.world_size = world_size
 
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
         """Take numbers from the user's training loop. Never waits for a device.
 
         Args:
-            loss: of this step, one number; None leaves the last.
+            loss: of this step, one number; None leaves the last. It is dropped while its device computes an earlier.
             samples: how many this step had; they are added up.
 
         Raises:
             ConfigurationError: the loss is not one number, or the samples are no number of samples.
         """
-        check_report(loss, samples)
-        with self._lock:
+        _check_report(loss, samples)
+        with self._lock, self._loss_observer:
             self._totals["samples"] = min(self._totals["samples"] + int(samples or 0), MAX_COUNTED)
-        if loss is not None:
-            self._loss.put(loss)
+            if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
+                self._settle_loss()
+                if self._coming_loss is None:
+                    event = torch.Event(loss.device)
+                    # A copy to pinned memory, for which the stream waits and the caller does not.
+                    copy = loss.detach().to("cpu", non_blocking=True, copy=True)
+                    event.record(torch.accelerator.current_stream(loss.device))
+                    self._coming_loss = copy, event
+            elif loss is not None:
+                self._loss = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+                self._coming_loss = None
 
     def to_body(self) -> dict[str, Any]:
         """HEARTBEAT's body: without "loss" until one was reported; None is one that is not finite."""
         with self._lock:
-            return {**self._totals, **self._loss.to_body()}
+            self._settle_loss()
+            if self._loss is None:
+                return dict(self._totals)
+            return {**self._totals, "loss": self._loss if math.isfinite(self._loss) else None}
+
+    def _settle_loss(self) -> None:
+        if self._coming_loss is not None and self._coming_loss[1].query():
+            self._loss, self._coming_loss = float(self._coming_loss[0]), None
 
 
-def check_report(loss: Any, samples: Any) -> None:
-    """Check what a training loop reports.
-
-    Raises:
-        ConfigurationError: the loss is not one number, or the samples are no number of samples.
-    """
+def _check_report(loss: Any, samples: Any) -> None:
     # NumPy's numbers are numbers too.
     is_count = isinstance(samples, numbers.Integral) and not isinstance(samples, bool)
     if samples is not None and (not is_count or samples < 0):

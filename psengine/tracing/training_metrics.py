@@ -1,8 +1,8 @@
 """Metrics of a training process for Prometheus, on a port of its own. Off unless PSENGINE_METRICS_PORT is set.
 
-    wrapper: watch() ─► Meter, one for each wrapped model     rank 0 alone, which also opens the port, once
-    reducer: meter.step_ended(...) at the end of backward ──┐
-    user:    model.report(loss=..., samples=...) ───────────┴─► counters and gauges of prometheus_client ─► /metrics
+    wrapper: watch() ─► Telemetry, one for each wrapped model    rank 0 alone, which also opens the port, once
+    reducer: step_ended(...) at the end of backward ────────┐
+    user:    model.report(loss=..., samples=...) ───────────┴─► totals ◄── read at each request of /metrics
 
 Rank 0's steps and waits stand for its group. Training goes on if the port cannot be opened.
 """
@@ -10,19 +10,15 @@ Rank 0's steps and waits stand for its group. Training goes on if the port canno
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
-import threading
-import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from psengine.environment.variables import read_variable
 from psengine.errors import EnvironmentVariableError
 from psengine.tracing.stall_inspector import inspector
-from psengine.tracing.telemetry import ReportedLoss, check_report
+from psengine.tracing.telemetry import Telemetry
 
 # Imported once it is used: an HTTP server is no part of a training that nobody watches.
 if TYPE_CHECKING:
@@ -30,90 +26,71 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COUNTERS = {
+_HELP = {
     "steps": "Backwards whose gradients were exchanged.",
     "step_seconds": "Time of the steps after the first.",
     "wait_seconds": "Time in it, at the end of backwards, in which this rank waited for the others and took their"
     " averages.",
     "exchanged_bytes": "Bytes of gradients that this rank gave to the exchange, before a codec.",
     "samples": "Samples that the script reported.",
+    "stalls": "Waits for other ranks that were reported (PSENGINE_STALL_S).",
+    "world_size": "Ranks of the group.",
+    "loss": "What the script reported last.",
 }
-_GAUGES = {"world_size": "Ranks of the group.", "loss": "What the script reported last."}
-
-
-class Meter:
-    """What is counted of one wrapped model.
-
-    Args:
-        families: by name, its metrics, which have two labels.
-        labels: the model's number, and its strategy.
-        knows_group: whether its workers are those of the process group.
-    """
-
-    def __init__(self, families: dict[str, Any], labels: tuple[str, str], *, knows_group: bool) -> None:
-        self._families = families
-        self._labels = labels
-        self._counters = {name: families[name].labels(*labels) for name in _COUNTERS}
-        self._world_size = families["world_size"].labels(*labels) if knows_group else None
-        self._loss = ReportedLoss()
-        self._last_end_s: float | None = None
-
-    def step_ended(self, waited_s: float, exchanged_bytes: int, world_size: int) -> None:
-        """A backward ended that exchanged ``exchanged_bytes`` of gradients and waited ``waited_s`` at its end."""
-        now_s = time.monotonic()
-        if self._last_end_s is not None:  # the time of the first step is not known, nor is it counted
-            self._counters["step_seconds"].inc(now_s - self._last_end_s)
-            self._counters["wait_seconds"].inc(waited_s)
-        self._last_end_s = now_s
-        self._counters["steps"].inc()
-        self._counters["exchanged_bytes"].inc(exchanged_bytes)
-        if self._world_size is not None:
-            self._world_size.set(world_size)
-
-    def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
-        """See ``Telemetry.report``."""
-        check_report(loss, samples)
-        self._counters["samples"].inc(int(samples or 0))
-        if loss is not None:
-            self._loss.put(loss)
-            self._families["loss"].labels(*self._labels).set_function(self._read_loss)
-
-    def _read_loss(self) -> float:
-        value = self._loss.to_body().get("loss")
-        return float("nan") if value is None else value
 
 
 class TrainingMetrics:
-    """The metrics of a process. Imports prometheus_client."""
+    """The metrics of a process; a collector of prometheus_client.
+
+    Attributes:
+        models: each wrapped model's strategy, its counters, and whether its workers are those of the process group.
+    """
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge
+        self.models: list[tuple[str, Telemetry, bool]] = []
 
-        self._registry = CollectorRegistry()
-        self._families: dict[str, Any] = {}
-        for kind, described in ((Counter, _COUNTERS), (Gauge, _GAUGES)):
-            for name, text in described.items():
-                metric = kind(f"psengine_training_{name}", text, ["model", "strategy"], registry=self._registry)
-                self._families[name] = metric
-        text = "Waits for other ranks that were reported (PSENGINE_STALL_S)."
-        self._stalls = Counter("psengine_training_stalls", text, registry=self._registry)
-        self._told_stalls = 0
-        self._lock = threading.Lock()
-        self._models = itertools.count()
+    def meter(self, strategy: str, *, knows_group: bool) -> Telemetry:
+        """The counters of one more model; see ``watch``."""
+        telemetry = Telemetry()
+        self.models.append((strategy, telemetry, knows_group))
+        return telemetry
 
-    def meter(self, strategy: str, *, knows_group: bool) -> Meter:
-        """The meter of one more model; see ``watch``."""
-        return Meter(self._families, (str(next(self._models)), strategy), knows_group=knows_group)
+    def collect(self) -> Iterator[Any]:
+        """The metrics as they are now, for prometheus_client."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families = {
+            name: (GaugeMetricFamily if name in ("world_size", "loss") else CounterMetricFamily)(
+                f"psengine_training_{name}", text, labels=() if name == "stalls" else ("model", "strategy")
+            )
+            for name, text in _HELP.items()
+        }
+        families["stalls"].add_metric((), inspector.reported_stalls)
+        for number, (strategy, telemetry, knows_group) in enumerate(self.models):
+            body = telemetry.to_body()
+            values = {
+                "steps": body["steps"],
+                "step_seconds": body["step_s"],
+                "wait_seconds": body["blocked_s"] - telemetry.first_blocked_s,
+                "exchanged_bytes": telemetry.exchanged_bytes,
+                "samples": body["samples"],
+            }
+            if knows_group:
+                values["world_size"] = telemetry.world_size
+            if "loss" in body:
+                values["loss"] = float("nan") if body["loss"] is None else body["loss"]
+            for name, value in values.items():
+                families[name].add_metric((str(number), strategy), value)
+        yield from families.values()
 
     def render(self) -> Page:
         """The text for Prometheus."""
-        from prometheus_client import generate_latest
+        from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-        with self._lock:
-            told, self._told_stalls = self._told_stalls, inspector.reported_stalls
-            self._stalls.inc(self._told_stalls - told)
-        return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        registry = CollectorRegistry()
+        registry.register(self)
+        return 200, CONTENT_TYPE_LATEST, generate_latest(registry)
 
     def serve(self, port: int) -> HttpStatus | None:
         """Serve them from now on, until the process ends; where the port cannot be opened, the log says so."""
@@ -142,8 +119,8 @@ class TrainingMetrics:
 _metrics: TrainingMetrics | None = None
 
 
-def watch(strategy: str, rank: int, *, knows_group: bool) -> Meter | None:
-    """A meter for a model that is being wrapped; None where metrics are off, or on another rank than 0.
+def watch(strategy: str, rank: int, *, knows_group: bool) -> Telemetry | None:
+    """The counters of a model that is being wrapped; None where metrics are off, or on another rank than 0.
 
     Args:
         strategy: its name.
