@@ -192,18 +192,12 @@ class C10dCollective(Collective):
         Raises:
             PeerLostError, CollectiveError: ranks are missing, or ``timeout_s`` passed.
         """
-        watched = None
-        if self._stall_after_s:
-            watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
         deadline = time.monotonic() + timeout_s
-        try:
+        with inspector.watch(self, operation, what, timeout_s, self._stall_after_s):
             while not wait_for_s(min(WAIT_SLICE_S, timeout_s)):
                 if time.monotonic() >= deadline:
                     raise self.diagnose(TimeoutError(f"no result within {timeout_s:g} s"), what)
                 self._look_for_alarm(is_done, what)
-        finally:
-            if watched is not None:
-                inspector.leave(watched)
 
     def _look_for_alarm(self, is_done: Callable[[], bool], what: str) -> None:
         try:

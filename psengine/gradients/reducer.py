@@ -217,11 +217,11 @@ class Reducer(NativeNames):
         self.iteration += 1
         if recorder.is_on:
             recorder.begin_step(self.iteration)
-        self.timer.start_forward(self.iteration)
+        self.timer.start(self.iteration)
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """Expect one gradient for each parameter; with ``find_unused_parameters``, for those ``outputs`` depend on."""
-        self.timer.start_backward()
+        self.timer.mark("backward_compute_time_start")
         self._may_forget_a_backward = self._expects_hooks and not self._warned_local_backward
         self._expects_hooks = True
         self._next_bucket = 0
@@ -306,7 +306,7 @@ class Reducer(NativeNames):
         if pending[self._next_bucket] > 0:
             return
         if self._next_bucket == 0:
-            self.timer.start_communication()
+            self.timer.mark("backward_comm_time_start")
         packings = self._layout.packings
         while self._next_bucket < len(packings) and pending[self._next_bucket] == 0:
             self.in_flight.hand_over(packings[self._next_bucket], self.graph)
@@ -325,7 +325,7 @@ class Reducer(NativeNames):
                 for packing in self._layout.packings if self.in_flight.is_packing else ():
                     for position in packing.bucket.eager_runs:
                         self.in_flight.pack_one(packing, position)
-            self.timer.start_communication()
+            self.timer.mark("backward_comm_time_start")
             for packing in self._layout.packings:
                 self.in_flight.hand_over(packing, self.graph)
             self._next_bucket = len(self.buckets)
@@ -341,7 +341,7 @@ class Reducer(NativeNames):
 
     def _finalize(self) -> None:
         """Wait for every bucket in order and write the results to the gradients."""
-        self.timer.end_backward()
+        self.timer.mark("backward_compute_time_end")
         # Cleared first: after an error the next forward must not report an unfinished reduction instead of it.
         self._stop_expecting_hooks()
         try:
@@ -352,7 +352,7 @@ class Reducer(NativeNames):
             raise
         self._settle()
         self.completed_steps += 1
-        self.timer.end_communication()
+        self.timer.mark("backward_comm_time_end")
 
     def _settle(self) -> None:
         if self.graph.finds_unused:

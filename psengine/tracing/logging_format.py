@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import time
-from typing import Any
 
 
 class TextFormatter(logging.Formatter):
     """``2026-01-31T12:00:00.123Z WARNING psengine.parameter_server.server.daemon: text``; UTC."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """One line, and the traceback's."""
-        line = f"{timestamp(record.created)} {record.levelname} {record.name}: {record.getMessage()}"
-        if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
-        return line
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self.converter = time.gmtime
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and traceback where there is one; UTC."""
+class JsonFormatter(TextFormatter):
+    """One JSON object a line: time, level, logger, thread, message, and traceback where there is one; UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line; newlines are escaped."""
-        entry: dict[str, Any] = {
-            "time": timestamp(record.created),
+        entry = {
+            "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "thread": record.threadName,
@@ -34,12 +33,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry)
-
-
-def timestamp(seconds: float) -> str:
-    """ISO 8601 in UTC with milliseconds."""
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
-    return f"{whole}.{int(seconds % 1 * 1000):03d}Z"
 
 
 class RateLimit:

@@ -353,14 +353,8 @@ class SharedMemoryCollective(Collective):
 
     def _sleep(self, operation: int, what: str, timeout_s: float) -> tuple[int, int, str] | None:
         """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so."""
-        watched = None
-        if self._stall_after_s:
-            watched = inspector.enter(self, operation, what, timeout_s, self._stall_after_s)
-        try:
+        with inspector.watch(self, operation, what, timeout_s, self._stall_after_s):
             return self._wait(operation, timeout_s, is_slice=False)
-        finally:
-            if watched is not None:
-                inspector.leave(watched)
 
     def _wait(self, operation: int, timeout_s: float, *, is_slice: bool) -> tuple[int, int, str] | None:
         """``is_slice``: after ``timeout_s`` the status is UNDER_WAY, else the group has failed."""
