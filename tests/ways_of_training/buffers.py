@@ -47,14 +47,6 @@ def batch_norm_of_ones_own(run: Run) -> None:
     train(run, run.wrap(normed(nn.BatchNorm1d(8)), forward_sync_buffers=False))
 
 
-@row(sync_server=LATER, since_torch=(2, 13))
-def batch_norm_twice_a_step(run: Run) -> None:
-    """BatchNorm1d in two forwards before one backward."""
-    model = run.wrap(normed(nn.BatchNorm1d(8)))
-    for x, y in run.training(run.sgd(model)):
-        (classify(model, x, y) + classify(model, x.flip(1), y)).backward()
-
-
 @row(
     native=left_out("torch's layer refuses the CPU"),
     everywhere=left_out("torch's layer refuses the CPU; tests/data/test_sync_batch_norm.py has one"),

@@ -37,28 +37,9 @@ def evaluate(run: Run, context: Any, *, inner: bool = False, mode: bool = True) 
 
 
 @row
-def evaluated_in_inference_mode(run: Run) -> None:
-    """eval and inference_mode through the wrapper."""
-    evaluate(run, torch.inference_mode)
-
-
-@row
 def evaluated_with_gradients(run: Run) -> None:
     """A forward with gradients whose loss nobody differentiates."""
     evaluate(run, contextlib.nullcontext)
-
-
-@row
-def evaluated_on_rank_0_alone(run: Run) -> None:
-    """Rank 0 alone evaluates through the inner module; the others wait."""
-
-    def between(model: Any, x: Tensor, y: Tensor) -> None:
-        if run.rank == 0:
-            with torch.no_grad():
-                run.note(classify(model.module, x, y))
-        dist.barrier()
-
-    train_with(run, between)
 
 
 @row

@@ -33,12 +33,6 @@ def train_toggling(run: Run, **options: Any) -> None:
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def frozen_for_two_steps(run: Run) -> None:
-    """A layer is frozen in mid-run without find_unused_parameters."""
-    train_toggling(run)
-
-
 @row
 def frozen_for_two_steps_searched(run: Run) -> None:
     """A layer is frozen for two steps in mid-run, with find_unused_parameters."""

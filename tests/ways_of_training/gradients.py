@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from ways_of_training.networks import Pieces, classify, mlp
-from ways_of_training.run import WIDTH, Run
+from ways_of_training.run import Run
 from ways_of_training.table import refused, row
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -53,31 +53,11 @@ def graph_kept_for_a_second_backward(run: Run) -> None:
 
 
 @row
-def two_losses_two_backwards(run: Run) -> None:
-    """Two forwards with a backward each, whose gradients add up in one step."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        classify(model, x, y).backward()
-        classify(model, x.flip(1), y).backward()
-
-
-@row
 def two_forwards_one_backward(run: Run) -> None:
     """Two forwards, one backward through both."""
     model = run.wrap(mlp())
     for x, y in run.training(run.sgd(model)):
         (classify(model, x, y) + classify(model, x.flip(1), y)).backward()
-
-
-@row
-def forward_fed_with_its_output(run: Run) -> None:
-    """A recurrent use of the wrapped model: three forwards, one backward through all."""
-    model = run.wrap(mlp(8, outputs=WIDTH))
-    for x, _ in run.training(run.sgd(model)):
-        state = x
-        for _ in range(3):
-            state = model(state)
-        state.square().mean().backward()
 
 
 @row
@@ -122,15 +102,6 @@ def output_without_a_loss_searched(run: Run) -> None:
 def output_without_a_loss_in_a_static_graph(run: Run) -> None:
     """An output that has no part in the loss, with static_graph."""
     train_one_head(run, static_graph=True)
-
-
-@row
-def outputs_by_turns(run: Run) -> None:
-    """One head's loss is multiplied by zero in every second step: gradients of zero, not none."""
-    model = run.wrap(TwoHeads())
-    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
-        first, second = model(x)
-        (F.cross_entropy(first, y) * (step % 2) + F.cross_entropy(second, y) * ((step + 1) % 2)).backward()
 
 
 @row

@@ -30,14 +30,6 @@ def tensor_hook_on_a_parameter(run: Run) -> None:
 
 
 @row
-def tensor_hook_before_wrapping(run: Run) -> None:
-    """parameter.register_hook before the model is wrapped."""
-    module = mlp()
-    module[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    train(run, run.wrap(module))
-
-
-@row
 def post_accumulate_hook_before_wrapping(run: Run) -> None:
     """register_post_accumulate_grad_hook changes gradients in place; registered before wrapping."""
     module = mlp()
@@ -52,14 +44,6 @@ def hooks_on_the_wrapper(run: Run) -> None:
     model = run.wrap(mlp())
     model.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
     model.register_forward_hook(lambda module, inputs, output: output * 2)
-    train(run, model)
-
-
-@row
-def full_backward_hook_on_the_wrapper(run: Run) -> None:
-    """A full backward hook on the wrapped model itself."""
-    model = run.wrap(mlp())
-    model.register_full_backward_hook(lambda module, given, output: run.note(output[0].norm()))
     train(run, model)
 
 
@@ -88,19 +72,6 @@ def power_sgd_hook(run: Run) -> None:
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     train(run, model, 5)
-
-
-@row(**NO_HOOKS)
-def own_hook_with_a_callback(run: Run) -> None:
-    """A hook of the script's own, which divides in a callback."""
-
-    def average(state, bucket):
-        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return future.then(lambda done: done.value()[0].div_(run.world_size))
-
-    model = run.wrap(mlp())
-    model.register_comm_hook(None, average)
-    train(run, model)
 
 
 @row(**NO_HOOKS)
@@ -133,16 +104,4 @@ def hook_that_returns_no_future(run: Run) -> None:
 
     model = run.wrap(mlp())
     model.register_comm_hook(None, wrong)
-    train(run, model)
-
-
-@row(native=refused("bucket annotation should be dist.GradBucket"), **NO_HOOKS)
-def hook_with_postponed_annotations(run: Run) -> None:
-    """A hook whose annotations are texts, in a module with postponed annotations."""
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        return default_hooks.allreduce_hook(state, bucket)
-
-    model = run.wrap(mlp())
-    model.register_comm_hook(None, hook)
     train(run, model)

@@ -48,23 +48,6 @@ class Reader(nn.Module):
         return self.head((hidden[0] if isinstance(hidden, tuple) else hidden)[:, -1])
 
 
-@row
-def transformer(run: Run) -> None:
-    """TransformerEncoderLayer with dropout."""
-    core = nn.TransformerEncoderLayer(8, 2, dim_feedforward=16, dropout=0.1, batch_first=True)
-    train(run, Reader(core), texts(run))
-
-
-@row
-def convolution_with_batch_norm(run: Run) -> None:
-    """Conv2d, GroupNorm, LayerNorm, pooling."""
-    network = nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d((1, 2)),
-        nn.Flatten(), nn.LayerNorm(4), nn.Linear(4, CLASSES),
-    )  # fmt: skip
-    train(run, network)
-
-
 @row(
     sync_server=refused("sparse"),
     one_worker=refused("sparse"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +26,6 @@ def train(run: Run, make: Make, module: nn.Module | None = None, steps: int = 4)
         loss.backward()
         run.note(loss)
     return optimizer
-
-
-@row
-def sgd_plain(run: Run) -> None:
-    """SGD without momentum."""
-    train(run, lambda p: torch.optim.SGD(p, lr=0.1))
 
 
 @row
@@ -71,12 +64,6 @@ def adagrad_fused(run: Run) -> None:
     train(run, lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True), steps=8)
 
 
-@row
-def rmsprop(run: Run) -> None:
-    """RMSprop, centered, with momentum."""
-    train(run, lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True))
-
-
 @row(one_worker=refused("one optimizer"))
 def two_optimizers_of_one_model(run: Run) -> None:
     """SGD for the first layer and Adam for the rest."""
@@ -93,22 +80,6 @@ def two_optimizers_of_one_model(run: Run) -> None:
             optimizer.step()
 
 
-@row(one_worker=NOT_AT_SERVERS)
-def lbfgs(run: Run) -> None:
-    """LBFGS, whose closure runs several forwards and backwards a step."""
-    model = run.wrap(mlp())
-    optimizer = run.optimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=4), model)
-    for x, y in run.batches(2):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = classify(model, x, y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-
 @row
 def closure(run: Run) -> None:
     """Adam with a closure."""
@@ -123,48 +94,6 @@ def closure(run: Run) -> None:
             return loss
 
         run.note(optimizer.step(step))
-
-
-class Lion(torch.optim.Optimizer):
-    """A script's own optimizer (https://arxiv.org/abs/2302.06675)."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-                parameter.add_((0.9 * momentum + 0.1 * parameter.grad).sign(), alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 0.01)
-
-
-@row(one_worker=NOT_AT_SERVERS)
-def optimizer_of_ones_own(run: Run) -> None:
-    """A subclass of Optimizer with a step of its own (Lion)."""
-    train(run, lambda p: Lion(p, lr=0.01))
-
-
-@row(one_worker=left_out("weights are moved and moved back between two backwards of a step, which servers do not see"))
-def sharpness_aware(run: Run) -> None:
-    """SAM: weights are moved along the gradient, a second backward, weights are moved back, a step."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        moves = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in model.parameters()]
-        with torch.no_grad():
-            for parameter, move in zip(model.parameters(), moves, strict=True):
-                parameter.add_(move)
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        with torch.no_grad():
-            for parameter, move in zip(model.parameters(), moves, strict=True):
-                parameter.sub_(move)
-        optimizer.step()
 
 
 @row
@@ -204,22 +133,6 @@ def optimizer_replaced(run: Run) -> None:
     for step, (x, y) in enumerate(run.batches(4)):
         if step == 2:
             optimizer = run.sgd(model)
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-
-
-@row
-def state_halved_through_its_dict(run: Run) -> None:
-    """Momentum is halved through state_dict and load_state_dict."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        if step == 2:
-            state = copy.deepcopy(optimizer.state_dict())
-            for entry in state["state"].values():
-                entry["momentum_buffer"] *= 0.5
-            optimizer.load_state_dict(state)
         optimizer.zero_grad()
         classify(model, x, y).backward()
         optimizer.step()

@@ -70,9 +70,3 @@ def output_in_an_object(run: Run) -> None:
 def output_in_a_static_graph(run: Run) -> None:
     """A dict under static_graph."""
     train(run, lambda s, h: {"scores": s}, lambda o: o["scores"], static_graph=True)
-
-
-@row
-def output_written_to(run: Run) -> None:
-    """The output is changed in place before the loss."""
-    train(run, lambda s, h: s, lambda o: o.mul_(2.0))

@@ -76,23 +76,6 @@ def model_in_bfloat16_under_adamw(run: Run) -> None:
     train_in(run, torch.bfloat16, torch.optim.AdamW)
 
 
-@row
-def several_dtypes(run: Run) -> None:
-    """Layers in float32, float64 and bfloat16."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(WIDTH, 8)
-            self.b = nn.Linear(8, 8, dtype=torch.float64)
-            self.c = nn.Linear(8, CLASSES, dtype=torch.bfloat16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)).double())).bfloat16()).float()
-
-    train(run, run.wrap(Mixed()))
-
-
 @row(one_worker=refused("expected optimizer = psengine.DistributedOptimizer", "servers step what they hold"))
 def master_weights(run: Run) -> None:
     """A model in bfloat16 whose float32 copy is what the optimizer steps."""

@@ -71,14 +71,6 @@ def wrapper_recomputed(run: Run) -> None:
 
 
 @row
-def wrapper_recomputed_with_reentry(run: Run) -> None:
-    """The wrapped model itself recomputed, reentrant; its input must need a gradient."""
-    model = run.wrap(mlp(8, 8))
-    for x, y in run.training(run.sgd(model)):
-        F.cross_entropy(checkpoint(model, x.requires_grad_(), use_reentrant=True), y).backward()
-
-
-@row
 def recomputed_while_accumulating(run: Run) -> None:
     """Recomputed blocks, two micro-batches a step, the first inside no_sync."""
     model = run.wrap(Blocks(reentrant=False))

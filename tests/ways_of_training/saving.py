@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import Run
 from ways_of_training.table import refused, row
@@ -60,47 +58,6 @@ def resumed_in_a_new_wrapper(run: Run) -> None:
     optimizer = adam(run, again)
     optimizer.load_state_dict(saved["optimizer"])
     steps(run, again, optimizer, 2)
-
-
-@row
-def loaded_on_rank_0_alone(run: Run) -> None:
-    """Weights are loaded on rank 0 before wrapping, which hands them to the others."""
-    torch.manual_seed(run.rank)
-    module = mlp()
-    if run.rank == 0:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.fill_(0.05)
-    model = run.wrap(module)
-    steps(run, model, run.sgd(model))
-
-
-@row
-def distributed_checkpoint_with_optimizer(run: Run) -> None:
-    """get_state_dict and set_state_dict of torch.distributed.checkpoint, model and optimizer."""
-    wrapped = run.wrap(mlp())
-    model = wrapped.module if run.column == "plain" else wrapped
-    optimizer = adam(run, wrapped)
-    steps(run, model, optimizer)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    for name in of_model:
-        assert not name.startswith("module.")
-        run.note(of_model[name])
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=run.directory / "dcp")
-    steps(run, model, optimizer, 2)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=run.directory / "dcp")
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
-    steps(run, model, optimizer, 2)
-
-
-@row
-def deep_copy_of_the_inner_module(run: Run) -> None:
-    """copy.deepcopy of the inner module, which is then wrapped and trained on."""
-    model = run.wrap(mlp())
-    steps(run, model, run.sgd(model))
-    again = run.wrap(copy.deepcopy(model.module))
-    steps(run, again, run.sgd(again), 2)
 
 
 @row

@@ -200,22 +200,6 @@ def backward_raises_at_a_parameter(run: Run) -> None:
     train(run, model, step_of)
 
 
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def backward_raises_after_a_gradient(run: Run) -> None:
-    """A post-accumulate hook raises: the gradient is there, and has not been counted."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        handle = model.module[0].bias.register_post_accumulate_grad_hook(refuse) if step == 2 else None
-        try:
-            classify(model, x, y).backward()
-        finally:
-            if handle is not None:
-                handle.remove()
-
-    train(run, model, step_of)
-
-
 @row
 def backward_raises_inside_no_sync(run: Run) -> None:
     """Backward raises half-way inside no_sync; the other micro-batch counts alone, after zero_grad."""
@@ -252,33 +236,6 @@ def backward_of_a_freed_graph(run: Run) -> None:
 
 
 @row
-def everything_raises_by_turns(run: Run) -> None:
-    """Forward, loss, backward and step raise in five of eleven steps."""
-    model = run.wrap(Watched())
-    optimizer = run.sgd(model)
-    hook = optimizer.register_step_pre_hook
-    for step, (x, y) in enumerate(run.batches(11)):
-        model.module.watch = refuse if step in (1, 5) else let_pass
-        try:
-            optimizer.zero_grad()
-            loss = classify(model, x, y)
-            if step == 3:
-                raise BadBatchError
-            if step == 7:
-                loss.register_hook(refuse)
-            loss.backward()
-            handle = hook(refuse) if step == 9 else None
-            try:
-                optimizer.step()
-            finally:
-                if handle is not None:
-                    handle.remove()
-        except BadBatchError:
-            continue
-        run.note(loss)
-
-
-@row
 def step_is_interrupted_after_backward(run: Run) -> None:
     """An exception between backward and the step: the gradients are dropped."""
     model = run.wrap(mlp())
@@ -287,22 +244,5 @@ def step_is_interrupted_after_backward(run: Run) -> None:
         classify(model, x, y).backward()
         if step == 1:
             raise BadBatchError
-
-    train(run, model, step_of)
-
-
-@row
-def raises_inside_no_sync(run: Run) -> None:
-    """A micro-batch raises in forward inside no_sync; the other micro-batch counts alone."""
-    model = run.wrap(Picky())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        model.module.is_bad = step == 2
-        try:
-            with model.no_sync():
-                classify(model, x[:2], y[:2]).backward()
-        except BadBatchError:
-            model.module.is_bad = False
-        classify(model, x[2:], y[2:]).backward()
 
     train(run, model, step_of)
