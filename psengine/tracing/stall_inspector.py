@@ -58,21 +58,6 @@ def stall_after_s() -> float:
     return seconds
 
 
-class StallSchedule:
-    """When to report a wait: after ``after_s`` seconds, then each time that it has become twice as long."""
-
-    def __init__(self, after_s: float) -> None:
-        self._next_s = after_s
-
-    def is_due(self, waited_s: float) -> bool:
-        """Whether a wait of ``waited_s`` seconds is to be reported now; True once for each time."""
-        if self._next_s <= 0 or waited_s < self._next_s:
-            return False
-        while waited_s >= self._next_s:
-            self._next_s *= 2
-        return True
-
-
 @dataclass(frozen=True)
 class Position:
     """What a rank waits for: the operation's number in its collective, and its name."""
@@ -117,7 +102,7 @@ class Wait:
         self.collective = collective
         self.position = position
         self.timeout_s = timeout_s
-        self.schedule = StallSchedule(after_s)
+        self.report_s = after_s  # its length when it is reported next: twice as long each time
         self.grace_s = min(max(SHORTEST_GRACE_S, after_s / 5), LONGEST_GRACE_S)
         self.asked_s = 0.0  # when the other ranks were asked; 0: no report is being made
         self.is_reported = False
@@ -199,13 +184,14 @@ class StallInspector:
 
     def _ask_or_report(self, key: int, wait: Wait, now_s: float) -> None:
         waited_s, operations = now_s - wait.since_s, wait.collective.pending_operations
-        if wait.asked_s == 0 and wait.schedule.is_due(waited_s):
+        if wait.asked_s == 0 and waited_s >= wait.report_s:
             wait.asked_s, wait.question = now_s, 0
             if operations is not None:
                 wait.question = operations.ask()
         elif wait.asked_s != 0 and now_s - wait.asked_s >= wait.grace_s:
             wait.asked_s = 0.0
-            wait.schedule.is_due(waited_s)  # this report also stands for one that became due meanwhile
+            while waited_s >= wait.report_s:
+                wait.report_s *= 2
             answers: Mapping[int, Position] | None = None
             if operations is not None and wait.question > 0:
                 try:

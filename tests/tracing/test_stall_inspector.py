@@ -17,20 +17,13 @@ from support.processes import run_ranks
 import psengine
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.liveness import process_state
-from psengine.tracing.stall_inspector import StallSchedule, stall_after_s
+from psengine.tracing.stall_inspector import stall_after_s
 
 STEPS = 4
 SLOW_SHARED_MEMORY = pytest.param(*SHARED_MEMORY.values, marks=[*SHARED_MEMORY.marks, pytest.mark.slow])
 
 
 # ---- alone -------------------------------------------------------------------------------------------------------
-
-
-def test_reports_come_at_doubling_intervals():
-    schedule = StallSchedule(30.0)
-    assert [s for s in range(0, 301, 10) if schedule.is_due(s)] == [30, 60, 120, 240]
-    schedule = StallSchedule(0.0)
-    assert not any(schedule.is_due(s) for s in range(1000))
 
 
 def test_the_variable(monkeypatch):
