@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import psengine
 from psengine import DistributedDataParallel
-from psengine.errors import ArgumentTypeError, ConfigurationError, ReductionError
+from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.strategies.base import Strategy
 
 FEATURES = 12
@@ -219,34 +218,6 @@ def test_ranks_that_joined_have_no_say():
             assert torch.allclose(p, q, **FLOAT64)
 
 
-@in_ranks(2)
-def test_weights_can_be_switched_off(rank, world_size):
-    model = DistributedDataParallel(seeded(Perceptron))
-    x = torch.full((1, FEATURES), rank + 1.0, dtype=torch.float64)
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(x).sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    plain = gradients()
-    model.batch_weight(torch.tensor(rank))
-    only_rank_1 = gradients()
-    model.batch_weight(0)
-    assert all(not g.any() for g in gradients()), "nobody has a say"
-    model.batch_weight(3)
-    model(x).sum()  # a forward without a backward
-    with torch.no_grad():
-        model(x)
-    model.batch_weight(None)
-    assert all(map(torch.equal, gradients(), plain))
-    assert all(map(torch.equal, gradients(), plain)), "None stays"
-    reference = seeded(Perceptron)
-    reference(torch.full((1, FEATURES), 2.0, dtype=torch.float64)).sum().backward()
-    for p, g in zip(reference.parameters(), only_rank_1, strict=True):
-        assert torch.allclose(p.grad, g, **FLOAT64)
-
-
 def refusals(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(seeded(Perceptron))
     for weight, error, text in [
@@ -286,34 +257,6 @@ def test_what_is_refused():
     for weight in (-1, math.nan, 2e12):
         with pytest.raises(ConfigurationError, match="expected 0 to 1e"):
             psengine.SyncServer().weigh(weight)
-
-
-@in_ranks(2)
-def test_a_step_without_its_weight_is_an_error(rank, world_size):
-    model = DistributedDataParallel(seeded(Perceptron))
-    x = torch.full((1, FEATURES), rank + 1.0, dtype=torch.float64)
-    model.batch_weight(rank + 1)
-    model(x)  # a forward without a backward takes no weight
-    model(x).sum().backward()
-    with model.no_sync():
-        model(x).sum().backward()  # it exchanges nothing
-    model(x)  # nor does this
-    with raises(ReductionError, f"rank {rank}", "no weight", "Fix: model.batch_weight(len(batch)) before forward"):
-        model(x).sum().backward()
-    copied = copy.deepcopy(model)  # which has weighed nothing yet
-    copied(x).sum().backward()
-
-
-@in_ranks(2)
-def test_a_weight_after_forward_is_an_error(rank, world_size):
-    x = torch.ones(1, FEATURES, dtype=torch.float64)
-    for first, second in ((None, rank + 1), (rank + 1, None), (3, 5 + rank)):
-        model = DistributedDataParallel(seeded(Perceptron))
-        model.batch_weight(first)
-        loss = model(x).sum()
-        model.batch_weight(second)
-        with raises(ReductionError, f"rank {rank}", "too late for its gradients", "Fix: "):
-            loss.backward()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -260,29 +259,6 @@ def test_grad_scaler_decides_alike_on_all_ranks(collective):
 
 
 @in_ranks(2)
-def test_averages_of_a_share_are_not_added_to(rank, world_size):
-    model, optimizer = make_pair("c10d")
-    for sets_to_none in (True, False):
-        with model.no_sync():
-            loss = loss_of(model, rank)
-            optimizer.zero_grad(sets_to_none)  # between forward and backward, as many scripts do
-            loss.backward()
-        loss_of(model, rank).backward()
-        optimizer.step()
-    message = ["still has the average of the last backward", "model.no_sync() around all backwards but the last"]
-    with model.no_sync():
-        loss = loss_of(model, rank)
-        with raises(ReductionError, *message):
-            loss.backward()
-    optimizer.zero_grad()
-    loss_of(model, rank).backward()
-    optimizer.step()
-    loss = loss_of(model, rank)
-    with raises(ReductionError, *message):
-        loss.backward()
-
-
-@in_ranks(2)
 def test_parameters_in_shared_memory(rank, world_size):
     model, optimizer = make_pair("auto")
     before = values_of(model)
@@ -384,52 +360,3 @@ def comm_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
 def test_ranks_that_shard_differently_say_so(rank, world_size):
     with raises(ReplicaMismatchError, "shard_optimizer=true", "got, by rank, compress=none; shard_optimizer=true;"):
         psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=SHARDED if rank else "sync")
-
-
-@in_ranks(2)
-def test_ranks_whose_optimizers_differ_say_so(rank, world_size):
-    differing: list[tuple[Any, str]] = [
-        (lambda p: torch.optim.SGD(p, lr=0.1 + rank), "group 0 lr=0.1; group 0 lr=1.1;"),
-        (lambda p: torch.optim.SGD(list(p)[rank:], lr=0.1), "group 0 parameters=0-1; group 0 parameters=1;"),
-        (lambda p: torch.optim.Adam(p) if rank else torch.optim.Adagrad(p), "optimizer=Adagrad,"),
-    ]
-    for collective in ("auto", "c10d"):
-        for make, expected in differing:
-            model = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=SHARDED, collective=collective)
-            with raises(ReplicaMismatchError, expected, "Fix: give every rank the same ones"):
-                psengine.DistributedOptimizer(make(model.parameters()), model)
-
-
-@in_ranks(2)
-def test_what_is_switched_off_is_saved(rank, world_size):
-    """A momentum of 0 for a while: torch keeps the buffer, and goes on with it."""
-    results = []
-    for strategy in (SHARDED, "sync"):
-        model, optimizer = make_pair("auto", strategy, OPTIMIZERS["sgd"])
-        for step, momentum in enumerate((0.0, 0.9, 0.0, 0.9)):
-            optimizer.param_groups[0]["momentum"] = momentum
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-            saved = copy.deepcopy(optimizer.state_dict())
-            optimizer.load_state_dict(copy.deepcopy(saved))
-            results.append((saved, values_of(model)))
-    assert_same(results[:4], results[4:])
-
-
-@in_ranks(2)
-def test_a_state_is_loaded_when_the_other_ranks_have_read_theirs(rank, world_size):
-    model, optimizer = make_pair("auto")
-    loss_of(model, rank).backward()
-    optimizer.step()
-    first = copy.deepcopy(optimizer.state_dict())
-    loss_of(model, rank).backward()
-    optimizer.step()
-    second = copy.deepcopy(optimizer.state_dict())
-    psengine.barrier()
-    if rank:
-        time.sleep(0.3)  # rank 0 is about to load
-    saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(first)
-    assert_same(saved, second)
-    assert_same(optimizer.state_dict(), first)
