@@ -186,7 +186,7 @@ def test_the_failure_report_of_a_server_strategy_names_independent(tmp_path):
     code, _, err = run_command(line)
     assert code == 128 + signal.SIGKILL
     assert "a server that dies is started again; when a worker dies, the run ends; with --independent" in err
-    assert err.endswith("with --independent the other workers go on when one dies, and it alone is started again\n")
+    assert err.endswith("--max-restarts N a worker that dies is started again alone; the others go on\n")
 
 
 def nobody_reads_stderr():

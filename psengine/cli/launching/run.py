@@ -273,7 +273,7 @@ def _report_failure(run: Run, left: list[int], remaining_restarts: int) -> None:
     if run.plan.is_multi_node and first is not None and first.lost_peer:
         run.report("the lost rank may be another node's: look at what psengine run says there")
     if run.plan.uses_servers:
-        run.report("with --independent the other workers go on when one dies, and it alone is started again")
+        run.report("with --independent --max-restarts N a worker that dies is started again alone; the others go on")
 
 
 def _workers_variables(run: Run, servers: list[str]) -> dict[str, str | None]:
