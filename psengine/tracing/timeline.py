@@ -403,21 +403,19 @@ def model_wrapped(worker_rank: int | None) -> None:
         )
     first = recorder.begin()
     recorder.process_id, recorder.synchronizes = process_id, synchronize == "1"
-    seen: set[int] = set()
 
     def write() -> None:
         # Not in a forked child, nor again where the steps are over.
-        if os.getpid() == process_id and not (steps and len(seen) > int(steps)):
+        if os.getpid() == process_id and (recorder.on_step is not None or not steps):
             recorder.write_part(path, first)
 
-    def count(iteration: int) -> None:
-        if len(seen | {iteration}) > int(steps or 0):
+    def stop_after(iteration: int) -> None:
+        if iteration > int(steps or 0):
             write()
             recorder.on_step, recorder.synchronizes = None, False
             recorder.end()
-        seen.add(iteration)
 
-    recorder.on_step = count if steps else None
+    recorder.on_step = stop_after if steps else None
     before_shutdown(write)
     atexit.register(write)
 

@@ -195,14 +195,3 @@ def test_a_rank_in_another_operation_is_named_with_it(monkeypatch, collective):
         assert "all-reduce of gradient bucket 0" in warning
         assert "Missing: rank 2 (process " in warning
         assert "which waits for another: barrier, operation 1." in warning
-
-
-def _turned_off(rank, world_size):
-    model = psengine.DistributedDataParallel(torch.nn.Linear(8, 4))
-    model(torch.randn(2, 8)).sum().backward()
-    return "psengine-stall-inspector" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_turned_off_it_has_no_thread(monkeypatch):
-    monkeypatch.setenv("PSENGINE_STALL_S", "0")
-    assert run_ranks(_turned_off, 2) == [True, True]
