@@ -3,7 +3,7 @@
 torch's layer computes on accelerators only; ours leaves those to it and adds the CPU. N values per channel lie on all
 ranks::
 
-    forward    sum x, n ── all-reduce ── shift = sum x / N          no gradient: a shift changes no result
+    forward    sum x, n ── all-gather ── shift = sum x / N          no gradient: a shift changes no result
                c = x - shift;  sum c, sum c² ── all-reduce ── mean and variance of c ── normalise
     backward   autograd's, with one all-reduce: that of the second sum
                └── gradients of bias and weight: local sums, which data-parallel training averages like any other
@@ -72,9 +72,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         dtype = torch.promote_types(input.dtype, torch.float32)
         x = input.to(dtype)
         with torch.no_grad():
-            values = torch.tensor([input.numel() // input.size(1)], dtype=torch.float64)
-            own = torch.cat([x.sum(axes).to(torch.float64), values])
-            *_, count = sums = _SumOverRanks.apply(own, collective)  # type: ignore[no-untyped-call]
+            own = torch.cat([x.sum(axes).double(), torch.tensor([input.numel() // input.size(1)]).double()])
+            gathered = own.new_empty((collective.world_size, own.numel()))
+            collective.all_gather(gathered, own, what="batch normalisation statistics").wait()
+            *_, count = sums = gathered.sum(0)
             if count == 1:
                 raise ConfigurationError(
                     f"Expected more than 1 value per channel when training, got input size {input.size()} on rank"

@@ -67,7 +67,7 @@ class ValueExchange:
             self._header_device, self.device = _transport_devices(process_group, values)
         self.faults: dict[str, tuple[str, PSEngineError]] = {}
 
-    def check(self, kinds: Mapping[str, str], payload: torch.Tensor | None = None) -> torch.Tensor:
+    def check(self, kinds: Mapping[str, str], payload: torch.Tensor = _NOTHING) -> torch.Tensor:
         """Make sure that all ranks made the same call, with values of the same ``kinds`` by path.
 
         Args:
@@ -81,7 +81,6 @@ class ValueExchange:
             PSEngineError: the first of this rank's ``faults``.
             ReplicaMismatchError: the ranks called different verbs, or with values of different structure.
         """
-        payload = torch.empty(0, dtype=torch.uint8, device=CPU) if payload is None else payload
         rows = payload.unsqueeze(0)
         if self.collective.world_size > 1:
             description = {"the call": self.verb, "the transport's device": self.device.type, **kinds}

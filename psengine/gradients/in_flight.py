@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,14 +75,18 @@ class BucketsInFlight:
         share = self._averaging_weight.share()
         facts = packing.bucket.facts_of(position) if recorder.is_on else None
         with span("pack", facts, step=self._step):
-            if torch.is_grad_enabled():
-                self._warn_create_graph()
-                with torch.no_grad():
-                    packing.pack_one(position, share)
-            else:
-                packing.pack_one(position, share)
+            self._without_graph(packing.pack_one, position, share)
         if self._reductions:
             self._collective.progress()
+
+    def _without_graph(self, pack: Callable[..., None], *arguments: Any) -> None:
+        """Pack; a backward with ``create_graph`` runs hooks with gradients enabled."""
+        if not torch.is_grad_enabled():
+            pack(*arguments)
+            return
+        self._warn_create_graph()
+        with torch.no_grad():
+            pack(*arguments)
 
     def hand_over(self, packing: Packing, graph: EveryParameter) -> None:
         """It is this bucket's turn: pack its remaining gradients, and begin the exchange, if there is one."""
@@ -91,12 +96,7 @@ class BucketsInFlight:
             share = self._averaging_weight.share()
             if self.is_packing:
                 with span("pack", bucket.facts, step=self._step):
-                    if torch.is_grad_enabled():
-                        self._warn_create_graph()
-                        with torch.no_grad():
-                            packing.pack_rest(share)
-                    else:
-                        packing.pack_rest(share)
+                    self._without_graph(packing.pack_rest, share)
                 if recorder.is_on:
                     name = self._strategy.capabilities.exchange_name
                     self._exchanges[bucket.index] = span(name, bucket.facts, step=self._step, track=EXCHANGE)

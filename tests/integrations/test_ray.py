@@ -147,17 +147,6 @@ def test_a_killed_server_that_averages_loses_no_step(trained):
 
 
 @on_a_cluster
-def test_a_lost_node_with_a_worker_and_a_server_is_replaced(trained):
-    found = trained["async-node-lost"]
-    assert found["error"] == ""
-    first, second = found["start-0-0"], found["start-0-1"]
-    assert first["node"] != second["node"]
-    # With the weights of the server's snapshot.
-    assert second["begun_with"] != first["begun_with"]
-    assert found["metrics"]["epoch"] == 7
-
-
-@on_a_cluster
 def test_a_report_that_would_wait_for_ever_is_an_error(trained):
     error = trained["reports-wrongly"]["error"]
     assert "independent workers do not" in error

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.scripted_peer import Peer
 from support.server_process import running_server
 
 import psengine
-from psengine.errors import ConfigurationError, ProtocolError, ServerLostError
-from psengine.protocol.frames import payload_tensor
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY, MessageType
+from psengine.errors import ConfigurationError
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, MessageType
 
 T = MessageType
 
@@ -53,28 +51,3 @@ class TestAgainstAServer:
     def test_what_cannot_be_asked(self, server, options, words):
         with reader(server.addresses[:1]) as client, pytest.raises(ConfigurationError, match=words):
             client.echo(**options)
-
-
-class TestAgainstAScriptedPeer:
-    @pytest.fixture
-    def peer(self):
-        peer = Peer()
-        # A reader is nobody.
-        peer.script[T.HELLO] = lambda p, route, m: p.reply(m, T.WELCOME, worker=NOBODY, body=p.welcome())
-        try:
-            yield peer
-        finally:
-            peer.close()
-        assert peer.error is None
-
-    def test_other_bytes_are_noticed(self, peer):
-        peer.script[T.ECHO] = lambda p, route, m: p.reply(m, T.ECHOED, payload=payload_tensor(m).flip(0))
-        with reader([peer.address]) as client, pytest.raises(ProtocolError, match="other bytes back"):
-            client.echo(1000)
-
-    def test_a_lost_echo_is_an_error_and_never_asked_twice(self, peer):
-        peer.script[T.ECHO] = lambda p, route, m: None
-        words = "ECHO of 100 bytes"
-        with reader([peer.address], timeout_s=1.5) as client, pytest.raises(ServerLostError, match=words):
-            client.echo(100)
-        assert peer.seen[T.ECHO] == 1

@@ -17,7 +17,6 @@ from support.shard_world import Worker, World, spec, team
 from support.waiting import eventually
 from support.worker_sessions import entered
 
-from psengine.parameter_server.client.progress import Ledger
 from psengine.parameter_server.client.worker_session import wait_all
 from psengine.protocol.bodies import pack
 from psengine.protocol.messages import MAX_COUNTED, MessageType
@@ -105,20 +104,6 @@ def test_one_lost_update_of_each_chunk_is_told_and_counted(tmp_path, context, ca
     assert trial.present() == [2] * CHUNKS
 
 
-def test_a_pull_after_the_restart_hides_nothing(tmp_path, context, caplog):
-    caplog.set_level(logging.WARNING)
-    trial = Trial(context, tmp_path / "s", workers=1)
-    [worker] = trial.workers
-    worker.session.snapshot()
-    for _ in range(30):
-        worker.step()
-    trial.restart()
-    assert trial.present() == [0] * CHUNKS
-    worker.step()
-    assert told_by(caplog) == [(30 * CHUNKS, CHUNKS)]
-    assert trial.lost() == 30 * CHUNKS
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_shortfall_over_kills_is_what_was_reported(tmp_path, context, caplog, seed):
@@ -142,22 +127,6 @@ def test_the_shortfall_over_kills_is_what_was_reported(tmp_path, context, caplog
         counted += trial.lost()
     acknowledged = sum(sum(worker.acknowledged) for worker in trial.workers)
     assert acknowledged - sum(trial.present()) == counted > 0
-
-
-@pytest.mark.slow
-def test_updates_of_a_worker_that_is_gone_count_as_others_have_seen_them(tmp_path, context, caplog):
-    caplog.set_level(logging.WARNING)
-    trial = Trial(context, tmp_path / "s", workers=2)
-    stays, goes = trial.workers
-    stays.session.snapshot()
-    for _ in range(4):
-        goes.step()
-    stays.step()
-    goes.session.close()
-    trial.restart()
-    stays.step()
-    assert told_by(caplog) == [(5 * CHUNKS, CHUNKS)]
-    assert trial.lost() == 5 * CHUNKS
 
 
 # ---- pure ------------------------------------------------------------------------------------------------------------
@@ -194,14 +163,3 @@ def test_a_worker_that_claims_too_much_does_not_end_the_status():
     assert lost == [MAX_COUNTED, 3]
     pack(MessageType.OK, {"lost": lost})
     assert world.shard.status(world.now_s).jobs["demo"].lost_updates == MAX_COUNTED
-
-
-def test_many_chunks_need_several_pages():
-    ledger = Ledger()
-    for key in range(5000):
-        ledger.answered(key, 2**62, 2**62)
-    *first, last = ledger.to_bodies()
-    assert [body["more"] for body in (*first, last)] == [True] * len(first) + [False]
-    assert [entry[0] for body in (*first, last) for entry in body["chunks"]] == list(range(5000))
-    for body in (*first, last):
-        pack(MessageType.PROGRESS, body)

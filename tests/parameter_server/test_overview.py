@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.shard_world import APPLY, AVERAGE, World, spec, team
+from support.shard_world import AVERAGE, World, spec, team
 from support.statuses import TIMES, shard, worker
 
 from psengine.parameter_server.overview import merge_jobs
@@ -52,13 +52,6 @@ def test_a_worker_is_as_bad_as_the_worst_shard_says():
     assert [w.awaited_by for w in view.workers] == [1, 0, 1]
 
 
-def test_lag_counts_from_the_fastest_that_takes_part():
-    workers = [worker(0, clock=7), worker(1, clock=12), worker(2, clock=50, state="joining"), worker(3, clock=None)]
-    view = merged(shard(*workers, worker(4, clock=None)), shard(worker(4, clock=11), index=1))
-    assert [w.lag for w in view.workers] == [5, 0, None, None, 1]
-    assert [w.step for w in view.workers] == [7, 12, 50, None, 11]
-
-
 def test_staleness_percentiles_are_those_of_all_shards_together():
     view = merged(
         shard(worker(0, staleness={"0": 98})), shard(worker(0, staleness={"10": 1, "9": 1}), index=1), shard(worker(1))
@@ -81,22 +74,6 @@ class TestTheSplitOfAStep:
     def test_the_slowest_shard_counts(self):
         assert self.split({}, {"apply_s": 0.08, "held_s": 0.1}) == pytest.approx([0.2, 0.08, 0.2, 0.02])
 
-    def test_servers_cannot_take_longer_than_the_worker_waited(self):
-        # Under "sync-server" servers work while the worker still computes.
-        assert self.split({"apply_s": 0.4}) == pytest.approx([0.2, 0.3, 0.0, 0.0])
-        assert self.split({"held_s": 9.0}) == pytest.approx([0.2, 0.05, 0.25, 0.0])
-        assert self.split({"blocked_s": 0.6}) == pytest.approx([0.0, 0.05, 0.2, 0.25])
-
-    def test_nothing_is_known_of_a_worker_that_says_nothing(self):
-        found = merged(shard(worker(0))).workers[0]
-        names = ("loss", "samples_per_s", "steps_per_s", "step_s", "compute_s", "apply_s", "wait_s", "wire_s")
-        assert {getattr(found, name) for name in names} == {None}
-
-    def test_a_shard_that_heard_nothing_yet_leaves_the_word_to_others(self):
-        view = merged(shard(worker(0)), shard(worker(0, telemetry=TIMES), index=1))
-        assert view.workers[0].loss == 0.25
-        assert view.workers[0].compute_s == pytest.approx(0.2)
-
 
 def test_the_status_of_shards_as_they_are():
     """The view of two shards that are driven by hand."""
@@ -114,19 +91,3 @@ def test_the_status_of_shards_as_they_are():
     worlds[0].advance(3, teams[0][0])
     view = merge_jobs([world.shard.status(world.now_s) for world in worlds])["demo"]
     assert [w.state for w in view.workers] == ["live", "silent"]
-
-
-def test_an_asynchronous_workers_steps_and_staleness():
-    world = World()
-    first, second = team(world, 2, [spec(0, 4), spec(1, 4)], rule=APPLY)
-    for key in (0, 1):
-        first.configure(key, 4)
-    for sequence in (1, 2, 3):
-        for key in (0, 1):
-            first.push(key, sequence, torch.ones(4), version=sequence - 1)
-    for key in (0, 1):
-        second.push(key, 1, torch.ones(4))
-    view = merge_jobs([world.shard.status(world.now_s)])["demo"]
-    found = [(w.step, w.lag, w.staleness_p50, w.staleness_p99) for w in view.workers]
-    assert found == [(3, 0, 0, 0), (1, 2, 3, 3)]
-    assert view.staleness == {"0": 6, "3": 2}

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -27,10 +26,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from psengine.integrations.ray import PSEngineConfig
-from psengine.parameter_server.client.embedded import EmbeddedServer
 
 STEPS = 4
-LOST = "async-node-lost"
 NODE = {"num_cpus": 2, "object_store_memory": 10**8}
 
 
@@ -39,7 +36,6 @@ def train(config):
     import os
     import signal
     import tempfile
-    import time
     from pathlib import Path
 
     import ray.train
@@ -165,35 +161,6 @@ def run(name, torch_config, folder, *, workers=2, epochs=3, storage=None, failur
     return found
 
 
-def lose_node(cluster, folder, start):
-    """Once ``start`` is there: end the node on which that worker, and the server of its bundle, run."""
-    path = Path(folder) / start
-    while not path.exists() or not path.stat().st_size:
-        time.sleep(0.1)
-    time.sleep(2.0)  # for some steps, and a snapshot
-    lost = json.loads(path.read_text())["node"]
-    cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == lost), allow_graceful=False)
-
-
-def run_with_lost_node(folder, cluster):
-    """A node with a worker and the server is lost; another takes their places."""
-    threading.Thread(target=lose_node, args=(cluster, f"{folder}/node-lost", "start-0-0"), daemon=True).start()
-    for _ in range(3):
-        cluster.add_node(num_cpus=1, object_store_memory=10**8, resources={"away": 1})
-    config = async_config("async:timeout_s=5", snapshot_dir=f"{folder}/shared")
-    return run("node-lost", config, folder, pause_s=0.25, epochs=8, failures=4, resources={"CPU": 1, "away": 1})
-
-
-def run_with_own_server(folder):
-    """Servers that run already, named as for any launcher."""
-    with EmbeddedServer.start() as server:
-        os.environ["PSENGINE_SERVERS"] = server.addresses[0]
-        try:
-            return run("own-server", PSEngineConfig("async"), folder)
-        finally:
-            del os.environ["PSENGINE_SERVERS"]
-
-
 def async_config(strategy="async", **options):
     return PSEngineConfig(strategy, server_options={"snapshot_interval_s": 0.2, "lease_s": 1.0}, **options)
 
@@ -217,20 +184,12 @@ CASES = {
     ],
     "sync-failed": lambda at: run("sync-failed", PSEngineConfig("sync"), at, kill="error"),
     "async-killed": lambda at: run("async-killed", async_config(), at, kill="worker", pause_s=0.25, epochs=6),
-    "async-alone-killed": lambda at: run(
-        "async-alone-killed", async_config(), at, kill="worker", pause_s=0.25, workers=1
-    ),
-    "async-own-server": lambda at: run_with_own_server(at),
     "async-resumed": lambda at: [
         run(f"async-{epochs}", async_config(), at, storage="async-resumed", epochs=epochs) for epochs in (2, 3)
     ],
     "async-server-killed": lambda at: run(
         "async-server-killed", async_config(), at, kill="server", pause_s=0.25, epochs=6
     ),
-    "async-snapshots": lambda at: [
-        run(f"async-snapshots-{epochs}", async_config(snapshot_dir=f"{at}/snapshots"), at, epochs=epochs, workers=1)
-        for epochs in (2, 3)
-    ],
     "reports-wrongly": lambda at: run("reports-wrongly", async_config(), at, reports_wrongly=True, failures=0),
     "page": lambda at: run_page(),
     "gives-up": lambda at: run("gives-up", async_config(), at, kill="worker", failures=0),
@@ -251,8 +210,8 @@ def main():
         try:
             cluster.add_node(**NODE)
             ray.init(address=cluster.address, log_to_driver=True)
-            for name in names or [*CASES, LOST]:
-                found[name] = run_with_lost_node(folder, cluster) if name == LOST else CASES[name](folder)
+            for name in names or CASES:
+                found[name] = CASES[name](folder)
         finally:
             ray.shutdown()
             cluster.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import os
 import signal
 import time
@@ -208,28 +207,6 @@ def test_a_dead_rank_is_named(moment):
 
 
 # ---- copies, names, cycles -------------------------------------------------------------------------------------
-
-
-@in_ranks(2)
-def test_pickle_and_deepcopy(rank, world_size):
-    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
-        ddp = psengine.DistributedDataParallel(seeded(Net), **options)
-        buffer = io.BytesIO()
-        torch.save(ddp, buffer)
-        buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=False)
-        for other in (copy.deepcopy(ddp), loaded):
-            x = torch.randn(2, 4)
-            for _ in range(3):
-                for model in (ddp, other):
-                    model.zero_grad()
-                    model(x, use_spare=True).sum().backward()
-                assert_same_gradients(other, ddp)
-    grouped = psengine.DistributedDataParallel(seeded(Net), process_group=dist.new_group())
-    with raises(
-        RuntimeError, "DDP Pickling/Unpickling are only supported when using DDP with the default process group"
-    ):
-        copy.deepcopy(grouped)
 
 
 @in_ranks(2)

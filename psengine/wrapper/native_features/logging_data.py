@@ -32,8 +32,6 @@ _BACKEND_VARIABLES = {
         "NCCL_IB_TIMEOUT",
     ),
 }
-# torch's own default, which it does not export to Python (ProcessGroupGloo.hpp).
-_GLOO_THREADS = 2
 
 
 class LoggingData:
@@ -86,7 +84,7 @@ def _describe_group(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
         fact = name.lower().replace("torch_nccl", "nccl")
         facts[fact] = "N/A" if value is None else value
     if backend == "gloo":
-        facts["gloo_num_threads"] = _GLOO_THREADS
+        facts["gloo_num_threads"] = 2  # torch's own default, which it does not export (ProcessGroupGloo.hpp)
     return facts
 
 

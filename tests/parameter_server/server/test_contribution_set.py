@@ -73,13 +73,6 @@ def test_what_is_lowest_is_added_before_the_others_are_here():
     assert torch.equal(gathered.combine(), added_at_the_end(gathered.by_rank.values()))
 
 
-def test_usage_maps_are_added_and_not_divided():
-    gathered = gathering(torch.int32, 4, ChunkKind.USAGE)
-    for rank in range(3):
-        gathered.add(Contribution(rank, 1, 0, torch.tensor([1, 0, rank, 2], dtype=torch.int32)), range(3))
-    assert gathered.combine().tolist() == [3, 0, 3, 6]
-
-
 def test_weights_scale_out_of_what_gradients_are_added_in():
     gathered = gathering(numel=4)
     for rank, value, weight in ((0, 1e30, 1e12), (1, -1e30, 5e11)):
