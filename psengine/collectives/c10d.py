@@ -160,9 +160,6 @@ class C10dCollective(Collective):
         self._begun += 1
         return self._begun
 
-    def late_ranks(self) -> None:
-        """See ``stall_inspector.Watched``: the transport does not know."""
-
     @override
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
         is_done = threading.Event()
@@ -193,7 +190,7 @@ class C10dCollective(Collective):
             PeerLostError, CollectiveError: ranks are missing, or ``timeout_s`` passed.
         """
         deadline = time.monotonic() + timeout_s
-        with inspector.watch(self, operation, what, timeout_s, self._stall_after_s):
+        with inspector.watch(self.pending_operations, f"{what}, operation {operation}", self._stall_after_s):
             while not wait_for_s(min(WAIT_SLICE_S, timeout_s)):
                 if time.monotonic() >= deadline:
                     raise self.diagnose(TimeoutError(f"no result within {timeout_s:g} s"), what)

@@ -13,7 +13,6 @@ others of its process out. Where the store's host has stopped they do not return
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -27,7 +26,6 @@ from psengine.collectives.liveness import (
     count_at,
     count_up,
 )
-from psengine.tracing.stall_inspector import Position
 
 QUESTION = "psengine/stall/question"
 ANSWER = "psengine/stall/answer/"
@@ -42,6 +40,7 @@ class StorePendingOperations:
     """
 
     def __init__(self, liveness: Liveness) -> None:
+        self.rank, self.world_size = liveness.rank, liveness.world_size
         self._liveness = liveness
         self._store = liveness.store
         self._pending: Future[Any] | None = None
@@ -49,10 +48,6 @@ class StorePendingOperations:
     def ask(self) -> int:
         """Ask all ranks where they are; return the question's number."""
         return self._put(lambda: count_up(self._store, QUESTION, self._latest_question()))
-
-    def latest_question(self) -> int:
-        """The number of the question that was asked last, 0 for none."""
-        return self._put(self._latest_question)
 
     def _put(self, question: Callable[[], Result]) -> Result:
         if self._pending is not None and not self._pending.done():
@@ -63,30 +58,30 @@ class StorePendingOperations:
     def _latest_question(self) -> int:
         return count_at(self._store, QUESTION)
 
-    def answer(self, question: int, position: Position) -> None:
-        """Write where this rank waits."""
-        key = self._key(question, self._liveness.rank)
-        if key is not None:
-            self._put(lambda: self._store.set(key, json.dumps([position.operation, position.what])))
+    def answer(self, position: str, answered: int) -> int:
+        """Write where this rank waits, if there is a question after number ``answered``; return the latest's number."""
+        question = self._put(self._latest_question)
+        if question > answered and (key := self._key(question, self.rank)) is not None:
+            self._put(lambda: self._store.set(key, position))
+        return question
 
-    def answers(self, question: int) -> Mapping[int, Position]:
+    def answers(self, question: int) -> Mapping[int, str]:
         """By rank, where those wait that answered ``question`` or a later one."""
         self._put(self._liveness.look_up_members)
         found = {}
         # Ranks answer only the latest they see, and another may have asked meanwhile.
-        for later in range(question, self.latest_question() + 1):
-            for rank in range(self._liveness.world_size):
+        for later in range(question, self._put(self._latest_question) + 1):
+            for rank in range(self.world_size):
                 position = self._put(functools.partial(self._answer_of, later, rank))
                 if position is not None:
                     found[rank] = position
         return found
 
-    def _answer_of(self, question: int, rank: int) -> Position | None:
+    def _answer_of(self, question: int, rank: int) -> str | None:
         key = self._key(question, rank)
         if key is None or not self._store.check([key]):
             return None
-        operation, what = json.loads(self._store.get(key))
-        return Position(int(operation), str(what))
+        return str(self._store.get(key), "utf-8")
 
     def _key(self, question: int, rank: int) -> str | None:
         name = self._liveness.name_of(rank)

@@ -14,18 +14,19 @@ wait (``collectives/pending_operations.py``; such a thread of each waiting rank 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from psengine.environment.variables import read_variable
 from psengine.errors import EnvironmentVariableError
+from psengine.tracing.observers import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -41,72 +42,47 @@ def stall_after_s() -> float:
     """Return the seconds after which a wait is reported: PSENGINE_STALL_S, else 30; 0 for never.
 
     Raises:
-        EnvironmentVariableError: the variable is no number of seconds.
+        EnvironmentVariableError: the variable is no number.
     """
-    text = (read_variable("PSENGINE_STALL_S") or "").strip()
-    if not text:
-        return DEFAULT_STALL_S
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
+        return max(0.0, float(read_variable("PSENGINE_STALL_S") or DEFAULT_STALL_S))
+    except ValueError as error:
         raise EnvironmentVariableError(
-            f"PSENGINE_STALL_S is after how many seconds a wait is reported (expected a number, 0 for never, got"
-            f" {text!r}). Fix: leave it out for {DEFAULT_STALL_S:g}."
-        )
-    return seconds
-
-
-@dataclass(frozen=True)
-class Position:
-    """What a rank waits for: the operation's number in its collective, and its name."""
-
-    operation: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.what}, operation {self.operation}"
+            f"PSENGINE_STALL_S is after how many seconds a wait is reported (expected a number, 0 for never: {error})."
+            f" Fix: leave it out for {DEFAULT_STALL_S:g}."
+        ) from error
 
 
 class PendingOperations(Protocol):
-    """How ranks tell each other where they wait; see ``collectives/pending_operations.py``."""
-
-    def ask(self) -> int: ...
-    def latest_question(self) -> int: ...
-    def answer(self, question: int, position: Position) -> None: ...
-    def answers(self, question: int) -> Mapping[int, Position]: ...
-    def describe(self, rank: int) -> str: ...
-    def advise(self, ranks: Sequence[int]) -> str: ...
-
-
-class Watched(Protocol):
-    """A collective whose waits are watched."""
+    """How the ranks of a group tell each other where they wait; see ``collectives/pending_operations.py``."""
 
     rank: int
     world_size: int
 
-    @property
-    def pending_operations(self) -> PendingOperations | None:
-        """How to ask the other ranks; None where there is no store."""
+    def ask(self) -> int: ...
+    def answer(self, position: str, answered: int) -> int: ...
+    def answers(self, question: int) -> Mapping[int, str]: ...
+    def describe(self, rank: int) -> str: ...
+    def advise(self, ranks: Sequence[int]) -> str: ...
 
-    def late_ranks(self) -> tuple[int, ...] | None:
-        """The ranks that have not begun the operation this rank waits for; None where the transport does not know."""
+
+# The ranks that have not begun the operation this rank waits for; None where the transport does not know.
+LateRanks = Callable[[], Sequence[int]] | None
 
 
+@dataclass(eq=False)
 class Wait:
     """One rank's wait for one operation; every small all-reduce that has to sleep makes one."""
 
-    def __init__(self, collective: Watched, position: Position, timeout_s: float, after_s: float) -> None:
-        self.since_s = time.monotonic()
-        self.collective = collective
-        self.position = position
-        self.timeout_s = timeout_s
-        self.report_s = after_s  # its length when it is reported next: twice as long each time
-        self.grace_s = min(max(SHORTEST_GRACE_S, after_s / 5), LONGEST_GRACE_S)
-        self.asked_s = 0.0  # when the other ranks were asked; 0: no report is being made
-        self.is_reported = False
-        self.question = 0  # 0: the store has not taken it
+    operations: PendingOperations
+    position: str
+    report_s: float  # its length when it is reported next: twice as long each time
+    late_ranks: LateRanks
+    since_s: float = field(default_factory=time.monotonic)
+    asked_s: float = 0.0  # when the other ranks were asked; 0: no report is being made
+    question: int = 0  # 0: the store has not taken it
+    answered: int = 0  # the question that was answered last
+    is_reported: bool = False
 
 
 class StallInspector:
@@ -117,128 +93,113 @@ class StallInspector:
     """
 
     def __init__(self) -> None:
-        # By thread, which waits for one operation at a time.
-        self._waits: dict[int, Wait] = {}
+        self._waits: set[Wait] = set()
         self.reported_stalls = 0
-        # By the ranks' pending operations, the question this rank answered last.
-        self._answered: weakref.WeakKeyDictionary[PendingOperations, int] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._starting = threading.Lock()
 
     @contextmanager
-    def watch(self, collective: Watched, operation: int, what: str, timeout_s: float, after_s: float) -> Iterator[None]:
-        """Inside, this thread waits for operation number ``operation``; report it after ``after_s`` s, 0 never."""
-        if not after_s:
+    def watch(
+        self, operations: PendingOperations | None, position: str, after_s: float, late_ranks: LateRanks = None
+    ) -> Iterator[None]:
+        """Inside, this thread waits for the operation ``position``.
+
+        Args:
+            operations: how to ask the other ranks; None where there is no store, and nothing is watched.
+            position: the operation's name and number, the same on every rank.
+            after_s: the length of the wait when it is reported first; 0 never.
+            late_ranks: see ``LateRanks``.
+        """
+        if operations is None or not after_s:
             yield
             return
-        key = threading.get_ident()
-        self._waits[key] = Wait(collective, Position(operation, what), timeout_s, after_s)
+        wait = Wait(operations, position, after_s, late_ranks)
+        self._waits.add(wait)
         if self._thread is None:
             self._start()
         try:
             yield
         finally:
-            wait = self._waits.pop(key, None)
-            if wait is not None and wait.is_reported:
+            self._waits.discard(wait)
+            if wait.is_reported:
                 waited_s = time.monotonic() - wait.since_s
-                logger.info("rank %d no longer waits for %s; it took %.0f s", collective.rank, wait.position, waited_s)
+                logger.info("rank %d no longer waits for %s; it took %.0f s", operations.rank, position, waited_s)
 
+    @Observer("the report of waits for other ranks")  # no memory for a thread, or the interpreter is about to end
     def _start(self) -> None:
         with self._starting:
             if self._thread is not None:
                 return
             self._thread = threading.Thread(target=self._run, name="psengine-stall-inspector", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # no memory or number for one more, or the interpreter is about to end
-                logger.warning("waits for other ranks are not watched (%s)", error)
-                return
-            # A thread in a store's native code when the interpreter ends would abort the process.
-            atexit.register(self._end, self._thread)
-
-    def _end(self, thread: threading.Thread) -> None:
-        self._stop.set()
-        thread.join(2 * TICK_S)
+            self._thread.start()
+            # A thread in a store's native code when the interpreter ends would abort the process. Called in turn from
+            # the last to the first.
+            atexit.register(self._thread.join, 2 * TICK_S)
+            atexit.register(self._stop.set)
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            for key, wait in tuple(self._waits.items()):
+            for wait in tuple(self._waits):
                 now_s = time.monotonic()
                 if now_s - wait.since_s < ANSWER_AFTER_S:
                     continue
-                for look in (self._answer, self._ask_or_report):
-                    try:
-                        look(key, wait, now_s)
-                    except Exception:  # the store may be gone; this rank still reports what it knows
-                        logger.debug("rank %d cannot ask the others", wait.collective.rank, exc_info=True)
+                with contextlib.suppress(Exception):  # the store may be gone
+                    wait.answered = wait.operations.answer(wait.position, wait.answered)
+                with contextlib.suppress(Exception):  # this rank still reports what it knows
+                    self._ask_or_report(wait, now_s)
 
-    def _answer(self, _key: int, wait: Wait, _now_s: float) -> None:
-        operations = wait.collective.pending_operations
-        if operations is None:
-            return
-        question = operations.latest_question()
-        if question > self._answered.get(operations, 0):
-            operations.answer(question, wait.position)
-            self._answered[operations] = question
-
-    def _ask_or_report(self, key: int, wait: Wait, now_s: float) -> None:
-        waited_s, operations = now_s - wait.since_s, wait.collective.pending_operations
+    def _ask_or_report(self, wait: Wait, now_s: float) -> None:
+        waited_s = now_s - wait.since_s
+        grace_s = min(max(SHORTEST_GRACE_S, wait.report_s / 5), LONGEST_GRACE_S)
         if wait.asked_s == 0 and waited_s >= wait.report_s:
             wait.asked_s, wait.question = now_s, 0
-            if operations is not None:
-                wait.question = operations.ask()
-        elif wait.asked_s != 0 and now_s - wait.asked_s >= wait.grace_s:
+            wait.question = wait.operations.ask()
+        elif wait.asked_s != 0 and now_s - wait.asked_s >= grace_s:
             wait.asked_s = 0.0
             while waited_s >= wait.report_s:
                 wait.report_s *= 2
-            answers: Mapping[int, Position] | None = None
-            if operations is not None and wait.question > 0:
-                try:
-                    answers = operations.answers(wait.question)
-                except Exception:  # the store is gone
-                    logger.debug("rank %d cannot hear the others", wait.collective.rank, exc_info=True)
+            answers: Mapping[int, str] | None = None
+            if wait.question > 0:
+                with contextlib.suppress(Exception):
+                    answers = wait.operations.answers(wait.question)
             text = _describe(wait, waited_s, answers)
-            if self._waits.get(key) is wait:
+            if wait in self._waits:
                 wait.is_reported = True
                 self.reported_stalls += 1
                 logger.warning("%s", text)
 
 
-def _describe(wait: Wait, waited_s: float, answers: Mapping[int, Position] | None) -> str:
+def _describe(wait: Wait, waited_s: float, answers: Mapping[int, str] | None) -> str:
     """Say which ranks are missing, where they are, and what to do; ``answers`` None: they could not be asked."""
-    collective, operations, late = wait.collective, wait.collective.pending_operations, wait.collective.late_ranks()
+    operations, late = wait.operations, wait.late_ranks and wait.late_ranks()
     missing, places = [], []
-    for rank in range(collective.world_size):
-        place = f"rank {rank}" if operations is None else operations.describe(rank)
+    for rank in range(operations.world_size):
         position = (answers or {}).get(rank)
-        if rank == collective.rank or position == wait.position:
+        if rank == operations.rank or position == wait.position:
             continue
         # A rank that says nothing, but has begun the operation, computes.
         if position is not None or (answers is not None if late is None else rank in late):
-            missing.append(rank)
+            place = operations.describe(rank)
             if position is not None:
                 place += f", which waits for another: {position}"
             elif answers is not None:
                 place += ", which is not waiting in any psengine operation"
+            missing.append(rank)
             places.append(place)
-    said = [f"rank {collective.rank} of {collective.world_size} has waited {waited_s:.0f} s for {wait.position}."]
-    if missing:
-        said.append(f"Missing: {'; '.join(places)}.")
-    if operations is not None and answers is None:
-        said.append("The rendezvous store does not answer, so nobody could be asked where it waits.")
+    said = [f"rank {operations.rank} of {operations.world_size} has waited {waited_s:.0f} s for {wait.position}."]
     if missing:
         said.append(
-            "Look there for a branch that only some ranks take, fewer batches (model.join()), or data loading that is"
-            f" stuck.{'' if operations is None else operations.advise(missing)}"
+            f"Missing: {'; '.join(places)}. Look there for a branch that only some ranks take, fewer batches"
+            f" (model.join()), or data loading that is stuck.{operations.advise(missing)}"
         )
-    elif answers is not None or operations is None:
+    elif answers is not None:
         said.append("No rank is known to be missing, so look at the network between them.")
-    said.append(f"This is no error yet: the wait may last {wait.timeout_s:g} s.")
-    return " ".join(said)
+    if answers is None:
+        said.append("The rendezvous store does not answer, so nobody could be asked where it waits.")
+    return " ".join([*said, "This is no error yet."])
 
 
 inspector = StallInspector()
-if hasattr(os, "register_at_fork"):
-    # The parent's waits are not the child's, nor is the thread.
-    os.register_at_fork(after_in_child=inspector.__init__)  # type: ignore[misc]
+# The parent's waits are not the child's, nor is the thread.
+os.register_at_fork(after_in_child=inspector.__init__)  # type: ignore[misc]

@@ -41,7 +41,7 @@ from psengine.collectives.shared_memory.work import SharedMemoryWork
 from psengine.errors import CollectiveError, ConfigurationError
 from psengine.kernels import native
 from psengine.specification import did_you_mean
-from psengine.tracing.stall_inspector import PendingOperations, inspector, stall_after_s
+from psengine.tracing.stall_inspector import inspector, stall_after_s
 from psengine.tracing.timeline import is_profiling, profiled, recorder, span
 
 # With more operations in flight, complete ones are looked for, in case nobody waits for them.
@@ -248,13 +248,8 @@ class SharedMemoryCollective(Collective):
         self._forget(complete)
         return complete
 
-    @property
-    def pending_operations(self) -> PendingOperations | None:
-        """See ``stall_inspector.Watched``."""
-        return self._meeting.pending_operations
-
-    def late_ranks(self) -> tuple[int, ...] | None:
-        """See ``stall_inspector.Watched``: ranks that entered fewer rounds than this one."""
+    def late_ranks(self) -> tuple[int, ...]:
+        """The ranks that entered fewer rounds than this one."""
         arrived = [state[1] for state in self._extension.shared_memory_states(self._group)]
         return tuple(rank for rank, rounds in enumerate(arrived) if rounds < arrived[self.rank])
 
@@ -353,7 +348,8 @@ class SharedMemoryCollective(Collective):
 
     def _sleep(self, operation: int, what: str, timeout_s: float) -> tuple[int, int, str] | None:
         """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so."""
-        with inspector.watch(self, operation, what, timeout_s, self._stall_after_s):
+        operations, after_s = self._meeting.pending_operations, self._stall_after_s
+        with inspector.watch(operations, f"{what}, operation {operation}", after_s, self.late_ranks):
             return self._wait(operation, timeout_s, is_slice=False)
 
     def _wait(self, operation: int, timeout_s: float, *, is_slice: bool) -> tuple[int, int, str] | None:
