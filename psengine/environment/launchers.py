@@ -98,15 +98,24 @@ def read_worker(environment: Mapping[str, str]) -> tuple[int | None, int | None]
     Raises:
         EnvironmentVariableError: one is no number, or the worker's number is not below the number of workers.
     """
-    variables = _set_variables(environment)
-    worker = _integer(variables, WORKER, 0, MAX_WORKERS - 1) if WORKER in variables else None
-    workers = _integer(variables, WORKERS, 1, MAX_WORKERS) if WORKERS in variables else None
+    worker = read_integer(environment, WORKER, 0, MAX_WORKERS - 1)
+    workers = read_integer(environment, WORKERS, 1, MAX_WORKERS)
     if worker is not None and workers is not None and worker >= workers:
         raise EnvironmentVariableError(
             f"Workers are numbered from 0 (expected {WORKER} below {WORKERS}={workers}, got {worker}). Fix: set"
             f" {WORKERS} to the number of workers of the whole job, the same on each of them."
         )
     return worker, workers
+
+
+def read_integer(environment: Mapping[str, str], name: str, minimum: int, maximum: int) -> int | None:
+    """Return the number that the variable ``name`` is; None where it is not set.
+
+    Raises:
+        EnvironmentVariableError: it is no number from ``minimum`` to ``maximum``.
+    """
+    text = environment.get(name, "").strip()
+    return _integer({name: text}, name, minimum, maximum) if text else None
 
 
 def master_from(environment: Mapping[str, str]) -> str:

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import _find_tensors
 
 from psengine.environment.context import before_shutdown, world_place
-from psengine.environment.variables import read_variable
+from psengine.environment.launchers import read_integer
+from psengine.environment.variables import inherited_variables, read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
 from psengine.tracing.observers import Observer
 
@@ -113,7 +114,6 @@ class Recorder:
         self.on_step: Callable[[int], None] | None = None
         self.process_id = 0
         self._spans: list[Span] = []
-        self._left_out = 0
         self._users = 0
 
     def settled_ns(self) -> int:
@@ -130,7 +130,7 @@ class Recorder:
     def begin(self) -> int:
         """Turn recording on for one more user; return the number of the user's first span."""
         if self._users == 0:
-            self._spans, self._left_out = [], 0
+            self._spans = []
         self._users += 1
         self.is_on = True
         return len(self._spans)
@@ -148,30 +148,19 @@ class Recorder:
 
     def add(self, span: Span) -> None:
         """Keep a span that has ended."""
-        if not self.is_on:
-            return  # recording ended meanwhile
-        if len(self._spans) < MAX_SPANS:
+        # Recording may have ended meanwhile.
+        if self.is_on and len(self._spans) < MAX_SPANS:
             self._spans.append(span)
-            return
-        if self._left_out == 0:
-            logger.warning("the timeline is full after %d spans; later ones are left out", MAX_SPANS)
-        self._left_out += 1
+            if len(self._spans) == MAX_SPANS:
+                logger.warning("the timeline is full after %d spans; later ones are left out", MAX_SPANS)
 
     def write_part(self, path: Path, first: int) -> None:
         """Write the spans from number ``first`` on as this rank's part of ``path``. An error is logged."""
         rank = world_place()[0] if self.worker_rank is None else self.worker_rank
         part = part_path(path, rank)
-        process = {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "process_id": os.getpid(),
-            "spans_left_out": self._left_out,
-        }
-        try:
+        process = {"rank": rank, "host": socket.gethostname(), "process_id": os.getpid()}
+        with Observer(f"the timeline of rank {rank}"):
             _write(_chrome_events(self._spans[first:], process), [process], part)
-        except Exception as error:
-            logger.warning("the timeline of rank %d could not be written: %s", rank, error)
-        else:
             logger.info("timeline of rank %d written to %s", rank, part)
 
 
@@ -362,7 +351,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         recorder.write_part(path, first)
     if recorder.worker_rank is not None:
         return
-    try:
+    with Observer("the merged timeline"):  # each rank has its own
         if dist.is_initialized():
             dist.barrier()
         rank, world_size = world_place()
@@ -372,16 +361,13 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
             for part in parts:
                 part.unlink()
             logger.info("timeline of %d ranks written to %s", len(parts), path)
-    except Exception as error:
-        logger.warning("the ranks' timelines could not be merged (%s); each rank has its own", error)
 
 
 def model_wrapped(worker_rank: int | None) -> None:
     """A model was wrapped, whose strategy gives this process ``worker_rank``: record where PSENGINE_TIMELINE says so.
 
     Raises:
-        EnvironmentVariableError: PSENGINE_TIMELINE names no writable place, PSENGINE_TIMELINE_STEPS no number, or
-            PSENGINE_TIMELINE_SYNCHRONIZE neither 0 nor 1.
+        EnvironmentVariableError: PSENGINE_TIMELINE names no writable place, or PSENGINE_TIMELINE_STEPS no number.
     """
     recorder.worker_rank = worker_rank
     text = read_variable("PSENGINE_TIMELINE")
@@ -389,20 +375,10 @@ def model_wrapped(worker_rank: int | None) -> None:
     if not text or recorder.process_id == process_id:
         return
     path = _checked_path(text, EnvironmentVariableError, "PSENGINE_TIMELINE")
-    steps = read_variable("PSENGINE_TIMELINE_STEPS")
-    if steps and not (steps.isascii() and steps.isdecimal() and int(steps) > 0):
-        raise EnvironmentVariableError(
-            f"PSENGINE_TIMELINE_STEPS is how many steps to record (expected 1 or more, got {steps!r}). Fix: leave it"
-            " out to record until the program ends."
-        )
-    synchronize = read_variable("PSENGINE_TIMELINE_SYNCHRONIZE") or "0"
-    if synchronize not in ("0", "1"):
-        raise EnvironmentVariableError(
-            "PSENGINE_TIMELINE_SYNCHRONIZE says whether forwards and waits are timed when the device has done its work"
-            f" (expected 0 or 1, got {synchronize!r})."
-        )
+    steps = read_integer(inherited_variables(), "PSENGINE_TIMELINE_STEPS", 1, 2**31 - 1)
     first = recorder.begin()
-    recorder.process_id, recorder.synchronizes = process_id, synchronize == "1"
+    recorder.process_id = process_id
+    recorder.synchronizes = read_variable("PSENGINE_TIMELINE_SYNCHRONIZE") == "1"
 
     def write() -> None:
         # Not in a forked child, nor again where the steps are over.
@@ -410,7 +386,7 @@ def model_wrapped(worker_rank: int | None) -> None:
             recorder.write_part(path, first)
 
     def stop_after(iteration: int) -> None:
-        if iteration > int(steps or 0):
+        if iteration > (steps or 0):
             write()
             recorder.on_step, recorder.synchronizes = None, False
             recorder.end()
@@ -423,8 +399,9 @@ def model_wrapped(worker_rank: int | None) -> None:
 def _checked_path(path: str | os.PathLike[str], error: type[PSEngineError], name: str) -> Path:
     # Absolute: the program may change its folder before it ends.
     checked = Path(os.path.abspath(path))
-    if not checked.parent.is_dir():
-        raise error(f"{name} writes to a file in an existing folder (expected {checked.parent} to exist, got none).")
     if checked.is_dir() or not os.access(checked.parent, os.W_OK):
-        raise error(f"{name} writes to a file (expected to be able to write {checked}, got a folder or no permission).")
+        raise error(
+            f"{name} writes to a file in an existing folder (expected to be able to write {checked}, got no such"
+            " folder, no permission, or a folder of this name)."
+        )
     return checked

@@ -15,14 +15,15 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from psengine.environment.variables import read_variable
-from psengine.errors import EnvironmentVariableError
+from psengine.environment.launchers import read_integer
+from psengine.environment.variables import inherited_variables, read_variable
+from psengine.tracing.observers import Observer
 from psengine.tracing.stall_inspector import inspector
 from psengine.tracing.telemetry import Telemetry
 
 # Imported once it is used: an HTTP server is no part of a training that nobody watches.
 if TYPE_CHECKING:
-    from psengine.status_port.http_status import HttpStatus, Page
+    from psengine.status_port.http_status import Page
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,6 @@ class TrainingMetrics:
 
     def __init__(self) -> None:
         self.models: list[tuple[str, Telemetry, bool]] = []
-
-    def meter(self, strategy: str, *, knows_group: bool) -> Telemetry:
-        """The counters of one more model; see ``watch``."""
-        telemetry = Telemetry()
-        self.models.append((strategy, telemetry, knows_group))
-        return telemetry
 
     def collect(self) -> Iterator[Any]:
         """The metrics as they are now, for prometheus_client."""
@@ -92,28 +87,17 @@ class TrainingMetrics:
         registry.register(self)
         return 200, CONTENT_TYPE_LATEST, generate_latest(registry)
 
-    def serve(self, port: int) -> HttpStatus | None:
+    def serve(self, port: int) -> None:
         """Serve them from now on, until the process ends; where the port cannot be opened, the log says so."""
         from psengine.status_port.http_status import LOOPBACK, TEXT, HttpStatus
 
         host = read_variable("PSENGINE_METRICS_BIND") or LOOPBACK
         pages = {"/metrics": lambda query: self.render(), "/healthz": lambda query: (200, TEXT, b"ok\n")}
-        try:
+        with Observer(f"metrics at {host}:{port}, PSENGINE_METRICS_PORT,"):
             served = HttpStatus(port, pages, host=host)
-        except OSError as error:
-            logger.warning(
-                "no metrics: port %s:%d cannot be opened (%s); training goes on. Fix: another PSENGINE_METRICS_PORT,"
-                " or 0 for a free one",
-                host,
-                port,
-                error.strerror or error,
-            )
-            return None
-        atexit.register(served.__enter__().__exit__, None, None, None)
-        if hasattr(os, "register_at_fork"):
+            atexit.register(served.__enter__().__exit__, None, None, None)
             os.register_at_fork(after_in_child=served.drop_copy)
-        logger.warning("metrics of this training at %s/metrics", served.url)
-        return served
+            logger.warning("metrics of this training at %s/metrics", served.url)
 
 
 _metrics: TrainingMetrics | None = None
@@ -137,7 +121,9 @@ def watch(strategy: str, rank: int, *, knows_group: bool) -> Telemetry | None:
     if _metrics is None:
         _metrics = TrainingMetrics()
         _metrics.serve(port)
-    return _metrics.meter(strategy, knows_group=knows_group)
+    telemetry = Telemetry()
+    _metrics.models.append((strategy, telemetry, knows_group))
+    return telemetry
 
 
 def metrics_port() -> int | None:
@@ -146,12 +132,4 @@ def metrics_port() -> int | None:
     Raises:
         EnvironmentVariableError: it is no port.
     """
-    text = (read_variable("PSENGINE_METRICS_PORT") or "").strip()
-    if not text:
-        return None
-    if not (text.isascii() and text.isdigit() and int(text) < 2**16):
-        raise EnvironmentVariableError(
-            f"PSENGINE_METRICS_PORT is the port of rank 0's metrics (expected 0 to 65535, 0 for a free one, got"
-            f" {text!r}). Fix: leave it out for none."
-        )
-    return int(text)
+    return read_integer(inherited_variables(), "PSENGINE_METRICS_PORT", 0, 2**16 - 1)

@@ -24,6 +24,7 @@ from support.waiting import eventually
 
 from psengine.parameter_server.server.status.prometheus import render_metrics
 from psengine.parameter_server.status_model import LogStatus, SnapshotStatus
+from psengine.tracing.telemetry import Telemetry
 from psengine.tracing.training_metrics import TrainingMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,8 @@ def exposition():
     told = replace(TIMES, step_s=0.25)
     job = shard(worker(0, telemetry=told, staleness={"1": 2}), staleness={"0": 1})
     metrics = TrainingMetrics()
-    meter = metrics.meter("sync", knows_group=True)
+    meter = Telemetry()
+    metrics.models.append(("sync", meter, True))
     meter.step_ended(0.1, 8, world_size=2)
     meter.report(loss=1.0, samples=1)
     return (render_metrics(server(job, snapshot=snapshot, logs=(log,)))[1] + metrics.render()[2]).decode()

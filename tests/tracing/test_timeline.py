@@ -88,7 +88,7 @@ def test_what_is_no_part_is_refused_by_name(tmp_path, content):
 def test_folders_that_do_not_exist_are_refused_before_anything_is_recorded(tmp_path):
     with pytest.raises(psengine.ConfigurationError, match="existing folder"), psengine.timeline(tmp_path / "no" / "f"):
         raise AssertionError("entered")
-    with pytest.raises(psengine.ConfigurationError, match="got a folder"), psengine.timeline(tmp_path):
+    with pytest.raises(psengine.ConfigurationError, match="a folder of this name"), psengine.timeline(tmp_path):
         raise AssertionError("entered")
     assert not recorder.is_on
 
@@ -203,7 +203,6 @@ def _wrap(rank, world_size):
     [
         ("PSENGINE_TIMELINE", "/no/such/folder/out.json"),
         ("PSENGINE_TIMELINE_STEPS", "-1"),
-        ("PSENGINE_TIMELINE_SYNCHRONIZE", "yes"),
     ],
 )
 def test_wrong_values_of_the_environment_are_refused(tmp_path, monkeypatch, name, value):
@@ -260,5 +259,4 @@ def test_a_full_timeline_stops_and_says_so(tmp_path, monkeypatch, caplog):
                 pass
     trace = json.loads(Path(tmp_path / "out.json").read_text())
     assert len(_spans(trace)) == 3
-    assert trace["otherData"]["processes"][0]["spans_left_out"] == 2
     assert "full after 3 spans" in caplog.text
