@@ -119,12 +119,11 @@ def _check_report(loss: Any, samples: Any) -> None:
     if samples is not None and (not is_count or samples < 0):
         raise ConfigurationError(f"samples is a number of samples (expected an integer >= 0, got {samples!r})")
     if isinstance(loss, torch.Tensor):
-        if loss.numel() != 1 or loss.is_complex():
-            raise ConfigurationError(
-                "loss is one number (expected a float or a real tensor of one element, got shape"
-                f" {tuple(loss.shape)} of {loss.dtype}). Fix: report(loss=loss.mean())."
-            )
-    elif loss is not None and (isinstance(loss, bool) or not isinstance(loss, numbers.Real)):
+        is_number, got = loss.numel() == 1 and not loss.is_complex(), f"shape {tuple(loss.shape)} of {loss.dtype}"
+    else:
+        is_number, got = isinstance(loss, numbers.Real) and not isinstance(loss, bool), type(loss).__name__
+    if loss is not None and not is_number:
         raise ConfigurationError(
-            f"loss is one number (expected a float or a tensor of one element, got {type(loss).__name__})"
+            f"loss is one number (expected a float or a real tensor of one element, got {got}). Fix:"
+            " report(loss=loss.mean())."
         )
