@@ -85,11 +85,6 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
             flags, body_bytes = FLAG_BODY, len(body)
         if payload is not None:
             if isinstance(payload, torch.Tensor):
-                if (dtype is not None and dtype != payload.dtype) or (numel and numel != payload.numel()):
-                    raise ConfigurationError(
-                        f"{kind.name} contradicts its payload (expected {payload.numel()} elements of "
-                        f"{payload.dtype}, got {numel} of {dtype})"
-                    )
                 dtype, numel = payload.dtype, payload.numel()
                 payload = buffer_of(payload)
             else:
@@ -222,15 +217,10 @@ def payload_tensor(message: Message) -> torch.Tensor:
     if isinstance(payload, torch.Tensor):
         return payload.detach().view(-1)
     view = payload if type(payload) is memoryview else memoryview(payload)
-    if view.nbytes != message.numel * dtype.itemsize:
-        raise ConfigurationError(
-            f"{message.type.name} payload does not fit its header (expected {message.numel * dtype.itemsize} bytes, "
-            f"got {view.nbytes})"
-        )
     if not view.nbytes:
         return torch.empty(0, dtype=dtype)
     # torch warns of read-only memory, as bytes are; pyzmq's frames are writable.
-    tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
+    tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype, count=message.numel)
     # libzmq packs small frames behind each other; kernels may count on aligned elements.
     return tensor.clone() if tensor.data_ptr() % min(dtype.itemsize, 8) else tensor
 

@@ -109,11 +109,6 @@ def read_key_pair(path: str | Path) -> KeyPair:
     Raises:
         ConfigurationError: the file is missing or malformed, or another user may own, read or write it.
     """
-    if Path(path).suffix == ".pub":
-        raise ConfigurationError(
-            f"{path} is the public half of a key pair (expected its .key file, which says who we are). Fix: name"
-            f" {Path(path).with_suffix('.key')}."
-        )
     text = _read(path, is_secret=True)
     found: dict[str, str] = {}
     for number, words in _lines(text):
@@ -177,11 +172,6 @@ def read_allowed(path: str | Path) -> dict[str, str]:
 def _public_keys(path: str | Path) -> dict[str, str]:
     keys: dict[str, str] = {}
     for number, words in _lines(_read(path)):
-        if words[0] == "secret":
-            raise ConfigurationError(
-                f"{path} holds a secret key, which stays with its owner (expected public keys: a .pub file, or a"
-                f" directory of them). Fix: name {Path(path).with_suffix('.pub')}."
-            )
         if words[0] != "public" or not 2 <= len(words) <= 3 or not is_key(words[1]):
             raise _malformed(path, number)
         keys[words[1]] = words[2] if len(words) == 3 else Path(path).stem
