@@ -254,22 +254,20 @@ def assign_worker(worker: int | None) -> None:
 
 def _place(rank: int | None, world_size: int | None, init_method: str | None) -> Placement:
     """The placement that the arguments of ``init`` describe; what they leave out is the launcher's."""
+    placement = None
     if rank is None and world_size is None:
         if init_method is None:
             return detect(inherited_variables())
-        placement = detect(inherited_variables(), needs_master=False)
-        if placement.launcher == "none" and init_method != "env://":
-            raise ConfigurationError(
-                "init_method says where ranks meet, and nothing says how many there are (expected rank= and"
-                f" world_size= beside it, or a launcher's variables, got only init_method={init_method!r}). Fix: give"
-                " them, or leave it out to train alone."
-            )
+        launched = detect(inherited_variables(), needs_master=False)
+        if launched.launcher != "none" or init_method == "env://":
+            placement = launched
     elif rank is not None and world_size is not None and 0 <= rank < world_size:
         placement = _placement_of(rank, world_size, "arguments of init()")
-    else:
+    if placement is None:
         raise ConfigurationError(
-            "init(rank=, world_size=) go together, and ranks count from 0 (expected 0 <= rank < world_size, or neither,"
-            f" got rank={rank}, world_size={world_size}). Fix: give both, or neither, to take the launcher's."
+            "init(rank=, world_size=) go together, ranks count from 0, and init_method needs both where there is no"
+            f" launcher (expected 0 <= rank < world_size, or neither, got rank={rank}, world_size={world_size},"
+            f" init_method={init_method!r}). Fix: give both; or neither, to take the launcher's or to train alone."
         )
     if placement.world_size == 1:
         return placement

@@ -118,15 +118,6 @@ def read_integer(environment: Mapping[str, str], name: str, minimum: int, maximu
     return _integer({name: text}, name, minimum, maximum) if text else None
 
 
-def master_from(environment: Mapping[str, str]) -> str:
-    """Return the init method that MASTER_ADDR and MASTER_PORT name.
-
-    Raises:
-        EnvironmentVariableError: one of them is missing, or malformed.
-    """
-    return _master(_set_variables(environment))
-
-
 def _set_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value.strip() for name, value in environment.items() if value.strip()}
 
@@ -157,8 +148,7 @@ def _slurm(variables: Mapping[str, str], needs_master: bool) -> Placement:
     world_size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
     job = variables.get("SLURM_JOB_ID", variables.get("SLURM_JOBID"))
     step = variables.get("SLURM_STEP_ID", variables.get("SLURM_STEPID"))
-    lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    host = first_host(next((variables[name] for name in lists if name in variables), ""))
+    host = first_host(variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", "")))
     # The step's number is part of the seed, so that steps of one job may run side by side.
     seed = f"slurm {job}.{step}" if job else None
     # The job's counts of tasks on a node may be those of other steps: the ranks of a host are counted when they meet.
@@ -198,25 +188,31 @@ def _placement(
             " variables on (wrappers and containers may drop some); or unset them to train in a single process."
         )
     world_size = _integer(variables, names[1], 1)
-    local_world_size = 1 if world_size == 1 else None
-    if names[3] in variables:
-        local_world_size = _integer(variables, names[3], 1, world_size)
+    local_world_size = read_integer(variables, names[3], 1, world_size) or (1 if world_size == 1 else None)
     return Placement(
         launcher=launcher,
         rank=_integer(variables, names[0], 0, world_size - 1),
         local_rank=_integer(variables, names[2], 0, (local_world_size or world_size) - 1),
         world_size=world_size,
         local_world_size=local_world_size,
-        init_method=_master(variables, host, seed) if needs_master and world_size > 1 else "",
+        init_method=master_from(variables, host, seed) if needs_master and world_size > 1 else "",
     )
 
 
-def _master(variables: Mapping[str, str], host: str = "", seed: str | None = None) -> str:
-    """MASTER_ADDR and MASTER_PORT where set, else ``host``, and a port that all ranks derive from ``seed`` alike."""
-    host, port = variables.get("MASTER_ADDR", host), 0
-    if "MASTER_PORT" in variables:
-        port = _integer(variables, "MASTER_PORT", 1, 65535)
-    elif seed is not None:
+def master_from(environment: Mapping[str, str], host: str = "", seed: str | None = None) -> str:
+    """Return the init method that MASTER_ADDR and MASTER_PORT name.
+
+    Args:
+        environment: variables by name.
+        host: the host where MASTER_ADDR is not set; "" for none.
+        seed: what all ranks derive the port from alike where MASTER_PORT is not set; None for nothing.
+
+    Raises:
+        EnvironmentVariableError: the host or the port is missing, or the port is malformed.
+    """
+    host = environment.get("MASTER_ADDR", "").strip() or host
+    port = read_integer(environment, "MASTER_PORT", 1, 65535)
+    if port is None and seed is not None:
         port = _FIRST_DERIVED_PORT + zlib.crc32(seed.encode()) % _DERIVED_PORTS
     if missing := [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value]:
         raise EnvironmentVariableError(

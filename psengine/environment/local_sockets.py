@@ -72,8 +72,7 @@ def socket_beside(address: str, *, make: bool = False) -> str:
         ConfigurationError: see ``private_directory``; or the directory's name is too long for a socket's.
     """
     match = _LOOPBACK.fullmatch(address)
-    if match is None:
-        raise ValueError(f"expected a loopback TCP address, got {address!r}")
+    assert match is not None, "callers ask is_loopback first"
     return _in_directory(f"tcp-{_host(match)}-{match['port']}-{_network_namespace()}", make=make)
 
 
@@ -152,13 +151,11 @@ def _connected(address: str) -> socket.socket:
     try:
         probe.settimeout(_CONNECT_S)
         probe.connect("\0" + path[1:] if path.startswith("@") else path)
-    except TimeoutError:
-        pass  # it listens, and is busy
-    except PermissionError:
-        probe.close()
-        raise
-    except OSError:
-        probe.close()
+    except OSError as error:
+        if not isinstance(error, TimeoutError):  # else it listens, and is busy
+            probe.close()
+        if isinstance(error, PermissionError):
+            raise
     return probe
 
 

@@ -122,7 +122,7 @@ def test_adopts_a_group_and_leaves_it(bare):
         ({"timeout": 5}, ConfigurationError, "got 5"),
         ({"rank": 0}, ConfigurationError, "got rank=0, world_size=None"),
         ({"rank": 2, "world_size": 2}, ConfigurationError, "got rank=2, world_size=2"),
-        ({"init_method": "tcp://h:1"}, ConfigurationError, "nothing says how many there are"),
+        ({"init_method": "tcp://h:1"}, ConfigurationError, "needs both where there is no launcher"),
         ({"rank": 0, "world_size": 2}, EnvironmentVariableError, "MASTER_ADDR"),
         ({"rank": 0, "world_size": 2, "init_method": "tcp://h"}, CollectiveError, "port number missing"),
         ({"rank": 0, "world_size": 2, "init_method": "foo://h:1"}, CollectiveError, "No rendezvous handler for foo://"),
