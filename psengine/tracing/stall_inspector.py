@@ -201,5 +201,6 @@ def _describe(wait: Wait, waited_s: float, answers: Mapping[int, str] | None) ->
 
 
 inspector = StallInspector()
-# The parent's waits are not the child's, nor is the thread.
-os.register_at_fork(after_in_child=inspector.__init__)  # type: ignore[misc]
+if hasattr(os, "register_at_fork"):  # not on Windows
+    # The parent's waits are not the child's, nor is the thread.
+    os.register_at_fork(after_in_child=inspector.__init__)  # type: ignore[misc]

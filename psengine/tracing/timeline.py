@@ -307,21 +307,20 @@ def merge_parts(parts: Sequence[str | os.PathLike[str]], path: str | os.PathLike
     """
     if not parts:
         raise ConfigurationError("a timeline is merged from the ranks' parts (expected at least one, got none)")
-    found: list[tuple[dict[str, Any], list[Any]]] = []
+    found: list[tuple[int, dict[str, Any], list[Any]]] = []
     for part in parts:
         try:
             trace = json.loads(Path(part).read_bytes())
             (process,) = trace["otherData"]["processes"]
-            found.append((process, list(trace["traceEvents"])))
-            process["rank"]
+            found.append((process["rank"], process, list(trace["traceEvents"])))
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise ConfigurationError(
                 f"{os.fspath(part)} is no part of a timeline of psengine (expected JSON with traceEvents and one"
                 f" process in otherData, got {type(error).__name__}: {error})"
             ) from error
-    found.sort(key=lambda part: part[0]["rank"])
-    events = [event for _, of_rank in found for event in of_rank]
-    return _write(events, [process for process, _ in found], Path(path))
+    found.sort(key=lambda part: part[0])
+    events = [event for _, _, of_rank in found for event in of_rank]
+    return _write(events, [process for _, process, _ in found], Path(path))
 
 
 # ---- who records -------------------------------------------------------------------------------------------------

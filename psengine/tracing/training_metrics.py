@@ -44,11 +44,11 @@ class TrainingMetrics:
     """The metrics of a process; a collector of prometheus_client.
 
     Attributes:
-        models: each wrapped model's strategy, its counters, and whether its workers are those of the process group.
+        models: each wrapped model's strategy and its counters.
     """
 
     def __init__(self) -> None:
-        self.models: list[tuple[str, Telemetry, bool]] = []
+        self.models: list[tuple[str, Telemetry]] = []
 
     def collect(self) -> Iterator[Any]:
         """The metrics as they are now, for prometheus_client."""
@@ -61,7 +61,7 @@ class TrainingMetrics:
             for name, text in _HELP.items()
         }
         families["stalls"].add_metric((), inspector.reported_stalls)
-        for number, (strategy, telemetry, knows_group) in enumerate(self.models):
+        for number, (strategy, telemetry) in enumerate(self.models):
             body = telemetry.to_body()
             values = {
                 "steps": body["steps"],
@@ -69,9 +69,8 @@ class TrainingMetrics:
                 "wait_seconds": body["blocked_s"] - telemetry.first_blocked_s,
                 "exchanged_bytes": telemetry.exchanged_bytes,
                 "samples": body["samples"],
+                "world_size": telemetry.world_size,
             }
-            if knows_group:
-                values["world_size"] = telemetry.world_size
             if "loss" in body:
                 values["loss"] = float("nan") if body["loss"] is None else body["loss"]
             for name, value in values.items():
@@ -96,20 +95,20 @@ class TrainingMetrics:
         with Observer(f"metrics at {host}:{port}, PSENGINE_METRICS_PORT,"):
             served = HttpStatus(port, pages, host=host)
             atexit.register(served.__enter__().__exit__, None, None, None)
-            os.register_at_fork(after_in_child=served.drop_copy)
+            if hasattr(os, "register_at_fork"):  # not on Windows
+                os.register_at_fork(after_in_child=served.drop_copy)
             logger.warning("metrics of this training at %s/metrics", served.url)
 
 
 _metrics: TrainingMetrics | None = None
 
 
-def watch(strategy: str, rank: int, *, knows_group: bool) -> Telemetry | None:
+def watch(strategy: str, rank: int) -> Telemetry | None:
     """The counters of a model that is being wrapped; None where metrics are off, or on another rank than 0.
 
     Args:
         strategy: its name.
         rank: this process's.
-        knows_group: whether its workers are those of the process group.
 
     Raises:
         EnvironmentVariableError: PSENGINE_METRICS_PORT is no port.
@@ -122,7 +121,7 @@ def watch(strategy: str, rank: int, *, knows_group: bool) -> Telemetry | None:
         _metrics = TrainingMetrics()
         _metrics.serve(port)
     telemetry = Telemetry()
-    _metrics.models.append((strategy, telemetry, knows_group))
+    _metrics.models.append((strategy, telemetry))
     return telemetry
 
 

@@ -233,7 +233,7 @@ class DistributedDataParallel(SwitchableStrategy):
             self.strategy.join()
             at_servers = self.strategy.worker_rank
             rank = self._collective.rank if at_servers is None else at_servers
-            self.reducer.in_flight.meter = watch(self.strategy.name, rank, knows_group=at_servers is None)
+            self.reducer.in_flight.meter = watch(self.strategy.name, rank)
         except BaseException:
             self.strategy.close()
             raise
