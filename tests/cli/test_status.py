@@ -23,7 +23,7 @@ import psengine
 from psengine.cli.main import main
 from psengine.cli.status_overview import ServerReport, merge
 from psengine.cli.status_table import events_view, jobs_view, servers_table
-from psengine.parameter_server.server.core.events import EventLog
+from psengine.parameter_server.server.events import EventLog
 from psengine.parameter_server.server.transport.authentication import keygen
 from psengine.parameter_server.status_model import Event, LogStatus, ServerFacts
 

@@ -19,8 +19,8 @@ from torch import nn
 
 import psengine
 from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.server.core.events import MAX_EVENTS, REPEAT_S, EventLog
-from psengine.parameter_server.server.core.interfaces import Clocks
+from psengine.parameter_server.server.events import MAX_EVENTS, REPEAT_S, EventLog
+from psengine.parameter_server.server.interfaces import Clocks
 from psengine.parameter_server.status_model import ShardStatus, to_json
 from psengine.protocol.messages import MessageType
 from psengine.tracing.telemetry import Telemetry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psengine.parameter_server.server.core.interfaces import Outgoing
+from psengine.parameter_server.server.interfaces import Outgoing
 from psengine.protocol.messages import Message, MessageType
 from simulation.violation import require
 

@@ -18,7 +18,7 @@ import torch
 from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.operation import Push
-from psengine.parameter_server.server.core.interfaces import Outgoing
+from psengine.parameter_server.server.interfaces import Outgoing
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import Message, MessageType

@@ -23,7 +23,7 @@ from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client import handshake, join
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.operation import Push
-from psengine.parameter_server.server.core.interfaces import Outgoing
+from psengine.parameter_server.server.interfaces import Outgoing
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation.answers import SentAnswers

@@ -12,7 +12,7 @@ from psengine.codecs.registry import resolve_codec
 from psengine.errors import ServerRefusedError, SnapshotError
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.server.core.interfaces import ShardSettings
+from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.protocol.messages import ErrorCode
 from simulation import faults
 from simulation.applying import ApplyingJob

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from psengine.parameter_server.server.core.interfaces import Outgoing
+from psengine.parameter_server.server.interfaces import Outgoing
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.protocol.messages import Message, MessageType
 from simulation.violation import require

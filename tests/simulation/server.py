@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.core.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.parameter_server.server.transport.segments import ShardSegments

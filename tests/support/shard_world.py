@@ -8,7 +8,7 @@ import itertools
 import torch
 import xxhash
 
-from psengine.parameter_server.server.core.interfaces import Clocks, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Clocks, Sender, ShardSettings
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.protocol.frames import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number, layout_fingerprint

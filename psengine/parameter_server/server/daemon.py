@@ -31,8 +31,8 @@ from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.segments.memory import machine_memory_bytes
 from psengine.parameter_server.server import systemd
 from psengine.parameter_server.server.admin import Orders
-from psengine.parameter_server.server.core.events import EventLog
-from psengine.parameter_server.server.core.interfaces import Clocks, Outgoing, ShardSettings
+from psengine.parameter_server.server.events import EventLog
+from psengine.parameter_server.server.interfaces import Clocks, Outgoing, ShardSettings
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.snapshot_thread import SnapshotOutcome
 from psengine.parameter_server.server.durability.tier import Durability

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.shard_world import APPLY, World, codes, push_all, rule_of, spec, team
 
-from psengine.parameter_server.server.core.interfaces import Sender
+from psengine.parameter_server.server.interfaces import Sender
 from psengine.protocol.frames import encode, payload_tensor
 from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.layout import ChunkKind, job_number

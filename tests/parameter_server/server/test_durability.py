@@ -14,7 +14,7 @@ from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, spec, team
 from support.waiting import eventually
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.core.interfaces import ShardSettings
+from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability import snapshot_thread as durability
 from psengine.parameter_server.server.durability.restoring import restore

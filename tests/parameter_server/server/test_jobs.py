@@ -12,8 +12,8 @@ from support.waiting import eventually
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.admin import Orders
-from psengine.parameter_server.server.core.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
-from psengine.parameter_server.server.core.interfaces import Clocks
+from psengine.parameter_server.server.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
+from psengine.parameter_server.server.interfaces import Clocks
 from psengine.parameter_server.server.core.shard_jobs import MAX_JOBS
 from psengine.protocol.messages import MessageType
 

@@ -7,7 +7,7 @@ import torch
 from support.shard_world import APPLY, NOBODY, ErrorCode, Worker, World, codes, spec, team
 
 from psengine.parameter_server.server.core.answers import KEPT_FACTOR, StatusReport
-from psengine.parameter_server.server.core.events import LINES_INTERVAL_S, MAX_LINES
+from psengine.parameter_server.server.events import LINES_INTERVAL_S, MAX_LINES
 from psengine.parameter_server.server.core.permissions import MAY_SEND, PeerState
 from psengine.protocol.messages import SENT_BY_SERVERS, MessageType
 

@@ -15,7 +15,7 @@ import torch
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.core import exchanges
 from psengine.parameter_server.server.core.durable_state import DurableState
-from psengine.parameter_server.server.core.interfaces import Outgoing
+from psengine.parameter_server.server.interfaces import Outgoing
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.core.events import JobRecord
-from psengine.parameter_server.server.core.interfaces import Clocks
+from psengine.parameter_server.server.events import JobRecord
+from psengine.parameter_server.server.interfaces import Clocks
 from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.membership import MAX_WORKERS, Greeting, Member, Membership
 from psengine.parameter_server.server.core.refusals import rank_taken

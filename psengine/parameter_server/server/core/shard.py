@@ -18,8 +18,8 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.overview import owns_weights, rule_text
 from psengine.parameter_server.server.core.answers import Answers, StatusReport, ok, traffic_bytes
 from psengine.parameter_server.server.core.durable_state import DurableState
-from psengine.parameter_server.server.core.events import EventLog
-from psengine.parameter_server.server.core.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.events import EventLog
+from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.job_status import status_of
 from psengine.parameter_server.server.core.membership import Member

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.core.interfaces import Clocks, ShardSettings
+from psengine.parameter_server.server.interfaces import Clocks, ShardSettings
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.journal import Journal
 from psengine.parameter_server.server.core.server_weights import JobWithWeights

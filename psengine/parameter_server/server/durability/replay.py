@@ -12,7 +12,7 @@ from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.core import exchanges
-from psengine.parameter_server.server.core.interfaces import Clocks, ShardSettings
+from psengine.parameter_server.server.interfaces import Clocks, ShardSettings
 from psengine.parameter_server.server.core.job import Job
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.server.core.shard_jobs import ShardJobs

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from psengine.errors import ProtocolError, ServerError
-from psengine.parameter_server.server.core.interfaces import Outgoing, Sender
+from psengine.parameter_server.server.interfaces import Outgoing, Sender
 from psengine.parameter_server.server.core.shard import TICK_S, Shard
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from psengine.parameter_server.server.core.interfaces import Clocks
+from psengine.parameter_server.server.interfaces import Clocks
 from psengine.parameter_server.server.core.membership import Member
 from psengine.parameter_server.status_model import Departed, Event
 from psengine.tracing.logging_format import RateLimit
