@@ -15,7 +15,7 @@ _ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks"), str(Path(__file__).parent)]
 
 from attacks.averaging_kills import AVERAGE, run_sync  # noqa: E402
-from attacks.bad_links import STEPS, WORKERS, run_lossy  # noqa: E402
+from attacks.bad_links import STEPS, WORKERS, run_broken  # noqa: E402
 from attacks.kill_loop import Counters, run_async, run_forgetful  # noqa: E402
 from harness.command_line import at_least, parser_of, some_of  # noqa: E402
 from harness.record import Record  # noqa: E402
@@ -26,7 +26,7 @@ QUESTION = "What is lost or doubled when things go wrong?"
 COLUMNS = ["fault", *(field.name.replace("_", " ") for field in fields(Counters))]
 # Where the weights are, and what the servers keep of them; "workers": under sync-server they are in the workers.
 TIERS = ("memory", "snapshot", "log", "workers")
-LOSSY_CHUNKS = 64  # under way together: what was dropped is asked for after a tenth of a second
+CHUNKS = 64
 DURABLE = ("snapshot", "log")
 
 
@@ -59,14 +59,14 @@ def worker_kills(options: Namespace) -> Table:
     return kills(options, "worker", 1.0)
 
 
-def lossy(options: Namespace) -> Table:
-    steps = min(STEPS, max(1, options.pushes // 2 // WORKERS // LOSSY_CHUNKS))
-    trainings = math.ceil(options.pushes / 2 / WORKERS / LOSSY_CHUNKS / steps)
+def broken(options: Namespace) -> Table:
+    steps = min(STEPS, max(1, options.pushes // 2 // WORKERS // CHUNKS))
+    trainings = math.ceil(options.pushes / 2 / WORKERS / CHUNKS / steps)
     rows = [
-        row(f"{strategy}, lossy proxy", run_lossy(trainings, options.seed, rule, steps, LOSSY_CHUNKS))
+        row(f"{strategy}, connections broken", run_broken(trainings, options.seed, rule, steps, CHUNKS))
         for strategy, rule in (("async", APPLY), ("sync-server", AVERAGE))
     ]
-    return Table(f"{trainings * steps * WORKERS * LOSSY_CHUNKS} pushes a row", COLUMNS, rows)
+    return Table(f"{trainings * steps * WORKERS * CHUNKS} pushes a row", COLUMNS, rows)
 
 
 def power(options: Namespace) -> Table:
@@ -83,7 +83,7 @@ def power(options: Namespace) -> Table:
 STUDIES: dict[str, Callable[[Namespace], Table]] = {
     "server-kills": server_kills,
     "worker-kills": worker_kills,
-    "lossy": lossy,
+    "broken": broken,
     "power": power,
 }
 
@@ -95,7 +95,7 @@ def main() -> None:
     add("--tries", dest="rounds", type=at_least(1), help="of each kind: the same as --rounds")
     add("--tiers", type=some_of(TIERS), default=TIERS, help="of durability: some of %(default)s")
     add("--seed", type=int, default=1)
-    add("--pushes", type=at_least(1), default=100_000, help="through the lossy proxy")
+    add("--pushes", type=at_least(1), default=100_000, help="over connections that break")
     add("--most-s", type=float, default=float("inf"), help="seconds after which a row of tries ends early")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # mounts and processes are given back

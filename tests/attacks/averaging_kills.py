@@ -27,11 +27,11 @@ def average_for_a_while(
 ) -> list[list[tuple[float, ...]]]:
     """``steps`` averages of every chunk; from ``deaf_step`` on none arrives before the server has another epoch."""
     session, rank = enter(address, AVERAGE)
-    epochs, receive, step = {link.index: link.epoch for link in session._membership.links}, Link.receive, 0
+    epochs, receive, step = {link.index: link.epoch for link in session.links}, Link.receive, 0
 
     def hear(link: Link, message: Message, now_s: float) -> None:
         is_deaf = deaf_step is not None and step >= deaf_step and message.epoch == epochs[link.index]
-        if not (is_deaf and message.type in (MessageType.UPDATED, MessageType.SENT)):
+        if not (is_deaf and message.type is MessageType.UPDATED):
             receive(link, message, now_s)
 
     Link.receive = hear  # type: ignore[method-assign]
@@ -42,7 +42,6 @@ def average_for_a_while(
         gradient[rank] = float(step)
         pushes = []
         for key, landing in enumerate(landings):
-            session.keep_result(key)
             pushes.append(session.push(key, gradient.clone(), [landing]))
         wait_all(pushes)
         averages.append([tuple(landing.tolist()) for landing in landings])

@@ -1,4 +1,4 @@
-"""Workers behind a proxy that drops, doubles and delays.
+"""Workers whose connections break again and again.
 
 Worker r pushes a one in element r of every chunk, as in ``kill_loop``: what came of each push is read from the weights,
 or from the averages. ``benchmarks/faults/run.py`` prints it.
@@ -6,17 +6,17 @@ or from the averages. ``benchmarks/faults/run.py`` prints it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from attacks.kill_loop import Counters
-from attacks.lossy_proxy import lossy_proxy
+from attacks.throttled_relay import ThrottledRelay, throttled_relay
 from support.server_process import SGD, ServerProcess, running_server
 
-from psengine.parameter_server.client import patience
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
@@ -24,10 +24,10 @@ from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 WORKERS = 2
 CHUNKS = 8
 STEPS = 25
-# Trainings through the lossy proxy: they wait more than they compute.
-AT_ONCE = 16
-# Of messages that are dropped, as many again doubled, and as many delayed.
-SHARE = 0.1
+# Trainings at once: they wait more than they compute.
+AT_ONCE = 8
+# Seconds between two cuts of all connections, at most.
+MOST_S = 0.1
 
 
 def layout(numel: int, chunks: int) -> list[ChunkSpec]:
@@ -86,33 +86,32 @@ def account(trainers: list[Trainer], rule: dict[str, Any], steps: int) -> Counte
     return counters
 
 
-@contextmanager
-def impatient() -> Iterator[None]:
-    """Clients ask after a tenth of a second rather than a whole one what became of something.
-
-    And after a second at most: a question that was lost counts as one that took long, and a slow link is asked later.
-    """
-    usual = patience.PROBE_S, patience.MAX_WAIT_S
-    patience.PROBE_S, patience.MAX_WAIT_S = 0.1, 1.0
-    try:
-        yield
-    finally:
-        patience.PROBE_S, patience.MAX_WAIT_S = usual
-
-
-def run_lossy(tries: int, seed: int, rule: dict[str, Any], steps: int = STEPS, chunks: int = CHUNKS) -> Counters:
-    """``tries`` trainings, ``AT_ONCE`` together, through a proxy that drops, doubles and delays a tenth each."""
+def run_broken(tries: int, seed: int, rule: dict[str, Any], steps: int = STEPS, chunks: int = CHUNKS) -> Counters:
+    """``tries`` trainings, ``AT_ONCE`` together, through a relay that ends all connections at random moments."""
 
     def train(number: int) -> Counters:
+        chooser, is_over = random.Random(seed + number), threading.Event()
+
+        def cut_again_and_again(relay: ThrottledRelay) -> int:
+            cut = 0
+            while not is_over.wait(chooser.uniform(0.0, MOST_S)):
+                cut += relay.cut()
+            return cut
+
         with (
             running_server(lease_s=10.0) as server,
-            lossy_proxy(server.addresses[0], seed=seed + number, share=SHARE) as proxy,
+            throttled_relay(server.addresses[0], up_bytes_per_s=1e9) as relay,
+            ThreadPoolExecutor(1) as pool,
         ):
-            found = _train(server, [proxy.address] * WORKERS, rule, 4, steps, chunks=chunks)
-            assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 0
+            cutting = pool.submit(cut_again_and_again, relay)
+            try:
+                found = _train(server, [relay.address] * WORKERS, rule, 4, steps, chunks=chunks)
+            finally:
+                is_over.set()
+            assert cutting.result() > 0
         return found
 
-    with impatient(), ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         return sum(pool.map(train, range(tries)), Counters())
 
 

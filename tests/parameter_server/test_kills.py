@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from attacks.lossy_proxy import lossy_proxy
+from attacks.throttled_relay import throttled_relay
 from support.fault_workers import Reports, Worker, end_myself, expect_workers, results_of, worker_processes
 from support.marks import slow
 from support.processes import run_ranks
@@ -325,39 +325,49 @@ def test_the_old_life_of_a_restarted_worker_is_fenced(server):
     phases_of(results[0], (0, 1))
 
 
-# ---- 3: the server is killed and restarted ---------------------------------------------------------------------------
+# ---- 3: servers are killed and restarted -----------------------------------------------------------------------------
 
 
-def restart(server: ServerProcess, context: Any, **options: Any) -> ServerProcess:
-    """SIGKILL, and another server on the same address."""
-    server.kill()
-    shards = len(server.addresses)
-    return context.enter_context(running_server(bind=server.addresses[0], shards=shards, lease_s=LEASE_S, **options))
+class Servers:
+    """Two servers with two shards each, the lead first; each is killed and started again on its own address."""
+
+    def __init__(self, context: ExitStack, directory: Path, tier: str = "memory") -> None:
+        self._context = context
+        self._options: list[dict[str, Any]] = []
+        for name in ("lead", "other"):
+            options: dict[str, Any] = {"bind": f"ipc://{directory}/{name}", "shards": 2, "lease_s": LEASE_S}
+            if tier != "memory":
+                options |= {"snapshot_dir": directory / f"kept-{name}", "snapshot_interval_s": 0.3, "durability": tier}
+            self._options.append(options)
+        self.running = [context.enter_context(running_server(**options)) for options in self._options]
+        self.addresses = ",".join(server.addresses[0] for server in self.running)
+
+    def restart(self, index: int) -> None:
+        """SIGKILL, and another process at once."""
+        self.running[index].kill()
+        self.running[index] = self._context.enter_context(running_server(**self._options[index]))
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("has_snapshots", [False, True], ids=["memory", "snapshots"])
-def test_sync_server_loses_no_step_to_restarts_of_its_server(tmp_path, has_snapshots, seed):
-    chooser = random.Random(seed)
-    options = {"snapshot_dir": tmp_path / "snapshots", "snapshot_interval_s": 0.3} if has_snapshots else {}
-    steps, wrapping = 30, {"gradient_as_bucket_view": has_snapshots}
+@pytest.mark.parametrize("tier", ["memory", slow("snapshot"), "log"])
+def test_sync_server_equals_the_undisturbed_run_where_servers_are_killed(tmp_path, tier):
+    chooser = random.Random(tier)
+    steps, wrapping = 40, {"gradient_as_bucket_view": tier != "memory"}
     with ExitStack() as context:
-        address = f"ipc://{tmp_path}/socket"
-        server = context.enter_context(running_server(bind=address, shards=2, lease_s=LEASE_S, **options))
+        servers = Servers(context, tmp_path, tier)
         workers = context.enter_context(worker_processes())
-        arguments = (train_sync, address, steps, 3, 0.005, None, False, None, wrapping)
+        arguments = (train_sync, servers.addresses, steps, 3, 0.005, None, False, None, wrapping)
         members = [workers.start(*arguments, rank=rank) for rank in range(3)]
-        for kill in range(2):
-            members[kill].wait_for("step", at_least=(kill + 1) * steps // 5)
+        for number, index in enumerate((0, 1, 0)):
+            members[number].wait_for("step", at_least=(number + 1) * steps // 5)
             time.sleep(chooser.random() * 0.02)
-            server = restart(server, context, **options)
+            servers.restart(index)
         results = results_of(members)
     assert_same_end(results)
     assert phases_of(results[0], (0, 1, 2)) == [{(0, 1, 2)}] * steps
 
 
 class StallAnswer:
-    """Let no answer through to this worker from step ``step`` on, until its server has another epoch."""
+    """Let no answer of the second server through to this worker from step ``step`` on, until it has another epoch."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -366,73 +376,48 @@ class StallAnswer:
         from psengine.parameter_server.client.link import Link
         from psengine.protocol.messages import MessageType
 
-        receive, epochs = Link.receive, {link.index: link.epoch for link in strategy.session._membership.links}
+        receive, epochs = Link.receive, {link.index: link.epoch for link in strategy.session.links}
 
         def stall(link: Any, message: Any, now_s: float) -> None:
-            is_old = message.epoch == epochs[link.index]
+            is_old = message.epoch == epochs[link.index] and link.index >= 2
             if not (message.type is MessageType.UPDATED and is_old and strategy.completed_steps >= self._step):
                 receive(link, message, now_s)
 
         Link.receive = stall  # type: ignore[method-assign]
 
 
-def test_an_average_that_one_worker_has_survives_the_server(tmp_path):
-    """Rank 0 gets the averages of step 6 and goes on, rank 1 never hears of them; then the server dies."""
+def test_an_average_that_one_worker_has_survives_its_server(tmp_path):
+    """Rank 0 gets the averages of step 6 and goes on, rank 1 lacks some of them; then the server dies that had them."""
     steps = 12
     with ExitStack() as context:
-        server = context.enter_context(running_server(bind=f"ipc://{tmp_path}/socket", shards=2, lease_s=LEASE_S))
+        servers = Servers(context, tmp_path)
         workers = context.enter_context(worker_processes())
-        ahead = workers.start(train_sync, server.addresses[0], steps, 2, rank=0)
-        behind = workers.start(train_sync, server.addresses[0], steps, 2, 0.0, StallAnswer(5), rank=1)
+        ahead = workers.start(train_sync, servers.addresses, steps, 2, rank=0)
+        behind = workers.start(train_sync, servers.addresses, steps, 2, 0.0, StallAnswer(5), rank=1)
         ahead.wait_for("step", at_least=6)
         time.sleep(0.2)
-        ahead.drain()
-        behind.drain()
-        assert max(value for said, value, _ in ahead.heard if said == "step") == 6
-        assert max(value for said, value, _ in behind.heard if said == "step") == 5
-        restart(server, context)
+        assert (steps_of(ahead), steps_of(behind)) == (6, 5)
+        servers.restart(1)
         results = results_of([ahead, behind])
     assert_same_end(results)
     assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * steps
 
 
-class StallPull:
-    """Wait for the test before the values of the job are read."""
-
-    def __call__(self, reports: Reports) -> None:
-        from psengine.strategies.servers.base import ServerStrategy
-
-        pull_values = ServerStrategy.pull_values
-
-        def stall(strategy: Any, specs: Any) -> None:
-            reports.say("will pull")
-            reports.await_go()
-            ServerStrategy.pull_values = pull_values  # type: ignore[method-assign]
-            pull_values(strategy, specs)
-
-        ServerStrategy.pull_values = stall  # type: ignore[method-assign]
-
-
-def enter_slowly(reports: Reports, *arguments: Any) -> Any:
-    StallPull()(reports)
-    return train_sync(reports, *arguments)
-
-
-def test_a_server_that_dies_before_a_worker_has_its_values_gives_it_no_others(tmp_path):
-    """Worker 0 tells a restarted server the layout, not the values; worker 1 must not begin from what is there."""
+def test_connections_that_break_lose_and_double_nothing():
+    steps = 30
     with ExitStack() as context:
-        server = context.enter_context(running_server(bind=f"ipc://{tmp_path}/socket", shards=2, lease_s=LEASE_S))
+        server = context.enter_context(running_server(lease_s=4.0))
+        relay = context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=1e9))
         workers = context.enter_context(worker_processes())
-        first = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=0)
-        second = workers.start(enter_slowly, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
-        second.wait_for("will pull")
-        restart(server, context)
-        time.sleep(0.5)
-        second.go()
-        second.wait_for("step")
-        results = end_soon([first, second])
+        members = [workers.start(train_sync, relay.address, steps, 2, 0.01, rank=rank) for rank in range(2)]
+        for step in range(5, 26, 5):
+            members[0].wait_for("step", at_least=step)
+            assert relay.cut() > 2
+        results = results_of(members)
+        log, final = workers.start(train_async, relay.address, 1, rank=0).result()
+    assert log and final
     assert_same_end(results)
-    phases_of(results[0], (0, 1))
+    assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * steps
 
 
 # ---- 4: a worker stops for longer than its lease ---------------------------------------------------------------------
@@ -455,24 +440,6 @@ def test_a_stopped_worker_rejoins_with_the_others_state(server, steps_before):
     phases = phases_of(results[0], (0, 1, 2))
     assert phases[0] == phases[-1] == {(0, 1, 2)}
     assert {(0, 2)} in phases
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shards", [1, 2])
-def test_all_workers_stopped_for_longer_than_the_lease_go_on(shards):
-    with running_server(shards=shards, lease_s=LEASE_S) as server, worker_processes() as workers:
-        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
-        members[0].wait_for("step", at_least=20)
-        for member in members:
-            member.signal(signal.SIGSTOP)
-            time.sleep(0.05)
-        time.sleep(LEASE_S + 1.0)
-        for member in reversed(members):
-            member.signal(signal.SIGCONT)
-        for member in members:
-            member.wait_for("step", at_least=steps_of(member) + 5)
-        results = end_soon(members)
-    assert_same_end(results)
 
 
 # ---- 5: the server stops for longer than the lease -------------------------------------------------------------------
@@ -519,14 +486,14 @@ def test_a_worker_joins_while_another_dies(server):
 
 
 class DieAsDonor:
-    """SIGKILL while it deposits its state: at the nth STORE, or between the ADMITs of two shards."""
+    """SIGKILL while it deposits its state: at a STORE, or when all is deposited."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def __call__(self, strategy: Any) -> None:
-        session, membership = strategy.session, strategy.session._membership
-        store, ask = session.store, membership.ask
+        session = strategy.session
+        store, await_stores = session.store, session.await_stores
         stored = 0
 
         def store_or_die(*arguments: Any, **keywords: Any) -> Any:
@@ -537,16 +504,16 @@ class DieAsDonor:
                 end_myself()
             return store(*arguments, **keywords)
 
-        def ask_or_die(link: Any, message: Any, **keywords: Any) -> Any:
-            if (self._where, message.type.name, link.index) == ("admit", "ADMIT", 0):
-                end_myself()
-            return ask(link, message, **keywords)
+        def await_and_die(stores: Any) -> None:
+            await_stores(stores)
+            end_myself()
 
-        session.store, membership.ask = store_or_die, ask_or_die
+        session.store = store_or_die
+        if self._where == "stored":
+            session.await_stores = await_and_die
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["store", "admit"])
+@pytest.mark.parametrize("where", [slow("store"), "stored"])
 def test_a_donor_that_dies_is_replaced(server, where):
     arguments = (server.addresses[0], ENDLESS, 3, 0.01)
     with worker_processes() as workers:
@@ -560,40 +527,23 @@ def test_a_donor_that_dies_is_replaced(server, where):
     assert_same_end(results)
 
 
-class DieBeforeSeal:
-    def __call__(self) -> None:
-        from psengine.parameter_server.client.membership import Membership
-
-        Membership.seal = lambda *_, **__: end_myself()  # type: ignore[assignment,method-assign]
-
-
-def die_before_seal(reports: Reports, *arguments: Any) -> Any:
-    DieBeforeSeal()()
-    return train_sync(reports, *arguments)
+def train_in_a_run(reports: Reports, *arguments: Any) -> Any:
+    os.environ["PSENGINE_RUN_ID"] = "run 1"
+    try:
+        return train_sync(reports, *arguments)
+    except SystemExit as end:
+        return end.code
 
 
-def test_a_worker_that_never_gave_its_values_is_named(server):
+def test_a_worker_that_is_restarted_after_the_end_ends_too(server):
+    """It would train alone from step 1, and overwrite the finished model."""
     with worker_processes() as workers:
-        workers.start(die_before_seal, server.addresses[0], 10, 2, rank=0)
-        waiting = workers.start(train_sync, server.addresses[0], 10, 2, 0.0, None, False, {"timeout_s": 1.0}, rank=1)
-        begun_s = time.monotonic()
-        text, failed_s = waiting.wait_for("failed", timeout_s=15.0)
-    assert failed_s - begun_s < 1.0 + REJOIN_S
-    assert "ServerLostError" in text
-    assert "worker 0 registers the model" in text
-    assert "job 'default'" in text
-
-
-def test_a_worker_that_never_gave_its_values_may_come_again(server):
-    with worker_processes() as workers:
-        first_life = workers.start(die_before_seal, server.addresses[0], 10, 2, rank=0)
-        waiting = workers.start(train_sync, server.addresses[0], 10, 2, rank=1)
-        with pytest.raises(AssertionError, match="it has ended"):
-            first_life.wait_for("entered")
-        second_life = workers.start(train_sync, server.addresses[0], 10, 2, rank=0)
-        results = results_of([second_life, waiting])
-    assert_same_end(results)
-    assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * 10
+        members = [workers.start(train_in_a_run, server.addresses[0], 8, 2, rank=rank) for rank in range(2)]
+        results_of(members)
+        late = workers.start(train_in_a_run, server.addresses[0], 8, 2, rank=1)
+        assert late.result() == 0
+        assert not late.has_said("entered")
+        assert "has ended" in late.story()
 
 
 @pytest.mark.slow
@@ -839,53 +789,3 @@ def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
         assert len(updates) == 90
 
 
-# ---- 5: messages are lost, doubled, delayed and swapped --------------------------------------------------------------
-
-
-def impatient(strategy: Any = None) -> None:
-    """Ask again after a twentieth of a second rather than a whole one."""
-    from psengine.parameter_server.client import patience
-
-    patience.PROBE_S = 0.05
-
-
-def train_sync_impatiently(reports: Reports, *arguments: Any) -> Any:
-    impatient()
-    return train_sync(reports, *arguments)
-
-
-def train_async_impatiently(reports: Reports, *arguments: Any) -> Any:
-    impatient()
-    return train_async(reports, *arguments)
-
-
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_sync_server_counts_every_gradient_once_over_a_lossy_network(seed):
-    steps = 3
-    with (
-        running_server(lease_s=4.0) as server,
-        lossy_proxy(server.addresses[0], seed=seed, share=0.1) as proxy,
-        worker_processes() as workers,
-    ):
-        members = [workers.start(train_sync_impatiently, proxy.address, steps, 2, rank=rank) for rank in range(2)]
-        results = results_of(members)
-        assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 2
-    assert_same_end(results)
-    assert phases_of(results[0], (0, 1)) == [{(0, 1)}] * steps
-
-
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_async_applies_every_update_once_over_a_lossy_network(seed):
-    steps = 5
-    with (
-        running_server(lease_s=4.0) as server,
-        lossy_proxy(server.addresses[0], seed=seed, share=0.1) as proxy,
-        worker_processes() as workers,
-    ):
-        log, final = workers.start(train_async_impatiently, proxy.address, steps, rank=0).result()
-        assert min(proxy.counts[kind] for kind in ("dropped", "doubled", "delayed")) > 2
-        [status] = server.job("default")
-    [lost] = run_ranks(replay_updates, 1, pickle.dumps((log, final)), init_group=False)
-    assert lost == 0
-    assert status["version_max"] == status["version_min"] == steps
-    assert status["applied"] == steps * len(log)
