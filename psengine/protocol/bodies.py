@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import reprlib
+from contextlib import suppress
 from functools import cache, lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgpack  # type: ignore[import-untyped]
 import msgspec
@@ -17,39 +18,37 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from psengine.errors import ProtocolError
 from psengine.protocol import messages
+from psengine.protocol.bounds import (
+    PRINTABLE,
+    Counted,
+    CountedSeconds,
+    Digest,
+    Finite,
+    JobKey,
+    JobName,
+    Key,
+    Label,
+    Positive,
+    Printable,
+    Rank,
+    Seconds,
+    SegmentIndex,
+    Unsigned64,
+    Workers,
+    one_of,
+)
 from psengine.protocol.layout import INT64_MAX, ChunkKind, Name, Segment, Unsigned
 from psengine.protocol.messages import ErrorCode, MessageType
-
-_Struct = TypeVar("_Struct", bound=Struct)
+from psengine.protocol.views import Release, View
 
 MAX_TEXT_CHARS = 4000
 # The first bytes of msgpack's arrays and maps.
 _ARRAYS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})
 _MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _MAX_COMPLAINT_CHARS = 300
-_LARGEST_FLOAT = 1.7976931348623157e308
-# Without control characters, and those that are not seen or turn the direction of the text.
-_PRINTABLE = r"\A[^\x00-\x1f\x7f-\xa0\xad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]*\Z"
 
-
-def _one_of(*words: str) -> Meta:
-    return Meta(pattern=rf"\A({'|'.join(words)})\Z")
-
-
-# msgpack's integers have at most 64 bits.
-Unsigned64 = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
-Finite = Annotated[float, Meta(ge=-_LARGEST_FLOAT, le=_LARGEST_FLOAT)]
-Seconds = Annotated[float, Meta(ge=0.0, le=_LARGEST_FLOAT)]
-Rank = Annotated[int, Meta(ge=0, le=messages.NOBODY - 1)]
-Workers = Annotated[int, Meta(ge=1, le=messages.NOBODY)]
-SegmentIndex = Annotated[int, Meta(ge=0, le=messages.MAX_SEGMENTS - 1)]
-Key = Annotated[int, Meta(ge=0, le=messages.NO_KEY - 1)]
-Printable = Annotated[str, Meta(min_length=1, max_length=messages.MAX_NAME_CHARS, pattern=_PRINTABLE)]
-JobName = Annotated[str, Meta(min_length=1, max_length=200, pattern=_PRINTABLE)]
-Label = Annotated[str, Meta(max_length=255, pattern=_PRINTABLE)]
-Kind = Annotated[str, _one_of(*(kind.value for kind in ChunkKind))]
-Tier = Annotated[str, _one_of(*messages.DURABILITY_TIERS)]
+Kind = Annotated[str, one_of(*(kind.value for kind in ChunkKind))]
+Tier = Annotated[str, one_of(*messages.DURABILITY_TIERS)]
 # An optimizer's hyperparameters; ``hyperparameters.py`` has their names and bounds.
 Group = Annotated[
     dict[Annotated[str, Meta(pattern=r"\A[^\W\d]\w*\Z", max_length=64)], bool | float | tuple[float, float] | None],
@@ -86,7 +85,7 @@ class Chunk(Register, kw_only=True):
 class Rule(Body, tag_field="name"):
     """An update rule. ``durability``: the least that the job's servers are to offer."""
 
-    compress: Annotated[str, Meta(min_length=1, max_length=255, pattern=_PRINTABLE)] | UnsetType = UNSET
+    compress: Annotated[str, Meta(min_length=1, max_length=255, pattern=PRINTABLE)] | UnsetType = UNSET
     durability: Tier | UnsetType = UNSET
 
 
@@ -107,65 +106,166 @@ class Apply(Rule, tag="apply", kw_only=True):
     """Each gradient is applied as it comes."""
 
     max_staleness: Unsigned | None
-    staleness_scaling: Annotated[str, _one_of("inverse")] | None
+    staleness_scaling: Annotated[str, one_of("inverse")] | None
     delay_compensation: Seconds
     compensation_decay: Annotated[float, Meta(ge=0.0, le=1.0)] | UnsetType = UNSET
 
 
 class Hello(Body):
-    """HELLO."""
+    """HELLO. Without ``rule`` it only reserves a rank. The last five: of a process that was in a view."""
 
     job: JobName
-    role: Annotated[str, _one_of("worker", "reader")]
+    run: Label
     nonce: Unsigned64
-    rule: Average | Merge | Apply
     host: Label
     pid: Unsigned
     software: Label
+    servers: Annotated[list[Printable], Meta(min_length=1)]
     rank: Rank | UnsetType | None = UNSET
     world_size: Workers | UnsetType = UNSET
+    rule: Average | Merge | Apply | UnsetType = UNSET
     fingerprint: Unsigned64 | UnsetType | None = UNSET
-    members: list[Rank] | UnsetType = UNSET
-    version: Unsigned | UnsetType = UNSET
-    lead: Annotated[str, _one_of("initialise", "alone")] | UnsetType = UNSET
+    view: View | UnsetType = UNSET
+    key: JobKey | UnsetType = UNSET
+    completed: Unsigned | UnsetType = UNSET
+    versions: list[Unsigned] | UnsetType = UNSET
+    unreachable: list[Unsigned] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        """Check that a worker says how many there are."""
-        if self.role == "worker" and self.world_size is UNSET:
+        """Check that a worker that takes part says how many there are, and that a view comes with its key."""
+        if self.rule is not UNSET and self.world_size is UNSET:
             raise ValueError("lacks the field `world_size`")
+        if self.view is not UNSET and (self.key is UNSET or self.completed is UNSET):
+            raise ValueError("has a view without `key` and `completed`")
 
 
 class Welcome(Body):
-    """WELCOME."""
+    """WELCOME. "reserved" answers a HELLO without rule."""
 
-    state: Annotated[str, _one_of("initialise", "wait", "ready", "join")]
-    shards: list[Printable]
-    shard_index: Unsigned
+    state: Annotated[str, one_of("reserved", "initialise", "wait", "ready", "join")]
     lease_s: Seconds
     heartbeat_s: Seconds
-    credit_bytes: Unsigned
-    members: list[Rank]
-    fingerprint: Unsigned64 | None
-    chunks: Unsigned
-    started: bool
-    durable_version: Unsigned | None
-    rule: Average | Merge | Apply | None
     software: Label
-    local: Printable | UnsetType = UNSET
-    durability: Tier | UnsetType = UNSET
+    world_size: Workers | UnsetType | None = UNSET
+    rule: Average | Merge | Apply | UnsetType | None = UNSET
+    registration: Unsigned64 | UnsetType = UNSET
+    key: JobKey | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Check that a registrar has what shards will ask for."""
+        if self.state == "initialise" and (self.key is UNSET or self.registration is UNSET):
+            raise ValueError("lacks the field `registration` or `key`")
 
 
-class Seal(Body):
-    """SEAL."""
+class Commit(Body, tag_field="what"):
+    """COMMIT: what a worker has done."""
 
-    chunks: Unsigned
+
+class Registered(Commit, tag="registered"):
+    """Every shard has its chunks of a new job. ``epochs``: of the shards, as the registrar met them."""
+
+    registration: Unsigned64
+    epochs: list[Unsigned64]
     fingerprint: Unsigned64
+    chunks: Unsigned
+
+
+class Prepared(Commit, tag="prepared"):
+    """Answers PREPARE: no step completes before the view comes."""
+
+    view: Positive
+    completed: Unsigned
+
+
+class StepTaken(Commit, tag="step"):
+    """Every shard has this worker's pushes of the step; ``abstained``: they have no values."""
+
+    step: Positive
+    abstained: bool
+
+
+class Joining(Commit, tag="join"):
+    """The layout is the job's; this worker wants state."""
+
+
+class Donated(Commit, tag="donated"):
+    """The state after ``step`` lies at the shards, for the worker that STATE_WANTED named."""
+
+    rank: Rank
+    incarnation: Unsigned64
+    step: Unsigned
+    epochs: list[Unsigned64]
+
+
+class ShardLife(Commit, tag="life"):
+    """A shard has another epoch than the view names, or answered "stale"."""
+
+    shard: Unsigned
+    epoch: Unsigned64
+    chunks: Unsigned
+    version: Unsigned
+    view: Unsigned
+
+
+class ViewBody(Body):
+    """VIEW."""
+
+    view: View
+    digest: Digest
+
+
+class ReleaseBody(Body):
+    """RELEASE."""
+
+    release: Release
+    digest: Digest
+
+
+class WorkerLife(Body):
+    """STATE_WANTED: the joiner."""
+
+    rank: Rank
+    incarnation: Unsigned64
+
+
+class Leave(Body):
+    """LEAVE."""
+
+    completed: Unsigned
+
+
+class Resume(Body):
+    """RESUME. A reader says nothing, a registrar its registration and key, a member its open pushes: key, step."""
+
+    registration: Unsigned64 | UnsetType = UNSET
+    key: JobKey | UnsetType = UNSET
+    open: list[tuple[Key, Positive]] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Check that a registration comes with its key."""
+        if (self.registration is UNSET) != (self.key is UNSET):
+            raise ValueError("has one of `registration` and `key`")
+
+
+class Resumed(Body):
+    """RESUMED."""
+
+    shards: Annotated[list[Printable], Meta(min_length=1)]
+    index: Unsigned
+    credit_bytes: Unsigned
+    durability: Tier
+    software: Label
+    chunks: Unsigned
+    version: Unsigned
+    view: Unsigned
+    missing: list[Key] | UnsetType = UNSET
+    local: Printable | UnsetType = UNSET
 
 
 class Configure(Body):
     """CONFIGURE; ``OptimizerSpec.from_body`` checks that the values fit each other."""
 
-    optimizer: Annotated[str, _one_of("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")]
+    optimizer: Annotated[str, one_of("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")]
     groups: Groups
     runs: list[tuple[Unsigned, Unsigned, Annotated[int, Meta(ge=-1, le=INT64_MAX)]]]
 
@@ -197,22 +297,15 @@ class Updated(Body):
     """UPDATED and RESULT."""
 
     contributors: Unsigned | UnsetType = UNSET
-    refused: Annotated[str, _one_of(*messages.PUSH_REFUSALS)] | UnsetType = UNSET
+    refused: Annotated[str, one_of(*messages.PUSH_REFUSALS)] | UnsetType = UNSET
     late: bool | UnsetType = UNSET
     place: Annotated[int, Meta(ge=0, le=255)] | UnsetType = UNSET
 
 
-class Probed(Body):
-    """PROBE, MISSING, SENT and REPEAT."""
-
-    round: Positive | UnsetType = UNSET
-
-
-class Pending(Probed):
+class Pending(Body):
     """PENDING."""
 
-    waiting_for: list[Rank] | UnsetType = UNSET
-    arrived_bytes: Unsigned | UnsetType = UNSET
+    waiting_for: list[Rank]
 
 
 class Pull(Body):
@@ -235,28 +328,16 @@ class Store(Pull):
 
 
 class Heartbeat(Body):
-    """HEARTBEAT."""
+    """HEARTBEAT: telemetry; ``blocked``: a push is open longer than a heartbeat; ``unreachable``: for a lease."""
 
-    steps: Annotated[int, Meta(ge=0, le=messages.MAX_COUNTED)] | UnsetType = UNSET
-    step_s: Annotated[float, Meta(ge=0.0, le=messages.MAX_COUNTED)] | UnsetType = UNSET
-    blocked_s: Annotated[float, Meta(ge=0.0, le=messages.MAX_COUNTED)] | UnsetType = UNSET
-    samples: Annotated[int, Meta(ge=0, le=messages.MAX_COUNTED)] | UnsetType = UNSET
+    steps: Counted | UnsetType = UNSET
+    step_s: CountedSeconds | UnsetType = UNSET
+    blocked_s: CountedSeconds | UnsetType = UNSET
+    samples: Counted | UnsetType = UNSET
     loss: Finite | UnsetType | None = UNSET
-    waits: Unsigned | UnsetType = UNSET
-
-
-class HeartbeatAck(Body):
-    """HEARTBEAT_ACK."""
-
-    members: list[Rank]
-    durable_version: Unsigned | None
-
-
-class WorkerLife(Body):
-    """STATE_WANTED and ADMIT."""
-
-    rank: Rank
-    incarnation: Unsigned64
+    completed: Unsigned | UnsetType = UNSET
+    blocked: bool | UnsetType = UNSET
+    unreachable: list[Unsigned] | UnsetType = UNSET
 
 
 class Ok(Body):
@@ -264,14 +345,14 @@ class Ok(Body):
 
     generation: Unsigned | UnsetType = UNSET
     slots: list[Name] | UnsetType = UNSET
-    lost: tuple[Unsigned, Unsigned] | UnsetType = UNSET
-    text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=_PRINTABLE)] | UnsetType = UNSET
+    durable_version: Unsigned | UnsetType | None = UNSET
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=PRINTABLE)] | UnsetType = UNSET
 
 
 class Admin(Body):
     """ADMIN."""
 
-    action: Annotated[str, _one_of(*messages.ADMIN_ACTIONS)]
+    action: Annotated[str, one_of(*messages.ADMIN_ACTIONS)]
     job: JobName | UnsetType = UNSET
     worker: Rank | UnsetType = UNSET
 
@@ -279,41 +360,34 @@ class Admin(Body):
 class Error(Body):
     """ERROR."""
 
-    code: Annotated[str, Meta(min_length=1, max_length=64, pattern=_PRINTABLE)]
+    code: Annotated[str, Meta(min_length=1, max_length=64, pattern=PRINTABLE)]
     text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 
 
-class Progress(Body):
-    """PROGRESS. A chunk: key, version, sequence."""
-
-    chunks: list[tuple[Unsigned, Unsigned, Unsigned]]
-    more: bool
-    durability: Tier | UnsetType = UNSET
-    durable_version: Unsigned | UnsetType = UNSET
-
-
-TYPES: dict[MessageType, type[Body]] = {
+TYPES: dict[MessageType, Any] = {
     **dict.fromkeys(MessageType, Body),  # every other type has an empty body
-    **dict.fromkeys((MessageType.PROBE, MessageType.MISSING, MessageType.SENT, MessageType.REPEAT), Probed),
     **dict.fromkeys((MessageType.UPDATED, MessageType.RESULT), Updated),
     **dict.fromkeys((MessageType.VALUES, MessageType.STORE), Store),
-    **dict.fromkeys((MessageType.STATE_WANTED, MessageType.ADMIT), WorkerLife),
     MessageType.HELLO: Hello,
     MessageType.WELCOME: Welcome,
+    MessageType.HEARTBEAT: Heartbeat,
+    MessageType.COMMIT: Registered | Prepared | StepTaken | Joining | Donated | ShardLife,
+    MessageType.LEAVE: Leave,
+    MessageType.STATE_WANTED: WorkerLife,
+    MessageType.VIEW: ViewBody,
+    MessageType.RELEASE: ReleaseBody,
+    MessageType.RESUME: Resume,
+    MessageType.RESUMED: Resumed,
+    MessageType.PUSH: Push,
+    MessageType.PENDING: Pending,
     MessageType.REGISTER: Register,
-    MessageType.SEAL: Seal,
     MessageType.CONFIGURE: Configure,
     MessageType.LIST: List,
     MessageType.CHUNKS: Chunks,
-    MessageType.PUSH: Push,
-    MessageType.PENDING: Pending,
     MessageType.PULL: Pull,
-    MessageType.HEARTBEAT: Heartbeat,
-    MessageType.HEARTBEAT_ACK: HeartbeatAck,
-    MessageType.OK: Ok,
     MessageType.ADMIN: Admin,
+    MessageType.OK: Ok,
     MessageType.ERROR: Error,
-    MessageType.PROGRESS: Progress,
 }
 
 
@@ -344,27 +418,33 @@ def check_empty(kind: MessageType) -> None:
     convert({}, TYPES[kind], f"{kind.name} body")
 
 
-def convert(value: Any, wanted: type[_Struct], what: str, code: str = ErrorCode.BAD_MESSAGE) -> _Struct:
+def convert(value: Any, wanted: Any, what: str, code: str = ErrorCode.BAD_MESSAGE) -> Any:
     """``value`` as this type.
 
     Raises:
         ProtocolError: it is none; the text begins with ``what`` and names the field, what is expected and what is got.
     """
     try:
-        return msgspec.convert(value, wanted)
+        return msgspec.convert(value, wanted, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         text, path = str(error), ""
     if located := re.fullmatch(r"(.*) - at (`key` in )?`\$(.*)`", text, re.DOTALL):
         text, path = located[1], located[3]
     if "unknown field" in text and not path:
-        text += f" (expected {', '.join(wanted.__struct_fields__) or 'none'})"
+        fields = getattr(wanted, "__struct_fields__", None)
+        text += f" (expected {', '.join(fields) or 'none'})" if fields is not None else ""
     elif "(expected" not in text:
-        text = re.sub(", got `?[^`]*`?$", "", text).replace(f"matching regex {_PRINTABLE!r}", "without controls")
+        text = re.sub(", got `?[^`]*`?$", "", text).replace(f"matching regex {PRINTABLE!r}", "without controls")
         text = re.sub(r"matching regex '\\+A(\(.*\))\\+Z'", r"\1", text)  # a list of words
-        text = re.sub("^Invalid value .*", "Expected `str` (average|merge|apply)", text)
+        tags = "|".join(_tags(wanted) if path == ".what" else ("average", "merge", "apply"))
+        text = re.sub("^Invalid value .*", f"Expected `str` ({tags})", text)
         text += f", got {reprlib.repr(_value_at(path, value))}"
     text = f"{what}{path}: {text[:_MAX_COMPLAINT_CHARS]}"
     raise ProtocolError(text if text.isprintable() else ascii(text), code)
+
+
+def _tags(wanted: Any) -> list[str]:
+    return [kind.__struct_config__.tag for kind in getattr(wanted, "__args__", ())]
 
 
 def _value_at(path: str, body: Any) -> Any:
@@ -377,6 +457,10 @@ def _value_at(path: str, body: Any) -> Any:
     return value
 
 
+# msgspec learns a type when it first meets it; two threads that do so at once crash it (msgspec 0.22).
+for _wanted in TYPES.values():
+    with suppress(msgspec.ValidationError):
+        msgspec.convert({}, _wanted)
 _REPEATING = frozenset({MessageType.PUSH, MessageType.UPDATED})
 
 

@@ -1,6 +1,6 @@
 """Messages to frames and back: checked, without copying payloads. No sockets, no clock.
 
-    frames:  | header, 88 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
+    frames:  | header, 96 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
 
 A payload may lie in memory that both sides share (``in_segment``): then the header describes it, and no frame has it.
 Such messages travel in groups, see ``groups.py``.
@@ -38,9 +38,9 @@ from psengine.protocol.messages import (
     types_with,
 )
 
-# magic, protocol version, type, flags, job, epoch, worker, key, incarnation, sequence, version, numel, payload_bytes,
-# body_bytes, dtype, three zero bytes, checksum
-_HEADER = struct.Struct("<4sHBBQQIIQQQQQIB3sQ")
+# magic, protocol version, type, flags, job, epoch, view, worker, key, incarnation, sequence, version, numel,
+# payload_bytes, body_bytes, dtype, three zero bytes, checksum
+_HEADER = struct.Struct("<4sHBBQQQIIQQQQQIB3sQ")
 HEADER_BYTES = _HEADER.size
 TYPE_AT = 6  # offset of the type
 _PREFIX = struct.Struct("<4sHB")  # the same in every version
@@ -106,7 +106,7 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
         if kind in _NAMED_IN_BODY:
             _check_body_agrees(replace(message, numel=numel))
         frames[0] = _HEADER.pack(
-            MAGIC, PROTOCOL_VERSION, kind, flags, message.job, message.epoch, message.worker, message.key,
+            MAGIC, PROTOCOL_VERSION, kind, flags, message.job, message.epoch, message.view, message.worker, message.key,
             message.incarnation, message.sequence, message.version, numel, payload_bytes, body_bytes, dtype_number,
             _ZEROS, digest,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def decode(frames: Sequence[Any]) -> Message:
     if not frames or len(frames[0]) != HEADER_BYTES:
         raise _not_a_header(frames)
     (
-        magic, peer_version, number, flags, job, epoch, worker, key, incarnation, sequence, chunk_version, numel,
+        magic, peer_version, number, flags, job, epoch, view, worker, key, incarnation, sequence, chunk_version, numel,
         payload_bytes, body_bytes, dtype_number, zeros, digest,
     ) = _HEADER.unpack(frames[0])  # fmt: skip
     kind = _TYPES.get(number)
@@ -175,13 +175,13 @@ def decode(frames: Sequence[Any]) -> Message:
             raise ProtocolError(
                 f"{kind.name} payload of key {key} was corrupted (expected checksum {digest:016x}, got {actual:016x})"
             )
-    elif in_segment:
+    elif in_segment or dtype_number:
         dtype = DTYPES[dtype_number]
     if digest and not flags & FLAG_CHECKSUM:
         raise ProtocolError(f"{kind.name} has a checksum without its flag (expected 0, got {digest:016x})")
     message = Message(
         kind, job, epoch, worker, incarnation, key, sequence, chunk_version, dtype, numel, body, payload,
-        in_segment == 1,
+        in_segment == 1, view,
     )  # fmt: skip
     if kind in _NAMED_IN_BODY:
         _check_body_agrees(message)
@@ -196,7 +196,7 @@ def refusal(frames: Sequence[Any], error: ProtocolError) -> Message | None:
     answer = Message(MessageType.ERROR, body={"code": error.code, "text": str(error)[: bodies.MAX_TEXT_CHARS]})
     if frames and len(frames[0]) == HEADER_BYTES:
         (
-            magic, _, number, _, job, _, worker, key, incarnation, sequence, *_,
+            magic, _, number, _, job, _, _, worker, key, incarnation, sequence, *_,
         ) = _HEADER.unpack(frames[0])  # fmt: skip
         if magic == MAGIC and number == MessageType.ERROR:
             return None
@@ -268,7 +268,10 @@ def _check(
     else:
         if kind in _PAYLOAD_REQUIRED:
             raise ProtocolError(f"{kind.name} lacks its payload")
-        if numel or payload_bytes or dtype_number or flags & FLAG_CHECKSUM:
+        describes = numel or dtype_number
+        if kind is MessageType.REGISTER and dtype_number in _WIRE_DTYPES:
+            describes = False  # a chunk without its values
+        if describes or payload_bytes or flags & FLAG_CHECKSUM:
             raise ProtocolError(
                 f"{kind.name} describes a payload and has none (expected zeros, got numel {numel}, {payload_bytes} "
                 f"bytes, dtype {dtype_number}, flags {flags})"
@@ -278,7 +281,7 @@ def _check(
     if kind in _KEYED and key == NO_KEY:
         raise ProtocolError(f"{kind.name} names no chunk (expected a key below {NO_KEY})")
     if kind in _EXCHANGES and sequence == 0:
-        raise ProtocolError(f"{kind.name} has no exchange number (expected a sequence of 1 or more, got 0)")
+        raise ProtocolError(f"{kind.name} has no step (expected a sequence of 1 or more, got 0)")
 
 
 def _check_body_agrees(message: Message) -> None:

@@ -12,7 +12,7 @@ from psengine.protocol.frames import HEADER_BYTES
 from psengine.protocol.messages import MAGIC
 
 _BODY_BYTES = struct.Struct("<I")
-_BODY_BYTES_AT = 72
+_BODY_BYTES_AT = 80
 MAX_GROUP = 64
 
 

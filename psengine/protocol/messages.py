@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAGIC = b"PSEN"
 
-MAX_BODY_BYTES = 64 * 1024
+# A VIEW names every worker, and a RESUME every open push: thousands.
+MAX_BODY_BYTES = 256 * 1024
 MAX_BODY_DEPTH = 6
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
 MAX_NAME_CHARS = 512
@@ -39,20 +40,20 @@ NO_KEY = 0xFFFFFFFF
 class Trait(Flag):
     """What is true of every message of a type."""
 
+    CLIENT = auto()  # a client may send it
     SERVER = auto()  # a server may send it, at any time: an answer may arrive late
-    CONTROL = auto()  # has a connection of its own, so that it never waits behind payloads
+    CONTROL = auto()  # only between a worker and its job's coordinator, on a connection of its own
     KEYED = auto()  # names a chunk
-    EXCHANGE = auto()  # numbers a chunk's exchanges, so it is keyed too
+    EXCHANGE = auto()  # of a chunk in a step, so it is keyed too
     PAYLOAD = auto()
     MAY_HAVE_PAYLOAD = auto()  # a PUSH without payload abstains; VALUES without payload: the slot is empty
     IN_SEGMENT = auto()  # the payload may lie in shared memory
 
 
 class MessageType(IntEnum):
-    """What a message is: its number on the wire, and its traits; ``core/permissions.py`` says who may send which.
+    """What a message is: its number on the wire, and its traits; ``shard/permissions.py`` says who may send which.
 
-    A request carries an id in ``sequence``, and its answer the same id; only types with ``Trait.EXCHANGE`` number a
-    chunk's exchanges.
+    A request carries an id in ``sequence``, and its answer the same id; types with ``Trait.EXCHANGE`` carry the step.
     """
 
     traits: Trait
@@ -63,45 +64,42 @@ class MessageType(IntEnum):
         kind._value_, kind.traits = number, traits
         return kind
 
-    HELLO = 1, Trait.CONTROL  # let me in
-    WELCOME = 2, Trait.SERVER | Trait.CONTROL  # answers HELLO: who you are, what to do next, where the shards are
-    REGISTER = 3, Trait.KEYED | Trait.PAYLOAD  # a chunk, with its initial values; answered by OK
-    SEAL = 4, Trait(0)  # every chunk of this shard is registered; answered by OK
-    CONFIGURE = 5, Trait.KEYED  # the server-side optimizer of a chunk; answered by OK
-    LIST = 6, Trait(0)  # which chunks are there?
-    CHUNKS = 7, Trait.SERVER  # answers LIST, in pages
-    PUSH = 8, Trait.EXCHANGE | Trait.MAY_HAVE_PAYLOAD | Trait.IN_SEGMENT  # a chunk's gradient (or a buffer's values)
+    # worker and coordinator
+    HELLO = 1, Trait.CLIENT | Trait.CONTROL  # let me in; or only: reserve a rank for me
+    WELCOME = 2, Trait.SERVER | Trait.CONTROL  # answers HELLO: who you are, and what to do next
+    HEARTBEAT = 3, Trait.CLIENT | Trait.CONTROL  # I live; answered by OK
+    COMMIT = 4, Trait.CLIENT | Trait.CONTROL  # something is done at every shard; answered by OK
+    LEAVE = 5, Trait.CLIENT | Trait.CONTROL  # may I leave? answered by OK
+    PREPARE = 6, Trait.SERVER | Trait.CONTROL  # a view will come: complete no step; answered by COMMIT
+    STATE_WANTED = 7, Trait.SERVER | Trait.CONTROL  # to one worker: deposit your state for a joiner
+    # from the coordinator, and forwarded by each worker to every shard
+    VIEW = 8, Trait.SERVER | Trait.CLIENT  # who takes part, from which step on, and which shards
+    RELEASE = 9, Trait.SERVER | Trait.CLIENT  # a decision about a step, the same at all shards
+    # worker and shard
+    RESUME = 10, Trait.CLIENT  # the first message of a connection: these pushes are open
+    RESUMED = 11, Trait.SERVER  # answers RESUME: send these pushes again; what I hold
+    PUSH = 12, Trait.CLIENT | Trait.EXCHANGE | Trait.MAY_HAVE_PAYLOAD | Trait.IN_SEGMENT  # a gradient, or values
     # answers PUSH: the chunk's weights, or the average
-    UPDATED = 9, Trait.SERVER | Trait.EXCHANGE | Trait.PAYLOAD | Trait.IN_SEGMENT
-    PROBE = 10, Trait.EXCHANGE  # what became of my push?
-    PENDING = 11, Trait.SERVER | Trait.EXCHANGE  # answers PROBE: it is here, the answer will follow
-    MISSING = 12, Trait.SERVER | Trait.EXCHANGE  # answers PROBE: it never came, send it again
-    PULL = 13, Trait.KEYED  # a chunk's values, a slot of its optimizer, or a piece of a blob
-    VALUES = 14, Trait.SERVER | Trait.KEYED | Trait.MAY_HAVE_PAYLOAD  # answers PULL
-    STORE = 15, Trait.KEYED | Trait.PAYLOAD  # overwrite what PULL reads; answered by OK
-    HEARTBEAT = 16, Trait.CONTROL  # I live
-    HEARTBEAT_ACK = 17, Trait.SERVER | Trait.CONTROL  # so do I; and these workers
-    # a worker that comes late to an averaging job asks for state; answered by OK once it was admitted
-    JOIN = 18, Trait(0)
-    STATE_WANTED = 19, Trait.SERVER | Trait.CONTROL  # to one live worker: deposit your state for a joiner
-    ADMIT = 20, Trait(0)  # that worker: the state is deposited, the joiner takes part from here on; answered by OK
-    RESULT_WANTED = 21, Trait.SERVER | Trait.EXCHANGE  # a restarted server asks for an average it sent before
-    RESULT = 22, Trait.EXCHANGE | Trait.PAYLOAD  # that average
-    STATUS = 23, Trait(0)
-    STATUS_REPORT = 24, Trait.SERVER | Trait.PAYLOAD  # answers STATUS: JSON, as payload
-    SNAPSHOT = 25, Trait(0)  # write a snapshot now; answered by OK once it is durable
-    BYE = 26, Trait(0)  # I leave; answered by OK
+    UPDATED = 13, Trait.SERVER | Trait.EXCHANGE | Trait.PAYLOAD | Trait.IN_SEGMENT
+    WAITS = 14, Trait.CLIENT | Trait.EXCHANGE  # my push has no answer yet: whom do you wait for?
+    PENDING = 15, Trait.SERVER | Trait.EXCHANGE  # answers WAITS
+    RESULT = 16, Trait.CLIENT | Trait.EXCHANGE | Trait.PAYLOAD  # an average for a shard that restarted
+    REGISTER = 17, Trait.CLIENT | Trait.KEYED | Trait.MAY_HAVE_PAYLOAD  # a chunk, with its first values; answered by OK
+    CONFIGURE = 18, Trait.CLIENT | Trait.KEYED  # the server-side optimizer of a chunk; answered by OK
+    STORE = 19, Trait.CLIENT | Trait.KEYED | Trait.PAYLOAD  # overwrite what PULL reads; answered by OK
+    # anybody and shard
+    LIST = 20, Trait.CLIENT  # which chunks are there?
+    CHUNKS = 21, Trait.SERVER  # answers LIST, in pages
+    PULL = 22, Trait.CLIENT | Trait.KEYED  # a chunk's values, a slot of its optimizer, or a piece of a blob
+    VALUES = 23, Trait.SERVER | Trait.KEYED | Trait.MAY_HAVE_PAYLOAD  # answers PULL
+    STATUS = 24, Trait.CLIENT
+    STATUS_REPORT = 25, Trait.SERVER | Trait.PAYLOAD  # answers STATUS: JSON, as payload
+    ADMIN = 26, Trait.CLIENT  # an operator's order to the whole server; answered by OK
     OK = 27, Trait.SERVER  # answers a request
-    ERROR = 28, Trait.SERVER  # refuses a message: body has the code and the words
-    ECHO = 29, Trait.PAYLOAD  # send this back
-    ECHOED = 30, Trait.SERVER | Trait.PAYLOAD  # answers ECHO: the same payload
-    # answers PROBE: the push was answered, and the answer was sent before this
-    SENT = 31, Trait.SERVER | Trait.EXCHANGE
-    REPEAT = 32, Trait.EXCHANGE  # send the answer to my push again, it was lost
-    PROGRESS = 33, Trait(0)  # how far I am, by chunk, for a server that restarted; answered by OK
-    PROGRESS_WANTED = 34, Trait.SERVER  # to one worker: send PROGRESS
-    LEAVE = 35, Trait(0)  # may I leave? OK once every live worker has the averages that I have
-    ADMIN = 36, Trait(0)  # an operator's order to the whole server; answered by OK with a text
+    ERROR = 28, Trait.SERVER  # refuses a message: body has the code and the words; the same number in every version
+    ECHO = 29, Trait.CLIENT | Trait.PAYLOAD  # send this back
+    # answers ECHO, with the same payload, after all that came before it on this connection was taken
+    ECHOED = 30, Trait.SERVER | Trait.PAYLOAD
 
 
 def types_with(traits: Trait) -> frozenset[MessageType]:
@@ -110,7 +108,9 @@ def types_with(traits: Trait) -> frozenset[MessageType]:
 
 
 CONTROL = types_with(Trait.CONTROL)
+SENT_BY_CLIENTS = types_with(Trait.CLIENT)
 SENT_BY_SERVERS = types_with(Trait.SERVER)
+TO_COORDINATOR = CONTROL & SENT_BY_CLIENTS
 
 
 class ErrorCode:
@@ -123,8 +123,10 @@ class ErrorCode:
     LAYOUT_MISMATCH = "layout_mismatch"  # another model than the job's
     RULE_MISMATCH = "rule_mismatch"  # another update rule, or optimizer, than the job's
     DUPLICATE_RANK = "duplicate_rank"
-    FENCED = "fenced"  # a newer incarnation of this worker exists, or its lease ran out
-    NOT_MEMBER = "not_member"  # the server does not know this worker (it restarted): HELLO again
+    FENCED = "fenced"  # not in the view: a newer incarnation of this worker exists, or its lease ran out
+    NOT_MEMBER = "not_member"  # the coordinator does not know this worker (it restarted): HELLO again
+    STALE = "stale"  # another life's epoch, or an older view than the header's; begin again
+    ENDED = "ended"  # the job has ended
     NOT_READY = "not_ready"  # the job has no values yet; for STORE: a joiner reads what would be overwritten
     BAD_VALUE = "bad_value"  # a number out of its bounds
     MEMORY = "memory"  # the server's --max-memory-bytes
@@ -163,10 +165,11 @@ class Message:
         type: what it is.
         job: xxh3-64 of the job's name (``job_number``).
         epoch: which life of the server process sent this, or is addressed; 0 where the client knows none yet.
+        view: number of the view that the sender holds; in PREPARE the number to come; 0 without one.
         worker: rank of the worker it comes from or goes to; NOBODY for readers and before WELCOME.
-        incarnation: which life of that worker, given by the server in WELCOME; 0 before.
+        incarnation: which life of that worker, given by the coordinator in WELCOME; 0 before.
         key: number of the chunk (or of the piece of a blob); NO_KEY without one.
-        sequence: request id, or the number of a chunk's exchange by this worker, 1 first.
+        sequence: request id, or the step, 1 first.
         version: how many updates the chunk has seen: at its sender in PUSH, at the server in answers.
         dtype: of the payload's elements; None without payload.
         numel: elements in the payload.
@@ -190,3 +193,4 @@ class Message:
     body: dict[str, Any] = field(default_factory=dict)
     payload: Any = None
     in_segment: bool = False
+    view: int = 0

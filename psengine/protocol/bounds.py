@@ -1,0 +1,39 @@
+"""Numbers and texts with bounds, as msgspec checks them in bodies and views."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from psengine.protocol import messages
+from psengine.protocol.layout import INT64_MAX
+
+LARGEST_FLOAT = 1.7976931348623157e308
+# Without control characters, and those that are not seen or turn the direction of the text.
+PRINTABLE = r"\A[^\x00-\x1f\x7f-\xa0\xad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]*\Z"
+KEY_BYTES = 32
+DIGEST_BYTES = 16
+
+
+def one_of(*words: str) -> Meta:
+    """A text that is one of these words."""
+    return Meta(pattern=rf"\A({'|'.join(words)})\Z")
+
+
+# msgpack's integers have at most 64 bits.
+Unsigned64 = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+Finite = Annotated[float, Meta(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
+Seconds = Annotated[float, Meta(ge=0.0, le=LARGEST_FLOAT)]
+Counted = Annotated[int, Meta(ge=0, le=messages.MAX_COUNTED)]
+CountedSeconds = Annotated[float, Meta(ge=0.0, le=messages.MAX_COUNTED)]
+Rank = Annotated[int, Meta(ge=0, le=messages.NOBODY - 1)]
+Workers = Annotated[int, Meta(ge=1, le=messages.NOBODY)]
+SegmentIndex = Annotated[int, Meta(ge=0, le=messages.MAX_SEGMENTS - 1)]
+Key = Annotated[int, Meta(ge=0, le=messages.NO_KEY - 1)]
+Printable = Annotated[str, Meta(min_length=1, max_length=messages.MAX_NAME_CHARS, pattern=PRINTABLE)]
+JobName = Annotated[str, Meta(min_length=1, max_length=200, pattern=PRINTABLE)]
+Label = Annotated[str, Meta(max_length=255, pattern=PRINTABLE)]
+JobKey = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]

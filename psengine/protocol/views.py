@@ -1,0 +1,124 @@
+"""Views and releases: what the coordinator tells all shards of a job, signed with the job's key.
+
+A view names who takes part; a release decides one step. Workers forward both, so each carries a digest: a keyed
+BLAKE2b (RFC 7693) with a key that only the coordinator, the shards and the members of the job know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from psengine.errors import ProtocolError
+from psengine.protocol.bounds import DIGEST_BYTES, Label, Positive, Rank, Unsigned64, Workers
+from psengine.protocol.layout import Unsigned
+from psengine.protocol.messages import Message, MessageType
+
+
+class ViewMember(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A worker in a view.
+
+    Attributes:
+        rank: its number.
+        incarnation: which process has that number.
+        user_id: its CURVE key; "" without CURVE.
+        first_step: the first step that it takes part in.
+    """
+
+    rank: Rank
+    incarnation: Unsigned64
+    user_id: Label
+    first_step: Positive
+
+
+class Release(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A decision of the coordinator; releases are taken in the order of their numbers, each once.
+
+    Attributes:
+        number: 1 first in a job; grows.
+        step: what it decides: the step (quorum), the number of the merge (merge), the floor (bound).
+        contributors: (rank, step) of each contribution that is used (quorum, merge).
+        floor: the step that every worker has committed (bound).
+    """
+
+    number: Positive
+    step: Unsigned
+    contributors: tuple[tuple[Rank, Positive], ...] | None = None
+    floor: Unsigned | None = None
+
+    def __post_init__(self) -> None:
+        """Check that it decides one thing."""
+        if (self.contributors is None) == (self.floor is None):
+            raise ValueError("a release has either contributors or a floor")
+
+
+class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Who takes part in a job.
+
+    Attributes:
+        number: grows.
+        epoch: of the coordinator that published it.
+        members: by rank.
+        shards: the epoch of each shard of the job, the lead's first.
+        from_step: averaging jobs: shards forget what they have of this step and later ones.
+        world_size: workers that the job was begun with.
+        donor: averaging jobs: the rank that returns the averages of ``from_step - 1`` to shards that lack them.
+        oldest: the least step that each member has completed; nobody asks for earlier ones.
+        releases: those that some shard may not have, in order.
+    """
+
+    number: Positive
+    epoch: Unsigned64
+    members: tuple[ViewMember, ...]
+    shards: tuple[Unsigned64, ...]
+    from_step: Positive = 1
+    world_size: Workers = 1
+    donor: Rank | None = None
+    oldest: Unsigned = 0
+    releases: tuple[Release, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that each rank is there once."""
+        ranks = [member.rank for member in self.members]
+        if any(one >= other for one, other in pairwise(ranks)):
+            raise ValueError("members must be sorted by rank, each once")
+
+    def member(self, rank: int) -> ViewMember | None:
+        """The member with this rank."""
+        return next((member for member in self.members if member.rank == rank), None)
+
+
+def sign(key: bytes, job: int, value: View | Release) -> bytes:
+    """The digest of a view or release of the job with this number."""
+    said = msgspec.msgpack.encode((type(value).__name__, job, value))
+    return hashlib.blake2b(said, key=key, digest_size=DIGEST_BYTES).digest()
+
+
+def message_of(value: View | Release, key: bytes, job: int) -> Message:
+    """The signed VIEW or RELEASE; the header's epoch, worker and incarnation are the sender's to fill."""
+    kind = MessageType.VIEW if isinstance(value, View) else MessageType.RELEASE
+    body = {kind.name.lower(): msgspec.to_builtins(value), "digest": sign(key, job, value)}
+    return Message(kind, job, body=body)
+
+
+def view_of(body: dict[str, Any]) -> View:
+    """The view in the body of a VIEW, or of a HELLO that has one."""
+    return msgspec.convert(body["view"], View)
+
+
+def release_of(body: dict[str, Any]) -> Release:
+    """The release in the body of a RELEASE."""
+    return msgspec.convert(body["release"], Release)
+
+
+def check_digest(message: Message, key: bytes, value: View | Release) -> None:
+    """Raise ProtocolError unless a VIEW or RELEASE was signed with this key for its job."""
+    if not hmac.compare_digest(message.body["digest"], sign(key, message.job, value)):
+        raise ProtocolError(
+            f"{message.type.name} {value.number} is not of this job's coordinator (expected another digest)"
+        )
