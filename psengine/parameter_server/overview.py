@@ -1,4 +1,4 @@
-"""Several shards' statuses of a job, merged into one ``JobStatus``. Pure.
+"""The statuses of a job, of its coordinator and its shards, merged into one ``JobStatus``. Pure.
 
 The parts of a worker's step::
 
@@ -13,24 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 from psengine.parameter_server.status_model import (
+    CoordinatedJob,
+    CoordinatedWorker,
     Counts,
     JobCounters,
     JobStatus,
     ShardJob,
     ShardStatus,
     ShardWorker,
-    State,
     WorkerStatus,
     WorkerTimes,
     added,
 )
 
 _STRATEGIES = {"average": "sync-server", "apply": "async", "merge": "diloco-server"}
-# From the best to the worst.
-_STATES: tuple[str, ...] = get_args(State)
 
 
 def merge_jobs(shards: Iterable[ShardStatus]) -> dict[str, JobStatus]:
@@ -40,97 +39,108 @@ def merge_jobs(shards: Iterable[ShardStatus]) -> dict[str, JobStatus]:
         shards: those of one or several servers that answered, the lead first.
     """
     parts: dict[str, list[ShardJob]] = {}
+    led: dict[str, CoordinatedJob] = {}
     for shard in shards:
         for name, part in shard.jobs.items():
             parts.setdefault(name, []).append(part)
-    return {name: _merge_job(of_job) for name, of_job in sorted(parts.items())}
+        led |= {name: job for name, job in shard.coordinated.items() if name not in led}
+    return {name: _merge_job(led.get(name), parts.get(name, [])) for name in sorted({*led, *parts})}
 
 
-def _merge_job(parts: Sequence[ShardJob]) -> JobStatus:
-    lead = parts[0]
+def _merge_job(led: CoordinatedJob | None, parts: Sequence[ShardJob]) -> JobStatus:
+    """``led``: None where the job's lead was not asked."""
+    if led is None:
+        seen = {worker.rank: worker for part in parts for worker in part.workers}
+        led = CoordinatedJob(rule=parts[0].rule, workers=tuple(map(_unknown, seen.values())))
     # A shard with fewer chunks than others may have none.
     trained = [part for part in parts if part.chunks]
-    workers = _merge_workers(parts)
+    workers = _merge_workers(led.workers, parts)
     return JobStatus(
-        rule=lead.rule,
-        rule_text=rule_text(lead.rule),
-        kind=_kind(lead.rule),
+        rule=led.rule,
+        rule_text=rule_text(led.rule),
+        kind=_kind(led.rule),
         members=len(workers),
         version_min=min((part.version_min for part in trained), default=0),
         version_max=max((part.version_max for part in trained), default=0),
-        departed=lead.departed,
+        phase=led.phase,
+        started=led.started,
+        expected_workers=led.expected_workers,
+        evicted=led.evicted,
+        departed=led.departed,
         workers=workers,
-        **_merged(JobCounters, parts),
+        **{
+            one.name: one.metadata["merge"](getattr(part, one.name) for part in parts)
+            for one in fields(JobCounters)
+            if parts and "merge" in one.metadata
+        },
     )
 
 
-def _merged(model: type, parts: Sequence[Any]) -> dict[str, Any]:
-    """The fields of ``model`` that say how the shards' values are merged."""
-    return {
-        one.name: one.metadata["merge"](getattr(part, one.name) for part in parts)
-        for one in fields(model)
-        if "merge" in one.metadata
-    }
+def _unknown(worker: ShardWorker) -> CoordinatedWorker:
+    return CoordinatedWorker(
+        rank=worker.rank, incarnation=worker.incarnation, state="live", host="", pid=0, silent_s=0.0
+    )
 
 
-def _merge_workers(parts: Sequence[ShardJob]) -> tuple[WorkerStatus, ...]:
-    seen: dict[int, list[ShardWorker]] = {}
+def _merge_workers(led: Sequence[CoordinatedWorker], parts: Sequence[ShardJob]) -> tuple[WorkerStatus, ...]:
+    seen: dict[int, list[ShardWorker]] = {one.rank: [] for one in sorted(led, key=lambda one: one.rank)}
     for part in parts:
         for worker in part.workers:
-            seen.setdefault(worker.rank, []).append(worker)
+            if worker.rank in seen:
+                seen[worker.rank].append(worker)
     steps = {rank: _most(part.clock for part in of_worker) for rank, of_worker in seen.items()}
     lags: dict[int, int] = {}
     if all(step is None for step in steps.values()):
-        steps = {rank: _most(part.telemetry.steps for part in of_worker) for rank, of_worker in seen.items()}
+        steps = {one.rank: one.telemetry.steps for one in led}
     else:
-        in_step = {rank: step for rank, step in steps.items() if step is not None and _state(seen[rank]) != "joining"}
+        joining = {one.rank for one in led if one.state == "joining"}
+        in_step = {rank: step for rank, step in steps.items() if step is not None and rank not in joining}
         fastest = max(in_step.values(), default=0)
         lags = {rank: fastest - step for rank, step in in_step.items()}
-    waits = [{rank for part in of_worker for rank in part.waiting_for} for of_worker in seen.values()]
-    awaited_by = {rank: sum(rank in wait for wait in waits) for rank in seen}
+    waits = {rank: {other for part in of_worker for other in part.waiting_for} for rank, of_worker in seen.items()}
+    by_rank = {one.rank: one for one in led}
     return tuple(
-        _merge_worker(rank, seen[rank], steps[rank], lags.get(rank), awaited_by[rank]) for rank in sorted(seen)
+        _merge_worker(
+            by_rank[rank],
+            of_worker,
+            step=steps.get(rank),
+            lag=lags.get(rank),
+            waiting_for=tuple(sorted(waits[rank])),
+            awaited_by=sum(rank in wait for wait in waits.values()),
+        )
+        for rank, of_worker in seen.items()
     )
 
 
-def _merge_worker(
-    rank: int, parts: Sequence[ShardWorker], step: int | None, lag: int | None, awaited_by: int
-) -> WorkerStatus:
-    staleness = added(part.staleness for part in parts)
-    # Each shard hears the same heartbeats, but a restarted one knows fewer.
-    told = next((part.telemetry for part in parts if part.telemetry.steps is not None), WorkerTimes())
+def _merge_worker(led: CoordinatedWorker, parts: Sequence[ShardWorker], **found: Any) -> WorkerStatus:
+    staleness, told = added(part.staleness for part in parts), led.telemetry
     return WorkerStatus(
-        rank=rank,
-        state=_state(parts),
-        host=parts[0].host,
-        pid=parts[0].pid,
-        step=step,
-        lag=lag,
+        rank=led.rank,
+        state=led.state,
+        host=led.host,
+        pid=led.pid,
+        silent_s=led.silent_s,
         staleness_p50=percentile(staleness, 0.5),
         staleness_p99=percentile(staleness, 0.99),
-        waiting_for=tuple(sorted({other for part in parts for other in part.waiting_for})),
-        awaited_by=awaited_by,
+        pushes=sum(part.pushes for part in parts),
+        refused=sum(part.refused for part in parts),
+        late=sum(part.late for part in parts),
         loss=told.loss,
         samples_per_s=told.samples_per_s,
         steps_per_s=told.steps_per_s,
         step_s=told.step_s,
-        **_merged(WorkerStatus, parts),
-        **_split(told, [part.telemetry for part in parts]),
+        **found,
+        **_split(told, parts),
     )
 
 
-def _state(parts: Sequence[ShardWorker]) -> State:
-    """The worst state at any shard."""
-    return max((part.state for part in parts), key=_STATES.index)
-
-
-def _split(told: WorkerTimes, parts: Sequence[WorkerTimes]) -> dict[str, Any]:
+def _split(told: WorkerTimes, parts: Sequence[ShardWorker]) -> dict[str, Any]:
     """The parts of a step."""
     if told.step_s is None or told.blocked_s is None:
         return dict.fromkeys(("compute_s", "wait_s", "wire_s", "apply_s"))
     blocked_s = min(told.blocked_s, told.step_s)
-    apply_s = min(blocked_s, max(part.apply_s or 0.0 for part in parts))
-    wait_s = min(blocked_s - apply_s, max(part.held_s or 0.0 for part in parts))
+    apply_s = min(blocked_s, max((part.apply_s or 0.0 for part in parts), default=0.0))
+    wait_s = min(blocked_s - apply_s, max((part.held_s or 0.0 for part in parts), default=0.0))
     return {
         "compute_s": round(told.step_s - blocked_s, 6),
         "wait_s": round(wait_s, 6),

@@ -1,7 +1,8 @@
 """The status of a server, its shards, its jobs and their workers. JSON is these fields by name, see ``to_json``.
 
-    one shard             ShardStatus ─► ShardJob ─► ShardWorker ─► WorkerTimes     a STATUS_REPORT; "shards"
-    all shards together   JobStatus ─► WorkerStatus (``overview.merge_jobs``)       "jobs"
+    one shard             ShardStatus ┬► ShardJob ─► ShardWorker                         a STATUS_REPORT; "shards"
+    the lead's first               └► CoordinatedJob ─► CoordinatedWorker ─► WorkerTimes
+    all shards together   JobStatus ─► WorkerStatus (``overview.merge_jobs``)            "jobs"
     a server process      ServerStatus, with both, Event, SnapshotStatus            /status.json
 
 ``psengine status``, the dashboard, /metrics and the charts are views of it. None means unknown. The
@@ -48,21 +49,19 @@ def _counter(explanation: str) -> Any:
     return field(default=0, metadata={"counter": explanation})
 
 
-def _gauge(name: str, explanation: str, **metadata: Any) -> Any:
+def _gauge(name: str, explanation: str, **default: Any) -> Any:
     """A number of a worker that /metrics exports as psengine_worker_``name``."""
-    given = {"default": metadata.pop("default")} if "default" in metadata else {}
-    return field(metadata={"gauge": (name, explanation), **metadata}, **given)
+    return field(metadata={"gauge": (name, explanation)}, **default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """A worker's steps, by its heartbeats and one shard; rates and means are of the last seconds.
+    """A worker's steps, by its heartbeats; rates and means are of the last seconds.
 
     Attributes:
         steps: completed steps, as the worker reported last.
         loss: as the worker reported last; ``NOT_FINITE`` if NaN or infinite.
         step_s, blocked_s: length of a step, and how long in it the worker waited for servers.
-        apply_s, held_s: how long in a step this shard worked on its pushes, and held its answers for other workers.
     """
 
     steps: int | None = None
@@ -71,35 +70,30 @@ class WorkerTimes:
     samples_per_s: float | None = None
     step_s: float | None = None
     blocked_s: float | None = None
-    apply_s: float | None = None
-    held_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardWorker:
-    """A worker as one shard sees it.
+    """A worker of the view as one shard sees it.
 
     Attributes:
-        silent_s: time since its last message.
         pushes, refused, late: chunks that it sent; that were refused; that came after their average.
-        clock: number of its exchange; None where no chunk of this shard is trained.
+        clock: number of its step; None where no chunk of this shard is trained.
         waiting_for: ranks for which its answers are held.
         staleness: of its last pushes.
+        apply_s, held_s: how long in a step this shard worked on its pushes, and held its answers for other workers.
     """
 
     rank: int
     incarnation: int
-    state: State
-    host: str
-    pid: int
-    silent_s: float
-    pushes: int
-    refused: int
-    late: int
-    clock: int | None
-    waiting_for: tuple[int, ...]
-    staleness: Counts
-    telemetry: WorkerTimes = WorkerTimes()
+    pushes: int = 0
+    refused: int = 0
+    late: int = 0
+    clock: int | None = None
+    waiting_for: tuple[int, ...] = ()
+    staleness: Counts = field(default_factory=dict)
+    apply_s: float | None = None
+    held_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +105,32 @@ class Departed:
     reason: str
     unix_s: float
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatedWorker:
+    """A worker as its job's coordinator sees it; ``silent_s``: since its last message."""
+
+    rank: int
+    incarnation: int
+    state: State
+    host: str
+    pid: int
+    silent_s: float
+    telemetry: WorkerTimes = WorkerTimes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatedJob:
+    """A job as its coordinator sees it; ``phase`` is the name of its state."""
+
+    rule: Mapping[str, Any]
+    phase: str = ""
+    started: bool = False
+    expected_workers: int = 1
+    evicted: int = 0
+    departed: tuple[Departed, ...] = ()
+    workers: tuple[CoordinatedWorker, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +145,9 @@ class JobCounters:
 
     rule: Mapping[str, Any]
     sealed: bool = _merged(all)
-    started: bool = _merged(any)
-    expected_workers: int = _merged(max)
-    version_min: int
-    version_max: int
-    members: int
+    version_min: int = 0
+    version_max: int = 0
+    members: int = 0
     chunks: int = _total()
     values_bytes: int = _total()
     applied: int = _total("Pushes that changed weights, or were part of an average.")
@@ -143,16 +161,11 @@ class JobCounters:
     bytes_out: int = _total("Payload bytes sent to workers and readers.")
     staleness_sum: int = _total()
     lead_sum: int = _total()
-    # Every shard evicts the same worker.
-    evicted: int = _merged(
-        max, "Workers removed: their lease ran out or was ended by hand, or they were too far behind.", default=0
-    )
     max_staleness: int = _merged(max, default=0)
     max_lead: int = _merged(max, default=0)
     refused: Counts = _merged(added, default_factory=dict)
     staleness: Counts = _merged(added, default_factory=dict)
     lead: Counts = _merged(added, default_factory=dict)
-    departed: tuple[Departed, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +173,7 @@ class ShardJob(JobCounters):
     """A job at one shard."""
 
     memory_bytes: int = 0
-    workers: tuple[ShardWorker, ...]
+    workers: tuple[ShardWorker, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +183,10 @@ class Transport:
     received_messages: int = _counter("Messages received.")
     received_bytes: int = _counter("Bytes received, in frames.")
     sent_bytes: int = _counter("Bytes sent, in frames.")
-    dropped: int = _counter("Messages not sent: their peer was gone or did not read.")
+    closed: int = _counter("Connections that were closed: their peer did not read, or ended no message.")
     bad_messages: int = _counter("Messages that broke the protocol.")
     failures: int = _counter("Messages on which the server itself failed.")
-    backlog_bytes: int = 0
-    unreachable: int = 0
+    unread_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,14 +211,14 @@ class WorkerStatus:
     state: State
     host: str
     pid: int
-    silent_s: float = _gauge("silent_seconds", "Since its last message.", merge=max)
+    silent_s: float = _gauge("silent_seconds", "Since its last message.")
     step: int | None = _gauge("step", "Steps completed.")
     lag: int | None = _gauge("lag_steps", "Steps behind the fastest live worker.")
     staleness_p50: int | None
     staleness_p99: int | None
-    pushes: int = field(metadata={"merge": sum})
-    refused: int = field(metadata={"merge": sum})
-    late: int = field(metadata={"merge": sum})
+    pushes: int
+    refused: int
+    late: int
     waiting_for: tuple[int, ...]
     awaited_by: int = _gauge("awaited_by", "Workers whose answers are held for this one.", default=0)
     loss: float | Literal["nan"] | None = _gauge("loss", "What the script reported last.")
@@ -225,6 +237,11 @@ class JobStatus(JobCounters):
 
     rule_text: str
     kind: str
+    phase: str = ""
+    started: bool = False
+    expected_workers: int = 1
+    evicted: int = 0
+    departed: tuple[Departed, ...] = ()
     workers: tuple[WorkerStatus, ...]
 
 
@@ -302,7 +319,8 @@ class ServerFacts:
 class ShardStatus:
     """A shard; ``durability`` is its server's.
 
-    ``transport`` is on the status page alone; ``server`` is in the first shard's STATUS_REPORT alone.
+    ``transport`` is on the status page alone; ``server`` is in the first shard's STATUS_REPORT alone. ``coordinated``
+    are the jobs that this server leads, at its first shard.
     """
 
     index: int
@@ -316,7 +334,8 @@ class ShardStatus:
     software: str = ""
     transport: Transport | None = None
     server: ServerFacts | None = None
-    jobs: Mapping[str, ShardJob]
+    coordinated: Mapping[str, CoordinatedJob] = field(default_factory=dict)
+    jobs: Mapping[str, ShardJob] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
