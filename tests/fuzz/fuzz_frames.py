@@ -27,9 +27,9 @@ from psengine.protocol.frames import HEADER_BYTES, decode, encode, payload_tenso
 VECTORS = json.loads((Path(__file__).parents[1] / "protocol" / "protocol_vectors.json").read_text())
 SEEDS = [[bytes.fromhex(frame) for frame in vector["frames"]] for vector in VECTORS]
 # (offset, struct format) of the header's fields after the magic
-FIELDS = [(4, "<H"), (6, "B"), (7, "B"), (8, "<Q"), (16, "<Q"), (24, "<I"), (28, "<I"), (32, "<Q"), (40, "<Q")]
-FIELDS += [(48, "<Q"), (56, "<Q"), (64, "<Q"), (72, "<I"), (76, "B"), (77, "B"), (80, "<Q")]
-INTERESTING = [0, 1, 2, 3, 4, 7, 8, 88, 127, 128, 255, 256, 65535, 65536, 2**24, 2**24 + 1, 2**32 - 1, 2**40, 2**63]
+FIELDS = [(4, "<H"), (6, "B"), (7, "B"), (8, "<Q"), (16, "<Q"), (24, "<Q"), (32, "<I"), (36, "<I"), (40, "<Q")]
+FIELDS += [(48, "<Q"), (56, "<Q"), (64, "<Q"), (72, "<Q"), (80, "<I"), (84, "B"), (85, "B"), (88, "<Q")]
+INTERESTING = [0, 1, 2, 3, 4, 7, 8, 96, 127, 128, 255, 256, 65535, 65536, 2**24, 2**24 + 1, 2**32 - 1, 2**40, 2**63]
 INTERESTING += [2**64 - 1]
 MAX_SEGMENT_BYTES = 1 << 16
 # msgpack's first bytes that begin something larger, or something we do not allow
@@ -56,7 +56,19 @@ def check(frames):
         assert again.in_segment
     else:
         again = decode(encode(message))
-    for name in ("type", "job", "epoch", "worker", "incarnation", "key", "sequence", "version", "dtype", "numel"):
+    for name in (
+        "type",
+        "job",
+        "epoch",
+        "view",
+        "worker",
+        "incarnation",
+        "key",
+        "sequence",
+        "version",
+        "dtype",
+        "numel",
+    ):
         assert getattr(again, name) == getattr(message, name), name
     assert again.body == message.body
     assert (again.payload is None) == (message.payload is None)
@@ -75,9 +87,9 @@ def fit(frames):
     flags = header[7]
     if len(frames) == 1 + (flags >> 1 & 1) + (flags >> 2 & 1):
         if flags & 2:
-            struct.pack_into("<I", header, 72, len(frames[1]))
+            struct.pack_into("<I", header, 80, len(frames[1]))
         if flags & 4:
-            struct.pack_into("<Q", header, 64, len(frames[-1]))
+            struct.pack_into("<Q", header, 72, len(frames[-1]))
     return [bytes(header), *frames[1:]]
 
 

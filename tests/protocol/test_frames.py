@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -30,15 +31,21 @@ from psengine.protocol.frames import (
 )
 from psengine.protocol.groups import MAX_GROUP, split
 from psengine.protocol.messages import DTYPES, NO_KEY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
+from psengine.protocol.views import View
 
-VECTORS = json.loads((Path(__file__).parent / "protocol_vectors.json").read_text())
+
+def with_bytes(value):
+    return bytes.fromhex(value["bytes"]) if value.keys() == {"bytes"} else value
+
+
+VECTORS = json.loads((Path(__file__).parent / "protocol_vectors.json").read_text(), object_hook=with_bytes)
 FRAMES = {vector["name"]: [bytes.fromhex(frame) for frame in vector["frames"]] for vector in VECTORS}
 
 # Written down here a second time, from docs/protocol.md.
-LAYOUT = struct.Struct("<4sHBBQQIIQQQQQIB3sQ")
+LAYOUT = struct.Struct("<4sHBBQQQIIQQQQQIB3sQ")
 NAMES = (
-    "magic", "protocol", "type", "flags", "job", "epoch", "worker", "key", "incarnation", "sequence", "version",
-    "numel", "payload_bytes", "body_bytes", "dtype", "zeros", "checksum",
+    "magic", "protocol", "type", "flags", "job", "epoch", "view", "worker", "key", "incarnation", "sequence",
+    "version", "numel", "payload_bytes", "body_bytes", "dtype", "zeros", "checksum",
 )  # fmt: skip
 
 
@@ -72,7 +79,19 @@ def same(a, b):
     assert (a.payload is None) == (b.payload is None)
     if a.payload is not None:
         assert bytes(a.payload) == bytes(b.payload)
-    for name in ("type", "job", "epoch", "worker", "incarnation", "key", "sequence", "version", "dtype", "numel"):
+    for name in (
+        "type",
+        "job",
+        "epoch",
+        "view",
+        "worker",
+        "incarnation",
+        "key",
+        "sequence",
+        "version",
+        "dtype",
+        "numel",
+    ):
         assert getattr(a, name) == getattr(b, name), name
     assert a.body == b.body
 
@@ -89,7 +108,7 @@ def test_every_type_has_a_vector_and_a_schema():
 def test_vectors(vector):
     frames = FRAMES[vector["name"]]
     dtype = DTYPES.get(vector["dtype"])
-    payload = frames[-1] if dtype else None
+    payload = frames[-1] if fields_of(frames)["flags"] & 4 else None
     message = Message(
         MessageType[vector["type"]], dtype=dtype, numel=vector["numel"], payload=payload, body=vector["body"],
         **vector["header"],
@@ -102,17 +121,18 @@ def test_vectors(vector):
 
 def test_the_header_lies_as_documented():
     header = FRAMES["push_checksum"][0]
-    assert HEADER_BYTES == len(header) == 88
+    assert HEADER_BYTES == len(header) == 96
 
     def at(start, end):
         return int.from_bytes(header[start:end], "little")
 
     assert header[:4] == b"PSEN"
-    assert (at(4, 6), header[6], header[7]) == (5, 8, 0b101)
-    assert (at(8, 16), at(16, 24), at(24, 28), at(28, 32)) == (xxhash.xxh3_64_intdigest(b"demo"), 7, 1, 0)
-    assert (at(32, 40), at(40, 48), at(48, 56)) == (5, 1, 41)  # incarnation, sequence, version
-    assert (at(56, 64), at(64, 72), at(72, 76), header[76], header[77:80]) == (2, 8, 0, 1, b"\0\0\0")
-    assert at(80, 88) == xxhash.xxh3_64_intdigest(struct.pack("<2f", 1.0, -2.0))
+    assert (at(4, 6), header[6], header[7]) == (6, 12, 0b101)
+    assert (at(8, 16), at(16, 24), at(24, 32)) == (xxhash.xxh3_64_intdigest(b"demo"), 7, 3)
+    assert (at(32, 36), at(36, 40)) == (1, 0)
+    assert (at(40, 48), at(48, 56), at(56, 64)) == (5, 1, 41)  # incarnation, sequence, version
+    assert (at(64, 72), at(72, 80), at(80, 84), header[84], header[85:88]) == (2, 8, 0, 1, b"\0\0\0")
+    assert at(88, 96) == xxhash.xxh3_64_intdigest(struct.pack("<2f", 1.0, -2.0))
 
 
 uint64 = st.integers(0, 2**64 - 1)
@@ -129,22 +149,24 @@ hyperparameters = st.dictionaries(
 @given(
     st.sampled_from(sorted(DTYPES.values(), key=str)),
     st.integers(0, 40),
-    st.tuples(uint64, uint64, uint64, uint64, st.integers(1, 2**64 - 1)),
+    st.tuples(uint64, uint64, uint64, uint64, uint64, st.integers(1, 2**64 - 1)),
     st.tuples(st.integers(0, 2**32 - 1), st.integers(0, NO_KEY - 1)),
     st.lists(hyperparameters, max_size=4),
     st.booleans(),
 )
 def test_round_trip(dtype, numel, longs, shorts, groups, checksum):
-    job, epoch, incarnation, version, sequence = longs
+    job, epoch, view, incarnation, version, sequence = longs
     worker, key = shorts
     tensor = torch.randint(0, 2, (numel,)).to(dtype)
-    message = Message(MessageType.PUSH, job, epoch, worker, incarnation, key, sequence, version, payload=tensor)
+    message = Message(
+        MessageType.PUSH, job, epoch, worker, incarnation, key, sequence, version, payload=tensor, view=view
+    )
     message.body = {"groups": groups} if groups else {}
     frames = encode(message, checksum=checksum)
     assert len(frames) == 2 + bool(groups)
     decoded = decode([bytes(frame) for frame in frames])
     same(decoded, Message(MessageType.PUSH, job, epoch, worker, incarnation, key, sequence, version, dtype, numel,
-                          message.body, buffer_of(tensor)))  # fmt: skip
+                          message.body, buffer_of(tensor), view=view))  # fmt: skip
     assert torch.equal(payload_tensor(decoded), tensor)
 
 
@@ -222,11 +244,11 @@ GOOD = {"key": 0, "sequence": 1}
         (Message(MessageType.PUSH, **GOOD, payload=b"1234", dtype=torch.float32, numel=2), "does not match its numel"),
         (Message(MessageType.PUSH, **GOOD, payload=torch.zeros(2, dtype=torch.float8_e5m2)), "no number on the wire"),
         (Message(MessageType.PUSH, **GOOD, dtype=torch.float32), "describes a payload and has none"),
-        (Message(MessageType.PUSH, key=0, payload=torch.zeros(2)), "exchange number"),
+        (Message(MessageType.PUSH, key=0, payload=torch.zeros(2)), "has no step"),
         (Message(MessageType.PUSH, sequence=1), "names no chunk"),
         (Message(MessageType.HELLO), "HELLO body: Object missing required field `job`"),
-        (Message(MessageType.BYE, epoch=-1), "cannot encode BYE"),
-        (Message(MessageType.BYE, payload=torch.zeros(1)), "has a payload"),
+        (Message(MessageType.STATUS, epoch=-1), "cannot encode STATUS"),
+        (Message(MessageType.STATUS, payload=torch.zeros(1)), "has a payload"),
         (Message(MessageType.PUSH, **GOOD, payload=torch.zeros(4 * 1024 * 1024 + 1)), "too large"),
     ],
 )
@@ -240,7 +262,7 @@ def test_a_payload_in_shared_memory_is_described_and_does_not_travel():
     message = Message(MessageType.PUSH, key=0, sequence=1, payload=values, in_segment=True)
     (frame,) = encode(message, checksum=True)
     assert frame == with_fields(FRAMES["push"][:1], flags=8, numel=3, payload_bytes=12, job=0, worker=2**32 - 1,
-                                epoch=0, incarnation=0, sequence=1, version=0)[0]  # fmt: skip
+                                epoch=0, view=0, incarnation=0, sequence=1, version=0)[0]  # fmt: skip
     decoded = decode([frame])
     assert (decoded.in_segment, decoded.dtype, decoded.numel, decoded.payload) == (True, torch.float32, 3, None)
 
@@ -254,9 +276,9 @@ HUGE = 2**40
     ("frames", "words"),
     [
         ([], "without frames"),
-        ([b""], "expected 88 bytes, got 0"),
-        ([FRAMES["push"][0][:87]], "expected 88 bytes, got 87"),
-        ([FRAMES["push"][0] + b"\0"], "expected 88 bytes, got 89"),
+        ([b""], "expected 96 bytes, got 0"),
+        ([FRAMES["push"][0][:95]], "expected 96 bytes, got 95"),
+        ([FRAMES["push"][0] + b"\0"], "expected 96 bytes, got 97"),
         ([b"GET / HTTP/1.1"], "no psengine message"),
         (with_fields(FRAMES["push"], magic=b"PSEM"), "no psengine message (expected it to begin with b'PSEN'"),
         (with_fields(FRAMES["push"], type=0), f"unknown message type (expected 1 to {max(MessageType)}, got 0)"),
@@ -290,7 +312,7 @@ HUGE = 2**40
         (with_fields(FRAMES["push_abstain"], numel=1), "describes a payload and has none"),
         (with_fields(FRAMES["push_abstain"], dtype=1), "describes a payload and has none"),
         (with_fields(FRAMES["push"], key=NO_KEY), "names no chunk"),
-        (with_fields(FRAMES["push"], sequence=0), "no exchange number"),
+        (with_fields(FRAMES["push"], sequence=0), "has no step"),
         (with_fields(FRAMES["heartbeat"], type=MessageType.UPDATED), "UPDATED lacks its payload"),
         (with_fields(FRAMES["push"], type=MessageType.HEARTBEAT), "HEARTBEAT has a payload"),
         (with_fields(FRAMES["status_report"], dtype=8), "expected torch.uint8, got torch.int8"),
@@ -357,7 +379,7 @@ def bomb(levels, opener=b"\x91"):
         (msgpack.packb({"absent": [512]}), " body.absent[0]: Expected"),
         (msgpack.packb({"absent": [True]}), " body.absent[0]: Expected"),
         (msgpack.packb({"absent": [0] * 513}), " body.absent: Expected"),
-        (msgpack.packb({"groups": ["x" * 66_000]}), "at most 65536"),
+        (msgpack.packb({"groups": ["x" * 263_000]}), "at most 262144"),
     ],
 )
 def test_malformed_bodies(raw, words):
@@ -390,6 +412,11 @@ def register(*segment):
     return {"kind": "parameter", "segments": [list(segment)]}
 
 
+def view(**changes):
+    fields = dict(zip(View.__struct_fields__, body_of("view")["view"], strict=True)) | changes
+    return {"view": list(fields.values()), "digest": b"x" * 16}
+
+
 def without(body, name):
     return {key: value for key, value in body.items() if key != name}
 
@@ -402,11 +429,12 @@ def without(body, name):
         ("hello", hello(job="a\nb"), "body.job: Expected `str` without controls, got 'a\\nb'"),
         ("hello", hello(job=5), " body.job: Expected"),
         ("hello", hello(host="x" * 60_000), " body.host: Expected"),
-        ("hello", hello(role="king"), " body.role: Expected `str` (worker|reader), got 'king'"),
+        ("hello", hello(run="x" * 256), " body.run: Expected"),
+        ("hello", hello(servers=[]), " body.servers: Expected"),
         ("hello", hello(nonce=-1), " body.nonce: Expected"),
         ("hello", hello(rank=2**32 - 1), " body.rank: Expected"),
         ("hello", hello(world_size=0), " body.world_size: Expected"),
-        ("hello", without(hello(), "rule"), "HELLO body: Object missing required field `rule`"),
+        ("hello", without(hello(), "servers"), "HELLO body: Object missing required field `servers`"),
         ("hello", without(hello(), "world_size"), "lacks the field `world_size`"),
         ("hello", hello(rule={"name": "vote"}), "rule.name: Expected `str` (average|merge|apply), got 'vote'"),
         ("hello", hello(rule="average"), " body.rule: Expected"),
@@ -422,7 +450,23 @@ def without(body, name):
             hello(rule=body_of("hello_again_apply")["rule"] | {"delay_compensation": -0.1}),
             " body.rule.delay_compensation: Expected",
         ),
-        ("hello", hello(members=[0, "1"]), " body.members[1]: Expected"),
+        ("hello", hello(versions=[0, "1"]), " body.versions[1]: Expected"),
+        ("hello_again_apply", without(body_of("hello_again_apply"), "key"), "has a view without `key` and `completed`"),
+        ("hello_again_apply", body_of("hello_again_apply") | {"key": "x" * 44}, " body.key: Expected `bytes`, got 'xx"),
+        ("hello_again_apply", body_of("hello_again_apply") | {"key": b"x" * 31}, " body.key: Expected"),
+        ("welcome_initialise", without(body_of("welcome_initialise"), "registration"), "lacks the field"),
+        ("resume_registrar", {"key": b"x" * 32}, "has one of `registration` and `key`"),
+        ("resume", {"open": [[0, 0]]}, " body.open[0][1]: Expected"),
+        ("commit_join", {"what": "sleep"}, "(registered|prepared|step|join|donated|life), got 'sleep'"),
+        ("commit_join", {"what": "join", "x": 1}, "unknown field `x`"),
+        ("commit_step", {"what": "step", "step": 9}, "missing required field `abstained`"),
+        ("view", body_of("view") | {"digest": "c" * 24}, " body.digest: Expected `bytes`"),
+        ("view", view(members=[[1, 5, "", 1], [0, 4, "", 1]]), " body.view: members must be sorted by rank"),
+        ("view", view(members=[[1, 5, "", 1], [1, 4, "", 1]]), " body.view: members must be sorted by rank"),
+        ("view", view(from_step=0), " body.view[4]: Expected"),
+        ("view", {"view": [*body_of("view")["view"], 1], "digest": b"x" * 16}, " body.view: Expected"),
+        ("release", {"release": [1, 2, None, None], "digest": b"x" * 16}, "has either contributors or a floor"),
+        ("release", {"release": [1, 2, [[0, 1]], 3], "digest": b"x" * 16}, "has either contributors or a floor"),
         (
             "register",
             register("x" * 513, [2], [1], 0, 2),
@@ -453,7 +497,7 @@ def without(body, name):
         ("pull", {"slot": "a", "blob": "b"}, "both a slot and a blob"),
         ("values", {"steps": [math.nan]}, " body.steps[0]: Expected"),
         ("welcome", body_of("welcome") | {"lease_s": math.inf}, " body.lease_s: Expected"),
-        ("join", {"x": 1}, "unknown field `x` (expected none)"),
+        ("prepare", {"x": 1}, "unknown field `x` (expected none)"),
         ("error", {"code": "memory", "text": "x" * 4001}, " body.text: Expected"),
         ("updated", {"refused": "mood"}, " body.refused: Expected"),
     ],
@@ -474,9 +518,9 @@ def test_a_repeated_body_is_decoded_once_and_only_for_its_own_type():
 
 
 def test_a_body_has_a_size_limit_of_its_own():
-    with raises(ProtocolError, "PUSH body is too large (expected at most 65536 bytes, got 65537)"):
-        bodies.unpack(MessageType.PUSH, b"\x80" * 65537)
-    message = Message(MessageType.ERROR, body={"code": "memory", "text": "x", "shards": ["y" * 70_000]})
+    with raises(ProtocolError, "PUSH body is too large (expected at most 262144 bytes, got 262145)"):
+        bodies.unpack(MessageType.PUSH, b"\x80" * 262145)
+    message = Message(MessageType.ERROR, body={"code": "memory", "text": "x", "shards": ["y" * 270_000]})
     with raises(ConfigurationError, "too large"):
         encode(message)
 
@@ -511,7 +555,7 @@ def test_a_refusal_finds_the_request_it_answers():
     assert answer.body == {"code": "bad_message", "text": str(caught.value)}
 
 
-@pytest.mark.parametrize("frames", [[], [b""], [b"x" * 88], [b"PSEN"]])
+@pytest.mark.parametrize("frames", [[], [b""], [b"x" * 96], [b"PSEN"]])
 def test_a_refusal_of_noise_is_plain(frames):
     answer = decode(encode(refusal(frames, ProtocolError("x" * 9000))))
     assert answer.key == NO_KEY
@@ -557,7 +601,7 @@ values = st.recursive(
 )
 @settings(max_examples=500)
 def test_bodies_with_one_wrong_value(vector, value, rng):
-    body = json.loads(json.dumps(vector["body"]))
+    body = copy.deepcopy(vector["body"])
     place, names = body, []
     while True:
         keys = list(place) if isinstance(place, dict) else range(len(place))
