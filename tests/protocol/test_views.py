@@ -26,7 +26,7 @@ def test_what_is_signed_comes_out_and_is_accepted(value, read):
     check_digest(message, KEY, read(message.body))
 
 
-@pytest.mark.parametrize("key, job", [(OTHER, 77), (KEY, 78)])
+@pytest.mark.parametrize(("key", "job"), [(OTHER, 77), (KEY, 78)])
 def test_another_key_or_job_is_refused(key, job):
     message = decode(encode(message_of(VIEW, KEY, 77)))
     with pytest.raises(ProtocolError, match="VIEW 3 is not of this job's coordinator"):
