@@ -1,0 +1,478 @@
+"""A shard: some of the chunks of every job, and what each message does to them. No sockets, no clock.
+
+bytes ─ codec ─► apply(message, sender) ─► [Outgoing] ─ codec ─► bytes
+                      └─► append: the message, where it changed something; its replay is ``apply``
+
+A shard decides nothing between workers: views and releases, which they forward, say whom it waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.overview import owns_weights
+from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.log.records import Record, RecordKind
+from psengine.parameter_server.server.rules.exchange import Reply
+from psengine.parameter_server.server.rules.registry import JobRule
+from psengine.parameter_server.server.shard.job import Job
+from psengine.parameter_server.server.shard.permissions import MAY_SEND, Role
+from psengine.parameter_server.server.snapshots.files import JobState
+from psengine.parameter_server.status_model import ShardStatus
+from psengine.protocol.bodies import MAX_TEXT_CHARS
+from psengine.protocol.frames import encode, payload_tensor
+from psengine.protocol.layout import job_number
+from psengine.protocol.messages import DURABILITY_TIERS, NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.views import check_digest, release_of, view_of
+
+logger = logging.getLogger(__name__)
+
+MAX_JOBS = 256
+# What a log is read with: its messages were let in once.
+REPLAYED = Sender(b"", "a log")
+# Refusals that people should hear of; by the others a worker learns that it has to come back, or wait.
+_NOTABLE_REFUSALS = frozenset(
+    {ErrorCode.RULE_MISMATCH, ErrorCode.LAYOUT_MISMATCH, ErrorCode.BAD_VALUE, ErrorCode.MEMORY}
+)
+# These name the life that they are for in their body, or none.
+_FOR_ANY_LIFE = frozenset({MessageType.RESUME, MessageType.VIEW, MessageType.RELEASE})
+# Of averaging jobs: workers hold the weights, and push again what a server lost.
+_LOGGED_OF_AVERAGES = frozenset({MessageType.RESUME, MessageType.REGISTER, MessageType.VIEW})
+
+
+class Shard:
+    """See the module's text.
+
+    Args:
+        index: in its server process, 0 first.
+        epoch: of the process's life.
+        settings: the daemon's.
+        clocks: date reports, and measure what work costs; nothing is decided by them.
+        note: told of what people may want to know, see ``EventLog.note``.
+        is_connected: whether a connection stands.
+
+    Attributes:
+        jobs: by number.
+        append: takes a record for the log; None where there is none.
+        changes: grows with each change of what ``capture`` returns.
+        generation: of the snapshot that is on the disk; None without one.
+        is_draining: the server is about to end.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        epoch: int,
+        settings: ShardSettings,
+        clocks: Clocks,
+        note: Callable[..., None],
+        is_connected: Callable[[bytes], bool],
+    ) -> None:
+        self.index = index
+        self.epoch = epoch
+        self.settings = settings
+        self.jobs: dict[int, Job] = {}
+        self.append: Callable[[Record], object] | None = None
+        self.changes = 0
+        self.generation: int | None = None
+        self.is_draining = False
+        self._clocks = clocks
+        self._note = note
+        self._is_connected = is_connected
+        # By job, the least version of its chunks: of the last capture, and on the disk.
+        self._captured: dict[int, int] = {}
+        self._durable: dict[int, int] = {}
+        self._take: dict[MessageType, Callable[[Job, Message, Sender], list[Outgoing]]] = {
+            MessageType.VIEW: self._view,
+            MessageType.RELEASE: self._release,
+            MessageType.PUSH: self._push,
+            MessageType.WAITS: self._waits,
+            MessageType.RESULT: self._result,
+            MessageType.REGISTER: self._register,
+            MessageType.CONFIGURE: self._configure,
+            MessageType.STORE: self._store,
+            MessageType.LIST: self._list,
+            MessageType.PULL: self._pull,
+        }
+
+    # ---- messages ----------------------------------------------------------------------------------------------
+
+    def apply(self, message: Message, sender: Sender) -> list[Outgoing]:
+        """Take in one message; the messages it leads to, to any peers. A refused message changes nothing."""
+        job = self.jobs.get(message.job)
+        try:
+            role = self._role(job, message, sender)
+            if message.type not in MAY_SEND[role]:
+                raise self._illegal(job, message, role)
+            if message.type is MessageType.RESUME:
+                return self._resume(message, sender, role)
+            if job is None:
+                if message.type in _FOR_ANY_LIFE:
+                    return []  # its sender learns by RESUMED that this shard has nothing
+                raise ProtocolError(f"this server knows no such job{self._known_jobs()}", ErrorCode.NOT_READY)
+            if message.epoch not in (0, self.epoch) and message.type not in _FOR_ANY_LIFE and sender is not REPLAYED:
+                raise ProtocolError("this server has restarted since", ErrorCode.STALE)
+            if role is Role.MEMBER:
+                job.workers[message.worker].heard(sender.route)
+            return self._take[message.type](job, message, sender)
+        except ProtocolError as error:
+            if sender is REPLAYED:
+                raise
+            if error.code in _NOTABLE_REFUSALS:
+                self._note_refusal(job, message, error)
+            body = {"code": error.code, "text": str(error)[:MAX_TEXT_CHARS]}
+            return [self._answer(MessageType.ERROR, message, sender, body=body)]
+
+    def _role(self, job: Job | None, message: Message, sender: Sender) -> Role:
+        if job is None or message.worker == NOBODY:
+            return Role.READER
+        if sender is REPLAYED:  # let in by the life that wrote the log
+            return Role.MEMBER if job.is_member(message.worker, message.incarnation) else Role.REGISTRAR
+        if self._is_current(job) and job.is_member(message.worker, message.incarnation, sender.user_id):
+            return Role.MEMBER
+        return Role.REGISTRAR if sender.route in job.registrars else Role.READER
+
+    def _is_current(self, job: Job) -> bool:
+        """Whether the job's view names this life of the server."""
+        return job.view is not None and self.epoch in job.view.shards
+
+    def _illegal(self, job: Job | None, message: Message, role: Role) -> ProtocolError:
+        expected = ", ".join(sorted(kind.name for kind in MAY_SEND[role]))
+        what = f"{message.type.name} is not legal from a {role.value} (expected one of {expected})"
+        if message.worker == NOBODY or message.type not in MAY_SEND[Role.MEMBER]:
+            return ProtocolError(what)
+        if job is None or not self._is_current(job):
+            return ProtocolError(f"{what}: this server waits for a view that names it", ErrorCode.NOT_MEMBER)
+        return ProtocolError(
+            f"worker {message.worker} of job {job.name!r} was fenced: silent for more than its lease of"
+            f" {self.settings.lease_s:g} s, or replaced by a newer process, or the rank belongs to another key. It has"
+            " to say HELLO again; where that happens often, raise --lease-s.",
+            ErrorCode.FENCED,
+        )
+
+    def _known_jobs(self) -> str:
+        open_jobs = sorted(job.name for job in self.jobs.values() if job.view is not None)
+        return (
+            f" (jobs with values here: {open_jobs or 'none'}). Name another (job=, PSENGINE_JOB), or wait for its first"
+            " worker."
+        )
+
+    def _note_refusal(self, job: Job | None, message: Message, error: ProtocolError) -> None:
+        self._note(
+            "memory" if error.code == ErrorCode.MEMORY else "refused",
+            f"{message.type.name} was refused: {error}",
+            job=job.name if job is not None else "",
+            worker=None if message.worker == NOBODY else message.worker,
+            is_stranger=job is None or message.worker not in job.workers,
+        )
+
+    # ---- connections and views ---------------------------------------------------------------------------------
+
+    def _resume(self, message: Message, sender: Sender, role: Role) -> list[Outgoing]:
+        if self.is_draining:
+            raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
+        if "registration" in message.body:
+            self._begin(message, sender)
+        job, missing, replies = self.jobs.get(message.job), list[int](), list[Reply]()
+        if job is not None and role is Role.MEMBER:
+            job.workers[message.worker].resume(sender.route, message.sequence)
+            missing, replies = job.resume(message.worker, message.body.get("open", ()))
+            if replies:
+                self._changed(job, message)
+        body = {
+            "index": self.index,
+            "credit_bytes": self.settings.credit_bytes,
+            "durability": self.settings.durability,
+            "software": self.settings.software,
+            "chunks": 0 if job is None else len(job.chunks),
+            "version": 0 if job is None else job.version,
+            "view": 0 if job is None or job.view is None else job.view.number,
+            "missing": missing,
+            "durable_version": self.durable_version(message.job),
+        }
+        resumed = self._answer(MessageType.RESUMED, message, sender, body=body)
+        return [resumed, *([] if job is None else self._outgoing(job, replies))]
+
+    def _begin(self, message: Message, sender: Sender) -> None:
+        """A registrar came: for a new job, for a job that begins anew, or again.
+
+        Raises:
+            ProtocolError: the job is another's, or there is no place for it.
+        """
+        body, job = message.body, self.jobs.get(message.job)
+        name, rule, registration, key = body["job"], body["rule"], body["registration"], body["key"]
+        if job_number(name) != message.job:
+            raise ProtocolError(f"the header's job is not the number of {name!r}")
+        if job is not None and job.name != name:
+            raise ProtocolError(f"jobs {job.name!r} and {name!r} have the same number; rename one")
+        if job is not None and (job.registration, job.key) == (registration, key):
+            job.registrars.add(sender.route)
+            return
+        if job is not None and (job.registration >= registration or self._connected(job)):
+            raise ProtocolError(
+                f"job {name!r} is registered here by another coordinator, or a later attempt: it is led by another"
+                " server. Fix: name the servers in the same order everywhere; or end its workers, or drop it by psengine"
+                f" admin forget --job {name}.",
+                ErrorCode.FENCED,
+            )
+        wanted, offered = rule.get("durability", "memory"), self.settings.durability
+        if DURABILITY_TIERS.index(wanted) > DURABILITY_TIERS.index(offered) and sender is not REPLAYED:
+            raise ProtocolError(
+                f"job {name!r} asks for durability={wanted} (expected a server that offers at least that, got"
+                f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY, or ask for"
+                " less in the strategy.",
+                ErrorCode.RULE_MISMATCH,
+            )
+        if job is None:
+            self._make_room(name)
+        self.jobs[message.job] = made = self._make(name, rule)
+        made.registration, made.key = registration, key
+        made.registrars.add(sender.route)
+        self._changed(made, message)
+        if self.settings.warns_of_loss and self.index == 0 and owns_weights(rule):
+            logger.warning(
+                "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the model of job"
+                " %r is LOST. Fix: start it with --snapshot-dir DIRECTORY, and --durability log where no acknowledged"
+                " update may be lost",
+                name,
+            )
+
+    def _make(self, name: str, rule: dict[str, Any]) -> Job:
+        return Job(name, JobRule(rule), self._take_memory, self._note, self._clocks.measure_s)
+
+    def _view(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        view, known = view_of(message.body), job.view
+        check_digest(message, job.key, view)
+        if known is not None and view.number <= known.number:
+            if view.epoch == known.epoch:
+                return []
+            raise ProtocolError(
+                f"view {view.number} is older than what this shard has from another life of the coordinator (expected a"
+                f" number above {known.number})",
+                ErrorCode.STALE,
+            )
+        if self.epoch not in view.shards and sender is not REPLAYED:
+            return []  # its sender learns by RESUMED that this server has restarted
+        replies = job.adopt(view)
+        self._changed(job, message)
+        if self._role(job, message, sender) is Role.MEMBER:
+            job.workers[message.worker].heard(sender.route)
+        return self._outgoing(job, replies)
+
+    def _release(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        release = release_of(message.body)
+        check_digest(message, job.key, release)
+        # What a former view's releases still decide stands in the view.
+        if job.view is None or message.view != job.view.number or release.number <= job.taken:
+            return []
+        replies = job.release(release)
+        self._changed(job, message)
+        return self._outgoing(job, replies)
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def _push(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        job.statistics.bytes_in += _payload_bytes(message)
+        is_taken, replies = job.push(message)
+        if is_taken or replies:
+            self._changed(job, message)
+        return self._outgoing(job, replies)
+
+    def _waits(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        waiting = job.chunks.find(message.key).waiting_for(message.worker, message.sequence)
+        return [self._answer(MessageType.PENDING, message, sender, body={"waiting_for": waiting})]
+
+    def _result(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        return self._outgoing(job, job.supply_result(message))
+
+    # ---- values ------------------------------------------------------------------------------------------------
+
+    def _register(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        job.register(message)
+        self._changed(job, message)
+        return [self._answer(MessageType.OK, message, sender)]
+
+    def _configure(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        slots = job.chunks.configure(message)
+        self._changed(job, message)
+        return [self._answer(MessageType.OK, message, sender, body={"slots": slots})]
+
+    def _store(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        job.chunks.store(message)
+        if "blob" in message.body:
+            return [self._answer(MessageType.OK, message, sender)]
+        # The worker computes its next gradient from what it stored.
+        is_base = not message.body and job.is_member(message.worker, message.incarnation)
+        version = job.chunks.find(message.key).note_base(message.worker) if is_base else 0
+        self._changed(job, message)
+        return [self._answer(MessageType.OK, message, sender, version=version)]
+
+    def _list(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        self._check_values(job, message, sender)
+        return [self._answer(MessageType.CHUNKS, message, sender, body=job.chunks.page(message.body["after"]))]
+
+    def _pull(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        self._check_values(job, message, sender)
+        if not job.rule.holds_weights and message.worker == NOBODY:
+            raise ProtocolError(
+                f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
+            )
+        if not message.body and job.is_member(message.worker, message.incarnation):
+            job.chunks.find(message.key).note_base(message.worker)
+            self._changed(job, message)
+        version, payload, body = job.chunks.read(message)
+        answer = self._answer(MessageType.VALUES, message, sender, version=version, payload=payload, body=body)
+        job.statistics.bytes_out += _payload_bytes(answer.message)
+        return [answer]
+
+    def _check_values(self, job: Job, message: Message, sender: Sender) -> None:
+        if job.view is None and sender.route not in job.registrars and sender is not REPLAYED:
+            raise ProtocolError(f"there are no values of the job yet{self._known_jobs()}", ErrorCode.NOT_READY)
+
+    # ---- answers -----------------------------------------------------------------------------------------------
+
+    def _answer(self, type: MessageType, request: Message, sender: Sender, **fields: Any) -> Outgoing:
+        """An answer to ``request``, where it came from."""
+        reply = Reply(type, request.worker, request.sequence, key=request.key, **fields)
+        return Outgoing(sender.route, self._message(reply, request.job, request.incarnation))
+
+    def _outgoing(self, job: Job, replies: Sequence[Reply]) -> list[Outgoing]:
+        """What a job's rules say to workers; one without a connection asks again when it is back."""
+        outgoing = []
+        for reply in replies:
+            worker = job.workers.get(reply.rank)
+            job.left(reply)
+            if worker is None or not worker.route:
+                continue
+            message = self._message(reply, job.number, worker.incarnation)
+            job.statistics.bytes_out += _payload_bytes(message)
+            outgoing.append(Outgoing(worker.route, message, reply.place))
+        return outgoing
+
+    def _message(self, reply: Reply, number: int, incarnation: int) -> Message:
+        job, payload = self.jobs.get(number), reply.payload
+        view = 0 if job is None or job.view is None else job.view.number
+        dtype, numel = (None, 0) if payload is None else (payload.dtype, payload.numel())
+        to = number, self.epoch, reply.rank, incarnation, reply.key, reply.sequence, reply.version
+        return Message(reply.type, *to, dtype, numel, reply.body, payload, view=view)
+
+    # ---- what lasts --------------------------------------------------------------------------------------------
+
+    def _changed(self, job: Job, message: Message) -> None:
+        """A message has changed what ``capture`` returns."""
+        self.changes += 1
+        if self.append is None or not (job.rule.holds_weights or message.type in _LOGGED_OF_AVERAGES):
+            return
+        if message.in_segment:
+            # Nobody hurries the worker to leave its memory alone, and what is written must be what is hashed.
+            payload = None if message.payload is None else payload_tensor(message).clone()
+            message = replace(message, in_segment=False, payload=payload)
+        self.append(Record(RecordKind.MESSAGE, job.number, encode(message)))
+
+    def capture(self) -> list[JobState]:
+        """Copies of everything, as it is now."""
+        self._captured = {number: job.version for number, job in self.jobs.items()}
+        return [job.capture() for job in self.jobs.values()]
+
+    def note_durable(self, generation: int | None) -> None:
+        """The last capture is on the disk as this generation; None: what was there has disappeared."""
+        self.generation = generation
+        self._durable = {} if generation is None else dict(self._captured)
+
+    def durable_version(self, job: int) -> int | None:
+        """The version that all of a job's chunks have on the disk; None where the job is not there."""
+        return self._durable.get(job)
+
+    def restore(self, states: Sequence[JobState]) -> None:
+        """Take over a captured state, tensors included, before the first message."""
+        for state in states:
+            job = self._make(state.name, state.meta["rule"])
+            job.restore(state)
+            self.jobs[job.number] = job
+        self._captured = {number: job.version for number, job in self.jobs.items()}
+
+    # ---- jobs --------------------------------------------------------------------------------------------------
+
+    def drop(self, number: int) -> None:
+        """Forget a job, with its values."""
+        del self.jobs[number]
+        # A new job of that name has nothing durable yet.
+        self._captured.pop(number, None)
+        self._durable.pop(number, None)
+        self.changes += 1
+        if self.append is not None:
+            self.append(Record(RecordKind.DROP, number))
+
+    def forget(self, name: str) -> bool:
+        """Drop a job by name; whether there was one."""
+        number = job_number(name)
+        if number not in self.jobs:
+            return False
+        logger.warning("job %r is forgotten by shard %d, at version %d", name, self.index, self.jobs[number].version)
+        self.drop(number)
+        return True
+
+    def members_connected(self) -> int:
+        """Workers of all jobs that have a connection."""
+        return sum(self._connected(job) for job in self.jobs.values())
+
+    def _connected(self, job: Job) -> int:
+        return sum(bool(worker.route) and self._is_connected(worker.route) for worker in job.workers.values())
+
+    def _make_room(self, name: str) -> None:
+        if len(self.jobs) >= MAX_JOBS:
+            self._drop_finished()
+        if len(self.jobs) >= MAX_JOBS:
+            raise ProtocolError(
+                f"this server has its most jobs already (expected at most {MAX_JOBS}, got one more, {name!r}). Fix: end"
+                " one that is no longer needed, by psengine admin forget --job NAME; or use another server.",
+                ErrorCode.MEMORY,
+            )
+
+    def _drop_finished(self) -> None:
+        """Forget jobs that nobody may still want: averages without workers, and what was never registered."""
+        for number, job in list(self.jobs.items()):
+            is_kept = job.view is not None and (job.rule.holds_weights or job.workers)
+            if not is_kept and not any(map(self._is_connected, job.registrars)):
+                self.drop(number)
+
+    def memory_bytes(self) -> int:
+        """Memory of all jobs."""
+        return sum(job.chunks.size_bytes() for job in self.jobs.values())
+
+    def _take_memory(self, size_bytes: int, what: str) -> None:
+        max_bytes, used_bytes = self.settings.max_memory_bytes, self.memory_bytes()
+        if used_bytes + size_bytes > max_bytes:
+            self._drop_finished()
+            used_bytes = self.memory_bytes()
+        if used_bytes + size_bytes > max_bytes:
+            raise ProtocolError(
+                f"{what} needs {size_bytes} bytes (expected at most {max(0, max_bytes - used_bytes)} free of"
+                f" max_memory_bytes = {max_bytes} on this shard). Raise --max-memory-bytes, or add servers.",
+                ErrorCode.MEMORY,
+            )
+
+    def status(self) -> ShardStatus:
+        """The shard as it is now."""
+        return ShardStatus(
+            index=self.index,
+            epoch=self.epoch,
+            durable_generation=self.generation,
+            durability=self.settings.durability,
+            memory_bytes=self.memory_bytes(),
+            max_memory_bytes=self.settings.max_memory_bytes,
+            software=self.settings.software,
+            # Departures are dated by this clock, which may differ from that of whoever asks.
+            unix_s=round(self._clocks.wall_s(), 3),
+            jobs={job.name: job.status() for job in self.jobs.values()},
+        )
+
+
+def _payload_bytes(message: Message) -> int:
+    if message.payload is None or message.dtype is None:
+        return 0
+    return message.numel * message.dtype.itemsize
