@@ -235,20 +235,22 @@ class Leave(Body):
 
 
 class Resume(Body):
-    """RESUME. A reader says nothing, a registrar its registration and key, a member its open pushes: key, step."""
+    """RESUME. A reader says nothing, a member its open pushes (key, step), a registrar the other four."""
 
+    open: list[tuple[Key, Positive]] | UnsetType = UNSET
+    job: JobName | UnsetType = UNSET
+    rule: Average | Merge | Apply | UnsetType = UNSET
     registration: Unsigned64 | UnsetType = UNSET
     key: JobKey | UnsetType = UNSET
-    open: list[tuple[Key, Positive]] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        """Check that a registration comes with its key."""
-        if (self.registration is UNSET) != (self.key is UNSET):
-            raise ValueError("has one of `registration` and `key`")
+        """Check that a registrar says all of it."""
+        if len({value is UNSET for value in (self.job, self.rule, self.registration, self.key)}) > 1:
+            raise ValueError("has some of `job`, `rule`, `registration`, `key` (expected all or none)")
 
 
 class Resumed(Body):
-    """RESUMED."""
+    """RESUMED. Versions are the least of the job's chunks here; None: not known now."""
 
     shards: Annotated[list[Printable], Meta(min_length=1)]
     index: Unsigned
@@ -256,8 +258,9 @@ class Resumed(Body):
     durability: Tier
     software: Label
     chunks: Unsigned
-    version: Unsigned
+    version: Unsigned | None
     view: Unsigned
+    durable_version: Unsigned | None = None
     missing: list[Key] | UnsetType = UNSET
     local: Printable | UnsetType = UNSET
 
@@ -341,11 +344,13 @@ class Heartbeat(Body):
 
 
 class Ok(Body):
-    """OK."""
+    """OK. To a HEARTBEAT also: the workers whom this one waits for at the coordinator, and why."""
 
     generation: Unsigned | UnsetType = UNSET
     slots: list[Name] | UnsetType = UNSET
     durable_version: Unsigned | UnsetType | None = UNSET
+    waiting_for: list[Rank] | UnsetType = UNSET
+    why: Printable | UnsetType = UNSET
     text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=PRINTABLE)] | UnsetType = UNSET
 
 

@@ -58,7 +58,7 @@ _MAY_BE_IN_SEGMENT = types_with(Trait.IN_SEGMENT)
 _EXCHANGES = types_with(Trait.EXCHANGE)
 _KEYED = types_with(Trait.KEYED | Trait.EXCHANGE)
 _TYPES = {int(kind): kind for kind in MessageType}
-_NAMED_IN_BODY = frozenset({MessageType.HELLO, MessageType.REGISTER})
+_NAMED_IN_BODY = frozenset({MessageType.HELLO, MessageType.RESUME, MessageType.REGISTER})
 # dtype number -> (dtype, bytes per element)
 _WIRE_DTYPES = {number: (dtype, dtype.itemsize) for number, dtype in DTYPES.items()}
 
@@ -287,8 +287,9 @@ def _check(
 def _check_body_agrees(message: Message) -> None:
     """Raise ProtocolError where header and body say the same thing differently."""
     body = message.body
-    if message.type is MessageType.HELLO:
-        name, in_body, in_header = "job", job_number(body["job"]), message.job
+    if message.type is not MessageType.REGISTER:
+        name, in_header = "job", message.job
+        in_body = job_number(body["job"]) if "job" in body else in_header
     else:
         name, in_body, in_header = "sum of the segments", sum(one[4] for one in body["segments"]), message.numel
     if in_body != in_header:

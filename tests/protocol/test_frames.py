@@ -455,7 +455,7 @@ def without(body, name):
         ("hello_again_apply", body_of("hello_again_apply") | {"key": "x" * 44}, " body.key: Expected `bytes`, got 'xx"),
         ("hello_again_apply", body_of("hello_again_apply") | {"key": b"x" * 31}, " body.key: Expected"),
         ("welcome_initialise", without(body_of("welcome_initialise"), "registration"), "lacks the field"),
-        ("resume_registrar", {"key": b"x" * 32}, "has one of `registration` and `key`"),
+        ("resume_registrar", {"key": b"x" * 32}, "has some of `job`, `rule`, `registration`, `key`"),
         ("resume", {"open": [[0, 0]]}, " body.open[0][1]: Expected"),
         ("commit_join", {"what": "sleep"}, "(registered|prepared|step|join|donated|life), got 'sleep'"),
         ("commit_join", {"what": "join", "x": 1}, "unknown field `x`"),
