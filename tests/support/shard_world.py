@@ -1,4 +1,10 @@
-"""A shard without sockets, and workers that speak to it: messages go through the codec, the clock is ours."""
+"""Shards without sockets, and workers that speak to them by hand: messages go through the codec, views are the test's.
+
+    world = World()                     one shard; World(shards=2) two, which have every chunk
+    workers = team(world, 3, [spec()])  a job, registered; three workers in view 1
+    workers[0].push(0, 1, values)       its answers: workers[0].updates()
+    world.publish(workers[:2], from_step=2)
+"""
 
 from __future__ import annotations
 
@@ -6,21 +12,22 @@ import copy
 import itertools
 
 import torch
-import xxhash
 
 from psengine.parameter_server.server.interfaces import Clocks, Sender, ShardSettings
-from psengine.parameter_server.server.core.shard import Shard
+from psengine.parameter_server.server.shard.shard import Shard
 from psengine.protocol.frames import decode, encode, payload_tensor
-from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number, layout_fingerprint
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, NO_KEY, NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.views import Release, View, ViewMember, message_of
 
 AVERAGE = {"name": "average", "quorum": None}
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+MERGE = {"name": "merge", "quorum": 2, "grace": 0.0}
 SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
-
+KEY = bytes(range(32))
 # What the wall clock of a world shows at its time 0.
 WALL_S = 1.7e9
-_nonces = itertools.count(1000)
+COORDINATOR_EPOCH = 1000
 
 
 def spec(key=0, numel=4, dtype=torch.float32, kind=ChunkKind.PARAMETER, name=None):
@@ -28,114 +35,107 @@ def spec(key=0, numel=4, dtype=torch.float32, kind=ChunkKind.PARAMETER, name=Non
 
 
 class World:
-    """One shard and the time. ``sent`` collects everything that left, per route."""
+    """Shards, which views name, and what left them. ``sent`` has it by route; ``events`` what people were told."""
 
-    def __init__(self, *, epoch=7, lease_s=5.0, codec=True, **settings):
-        self.settings = ShardSettings(lease_s=lease_s, software="test", **settings)
+    def __init__(self, *, epoch=7, shards=1, codec=True, **settings):
+        self.settings = ShardSettings(software="test", **settings)
         self.codec = codec
-        self.measure_s = lambda: self.now_s
-        self.clocks = Clocks(wall_s=lambda: WALL_S + self.now_s, measure_s=lambda: self.measure_s())
         self.now_s = 100.0
+        self.clocks = Clocks(wall_s=lambda: WALL_S + self.now_s, measure_s=lambda: self.now_s)
         self.sent = {}
-        self.start(epoch)
+        self.events = []
+        self.broken = set()  # routes whose connection does not stand
+        self.shards = [None] * shards
+        for index in range(shards):
+            self.start(epoch + index, index=index)
+        self.views = {}  # by job, the newest
+        self.releases = {}  # by job, how many
 
-    def start(self, epoch, states=None):
-        """The server process starts (again)."""
-        self.shard = Shard(0, epoch, self.settings, self.clocks)
-        self.shard.shard_addresses = ["tcp://127.0.0.1:1"]
+    @property
+    def shard(self):
+        return self.shards[0]
+
+    def start(self, epoch, states=None, index=0):
+        """The server process of a shard starts (again)."""
+        shard = Shard(
+            index, epoch, self.settings, self.clocks, self._note, lambda route: bool(route) and route not in self.broken
+        )
         if states is not None:
-            self.shard.restore(states, self.now_s)
+            shard.restore(states)
+        self.shards[index] = shard
+        return shard
 
-    def restart(self, workers, specs, *, comes_back=None):
-        """A server without a snapshot starts; workers (or some) come back in this order, the lowest brings chunks."""
-        self.advance(1, *workers)  # heartbeats tell who is alive
-        for worker in workers:
-            worker.take()
-        self.start(self.shard.epoch + 1)
-        back = workers if comes_back is None else comes_back
-        for worker in back:
-            worker.hello(worker.incarnation)
-        first = min(back, key=lambda worker: worker.rank, default=None)
-        if first is not None:
-            assert first.state == "initialise"
-            for one in specs:
-                assert first.register(one).type is MessageType.OK
-            first.seal(specs)
-        for worker in back:
-            assert worker.hello(worker.incarnation) == "ready"
-            worker.take()
+    def _note(self, kind, text, *, job="", worker=None, is_stranger=False):
+        self.events.append((kind, job, worker, text))
 
-    def deliver(self, route, message, user_id="", codec=None):
+    def deliver(self, route, message, user_id="", shard=0, codec=None):
+        """A message comes to a shard; what left, as (route, message)."""
         codec = self.codec if codec is None else codec
         if codec:
             message = decode([bytes(frame) for frame in encode(message)])
-        return self._post(self.shard.handle(Sender(route, user_id), message, self.now_s), codec)
-
-    def _post(self, outgoing, codec):
         posted = []
-        for one in outgoing:
-            message = one.message
+        for one in self.shards[shard].apply(message, Sender(route, user_id)):
+            answer = one.message
+            if answer.type is MessageType.RESUMED:
+                answer.body["shards"] = ["tcp://127.0.0.1:1"]  # the shard's thread knows them
             if codec:
-                message = decode([bytes(frame) for frame in encode(message)])
-            elif message.payload is not None:
-                message = copy.copy(message)
-                message.payload = message.payload.clone()
-            self.sent.setdefault(one.route, []).append(message)
-            posted.append((one.route, message))
+                answer = decode([bytes(frame) for frame in encode(answer)])
+            elif answer.payload is not None:
+                answer = copy.copy(answer)
+                answer.payload = answer.payload.clone()
+            if one.route not in self.broken:
+                self.sent.setdefault(one.route, []).append(answer)
+            posted.append((one.route, answer))
         return posted
 
-    def advance(self, seconds, *alive):
-        """Time passes in steps of a tick; these workers send heartbeats."""
-        end = self.now_s + seconds
-        while self.now_s < end - 1e-9:
-            self.now_s += min(0.5, end - self.now_s)
-            for worker in alive:
-                worker.heartbeat()
-            self._post(self.shard.tick(self.now_s), self.codec)
+    # ---- in the coordinator's place ------------------------------------------------------------------------------
 
-    def state_hash(self):
-        """Of values, versions and sequence tables of all jobs."""
-        digest = xxhash.xxh3_64()
-        for state in self.shard.durable.capture():
-            digest.update(repr((state.name, state.meta)).encode())
-            for chunk in state.chunks:
-                digest.update(repr((chunk.key, chunk.meta)).encode())
-                for name, tensor in sorted(chunk.tensors.items()):
-                    digest.update(name.encode() + bytes(tensor.contiguous().view(torch.uint8).numpy()))
-        for number, job in sorted(self.shard.jobs.by_number.items()):
-            digest.update(repr((number, job.is_sealed, job.has_started, job.missing_ranks())).encode())
-            digest.update(repr((job.membership.live_ranks, sorted(job.membership.members))).encode())
-            digest.update(repr(sorted((k, len(v)) for k, v in job.chunks.blobs.items())).encode())
-            for key, rule in sorted(job.chunks.rules.items()):
-                digest.update(repr((key, rule.version, sorted(rule.progress.last_sequence.items()))).encode())
-                digest.update(repr(sorted(getattr(rule, "_open", {}))).encode())
-        return digest.intdigest()
+    def publish(self, workers, *, forwarded_by=None, **fields):
+        """The next view, which these workers are in, forwarded by each of them to each shard."""
+        job = (workers or forwarded_by)[0].job
+        former = self.views.get(job)
+        fields.setdefault("number", 1 if former is None else former.number + 1)
+        fields.setdefault("epoch", COORDINATOR_EPOCH)
+        fields.setdefault("shards", tuple(shard.epoch for shard in self.shards))
+        members = tuple(
+            ViewMember(one.rank, one.incarnation, one.user_id, one.first_step)
+            for one in sorted(workers, key=lambda one: one.rank)
+        )
+        view = self.views[job] = View(members=members, **fields)
+        for worker in workers:
+            worker.view = view.number
+        for worker in forwarded_by or workers:
+            worker.forward(view)
+        return view
+
+    def release(self, workers, step, *, contributors=None, floor=None, number=None):
+        """The next decision of the job of these workers, forwarded by each of them."""
+        job = workers[0].job
+        self.releases[job] = self.releases.get(job, 0) + 1 if number is None else number
+        release = Release(self.releases[job], step, contributors, floor)
+        for worker in workers:
+            worker.forward(release)
+        return release
 
 
 class Worker:
-    """A client of one shard."""
+    """A client of the shards of a world; ``rank`` None: a reader."""
 
-    def __init__(
-        self,
-        world,
-        rank=None,
-        *,
-        job="demo",
-        rule=AVERAGE,
-        world_size=1,
-        user_id="",
-        nonce=None,
-        role="worker",
-    ):
-        self.world, self.rank, self.job, self.rule, self.world_size = world, rank, job, rule, world_size
-        self.user_id, self.role = user_id, role
-        self.nonce = next(_nonces) if nonce is None else nonce
-        self.route = f"route-{self.nonce}".encode()
-        self.incarnation = self.epoch = 0
-        self.worker = NOBODY
-        self.state = None
-        self.members = []
+    def __init__(self, world, rank=None, *, job="demo", rule=AVERAGE, user_id="", incarnation=None, first_step=1):
+        self.world, self.rank, self.job, self.rule, self.user_id = world, rank, job, rule, user_id
+        self.incarnation = (0 if rank is None else 50 + rank) if incarnation is None else incarnation
+        self.first_step = first_step
+        self.worker = NOBODY if rank is None else rank
+        self.view = 0
+        self._connections = itertools.count(1)
         self._ids = itertools.count(1 << 40)
+        self.connect()
+
+    def connect(self):
+        """Another connection; the former is broken."""
+        if hasattr(self, "route"):
+            self.world.broken.add(self.route)
+        self.route = f"{self.job}-{self.rank}-{self.incarnation}-{next(self._connections)}".encode()
 
     @property
     def inbox(self):
@@ -147,118 +147,87 @@ class Worker:
         self.inbox[:] = [m for m in self.inbox if types and m.type not in types]
         return taken
 
-    def send(self, kind, *, codec=None, **fields):
-        fields.setdefault("worker", self.worker)
-        fields.setdefault("incarnation", self.incarnation)
-        fields.setdefault("epoch", self.epoch)
+    def send(self, kind, *, shard=0, codec=None, **fields):
+        """A message to a shard; what came back to this worker at once."""
+        fields = {"worker": self.worker, "incarnation": self.incarnation, "view": self.view} | fields
+        fields.setdefault("job", job_number(self.job))
         if "sequence" not in fields:
             fields["sequence"] = next(self._ids)
         payload = fields.get("payload")
         if payload is not None:
             fields["dtype"], fields["numel"] = payload.dtype, payload.numel()
-        fields.setdefault("job", job_number(self.job))
-        message = Message(kind, **fields)
-        return [m for route, m in self.world.deliver(self.route, message, self.user_id, codec) if route == self.route]
+        answers = self.world.deliver(self.route, Message(kind, **fields), self.user_id, shard, codec)
+        return [message for route, message in answers if route == self.route]
 
     def ask(self, kind, **fields):
         """Send; the one answer."""
         answers = self.send(kind, **fields)
         assert len(answers) == 1, answers
-        self.take()
+        self.inbox.remove(answers[0])
         return answers[0]
 
-    def hello_body(self, **changes):
-        body = {"job": self.job, "role": self.role, "nonce": self.nonce, "host": "h", "pid": 1, "software": "t"}
-        body |= {"world_size": self.world_size, "rule": self.rule}
-        if self.rank is not None:
-            body["rank"] = self.rank
-        if self.members:
-            body["members"] = self.members
-        return body | changes
+    def forward(self, value):
+        """VIEW or RELEASE, to each shard; what came back to this worker."""
+        message = message_of(value, KEY, job_number(self.job))
+        fields = {"worker": self.worker, "incarnation": self.incarnation, "view": self.view, "body": message.body}
+        shards = range(len(self.world.shards))
+        return [one for shard in shards for one in self.send(message.type, shard=shard, **fields)]
 
-    def hello(self, incarnation=0, **changes):
-        """HELLO; the state in WELCOME, or the code of the ERROR."""
-        answers = self.send(
-            MessageType.HELLO, epoch=0, incarnation=incarnation, body=self.hello_body(**changes), sequence=1 << 39
-        )
-        answer = answers[0]
-        if answer.type is MessageType.ERROR:
-            self.state = answer.body["code"]
-            return self.state
-        self.epoch = answer.epoch
-        if answer.worker != NOBODY:
-            self.worker = self.rank = answer.worker
-            self.incarnation = answer.incarnation
-        self.state = answer.body["state"]
-        return self.state
+    def resume(self, pushes=(), *, shard=0, **fields):
+        """RESUME of a member; RESUMED's body, or the code of the ERROR."""
+        body = {"open": [list(push) for push in pushes]} if self.worker != NOBODY else {}
+        return self._resume(body, shard, **fields)
 
-    def claim(self, *alive):
-        """HELLO for a rank that another process has, until it is decided."""
-        for _ in range(10):
-            if self.hello() != "wait":
-                break
-            self.world.advance(0.5, *alive)
-        return self.state
+    def begin(self, registration=1, *, key=KEY, shard=0, **fields):
+        """RESUME of a registrar."""
+        body = {"job": self.job, "rule": self.rule, "registration": registration, "key": key}
+        return self._resume(body, shard, **fields)
 
-    def register(self, spec, values=None, **fields):
+    def _resume(self, body, shard, **fields):
+        answer = self.send(MessageType.RESUME, body=body, shard=shard, **fields)[0]
+        return answer.body["code"] if answer.type is MessageType.ERROR else answer.body
+
+    def register(self, spec, values=None, *, brings_values=True, **fields):
         body = {name: value for name, value in spec.to_body().items() if name in ("kind", "segments")}
-        if values is None:
-            values = torch.zeros(spec.numel, dtype=spec.dtype)
+        if not brings_values:
+            return self.ask(MessageType.REGISTER, key=spec.key, body=body, dtype=spec.dtype, numel=spec.numel, **fields)
+        values = torch.zeros(spec.numel, dtype=spec.dtype) if values is None else values
         return self.ask(MessageType.REGISTER, key=spec.key, body=body, payload=values, **fields)
 
-    def seal(self, specs, **changes):
-        body = {"chunks": len(specs), "fingerprint": layout_fingerprint(specs)} | changes
-        return self.send(MessageType.SEAL, body=body)
-
-    def initialise(self, specs, values=None):
-        assert self.hello() == "initialise"
-        for one in specs:
-            self.register(one, None if values is None else values[one.key])
-        self.seal(specs)
-        self.take()
-
-    def configure(self, key, numel, name="SGD", groups=None, runs=None):
+    def configure(self, key, numel, name="SGD", groups=None, runs=None, **fields):
         body = {"optimizer": name, "groups": groups or [SGD], "runs": runs or [[0, numel, 0]]}
-        return self.ask(MessageType.CONFIGURE, key=key, body=body)
+        return self.ask(MessageType.CONFIGURE, key=key, body=body, **fields)
 
-    def push(self, key, sequence, values, version=0, **fields):
+    def push(self, key, step, values, version=0, **fields):
         """PUSH; what came back to this worker at once."""
-        return self.send(MessageType.PUSH, key=key, sequence=sequence, version=version, payload=values, **fields)
+        return self.send(MessageType.PUSH, key=key, sequence=step, version=version, payload=values, **fields)
 
-    def probe(self, key, sequence):
-        return self.send(MessageType.PROBE, key=key, sequence=sequence, body={"round": 1})
+    def pull(self, key, *, shard=0, **body):
+        return self.ask(MessageType.PULL, key=key, body=body, shard=shard)
 
-    def repeat(self, key, sequence):
-        """REPEAT; the answer again."""
-        return self.send(MessageType.REPEAT, key=key, sequence=sequence, body={"round": 2})
-
-    def pull(self, key, **body):
-        return self.ask(MessageType.PULL, key=key, body=body)
-
-    def heartbeat(self, **body):
-        self.send(MessageType.HEARTBEAT, sequence=0, body=body)
-        for answer in self.take(MessageType.HEARTBEAT_ACK):
-            self.members = answer.body["members"]
+    def waits(self, key, step):
+        """WAITS; the ranks in PENDING."""
+        return self.ask(MessageType.WAITS, key=key, sequence=step).body["waiting_for"]
 
     def updates(self):
-        """Averages or weights that came: sequence -> values."""
+        """Averages or weights that came: step -> values."""
         return {m.sequence: payload_tensor(m).clone() for m in self.take(MessageType.UPDATED)}
 
 
-def team(world, size, specs, *, values=None, rule=AVERAGE, **options):
-    """Workers 0 to size - 1, all in."""
-    workers = [Worker(world, rank, rule=rule, world_size=size, **options) for rank in range(size)]
-    workers[0].initialise(specs, values)
-    for worker in workers[1:]:
-        assert worker.hello() == "ready"
+def team(world, size, specs, *, values=None, rule=AVERAGE, job="demo", optimizer=None, **fields):
+    """Workers 0 to size - 1 of a job that the first has registered, in its first view."""
+    workers = [Worker(world, rank, rule=rule, job=job) for rank in range(size)]
+    for shard in range(len(world.shards)):
+        workers[0].begin(shard=shard)
+        for one in specs:
+            workers[0].register(one, None if values is None else values[one.key], shard=shard)
+            if rule["name"] != "average" and one.kind is ChunkKind.PARAMETER:
+                workers[0].configure(one.key, one.numel, shard=shard, **(optimizer or {}))
+    world.publish(workers, world_size=size, **fields)
+    for worker in workers:
+        worker.resume()
         worker.take()
     return workers
-
-
-def hello_of(rank, nonce, *, incarnation=0, knows_members=False):
-    """HELLO of a process; ``knows_members``: it says that it was live."""
-    body = {"rank": rank, "nonce": nonce, "host": "h", "pid": nonce, "members": [rank] if knows_members else []}
-    return Message(MessageType.HELLO, incarnation=incarnation, body=body)
 
 
 def world_of(size, specs, **options):
@@ -267,24 +236,26 @@ def world_of(size, specs, **options):
     return world, team(world, size, specs, **options)
 
 
-def push_all(workers, sequence, values, key=0):
-    """All contribute the same to an exchange; their answers wait for them."""
+def push_all(workers, step, values, key=0):
+    """All contribute the same to a step; their answers wait for them."""
     for worker in workers:
-        worker.push(key, sequence, values)
+        worker.push(key, step, values)
 
 
 def codes(messages):
     return [m.body["code"] for m in messages if m.type is MessageType.ERROR]
 
 
-def rule_of(world, key=0, job="demo"):
-    return world.shard.jobs.by_number[job_number(job)].chunks.rules[key]
+def rule_of(world, key=0, job="demo", shard=0):
+    return world.shards[shard].jobs[job_number(job)].chunks.rules[key]
 
 
 __all__ = [
     "APPLY",
     "AVERAGE",
     "DTYPE_NUMBERS",
+    "KEY",
+    "MERGE",
     "NO_KEY",
     "SGD",
     "WALL_S",
@@ -292,7 +263,6 @@ __all__ = [
     "Worker",
     "World",
     "codes",
-    "hello_of",
     "push_all",
     "rule_of",
     "spec",

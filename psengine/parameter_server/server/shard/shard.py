@@ -322,8 +322,10 @@ class Shard:
                 f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
             )
         if not message.body and job.is_member(message.worker, message.incarnation):
-            job.chunks.find(message.key).note_base(message.worker)
-            self._changed(job, message)
+            rule = job.chunks.find(message.key)
+            rule.note_base(message.worker)
+            if rule.remembers_answers:
+                self._changed(job, message)
         version, payload, body = job.chunks.read(message)
         answer = self._answer(MessageType.VALUES, message, sender, version=version, payload=payload, body=body)
         job.statistics.bytes_out += _payload_bytes(answer.message)
