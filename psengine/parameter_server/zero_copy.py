@@ -15,7 +15,7 @@ import zmq
 from psengine.kernels.native import extension
 
 # Flags that libzmq may still set, with their payloads, of senders that were closed meanwhile.
-_left_behind: list[tuple[ctypes.c_int64, memoryview]] = []
+_left_behind: list[tuple[ctypes.c_int64 | zmq.MessageTracker, memoryview, bytes]] = []
 _Message = ctypes.c_uint64 * 8  # zmq_msg_t
 
 
@@ -41,36 +41,61 @@ class ZeroCopySends:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        # Payloads whose bytes have not left, each with the flag that libzmq sets then.
-        self._held: list[tuple[ctypes.c_int64, memoryview]] = []
+        # Payloads whose bytes have not left, each with the flag that libzmq sets then, and whose it is.
+        self._held: list[tuple[ctypes.c_int64 | zmq.MessageTracker, memoryview, bytes]] = []
+        self._bytes_of: dict[bytes, int] = {}
 
-    def send(self, payload: memoryview) -> None:
+    def send(self, payload: memoryview, route: bytes = b"") -> None:
         """Send the last frame of a message whose first frames libzmq has taken; it must not change until it has left.
 
         Raises:
             zmq.ZMQError: the socket is closed.
         """
-        if _zmq_library is None or payload.readonly or not payload.nbytes:
-            self._socket.send(payload, zmq.NOBLOCK, copy=False)
+        if not payload.nbytes:
+            self._socket.send(payload, zmq.NOBLOCK)
             return
         self.release()
+        if _zmq_library is None or payload.readonly:
+            tracker = self._socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
+            assert tracker is not None
+            self._hold(tracker, payload, route)
+            return
         sent, message = ctypes.c_int64(0), _Message()
         at, flag = ctypes.addressof(message), ctypes.addressof(sent)
         address = ctypes.addressof(ctypes.c_char.from_buffer(payload))
-        self._held.append((sent, payload))
+        self._hold(sent, payload, route)
         _zmq_library.zmq_msg_init_data(at, address, payload.nbytes, extension.note_sent, flag)
         if _zmq_library.zmq_msg_send(at, self._socket.underlying, zmq.NOBLOCK) < 0:
             error = zmq.ZMQError()
             _zmq_library.zmq_msg_close(at)
             raise error
 
+    def _hold(self, flag: ctypes.c_int64 | zmq.MessageTracker, payload: memoryview, route: bytes) -> None:
+        self._held.append((flag, payload, route))
+        self._bytes_of[route] = self._bytes_of.get(route, 0) + payload.nbytes
+
+    def unread_bytes(self, route: bytes | None = None) -> int:
+        """Bytes of payloads for this peer, or for all, that have not left."""
+        return sum(self._bytes_of.values()) if route is None else self._bytes_of.get(route, 0)
+
     def release(self) -> None:
         """Drop the references to payloads that have left."""
-        if self._held:
-            self._held = [one for one in self._held if not one[0].value]
+        held, self._held = self._held, []
+        for one in held:
+            flag, payload, route = one
+            if not _has_left(flag):
+                self._held.append(one)
+                continue
+            self._bytes_of[route] -= payload.nbytes
+            if not self._bytes_of[route]:
+                del self._bytes_of[route]
 
     def close(self) -> None:
         """Nothing is sent any more; libzmq may still read, and set flags."""
         self.release()
-        _left_behind[:] = [*(one for one in _left_behind if not one[0].value), *self._held]
+        _left_behind[:] = [one for one in (*_left_behind, *self._held) if not _has_left(one[0])]
         self._held = []
+
+
+def _has_left(flag: ctypes.c_int64 | zmq.MessageTracker) -> bool:
+    return bool(flag.value) if isinstance(flag, ctypes.c_int64) else flag.done

@@ -83,7 +83,7 @@ def test_a_sender_that_was_closed_leaves_its_flags_where_libzmq_may_set_them(unr
     sends.close()
     assert len(zero_copy._left_behind) == 1
     unread.close(linger=0)
-    eventually(lambda: all(flag.value for flag, _ in zero_copy._left_behind))
+    eventually(lambda: all(flag.value for flag, *_ in zero_copy._left_behind))
     ZeroCopySends(unread).close()
     assert not zero_copy._left_behind
 

@@ -41,6 +41,15 @@ def machine_memory_bytes() -> int:
     return min(limits)
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process alone, without what it shares with others; 0 where the system does not say."""
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        return (resident - shared) * PAGE_BYTES
+    except (OSError, ValueError):
+        return 0
+
+
 def make_segment(size_bytes: int) -> int:
     """The descriptor of new sealed memory, of whole pages; the caller closes it.
 

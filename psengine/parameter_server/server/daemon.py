@@ -1,7 +1,7 @@
 """A server process: start-up, main loop, shutdown.
 
-    main thread      signals, watchdog, health ──────────────────────────────────────────┐
-    shard threads    one each: socket ► shard ► socket                                   ├─ nothing shared but queues
+    main thread      signals, watchdog, health, memory ──────────────────────────────────┐
+    shard threads    one each: socket ► shard (the first: or coordinators) ► socket      ├─ nothing shared but queues
     snapshot thread  asks the shards for copies, writes a generation                     │
     authenticator    decides who may connect             status port HTTP for people ─────┘
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,17 +29,16 @@ import torch
 from psengine.errors import AuthenticationError, ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.segments.memory import machine_memory_bytes
+from psengine.parameter_server.segments.memory import machine_memory_bytes, resident_bytes
 from psengine.parameter_server.server import systemd
-from psengine.parameter_server.server.admin import Orders
-from psengine.parameter_server.server.events import EventLog
-from psengine.parameter_server.server.interfaces import Clocks, Outgoing, ShardSettings
-from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.durability.snapshot_thread import SnapshotOutcome
+from psengine.parameter_server.server.admin import perform
+from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.end_requests import EndRequests
-from psengine.parameter_server.server.listening import Listeners
+from psengine.parameter_server.server.events import EventLog
+from psengine.parameter_server.server.interfaces import Clocks, ShardSettings
 from psengine.parameter_server.server.settings import ServerSettings
+from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.status.history import History
 from psengine.parameter_server.server.status.pages import server_pages
@@ -46,8 +46,7 @@ from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.segment_listener import SegmentListener
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerFacts, ServerStatus, ShardStatus
-from psengine.protocol.bodies import MAX_TEXT_CHARS
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message
 from psengine.status_port.http_status import HttpStatus
 from psengine.version import __version__
 
@@ -69,6 +68,9 @@ LOOP_S = 0.1
 MAX_ORDERS_AT_ONCE = 4
 LAST_SNAPSHOT_S = 600.0
 _REPORT_S = 10.0
+# What may be resident beyond what shards know of: copies for a snapshot, scratch space, messages that are not complete.
+UNACCOUNTED_BYTES = 1 << 30
+MEMORY_S = 1.0
 _MAX_DESCRIPTORS = 1 << 20
 CLOCKS = Clocks(wall_s=time.time, measure_s=time.perf_counter)
 
@@ -83,21 +85,21 @@ class Server:
             do not count: that process would have given them.
 
     Attributes:
-        epoch: random number of this process's life.
+        epoch: number of this process's life; grows from one to the next.
         addresses: of all shards, as clients reach them; [] before start-up.
         status_url: of the monitor; "" without one.
     """
 
     def __init__(self, settings: ServerSettings, *, until_stdin_closes: bool = False) -> None:
         self.settings = settings
-        self.epoch = secrets.randbits(63) or 1
+        # Epochs of a server grow, whatever it remembers: microseconds since 1970, and then chance.
+        self.epoch = (time.time_ns() // 1000) << 10 | secrets.randbits(10)
         self.addresses: list[str] = []
         self.status_url = ""
         self._until_stdin_closes = until_stdin_closes
         self._ends = EndRequests()
         self._events = EventLog(CLOCKS)
-        self._shards = ShardGroup()
-        self._listeners = Listeners(settings, self._shards)
+        self._shards = ShardGroup(settings)
         self._durability: Durability | None = None
         self._is_draining = False
         self._order_threads = ThreadPoolExecutor(MAX_ORDERS_AT_ONCE, thread_name_prefix="psengine-admin")
@@ -139,25 +141,32 @@ class Server:
             durability = Durability(
                 settings.snapshot_dir, stack, keeps_log=keeps_log, interval_s=interval_s, note=self._events.note
             )
-        stack.enter_context(self._listeners)
-        shards = self._make_shards()
+        stack.enter_context(self._shards)
+        shards, coordinators = self._make_shards()
         if durability is not None:
-            durable = f"durability {settings.tier}: {durability.restore(shards)}"
-        self._listeners.open()
-        self.addresses = self._listeners.addresses(socket.gethostname())
-        segments = stack.enter_context(SegmentListener([e.unix_address for e in self._listeners.endpoints]))
-        threads = []
-        for shard, endpoint in zip(shards, self._listeners.endpoints, strict=True):
-            shard.shard_addresses = self._listeners.addresses("*")
-            threads.append(ShardThread(shard, endpoint, self._on_snapshot, self._on_admin))
-            threads[-1].segments.is_open = shard.index in segments.shards
+            durable = f"durability {settings.tier}: {durability.restore(shards, coordinators)}"
+        self._shards.open()
+        self.addresses = self._shards.addresses(socket.gethostname())
+        segments = stack.enter_context(SegmentListener([e.unix_address for e in self._shards.endpoints]))
+        for shard, endpoint in zip(shards, self._shards.endpoints, strict=True):
+            thread = ShardThread(
+                shard,
+                endpoint,
+                self._shards.addresses("*"),
+                coordinators=None if shard.index else coordinators,
+                facts=None if shard.index else self.facts,
+                on_admin=self._on_admin,
+                note=self._events.note,
+            )
+            thread.segments.is_open = shard.index in segments.shards
+            self._shards.threads.append(thread)
         stack.callback(self._end_threads)
         if durability is not None:
-            durability.start(threads, self.epoch)
+            durability.start(self._shards.threads, self.epoch)
             self._durability = durability
-        for thread in threads:
-            self._shards.start(thread)
-        segments.serve(threads)
+        for thread in self._shards.threads:
+            thread.start()
+        segments.serve(self._shards.threads)
         if settings.status_port is not None:
             history = stack.enter_context(History(self.status))
             port = stack.enter_context(self._open_status_port(settings.status_port, history))
@@ -167,10 +176,10 @@ class Server:
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
         self._announce_start(announce, durable)
 
-    def _make_shards(self) -> list[Shard]:
+    def _make_shards(self) -> tuple[list[Shard], Coordinators]:
         settings = self.settings
         total_bytes = settings.max_memory_bytes or int(0.8 * machine_memory_bytes())
-        shard_settings = ShardSettings(
+        given = ShardSettings(
             lease_s=settings.lease_s,
             heartbeat_s=settings.heartbeat_s,
             max_memory_bytes=max(1, total_bytes // settings.shards),
@@ -178,11 +187,11 @@ class Server:
             software=__version__,
             warns_of_loss=settings.tier == "memory" and not self._until_stdin_closes,
         )
-        shards = [Shard(index, self.epoch, shard_settings, CLOCKS) for index in range(settings.shards)]
-        for shard in shards:
-            shard.events = self._events
-        shards[0].server_facts = self.facts
-        return shards
+        shards = [
+            Shard(index, self.epoch, given, CLOCKS, self._events.note, partial(self._shards.is_connected, index))
+            for index in range(settings.shards)
+        ]
+        return shards, Coordinators(self.epoch, given, CLOCKS, self._events.note)
 
     def _open_status_port(self, port: int, history: History) -> HttpStatus:
         try:
@@ -205,8 +214,8 @@ class Server:
 
     def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
         lines = [self._whereabouts(), durability]
-        if self._listeners.authenticator is not None:
-            lines.append(self._listeners.authenticator.describe())
+        if self._shards.authenticator is not None:
+            lines.append(self._shards.authenticator.describe())
         if self.status_url:
             lines.append(f"status at {self.status_url}")
         lines.append(f"psengine-server ready {' '.join(self.addresses)}")
@@ -219,25 +228,29 @@ class Server:
     def _serve(self) -> bool:
         """Serve until a request to end, or the end of an embedded server's purpose (True); or a failure (False)."""
         watchdog_s = systemd.watchdog_interval_s()
-        next_beat_s = next_report_s = time.monotonic()
+        next_beat_s = next_report_s = next_look_s = time.monotonic()
+        at_start_bytes = resident_bytes()
         while True:
             reason = self._ends.wait(LOOP_S)
             if reason:
                 logger.info("shutting down: %s", reason)
                 return True
-            if not self._shards.are_alive or not self._listeners.is_guarded:
+            if not self._shards.are_alive:
                 return False
             now_s = time.monotonic()
             if watchdog_s is not None and now_s >= next_beat_s and self.is_healthy():
                 systemd.notify("WATCHDOG=1")
                 next_beat_s = now_s + watchdog_s
+            if now_s >= next_look_s:
+                self._look_at_memory(at_start_bytes)
+                next_look_s = now_s + MEMORY_S
             if now_s >= next_report_s:
                 systemd.notify(f"STATUS={self._summary()}")
                 next_report_s = now_s + _REPORT_S
-            if self._is_draining and self._shards.remembered_count() == 0:
+            if self._is_draining and self._shards.worker_count(remembers=True) == 0:
                 logger.info("shutting down: drained, no worker is left")
                 return True
-            if self._ends.stdin_closed.is_set() and self._shards.training_count() == 0:
+            if self._ends.stdin_closed.is_set() and self._shards.worker_count() == 0:
                 logger.info("shutting down: standard input is at its end and no worker is left")
                 return True
 
@@ -253,19 +266,20 @@ class Server:
         count = len(self.addresses)
         return f"{count} {'shard' if count == 1 else 'shards'} at {' '.join(self.addresses)}"
 
-    def _on_snapshot(self, thread: ShardThread, route: bytes, request: Message) -> None:
-        """SNAPSHOT arrived at a shard; its answer leaves once the snapshot is durable."""
+    def _look_at_memory(self, at_start_bytes: int) -> None:
+        """Close connections whose messages fill the memory and do not end: credits do not bound those."""
 
-        def answer(outcome: SnapshotOutcome) -> None:
-            body: dict[str, Any] = {"generation": outcome.generation}
-            if outcome.error:
-                body = {"code": ErrorCode.SNAPSHOT_FAILED, "text": outcome.error}
-            self._answer(thread, route, request, body)
+        def excess_bytes(known_bytes: int = 0) -> int:
+            # Snapshots copy what the shards know of; optimizers and averages need scratch space.
+            return resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES - known_bytes * 5 // 2
 
-        if self._durability is None:
-            answer(SnapshotOutcome(None, "this server keeps no snapshots; start it with --snapshot-dir"))
-        else:
-            self._durability.snapshots.begin(is_ours=False).add_done_callback(lambda written: answer(written.result()))
+        if excess_bytes() <= 0:
+            return
+        closed = self._shards.free_memory(excess_bytes)
+        if closed:
+            text = f"messages that do not end filled the memory: {closed} connections were closed; they come back"
+            logger.error("%s", text)
+            self._events.note("memory", text)
 
     def _on_admin(self, thread: ShardThread, route: bytes, request: Message, operator: str) -> None:
         """ADMIN arrived at a shard, from an operator."""
@@ -274,34 +288,20 @@ class Server:
 
     def _obey(self, thread: ShardThread, route: bytes, request: Message) -> None:
         begin_snapshot = None if self._durability is None else self._durability.snapshots.begin
-        orders = Orders(
-            snapshot=begin_snapshot,
-            evict=self._shards.evict,
-            forget=lambda job: self._shards.forget(job, begin_snapshot or (lambda: None)),
-            drain=self._drain,
-        )
         try:
-            body: dict[str, Any] = {"text": orders.perform(request.body)}
+            body: dict[str, Any] = {"text": perform(request.body, self._shards, begin_snapshot, self._drain)}
         except ProtocolError as error:
             body = {"code": error.code, "text": str(error)}
         except Exception as error:
             logger.exception("an order failed: %s", request.body)
             body = {"code": ErrorCode.INTERNAL, "text": f"the server failed on this order: {error!r}"}
-        self._answer(thread, route, request, body)
+        thread.answer(route, request, body)
         if request.body["action"] == "shutdown" and "code" not in body:
             self._ends.put("psengine admin shutdown")
 
-    def _answer(self, thread: ShardThread, route: bytes, request: Message, body: dict[str, Any]) -> None:
-        """Send OK, or the ERROR that the body describes, from a shard's thread."""
-        to = {name: getattr(request, name) for name in ("job", "worker", "incarnation", "key", "sequence")}
-        kind = MessageType.ERROR if "code" in body else MessageType.OK
-        if "text" in body:
-            body["text"] = body["text"][:MAX_TEXT_CHARS]
-        thread.post(Outgoing(route, Message(kind, epoch=self.epoch, body=body, **to)))
-
     def is_healthy(self) -> bool:
         """Whether every thread lives, and every shard ticks."""
-        return self._listeners.is_guarded and self._shards.are_healthy
+        return self._shards.are_healthy
 
     def facts(self) -> ServerFacts:
         """The process as it is now. Callable from any thread."""
@@ -314,7 +314,7 @@ class Server:
             uptime_s=round(time.monotonic() - self._started_s, 3),
             healthy=self.is_healthy(),
             addresses=tuple(self.addresses),
-            refused_connections=self._listeners.refused,
+            refused_connections=0 if self._shards.authenticator is None else self._shards.authenticator.refused,
             durability=self.settings.tier,
             snapshot=None if self._durability is None else self._durability.snapshots.status(),
             logs=() if self._durability is None else self._durability.status(),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from psengine.parameter_server.server.rules.exchange import PayloadPins
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.protocol.messages import Message
 
 
@@ -17,7 +17,7 @@ class ShardSettings:
     lease_s: float = 5.0  # silence after which a worker is evicted
     heartbeat_s: float = 1.0  # how often workers should send HEARTBEAT
     max_memory_bytes: int = 8 << 30  # what this shard may hold
-    credit_bytes: int = 256 << 20  # payload bytes a worker may have in flight to this shard
+    credit_bytes: int = 64 << 20  # payload bytes a worker may have in flight to this shard
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
     software: str = ""  # version of psengine, for WELCOME
     warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them
@@ -43,5 +43,5 @@ class Outgoing(NamedTuple):
     """A message to send."""
 
     route: bytes  # the connection it goes to
-    message: Message  # its payload may change once ``handle`` or ``tick`` is called again, unless there are ``pins``
-    pins: PayloadPins | None = None  # told when the payload is sent without a copy; None has it copied
+    message: Message  # its payload may change with the next message that is taken, unless it has a ``place``
+    place: Place | None = None  # the payload's memory, which does not change while it is read; None: copy it

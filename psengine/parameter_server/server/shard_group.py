@@ -1,23 +1,33 @@
-"""A server's shards, each in a thread of its own, asked together from other threads.
-
-ask ──► shard 0's queue ─► between two messages ─► future ──┐
-    └─► shard 1's queue ─► ...                  ─► future ──┴─► results, or TimeoutError after one deadline
-"""
+"""All shards of a server: their sockets and threads, and what is asked of all or ordered to all."""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
-from psengine.parameter_server.server.core.shard import Shard
+import zmq
+
+from psengine.environment.local_sockets import is_loopback, remove_stale_sockets, socket_beside
+from psengine.errors import ConfigurationError
+from psengine.parameter_server.server.settings import ServerSettings
+from psengine.parameter_server.server.transport.authentication import Authenticator
+from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
+from psengine.parameter_server.server.transport.key_rings import key_ring, operators
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.parameter_server.status_model import MuteShard, ShardStatus
 
+logger = logging.getLogger(__name__)
+
 ANSWER_DEADLINE_S = 3.0
+CONTEXT_DEADLINE_S = 5.0
 # A shard that does not tick for so long is unhealthy; copying a large model for a snapshot takes a second.
 HEALTHY_S = 10.0
 
@@ -25,26 +35,118 @@ _Result = TypeVar("_Result")
 
 
 class ShardGroup:
-    """The shards' threads; ``start`` adds one. Callable from any thread."""
+    """Sockets between ``__enter__`` and ``__exit__``, threads after ``start``. Callable from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        settings: see ``ServerSettings``.
+
+    Attributes:
+        authenticator: decides who may connect; None where anybody may.
+        endpoints: in the order of shards; [] before ``open``. A shard's thread closes its own.
+        threads: likewise; [] before ``start``.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self.authenticator: Authenticator | None = None
+        self.endpoints: list[Endpoint] = []
         self.threads: list[ShardThread] = []
 
-    def start(self, thread: ShardThread) -> None:
-        """Add a shard, and let it serve."""
-        self.threads.append(thread)
-        thread.start()
+    def __enter__(self) -> ShardGroup:
+        settings = self._settings
+        # A thread serves one TCP stream at full speed, a third of one with CURVE. Two were no faster on two cores.
+        self._context: zmq.Context[Any] = zmq.Context(max(1, min(settings.shards, (os.cpu_count() or 1) // 2)))
+        if settings.insecure:
+            logger.warning(
+                "INSECURE: %s takes anybody who reaches it%s, without keys and in the clear; whoever does can read and"
+                " overwrite every model here. Use psengine-server keygen, --curve-key and --allow, or --secret-file.",
+                settings.bind,
+                ", every user of this machine" if settings.is_local else "",
+            )
+        else:
+            try:
+                self.authenticator = Authenticator(self._context, key_ring(settings), operators(settings))
+            except BaseException:
+                self._end_context()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.threads:
+            for endpoint in self.endpoints:
+                endpoint.close(0)
+        if self.authenticator is not None:
+            self.authenticator.end()
+        if any(thread.is_alive() for thread in self.threads):
+            logger.error("a shard is still busy; the process ends without it")  # its socket is its own
+        else:
+            self._end_context()
+
+    # ---- addresses ---------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Bind all addresses.
+
+        Raises:
+            ConfigurationError, BindError: an address cannot be bound.
+        """
+        for address in self._settings.bind_addresses():
+            endpoint = Endpoint(self._context, address, self.authenticator, lease_s=self._settings.lease_s)
+            self.endpoints.append(endpoint)
+            self._open_local(endpoint)
+        if self.authenticator is not None:
+            # After all binds: a client that TCP refuses looks for the Unix socket once more, and then gives up.
+            self.authenticator.start()
+            found = [*(_reachable(e.address) for e in self.endpoints), *(e.local_address for e in self.endpoints)]
+            self.authenticator.probe([address for address in found if address])
+
+    def addresses(self, host: str) -> list[str]:
+        """The shards' addresses, with ``host`` for a wildcard; clients replace "*" by the host they connected to."""
+        if not self._settings.is_wildcard:
+            return [endpoint.address for endpoint in self.endpoints]
+        return [f"tcp://{host}:{endpoint.address.rpartition(':')[2]}" for endpoint in self.endpoints]
+
+    def is_connected(self, index: int, route: bytes) -> bool:
+        """Whether a connection of this shard stands; in its thread."""
+        return self.endpoints[index].peers.is_connected(route)
+
+    def _open_local(self, endpoint: Endpoint) -> None:
+        """Listen beside loopback TCP too, where this user's clients look first; others use TCP.
+
+        Raises:
+            ConfigurationError, BindError: it cannot be opened, and is the only way in.
+        """
+        if not is_loopback(endpoint.address):
+            return
+        remove_stale_sockets()
+        try:
+            endpoint.open_local(socket_beside(endpoint.address, make=True))
+        except (ConfigurationError, BindError) as error:
+            settings = self._settings
+            if not (settings.insecure or settings.curve_key or settings.secret_file):
+                raise
+            logger.warning("clients on this machine use TCP, which is slower: %s", error)
+
+    def _end_context(self) -> None:
+        # An open socket would make this wait for ever.
+        ending = threading.Thread(target=self._context.destroy, kwargs={"linger": LINGER_MS}, daemon=True)
+        ending.start()
+        ending.join(timeout=CONTEXT_DEADLINE_S)
+        if ending.is_alive():
+            logger.error("sockets were not closed within %g s; the process ends without them", CONTEXT_DEADLINE_S)
 
     # ---- questions ---------------------------------------------------------------------------------------------
 
-    def ask(self, function: Callable[[Shard], _Result]) -> list[_Result]:
-        """Call ``function`` with every shard, in the shard's thread; the results.
+    def ask(self, function: Callable[[ShardThread], _Result]) -> list[_Result]:
+        """Call ``function`` with every shard's thread, in that thread; the results.
 
         Raises:
             concurrent.futures.TimeoutError: a shard did not answer; it does what it was asked as soon as it can.
             ShardEndedError: a shard's thread has ended.
         """
-        return _results([thread.ask(partial(function, thread.shard)) for thread in self.threads])
+        return _results([thread.ask(partial(function, thread)) for thread in self.threads])
 
     def status(self) -> tuple[ShardStatus | MuteShard, ...]:
         """Each shard's status, or why there is none."""
@@ -53,38 +155,67 @@ class ShardGroup:
         return tuple(_status_of(thread, future, deadline_s) for thread, future in futures)
 
     @property
+    def is_guarded(self) -> bool:
+        """Whether the authenticator, where there is one, lives."""
+        return self.authenticator is None or self.authenticator.is_alive()
+
+    @property
     def are_alive(self) -> bool:
         """Whether every thread lives."""
-        return all(thread.is_alive() for thread in self.threads)
+        return self.is_guarded and all(thread.is_alive() for thread in self.threads)
 
     @property
     def are_healthy(self) -> bool:
         """Whether every thread lives and ticks."""
         now_s = time.monotonic()
-        return all(thread.is_alive() and now_s - thread.last_tick_s < HEALTHY_S for thread in self.threads)
+        return self.are_alive and all(now_s - thread.last_tick_s < HEALTHY_S for thread in self.threads)
 
-    def training_count(self) -> int:
-        """Workers at the shard with most of them, without those that wait for a job's first values; 1 likewise."""
-        return self._most(lambda shard: shard.jobs.training_count)
+    def worker_count(self, *, remembers: bool = False) -> int:
+        """Workers: that this server leads, or that are connected to a shard; 1 where a shard does not answer.
 
-    def _most(self, count: Callable[[Shard], int]) -> int:
+        Args:
+            remembers: count those too that were put out less than a lease ago, or wait for a job's first values.
+        """
+
+        def count(thread: ShardThread) -> int:
+            led = thread.coordinators
+            known = 0 if led is None else led.remembered_count() if remembers else led.training_count()
+            return max(known, thread.shard.members_connected())
+
         try:
             return max(self.ask(count))
         except (FutureTimeoutError, ShardEndedError):
             return 1
 
+    def free_memory(self, excess_bytes: Callable[[int], int]) -> int:
+        """Close connections that fill the memory with messages that do not end; how many there were.
+
+        Args:
+            excess_bytes: how much is filled beyond so many bytes, which the shards know of.
+        """
+
+        def known(thread: ShardThread) -> int:
+            return thread.shard.memory_bytes() + thread.endpoint.unread_bytes
+
+        try:
+            if excess_bytes(sum(self.ask(known)) + UNREAD_BYTES * self.worker_count(remembers=True)) <= 0:
+                return 0
+            return sum(self.ask(lambda thread: thread.endpoint.peers.close_unfinished(UNREAD_BYTES)))
+        except (FutureTimeoutError, ShardEndedError):
+            return 0
+
     # ---- orders ------------------------------------------------------------------------------------------------
 
     def evict(self, job: str, rank: int) -> bool:
-        """End a worker's lease at every shard; whether any knew the worker.
+        """End a worker's lease; whether there is such a worker of a job that this server leads.
 
         Raises:
             concurrent.futures.TimeoutError: a shard is busy; it ends the lease as soon as it can.
         """
-        return any(_results([thread.ask(partial(thread.evict, job, rank)) for thread in self.threads]))
+        return any(self.ask(lambda thread: thread.evict(job, rank)))
 
     def forget(self, job: str, begin_snapshot: Callable[[], object]) -> int | None:
-        """Drop a job without workers at every shard; how many workers keep it, None where no shard knows it.
+        """Drop a job without workers; how many workers keep it, None where nobody knows it.
 
         Args:
             job: its name.
@@ -93,26 +224,21 @@ class ShardGroup:
         Raises:
             concurrent.futures.TimeoutError: a shard is busy.
         """
-        known = [count for count in self.ask(lambda shard: shard.worker_count(job)) if count is not None]
-        if not known or any(known):
-            return max(known, default=None)
-        forgotten = [thread.ask(partial(Shard.forget, thread.shard, job)) for thread in self.threads]
+        led = self.ask(lambda thread: thread.forget_led(job))[0]
+        if led:
+            return led
+        forgotten = [thread.ask(partial(thread.shard.forget, job)) for thread in self.threads]
         # A crash before the next interval would restore the job. Shards call functions in the order of asking.
         begin_snapshot()
-        _results(forgotten)
-        return 0
+        return 0 if any(_results(forgotten)) or led == 0 else None
 
     def close(self) -> int:
-        """Let no more workers in, see ``Shard.close``; how many there are at the shard with most of them.
+        """Let no more workers in; how many there are.
 
         Raises:
             concurrent.futures.TimeoutError: a shard is busy; it does so as soon as it can.
         """
-        return max(self.ask(Shard.close))
-
-    def remembered_count(self) -> int:
-        """Workers at the shard with most of them, see ``ShardJobs``; 1 where a shard does not answer."""
-        return self._most(lambda shard: shard.jobs.remembered_count)
+        return max(self.ask(lambda thread: 0 if thread.coordinators is None else thread.coordinators.close()))
 
     def drain(self) -> list[int]:
         """Refuse newcomers and answer queued messages; the indexes of shards that did not finish in time."""
@@ -141,3 +267,8 @@ def _status_of(thread: ShardThread, future: Future[ShardStatus], deadline_s: flo
 def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
     deadline_s = time.monotonic() + ANSWER_DEADLINE_S
     return [future.result(max(0.0, deadline_s - time.monotonic())) for future in futures]
+
+
+def _reachable(address: str) -> str:
+    """The address by which this process reaches one that it bound."""
+    return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")

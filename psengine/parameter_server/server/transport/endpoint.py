@@ -1,9 +1,9 @@
-"""A shard's socket: frames in, frames out. It never waits for a peer that does not read.
+"""A shard's socket: frames in, frames out. It never waits for a peer that does not read, and drops no message.
 
     peer ══ ROUTER ── receive() ─► route, key, frames
-                  ◄── send()       a peer that does not read: kept in a bounded queue; a peer that is gone: dropped
+                  ◄── send()       a peer that does not read: its connection is closed
 
-Nothing dropped is lost: clients ask again for missing answers.
+Nothing is lost inside a connection: a client whose connection was closed makes another one, and says RESUME.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import zmq
 
 from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
-from psengine.parameter_server.keepalive import KEEPALIVE
+from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.server.transport.authentication import Authenticator, local_user
+from psengine.parameter_server.server.transport.peers import Peers
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import HEADER_BYTES, TYPE_AT
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, MessageType
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + 64 * 1024
 # Messages, per peer and direction: zmq counts no bytes.
-HIGH_WATER_MARK = 64
-# Per peer, beyond the high-water mark.
-BACKLOG_BYTES = 64 * 1024 * 1024
-BACKLOG_MESSAGES = 1024
+SENT_MESSAGES = 8192
+RECEIVED_MESSAGES = 64
+# Smaller frames are not counted: as many as may wait for a peer take 32 MiB.
+COUNTED_BYTES = 4096
+# Of answers that a peer has not read: more than a worker's credit and its requests lead to.
+UNREAD_BYTES = 128 * 1024 * 1024
 # How long answers may still leave after the end.
 LINGER_MS = 1000
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
@@ -39,12 +40,6 @@ _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 class BindError(ServerError):
     """An address could not be bound."""
-
-
-@dataclass(slots=True)
-class _Backlog:
-    messages: deque[list[bytes]] = field(default_factory=deque)
-    size_bytes: int = 0
 
 
 class Received(NamedTuple):
@@ -71,34 +66,37 @@ class Endpoint:
         context: of the process.
         address: to bind, as ``ServerSettings.bind_addresses`` has it.
         guard: decides who may connect; None: anybody may.
+        lease_s: a connection whose other end's host is gone is found within it.
 
     Attributes:
         address: as bound, with the real port.
         local_address: a second address, a Unix socket for this user's clients; "" without one.
-        dropped: messages not sent, because their peer was gone or did not read.
-        unreachable: of these, how many whose peer was gone.
+        peers: the connections behind the socket.
+        closed: connections that were closed because their peer did not read.
 
     Raises:
         BindError: the address is taken, or is none of this machine's.
     """
 
-    def __init__(self, context: zmq.Context[Any], address: str, guard: Authenticator | None = None) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], address: str, guard: Authenticator | None = None, *, lease_s: float = 5.0
+    ) -> None:
         self._guard = guard
-        self._backlogs: dict[bytes, _Backlog] = {}
-        self.dropped = 0
-        self.unreachable = 0
+        self.closed = 0
         self.sent_bytes = 0
         self.received_bytes = 0
         self.received_messages = 0
         self.local_address = ""
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._zero_copy = ZeroCopySends(self._socket)
+        self.peers = Peers(self._socket)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         try:
-            _configure(self._socket, is_ipv6="[" in address)
+            _configure(self._socket, lease_s, is_ipv6="[" in address)
             self._bind(address)
         except BaseException:
+            self.peers.end()
             self._socket.close(linger=0)
             raise
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -165,6 +163,7 @@ class Endpoint:
         size_bytes = sum(map(len, frames))
         self.received_messages += 1
         self.received_bytes += size_bytes
+        self.peers.heard(route, part, size_bytes)
         names_peers = self._guard is not None and self._guard.names_peers
         user_id = str(part.get("User-Id")) if names_peers else ""
         return Received(route, user_id, frames, size_bytes, part)
@@ -182,64 +181,45 @@ class Endpoint:
         return f"the key {key}" if self._guard is not None and self._guard.is_operator(key) else ""
 
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
-        """Send, or keep a copy until the peer reads, or drop; never waits.
+        """Send, or close the connection of a peer that does not read; never waits. A peer that is gone gets nothing.
 
         Frames are bytes, or memoryviews of bytes. Without ``copies`` the last one must not change as long as it is
         referenced.
         """
-        if route not in self._backlogs:
-            if self._try(route, frames, copies=copies):
-                return
-            self._backlogs[route] = _Backlog()
-        backlog = self._backlogs[route]
-        size_bytes = sum(map(len, frames))
-        if len(backlog.messages) >= BACKLOG_MESSAGES or backlog.size_bytes + size_bytes > BACKLOG_BYTES:
-            self.dropped += 1
+        last = frames[-1]
+        is_counted = len(last) >= COUNTED_BYTES
+        if is_counted and self._zero_copy.unread_bytes(route) + len(last) > UNREAD_BYTES:
+            self._close(route)
             return
-        backlog.messages.append([bytes(frame) for frame in frames])
-        backlog.size_bytes += size_bytes
-
-    def _try(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> bool:
-        """Send or drop a message; False where the peer does not read now."""
         send = self._socket.send
         try:
             send(route, _MORE)  # zmq refuses a message here, or takes all of it
             for frame in frames[:-1]:
                 send(frame, _MORE)
-            if copies:
-                send(frames[-1], zmq.NOBLOCK)
+            if is_counted:
+                self._zero_copy.send(memoryview(bytearray(last)) if copies else last, route)
             else:
-                self._zero_copy.send(frames[-1])
+                send(last, zmq.NOBLOCK)
         except zmq.Again:
-            return False
+            self._close(route)
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            self.dropped += 1
-            self.unreachable += 1
-            return True
-        self.sent_bytes += sum(map(len, frames))
-        return True
+        else:
+            self.sent_bytes += sum(map(len, frames))
 
-    def flush(self) -> bool:
-        """Send waiting messages to peers that read again; whether any are left."""
-        for route, backlog in list(self._backlogs.items()):
-            while backlog.messages and self._try(route, backlog.messages[0]):
-                sent = backlog.messages.popleft()
-                backlog.size_bytes -= sum(len(frame) for frame in sent)
-            if not backlog.messages:
-                del self._backlogs[route]
-        return bool(self._backlogs)
+    def _close(self, route: bytes) -> None:
+        self.closed += self.peers.close(route)
 
     @property
-    def backlog_bytes(self) -> int:
-        """Bytes that wait for peers that do not read."""
-        return sum(backlog.size_bytes for backlog in self._backlogs.values())
+    def unread_bytes(self) -> int:
+        """Bytes of answers that peers have not read."""
+        return self._zero_copy.unread_bytes()
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close; answers already sent get ``linger_ms`` to leave."""
-        self._backlogs.clear()
         self._zero_copy.close()
+        self.peers.end()
         self._socket.close(linger=linger_ms)
         for address, file in self._files.items():
             if file is not None and file == _file_of(address):
@@ -247,15 +227,15 @@ class Endpoint:
         self._files.clear()
 
 
-def _configure(router: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
+def _configure(router: zmq.Socket[bytes], lease_s: float, *, is_ipv6: bool) -> None:
     router.setsockopt(zmq.LINGER, LINGER_MS)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, answers to a slow peer vanish and every send succeeds
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, answers to a slow peer vanish
     router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     router.setsockopt(zmq.HANDSHAKE_IVL, 2000)
-    router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    router.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    router.setsockopt(zmq.SNDHWM, SENT_MESSAGES)
+    router.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
     # ZMTP's heartbeats wait behind payloads, so that a slow link would look dead. The kernel's keep-alives do not.
-    for option, value in KEEPALIVE.items():
+    for option, value in keep_alive(lease_s).items():
         router.setsockopt(option, value)
     router.setsockopt(zmq.BACKLOG, 1024)
     if is_ipv6:

@@ -3,8 +3,8 @@
     shard    handle ─► records ─► answers, held ···················· released in order
     log                  └─► write ─► sync (a group) ─► wake ────────┘
 
-An answer waits until the log is as far as it was when the answer was made. All of a shard's messages keep their order,
-but for what only says that the server lives.
+An answer waits until the log is as far as it was when the answer was made. Those that wait keep their order; what says
+nothing of updates does not wait, so that a server whose disk is full can be looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from psengine.errors import ServerError
 from psengine.parameter_server.server.log.log import ShardLog
-from psengine.parameter_server.server.rules.exchange import PayloadPins
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.transport.endpoint import Endpoint
 
 
@@ -56,26 +56,29 @@ class HeldAnswers:
     def __len__(self) -> int:
         return len(self._held)
 
-    def send(
-        self, route: bytes, frames: Sequence[Any], *, pins: PayloadPins | None = None, is_urgent: bool = False
-    ) -> None:
+    @property
+    def is_durable(self) -> bool:
+        """Whether nothing waits for the log."""
+        return self.log is None or (not self._held and self.log.durable == self.log.end)
+
+    def send(self, route: bytes, frames: Sequence[Any], *, place: Place | None = None, waits: bool = True) -> None:
         """Send now, or once the log is durable.
 
         Args:
             route: as ``frames``, see ``Endpoint.send``.
             frames: the message's.
-            pins: of the last frame's memory, which does not change while they hold it; None: it may at any time.
-            is_urgent: it says nothing that a restart could make untrue.
+            place: the last frame's memory, which does not change while it is being read; None: it may at any time.
+            waits: False: it says nothing that a restart could make untrue.
         """
-        log = self.log
-        if pins is not None:
-            pins.pin(frames[-1])
-        if log is None or is_urgent or (not self._held and log.durable == log.end):
-            self._endpoint.send(route, frames, copies=pins is None)
+        if place is not None:
+            place.sent(frames[-1])
+        if not waits or self.is_durable:
+            self._endpoint.send(route, frames, copies=place is None)
             return
-        if pins is None:
+        assert self.log is not None
+        if place is None:
             frames = [bytes(frame) for frame in frames]
-        self._held.append(_Held(log.end, route, frames, pins is None))
+        self._held.append(_Held(self.log.end, route, frames, place is None))
 
     def release(self) -> None:
         """Send what may leave.

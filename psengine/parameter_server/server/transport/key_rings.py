@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from psengine.errors import ConfigurationError
+from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.shared_secret import operator_pair, pairs_of_secret
 from psengine.protocol.keys import read_allowed, read_key_pair
 
@@ -130,6 +131,22 @@ class OperatorSecret:
 
 KeyRing: TypeAlias = AllowedKeys | SecretKeys
 OperatorKeys: TypeAlias = KeyList | OperatorSecret
+
+
+def key_ring(settings: ServerSettings) -> KeyRing | None:
+    """The keys of those who may connect; None where there are none."""
+    if settings.curve_key is not None and settings.allow is not None:
+        return AllowedKeys(settings.curve_key, settings.allow)
+    return None if settings.secret_file is None else SecretKeys(settings.secret_file)
+
+
+def operators(settings: ServerSettings) -> OperatorKeys | None:
+    """The keys of those who may give orders; None where there are none."""
+    if settings.admin_allow is not None:
+        return KeyList(settings.admin_allow)
+    if settings.admin_secret_file is None or settings.secret_file is None:
+        return None
+    return OperatorSecret(settings.admin_secret_file, settings.secret_file)
 
 
 def _read_what_is_good(allow: Path) -> tuple[dict[str, str], set[str]]:

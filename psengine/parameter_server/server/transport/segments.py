@@ -32,10 +32,10 @@ from psengine.parameter_server.segments.offer import (
     accepted,
     part_of,
 )
-from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.rules.exchange import PayloadPins, ValueMemory
-from psengine.protocol.messages import NOBODY, Message
+from psengine.parameter_server.server.rules.answer_memory import Place
+from psengine.parameter_server.server.shard.job import Job
+from psengine.parameter_server.server.shard.shard import Shard
+from psengine.protocol.messages import NOBODY, ErrorCode, Message
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class WorkerSegment:
     mapping: SegmentMapping | None  # until the worker takes part no more
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     lent: LentMemory | None = None
-    # By chunk, the last exchange whose answer it was told to read in the server's memory, and that memory.
-    reads: dict[int, tuple[int, PayloadPins]] = field(default_factory=dict)
-    # By chunk, the last exchange whose answer was written to its own memory.
+    # By chunk, the last step whose answer it was told to read in the server's memory, and that memory.
+    reads: dict[int, tuple[int, Place]] = field(default_factory=dict)
+    # By chunk, the last step whose answer was written to its own memory.
     written: dict[int, int] = field(default_factory=dict)
 
     def accepted(self) -> tuple[bytes, list[int]]:
@@ -62,8 +62,8 @@ class WorkerSegment:
 
     def leave(self, key: int) -> None:
         """The worker does not read the chunk's values any more."""
-        _, pins = self.reads.pop(key)
-        pins.readers -= 1
+        _, place = self.reads.pop(key)
+        place.readers -= 1
 
     def drop(self) -> None:
         """The worker takes part no more, or not this way; it may still be reading."""
@@ -94,7 +94,7 @@ class LentMemory:
     """
 
     def __init__(self, job: Job, parts: int) -> None:
-        rules = {key: rule for key, rule in sorted(job.chunks.rules.items()) if rule.outcome.lends}
+        rules = {key: rule for key, rule in sorted(job.chunks.rules.items()) if rule.lent_places(job.expected_workers)}
         self._rules = dict(itertools.islice(rules.items(), MAX_LENT_CHUNKS))
         self.token = object()
         part_bytes, offsets = part_of(rule.spec for rule in self._rules.values())
@@ -103,16 +103,9 @@ class LentMemory:
         self.descriptor, mapping = make_lent_segment(self._table.size_bytes)
         weakref.finalize(self, os.close, self.descriptor)
         for key, rule in self._rules.items():
-            spec = rule.spec
-            rule.outcome.keep_in(
-                [
-                    ValueMemory(
-                        mapping.tensor(part * part_bytes + offsets[key], spec.numel, spec.dtype),
-                        PayloadPins(self.token, part),
-                    )
-                    for part in range(parts)
-                ]
-            )
+            spec, begins = rule.spec, [part * part_bytes + offsets[key] for part in range(parts)]
+            tensors = [mapping.tensor(begin, spec.numel, spec.dtype) for begin in begins]
+            rule.memory.lend([Place(tensor, part, self.token) for part, tensor in enumerate(tensors)])
 
     def table(self, offer: Offer) -> LentTable:
         """What the worker of this offer is told of it."""
@@ -140,43 +133,50 @@ class ShardSegments:
         text = f"{member.job} {member.worker} {member.incarnation}".encode()
         return hashlib.blake2b(text, key=self._secret, digest_size=TOKEN_CHARS // 2).hexdigest()
 
-    def sign(self, welcome: Message) -> None:
+    def sign(self, resumed: Message) -> None:
         """Tell a worker its token."""
-        if self.is_open and welcome.worker != NOBODY:
-            welcome.body["local"] = self.token(Member(welcome.job, welcome.worker, welcome.incarnation))
+        if self.is_open and resumed.worker != NOBODY:
+            resumed.body["local"] = self.token(Member(resumed.job, resumed.worker, resumed.incarnation))
 
     def find(self, push: Message) -> None:
-        """A PUSH came: give it its payload, if that lies in memory that its worker shares."""
-        segment = self._segments.get((push.job, push.worker, push.incarnation))
-        if segment is None:
-            return
-        read = segment.reads.get(push.key)
-        if read is not None and push.sequence > read[0]:
-            segment.leave(push.key)  # it has the answer of its last push
-        if push.in_segment and push.dtype is not None:
-            push.payload = segment.gradient(push.key, push.numel, push.dtype)
+        """A PUSH came: give it its payload, if that lies in memory that its worker shares.
 
-    def put(self, answer: Message, pins: PayloadPins | None) -> bool:
+        Raises:
+            ProtocolError: it does not; the worker sends the payload then.
+        """
+        segment = self._segments.get((push.job, push.worker, push.incarnation))
+        read = None if segment is None else segment.reads.get(push.key)
+        if segment is not None and read is not None and push.sequence > read[0]:
+            segment.leave(push.key)  # it has completed the step of its last push
+        if push.in_segment and push.dtype is not None:
+            push.payload = None if segment is None else segment.gradient(push.key, push.numel, push.dtype)
+            if push.payload is None:
+                raise ProtocolError(
+                    f"the payload of chunk {push.key} is in memory that this shard does not have (any more)",
+                    ErrorCode.SEGMENT,
+                )
+
+    def put(self, answer: Message, place: Place | None) -> bool:
         """Tell a worker where an answer's payload is, in the server's memory or in its own; whether it need not travel.
 
-        ``pins``: of the payload's memory.
+        ``place``: the payload's memory, where that does not change while it is read.
         """
         segment = self._segments.get((answer.job, answer.worker, answer.incarnation))
         values = answer.payload
         if segment is None or segment.mapping is None or not isinstance(values, torch.Tensor):
             return False
-        place = segment.offer.places.get(answer.key)
-        if place is None or values.nbytes != place.size_bytes:
+        own = segment.offer.places.get(answer.key)
+        if own is None or values.nbytes != own.size_bytes:
             return False
         if answer.key in segment.reads or answer.sequence <= segment.written.get(answer.key, 0):
             return False  # it may be reading the answer to the same push, or to a later one
-        if pins is not None and segment.lent is not None and pins.lender is segment.lent.token:
-            pins.readers += 1
-            segment.reads[answer.key] = answer.sequence, pins
-            answer.in_segment, answer.body["place"] = True, pins.place
+        if place is not None and segment.lent is not None and place.lender is segment.lent.token:
+            place.readers += 1
+            segment.reads[answer.key] = answer.sequence, place
+            answer.in_segment, answer.body["place"] = True, place.number
             return True
         segment.written[answer.key] = answer.sequence
-        ctypes.memmove(segment.mapping.address + place.answer, values.data_ptr(), place.size_bytes)
+        ctypes.memmove(segment.mapping.address + own.answer, values.data_ptr(), own.size_bytes)
         answer.in_segment = True
         return True
 
@@ -185,7 +185,7 @@ class ShardSegments:
         offer, member = segment.offer, segment.offer.member
         if not hmac.compare_digest(self.token(member), offer.token):
             return "the token is not the one that this worker was given"
-        job = shard.jobs.by_number.get(member.job)
+        job = shard.jobs.get(member.job)
         if job is None or not _is_member(shard, member):
             return f"worker {member.worker} is no member (any more)"
         for key, place in offer.places.items():
@@ -205,10 +205,7 @@ class ShardSegments:
         for other in self._segments.values():
             if other.offer.member.job == job.number and other.lent is not None and other.lent.is_of(job):
                 return other.lent
-        workers = max(job.expected_workers, len(job.membership.members))
-        parts = max(
-            (rule.outcome.places(workers) for rule in job.chunks.rules.values() if rule.outcome.lends), default=0
-        )
+        parts = max((rule.lent_places(job.expected_workers) for rule in job.chunks.rules.values()), default=0)
         if not 1 <= parts <= MAX_LENT_PLACES:
             return None
         try:
@@ -242,9 +239,8 @@ def _key(member: Member) -> tuple[int, int, int]:
 
 
 def _is_member(shard: Shard, member: Member) -> bool:
-    job = shard.jobs.by_number.get(member.job)
-    known = None if job is None else job.membership.members.get(member.worker)
-    return known is not None and known.incarnation == member.incarnation
+    job = shard.jobs.get(member.job)
+    return job is not None and job.is_member(member.worker, member.incarnation)
 
 
 def end_stream(stream: socket.socket) -> None:

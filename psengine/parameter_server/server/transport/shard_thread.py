@@ -1,49 +1,74 @@
-"""The thread of one shard: socket in, shard, socket out.
+"""The thread of one shard: socket in, coordinators or shard, socket out.
 
     ┌► wait for a message, at most until the next tick ─► take up to DRAIN_MESSAGES ─► answers ─► tick, if it is due ─┐
     └──────────────────────────────────── functions that others asked for ◄──────────────────────────────────────────┘
 
-Nothing else touches the shard or its socket: other threads ``ask`` for a function to be called in this one.
+    HELLO HEARTBEAT COMMIT LEAVE ─► Coordinators   at a server's first shard; they alone are told the time
+    STATUS ECHO ADMIN            ─► answered here
+    everything else              ─► Shard
+
+Nothing else touches the shard, the coordinators or the socket: other threads ``ask`` for a function to be called here.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from psengine.errors import ProtocolError, ServerError
+from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
-from psengine.parameter_server.server.core.shard import TICK_S, Shard
+from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.parameter_server.server.transport.segments import ShardSegments
-from psengine.parameter_server.status_model import ShardStatus, Transport
-from psengine.protocol.frames import decode, encode, refusal
+from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport, to_json
+from psengine.protocol.bodies import MAX_TEXT_CHARS
+from psengine.protocol.frames import decode, encode, payload_tensor, refusal
 from psengine.protocol.groups import split
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import TO_COORDINATOR, ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
+# How often the coordinators look at the time. A leap of it counts as one of these: if it counted as nothing, a server
+# that is always short of processor would never find a worker dead.
+TICK_S = 0.1
+# Shorter leaps are ordinary, such as the copy of a large model for a snapshot, and not reported.
+NOTABLE_PAUSE_S = 2.0
 DRAIN_MESSAGES = 64
 # Answers in shared memory travel together while messages are waiting: few, so that the worker copies the first values
 # while the next chunks are stepped.
 ANSWERS_PER_GROUP = 4
-# How often the queue of a peer that does not read is tried.
-FLUSH_S = 0.002
 # How long messages that are queued when the server ends may take to be answered.
 LAST_MESSAGES_S = 2.0
-# These do not wait for the log: a server whose disk is slow lives, and can be looked at.
-_SAYS_NOTHING_NEW = frozenset({MessageType.HEARTBEAT_ACK, MessageType.STATUS_REPORT, MessageType.ECHOED})
+# A report of many workers and chunks takes milliseconds: one that was costly is sent again for ``KEPT_FACTOR`` times as
+# long, so that asking all the time takes a tenth of the shard's time.
+COSTLY_S = 0.001
+KEPT_FACTOR = 10.0
+# These say nothing of updates, so they do not wait for the log: a server whose disk is slow, or full, can be looked at.
+_DO_NOT_WAIT = frozenset(
+    {
+        MessageType.STATUS_REPORT,
+        MessageType.ECHOED,
+        MessageType.ERROR,
+        MessageType.PENDING,
+        MessageType.CHUNKS,
+        MessageType.STATE_WANTED,
+        MessageType.WELCOME,
+        MessageType.RESUMED,
+    }
+)
 
 
 class ShardEndedError(ServerError):
@@ -56,12 +81,16 @@ class ShardThread(threading.Thread):
     Args:
         shard: used by this thread only once it started.
         endpoint: closed by this thread.
-        on_snapshot: called with the route and the message of a member's SNAPSHOT; answers through ``post``.
-        on_admin: likewise with an operator's ADMIN, and who sent it.
+        addresses: of all shards of the server, as clients are told.
+        coordinators: of the jobs that the server leads; None but at its first shard.
+        facts: what the server says of itself; None but at its first shard.
+        on_admin: called with an operator's ADMIN, the route, and who sent it; answers through ``answer``.
+        note: told of what people may want to know, see ``EventLog.note``.
 
     Attributes:
         last_tick_s: monotonic time of the last tick.
         answers: what leaves, once the log is as far; its log is set before the start.
+        append_coordinator: writes the coordinators' state to the log; set before the start.
         segments: the memory that workers of this host share; used by this thread only once it started.
         drained: set once every queued message was answered after ``drain``.
     """
@@ -70,28 +99,39 @@ class ShardThread(threading.Thread):
         self,
         shard: Shard,
         endpoint: Endpoint,
-        on_snapshot: Callable[[ShardThread, bytes, Message], None],
+        addresses: Sequence[str],
+        *,
+        coordinators: Coordinators | None = None,
+        facts: Callable[[], ServerFacts] | None = None,
         on_admin: Callable[[ShardThread, bytes, Message, str], None],
+        note: Callable[..., None],
     ) -> None:
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
         self.endpoint = endpoint
+        self.coordinators = coordinators
         self.answers = HeldAnswers(endpoint)
+        self.append_coordinator: Callable[[Mapping[str, Any]], object] = lambda meta: None
         self.segments = ShardSegments()
-        self.last_tick_s = time.monotonic()
+        self.last_tick_s = self._now_s = time.monotonic()
         self.drained = threading.Event()
-        shard.want_snapshot = lambda route, message: on_snapshot(self, route, message)
+        self._addresses = list(addresses)
+        self._facts = facts
         self._on_admin = on_admin
+        self._note = note
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # A worker's answers without a payload frame that leave together, and its route.
         self._group: list[bytes] = []
         self._group_route = b""
         self._group_answers = 0
+        self._report = torch.empty(0, dtype=torch.uint8)
+        self._report_until_s = float("-inf")
         self._ends = False
         self._has_ended = False
         self._drain_until_s: float | None = None
         self._complaints = RateLimit()
         self._traces = RateLimit()
+        self._decisions = 0
         self.bad_messages = 0
         self.failures = 0
 
@@ -119,12 +159,21 @@ class ShardThread(threading.Thread):
             self._answer_asked()  # the thread may have ended without seeing this call
         return future
 
-    def post(self, outgoing: Outgoing) -> None:
-        """Send a message from this thread, if it is still there."""
-        self._asked.put(lambda: None if self._has_ended else self._send([outgoing]))
+    def answer(self, route: bytes, request: Message, body: dict[str, Any]) -> None:
+        """Send OK, or the ERROR that the body describes, from this thread, if it is still there."""
+        if "text" in body:
+            body["text"] = body["text"][:MAX_TEXT_CHARS]
+        kind = MessageType.ERROR if "code" in body else MessageType.OK
+        answer = [Outgoing(route, self._to(request, kind, body=body))]
+        self._asked.put(lambda: None if self._has_ended else self._send(answer))
+
+    @property
+    def changes(self) -> int:
+        """Grows with each change of what a snapshot holds."""
+        return self.shard.changes + self._decisions
 
     def drain(self) -> None:
-        """Refuse newcomers, answer queued messages, then take no more; sets ``drained``."""
+        """Let nobody in, answer queued messages, then take no more; sets ``drained``."""
         self.shard.is_draining = True
         self._drain_until_s = time.monotonic() + LAST_MESSAGES_S
 
@@ -132,20 +181,36 @@ class ShardThread(threading.Thread):
         """Leave the loop and close the socket; join afterwards."""
         self._ends = True
 
+    # ---- for functions that are called in this thread ------------------------------------------------------------
+
     def status(self) -> ShardStatus:
-        """The shard's status, with its socket's counts; call it in this thread."""
+        """The shard's status, with its socket's counts, and that of the jobs that are led here."""
         here = {"bad_messages": self.bad_messages, "failures": self.failures}
         moved = {one.name: getattr(self.endpoint, one.name) for one in fields(Transport) if one.name not in here}
-        transport = Transport(**moved, **here)
-        return replace(self.shard.status(time.monotonic()), address=self.endpoint.address, transport=transport)
+        return replace(
+            self.shard.status(),
+            address=self.endpoint.address,
+            transport=Transport(**moved, **here),
+            coordinated={} if self.coordinators is None else self.coordinators.status(time.monotonic()),
+        )
 
     def evict(self, job: str, rank: int) -> bool:
-        """End a worker's lease, see ``Shard.evict``; call it in this thread."""
-        outgoing = self.shard.evict(job, rank, time.monotonic())
-        self._send(outgoing or [])
+        """End a worker's lease before its time; whether there is such a worker."""
+        if self.coordinators is None:
+            return False
+        outgoing = self.coordinators.evict(job, rank, self._look_at_time())
+        self._send_decided(outgoing or [])
         return outgoing is not None
 
-    # ---- in this thread ----------------------------------------------------------------------------------------
+    def forget_led(self, job: str) -> int | None:
+        """Forget a job that is led here; how many workers keep it, None where it is not led here."""
+        if self.coordinators is None:
+            return None
+        kept = self.coordinators.forget(job)
+        self._send_decided([])
+        return kept
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """The loop."""
@@ -165,19 +230,39 @@ class ShardThread(threading.Thread):
 
     def _turn(self) -> None:
         self.answers.release()
-        wait_s = self.last_tick_s + TICK_S - time.monotonic()
         if self.drained.is_set():
             time.sleep(0.005)
         else:
-            self._receive(min(wait_s, FLUSH_S) if self.endpoint.flush() else wait_s)
+            self._receive(self.last_tick_s + TICK_S - time.monotonic())
         now_s = time.monotonic()
         if now_s >= self.last_tick_s + TICK_S:
             self.last_tick_s = now_s
+            self.endpoint.peers.look()
             if not self.drained.is_set():
-                self._guarded(lambda: self._send(self.shard.tick(now_s)))
+                self._guarded(self._tick)
                 self._guarded(lambda: self.segments.keep_members(self.shard))
         # After the tick, so that a status does not show a pause of this process as the workers' silence.
         self._answer_asked()
+
+    def _tick(self) -> None:
+        if self.coordinators is not None:
+            self._send_decided(self.coordinators.tick(self._look_at_time()))
+
+    def _look_at_time(self) -> float:
+        """The time for the coordinators, who are told of a leap: workers' messages of that time are still unread."""
+        now_s = time.monotonic()
+        passed_s, self._now_s = now_s - self._now_s, now_s
+        # A lease outlasts several heartbeats: a pause shorter than one harms nobody.
+        if self.coordinators is not None and passed_s > max(self.shard.settings.heartbeat_s, 2 * TICK_S):
+            self.coordinators.stood_still(passed_s - TICK_S)
+            if passed_s >= NOTABLE_PAUSE_S and self.coordinators.remembered_count():
+                text = (
+                    f"the server stood still for {passed_s:.1f} s: its process was stopped, or short of processor or"
+                    " memory, or one task took as long; no worker's lease ran meanwhile"
+                )
+                logger.warning("%s", text)
+                self._note("stood_still", text)
+        return now_s
 
     def _receive(self, wait_s: float) -> None:
         is_draining = self._drain_until_s is not None
@@ -191,18 +276,15 @@ class ShardThread(threading.Thread):
             received = self.endpoint.receive()
             if received is None:
                 break
-            self._hear(received)
+            for part in split(received.frames):
+                self._take(received._replace(frames=part))
             if time.monotonic() >= self.last_tick_s + TICK_S:
                 break  # large messages take long, and other work waits for the rest of the turn
         self._send_group()
         if self._drain_until_s is not None and time.monotonic() > self._drain_until_s:
             self.drained.set()
 
-    def _hear(self, received: Received) -> None:
-        size_bytes = received.size_bytes
-        for part in split(received.frames):
-            self._take(received._replace(frames=part, size_bytes=size_bytes))
-            size_bytes = 0  # the bytes are counted with the first
+    # ---- messages ------------------------------------------------------------------------------------------------
 
     def _take(self, received: Received) -> None:
         message: Message | None = None
@@ -211,13 +293,10 @@ class ShardThread(threading.Thread):
                 self._administer(received)
                 return
             message = decode(received.frames)
-            if message.type is MessageType.PUSH:
-                self.segments.find(message)
-            outgoing = self.shard.handle(Sender(received.route, received.user_id), message, time.monotonic())
-            # A worker that asks for an answer again may be reading the place where it was written before.
-            self._send(outgoing, may_share=message.type is not MessageType.REPEAT, may_wait=True)
+            self._handle(Sender(received.route, received.user_id), message)
         except ProtocolError as error:
-            self._note_bad(received, error)
+            if message is None or error.code == ErrorCode.BAD_MESSAGE:
+                self._note_bad(received, error)
             self._refuse(received, error)
         except Exception as error:
             what = "a message that could not be decoded"
@@ -226,6 +305,41 @@ class ShardThread(threading.Thread):
             self._report_failure(what)
             text = f"the server failed on {what}: {error!r}; its log has more"
             self._refuse(received, ProtocolError(text, ErrorCode.INTERNAL))
+
+    def _handle(self, sender: Sender, message: Message) -> None:
+        kind = message.type
+        if kind in TO_COORDINATOR:
+            if self.coordinators is None:
+                raise ProtocolError(f"{kind.name} goes to the first shard of the job's first server")
+            if kind is MessageType.HELLO and self._drain_until_s is not None:
+                raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
+            outgoing = self.coordinators.handle(message, sender, self._look_at_time())
+            self._send_decided(outgoing, is_heartbeat=kind is MessageType.HEARTBEAT)
+        elif kind is MessageType.STATUS:
+            self._send([Outgoing(sender.route, self._to(message, MessageType.STATUS_REPORT, payload=self._status()))])
+        elif kind is MessageType.ECHO:
+            echoed = self._to(message, MessageType.ECHOED, payload=payload_tensor(message))
+            self._send([Outgoing(sender.route, echoed)])
+        else:
+            if kind is MessageType.PUSH:
+                self.segments.find(message)
+            self._send(self.shard.apply(message, sender), may_wait=True)
+
+    def _to(self, request: Message, kind: MessageType, **fields: Any) -> Message:
+        """An answer to its sender."""
+        names = ("job", "worker", "incarnation", "key", "sequence")
+        return Message(kind, epoch=self.shard.epoch, **{name: getattr(request, name) for name in names}, **fields)
+
+    def _status(self) -> torch.Tensor:
+        """The status as JSON in UTF-8, which anybody may ask for as often as they like."""
+        began_s = time.perf_counter()
+        if began_s >= self._report_until_s:
+            status = replace(self.status(), transport=None, server=None if self._facts is None else self._facts())
+            self._report = torch.frombuffer(bytearray(json.dumps(to_json(status)).encode()), dtype=torch.uint8)
+            ended_s = time.perf_counter()
+            cost_s = ended_s - began_s
+            self._report_until_s = ended_s + (KEPT_FACTOR * cost_s if cost_s > COSTLY_S else 0.0)
+        return self._report
 
     def _administer(self, received: Received) -> None:
         """An operator's order; ProtocolError from anybody else, before the message is decoded."""
@@ -242,14 +356,13 @@ class ShardThread(threading.Thread):
         self.bad_messages += 1
         suppressed = self._complaints.allows(time.monotonic())
         if suppressed is not None:
-            sizes = [len(frame) for frame in received.frames[:4]]
             logger.warning(
                 "shard %d refused a message from peer %s%s: %s (frames of %s bytes%s; %d like it unmentioned)",
                 self.shard.index,
                 received.route.hex(),
                 f" with key {received.user_id}" if received.user_id else "",
                 error,
-                sizes,
+                [len(frame) for frame in received.frames[:4]],
                 ", ..." if len(received.frames) > 4 else "",
                 suppressed,
             )
@@ -260,21 +373,43 @@ class ShardThread(threading.Thread):
             answer.epoch = self.shard.epoch
             self._send([Outgoing(received.route, answer)])
 
-    def _send(self, outgoing: list[Outgoing], *, may_share: bool = True, may_wait: bool = False) -> None:
+    # ---- answers -------------------------------------------------------------------------------------------------
+
+    def _send_decided(self, outgoing: list[Outgoing], *, is_heartbeat: bool = False) -> None:
+        """Send what the coordinators say; what they have to remember is in the log before it."""
+        assert self.coordinators is not None
+        changed = self.coordinators.take_changed()
+        if changed is not None:
+            self._decisions += 1
+            self.append_coordinator(changed)
+        for one in outgoing:
+            is_ok = is_heartbeat and one.message.type is MessageType.OK
+            self._send([one], waits=not is_ok)
+
+    def _send(self, outgoing: list[Outgoing], *, may_wait: bool = False, waits: bool = True) -> None:
         """Send these; ``may_wait``: answers in shared memory leave with the next ones, at the latest before a wait."""
         for one in outgoing:
-            kind = one.message.type
-            if kind is MessageType.UPDATED and may_share and self.segments.put(one.message, one.pins):
+            message = one.message
+            if message.type is MessageType.UPDATED and self.segments.put(message, one.place):
                 self._send_with_others(one)
                 continue
             self._send_group()  # a connection keeps its order
-            if kind is MessageType.WELCOME:
-                self.segments.sign(one.message)
-            pins = one.pins if one.message.payload is not None else None
-            self.answers.send(one.route, encode(one.message), pins=pins, is_urgent=kind in _SAYS_NOTHING_NEW)
-
+            if message.type is MessageType.RESUMED:
+                self._complete(message)
+            # A new registration has to be the only one, whatever happens to this server.
+            is_new = message.type not in _DO_NOT_WAIT or message.body.get("state") == "initialise"
+            self.answers.send(one.route, encode(message), place=one.place, waits=waits and is_new)
         if not may_wait:
             self._send_group()
+
+    def _complete(self, resumed: Message) -> None:
+        """Add what only this thread knows. It does not wait: a version that a restart could take back is not said."""
+        settings, body = self.shard.settings, resumed.body
+        body["shards"] = self._addresses
+        body.update(durability=settings.durability, software=settings.software, credit_bytes=settings.credit_bytes)
+        if not self.answers.is_durable:
+            body["version"] = None
+        self.segments.sign(resumed)
 
     def _send_with_others(self, one: Outgoing) -> None:
         if one.route != self._group_route:
@@ -291,6 +426,8 @@ class ShardThread(threading.Thread):
         frames, self._group, self._group_answers = [b"".join(self._group)], [], 0
         self.answers.send(self._group_route, frames)
 
+    # ---- other work ----------------------------------------------------------------------------------------------
+
     def _answer_asked(self) -> None:
         while True:
             try:
@@ -299,7 +436,7 @@ class ShardThread(threading.Thread):
                 return
             self._guarded(call)
 
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def _guarded(self, call: Callable[[], object]) -> None:
         try:
             call()
         except Exception:
