@@ -90,9 +90,8 @@ class Job:
 
     def adopt(self, view: View) -> list[Reply]:
         """A higher view came."""
-        if not self.rule.holds_weights or (self.view is not None and self.view.epoch != view.epoch):
-            # A coordinator that restarted counts anew; averages of dropped steps are decided again.
-            self.taken = 0
+        if not self.rule.holds_weights:
+            self.taken = 0  # steps that are dropped are decided again
         self._set_view(view)
         self.registrars.clear()
         replies = [reply for rule in self.chunks.rules.values() for reply in rule.adopt(view)]

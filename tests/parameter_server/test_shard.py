@@ -1,0 +1,400 @@
+"""Shards: who may say what, views, answers that go to the newest connection, and the log's replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.shard_world import (
+    APPLY,
+    AVERAGE,
+    KEY,
+    ErrorCode,
+    Worker,
+    World,
+    codes,
+    rule_of,
+    spec,
+    team,
+    world_of,
+)
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.shard.permissions import MAY_SEND, Role
+from psengine.parameter_server.server.shard.shard import MAX_JOBS, REPLAYED
+from psengine.protocol.frames import decode
+from psengine.protocol.layout import job_number
+from psengine.protocol.messages import SENT_BY_SERVERS, Message, MessageType
+from psengine.protocol.views import Release, View, message_of
+
+ONES = torch.ones(4)
+
+
+# ---- who may say what --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(MAY_SEND[Role.MEMBER] - MAY_SEND[Role.READER]), ids=lambda kind: kind.name)
+def test_who_is_in_no_view_changes_nothing(kind):
+    world, (member,) = world_of(1, [spec()], rule=APPLY, values={0: ONES})
+    before = world.shard.changes
+    fields = {"key": 0, "payload": ONES} if kind not in (MessageType.WAITS, MessageType.CONFIGURE) else {"key": 0}
+    if kind is MessageType.REGISTER:
+        fields["body"] = {"kind": "parameter", "segments": spec().to_body()["segments"]}
+    if kind is MessageType.CONFIGURE:
+        fields["body"] = {"optimizer": "SGD", "groups": [], "runs": []}
+    sender = Message(kind, job_number("demo"), sequence=1, dtype=torch.float32, numel=4, **fields)
+    if "payload" not in fields:
+        sender.dtype, sender.numel = None, 0
+    for worker, incarnation, code in (
+        (0xFFFFFFFF, 0, ErrorCode.BAD_MESSAGE),
+        (0, member.incarnation + 1, ErrorCode.FENCED),
+        (5, 55, ErrorCode.FENCED),
+    ):
+        sender.worker, sender.incarnation, sender.view = worker, incarnation, 1
+        ((_, answer),) = world.deliver(b"stranger", sender)
+        assert codes([answer]) == [code]
+    assert world.shard.changes == before
+
+
+def test_a_worker_is_known_by_its_key_too():
+    world = World()
+    (member,) = team(world, 1, [spec()], rule=APPLY)
+    member.user_id = "somebody"
+    assert codes(member.push(0, 1, ONES)) == [ErrorCode.FENCED]
+
+
+@pytest.mark.parametrize("kind", sorted(SENT_BY_SERVERS - MAY_SEND[Role.READER]), ids=lambda kind: kind.name)
+def test_nobody_speaks_for_the_server(kind):
+    world, (member,) = world_of(1, [spec()], rule=APPLY)
+    answers = member.send(kind, key=0, sequence=1, codec=False)
+    assert codes(answers) == [ErrorCode.BAD_MESSAGE]
+
+
+def test_a_reader_reads_what_servers_hold():
+    world, _ = world_of(1, [spec()], rule=APPLY, values={0: ONES})
+    team(world, 1, [spec()], job="averages", values={0: ONES})
+    reader = Worker(world)
+    assert reader.resume()["chunks"] == 1
+    assert [chunk["key"] for chunk in reader.ask(MessageType.LIST, body={"after": -1}).body["chunks"]] == [0]
+    assert reader.pull(0).payload is not None
+    assert codes([Worker(world, job="averages").pull(0)]) == [ErrorCode.NOT_READY]
+    assert codes([Worker(world, job="nobody's").pull(0)]) == [ErrorCode.NOT_READY]
+
+
+# ---- registration ------------------------------------------------------------------------------------------------
+
+
+def test_nobody_reads_or_pushes_before_the_first_view():
+    world = World()
+    registrar = Worker(world, 0, rule=APPLY)
+    assert registrar.begin()["chunks"] == 0
+    registrar.register(spec(), ONES)
+    registrar.configure(0, 4)
+    assert codes([Worker(world).pull(0)]) == [ErrorCode.NOT_READY]
+    assert codes(registrar.push(0, 1, ONES)) == [ErrorCode.NOT_MEMBER]
+    assert registrar.begin()["chunks"] == 1  # on another connection, say
+    world.publish([registrar])
+    assert registrar.push(0, 1, ONES)[0].type is MessageType.UPDATED
+
+
+def test_a_later_registration_takes_the_place_of_one_that_nobody_is_at_work_with():
+    world, (member,) = world_of(1, [spec()], rule=APPLY)
+    other = Worker(world, 0, incarnation=99, rule=APPLY)
+    answer = other.send(MessageType.RESUME, body={"job": "demo", "rule": APPLY, "registration": 2, "key": KEY})[0]
+    assert answer.body["code"] == ErrorCode.FENCED
+    assert "psengine admin forget --job demo" in answer.body["text"]
+    member.connect()
+    assert other.begin(1, key=bytes(32)) == ErrorCode.FENCED  # the same attempt is not another's
+    assert other.begin(2)["chunks"] == 0
+    assert world.shard.jobs[job_number("demo")].view is None
+
+
+def test_a_job_may_not_ask_for_more_than_the_server_keeps():
+    worker = Worker(World(), 0, rule={**APPLY, "durability": "log"})
+    assert worker.begin() == ErrorCode.RULE_MISMATCH
+
+
+def test_registering_again_changes_nothing_once_there_is_a_view():
+    world, (member,) = world_of(1, [spec()], rule=APPLY, values={0: ONES})
+    assert member.register(spec(), 5 * ONES).type is MessageType.OK
+    assert torch.equal(rule_of(world).read()[1], ONES)
+    assert codes([member.register(spec(0, 8))]) == [ErrorCode.LAYOUT_MISMATCH]
+
+
+# ---- views -------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_is_signed():
+    world, (member,) = world_of(1, [spec()])
+    forged = message_of(View(9, 1, (), (7,)), bytes(32), job_number("demo"))
+    assert codes(member.send(MessageType.VIEW, body=forged.body)) == [ErrorCode.BAD_MESSAGE]
+    assert world.shard.jobs[job_number("demo")].view.number == 1
+
+
+def test_a_view_is_taken_once_and_names_this_life_of_the_server():
+    world, (member,) = world_of(1, [spec()])
+    view = world.views["demo"]
+    changes = world.shard.changes
+    assert member.forward(view) == []
+    assert member.forward(View(5, view.epoch, view.members, (8, 9))) == []
+    assert codes(member.forward(View(1, 77, view.members, (7,)))) == [ErrorCode.STALE]
+    assert world.shard.changes == changes
+    answer = member.forward(View(1, 77, view.members, (7,)))[0]
+    assert answer.view == 1
+
+
+def test_a_restarted_server_takes_nothing_until_a_view_names_it():
+    world, (member,) = world_of(1, [spec()], rule=APPLY)
+    member.push(0, 1, ONES)
+    world.start(8, world.shard.capture())
+    member.connect()
+    member.forward(world.views["demo"])
+    resumed = member.resume([(0, 2)])
+    assert (resumed["view"], resumed["chunks"], resumed["version"], resumed["missing"]) == (1, 1, 1, [])
+    assert codes(member.push(0, 2, ONES)) == [ErrorCode.NOT_MEMBER]
+    world.publish([member])
+    assert member.resume([(0, 2)])["missing"] == [0]
+    assert [m.type for m in member.push(0, 2, ONES)] == [MessageType.UPDATED]
+
+
+def test_pushes_under_an_older_view_do_not_count_in_an_average():
+    world, (first, second) = world_of(2, [spec()])
+    first.push(0, 1, ONES)
+    world.publish([first, second], forwarded_by=[first])
+    first.view = 1
+    assert first.push(0, 1, 9 * ONES) == []
+    first.view = 3
+    assert codes(first.push(0, 1, 9 * ONES)) == [ErrorCode.BAD_MESSAGE]
+    first.view = second.view = 2
+    first.push(0, 1, ONES)
+    second.push(0, 1, 3 * ONES)
+    assert torch.equal(first.updates()[1], 2 * ONES)
+    assert torch.equal(second.updates()[1], 2 * ONES)
+
+
+def test_a_view_without_a_worker_ends_the_step_that_waits_for_it():
+    world, workers = world_of(3, [spec()])
+    for worker in workers[:2]:
+        worker.push(0, 1, ONES)
+    assert workers[0].waits(0, 1) == [2]
+    world.publish(workers[:2])
+    for worker in workers[:2]:
+        worker.push(0, 1, ONES)  # all that was open goes again
+    assert all(torch.equal(worker.updates()[1], ONES) for worker in workers[:2])
+    assert codes(workers[2].push(0, 1, ONES)) == [ErrorCode.FENCED]
+
+
+def test_a_release_is_of_its_view_and_taken_once():
+    rule = {**APPLY, "max_staleness": 0}
+    world, (first, second) = world_of(2, [spec()], rule=rule)
+    job = world.shard.jobs[job_number("demo")]
+    first.push(0, 1, ONES)
+    assert first.updates() == {}
+    first.view = 0
+    first.forward(Release(1, 1, floor=1))
+    assert job.floor == 0
+    first.view = 1
+    forged = message_of(Release(1, 1, floor=1), bytes(32), job_number("demo"))
+    assert codes(first.send(MessageType.RELEASE, body=forged.body)) == [ErrorCode.BAD_MESSAGE]
+    world.release([first, second], 1, floor=1)
+    assert list(first.updates()) == [1]
+    assert (job.floor, job.taken) == (1, 1)
+
+
+# ---- connections -------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_push_is_answered_again_and_counts_once():
+    world, (member,) = world_of(1, [spec()], rule=APPLY)
+    first, again = member.push(0, 1, ONES), member.push(0, 1, ONES)
+    assert [m.type for m in first + again] == [MessageType.UPDATED] * 2
+    assert torch.equal(*member.updates().values(), *[torch.full((4,), -0.1)])
+    assert rule_of(world).version == 1
+    assert world.shard.status().jobs["demo"].duplicates == 1
+
+
+def test_a_new_connection_is_told_what_is_missing_and_gets_lost_answers():
+    world, (first, second) = world_of(2, [spec(0), spec(1), spec(2)])
+    for key in (0, 1):
+        first.push(key, 1, ONES)
+    second.push(0, 1, ONES)
+    first.connect()
+    assert first.resume([(0, 1), (1, 1), (2, 1)])["missing"] == [2]
+    assert list(first.updates()) == [1]
+    second.push(1, 1, ONES)
+    assert [m.key for m in first.take(MessageType.UPDATED)] == [1]
+
+
+def test_answers_go_to_the_newest_connection_whichever_is_read_first():
+    world, (first, second) = world_of(2, [spec()])
+    old = first.route
+    first.connect()
+    new = first.route
+    first.resume(sequence=20)
+    first.route = old
+    first.resume(sequence=19)
+    first.push(0, 1, ONES)
+    first.route = new
+    second.push(0, 1, ONES)
+    assert list(first.updates()) == [1]
+
+
+def test_who_says_view_before_resume_is_answered_on_that_connection():
+    world, (first,) = world_of(1, [spec()])
+    joiner = Worker(world, 1, first_step=1)
+    world.publish([first, joiner], forwarded_by=[joiner])
+    first.view = 2
+    for worker in (first, joiner):
+        worker.push(0, 1, ONES)
+    assert list(joiner.updates()) == [1]
+
+
+def test_an_ending_server_takes_no_connections():
+    world, (member,) = world_of(1, [spec()])
+    world.shard.is_draining = True
+    assert member.resume() == ErrorCode.SHUTTING_DOWN
+
+
+# ---- restarts ----------------------------------------------------------------------------------------------------
+
+
+def test_the_donor_returns_the_last_average_to_a_shard_that_restarted():
+    world, (first, second) = world_of(2, [spec()])
+    for worker in (first, second):
+        worker.push(0, 1, ONES)
+    average = first.updates()[1]
+    second.take()  # its answer was lost
+    world.start(8)
+    for worker in (first, second):
+        worker.connect()
+        assert worker.resume([(0, 1)])["chunks"] == 0
+        worker.begin()
+        worker.register(spec(), brings_values=False)
+    world.publish([first, second], from_step=2, donor=0)
+    second.resume()
+    second.push(0, 1, ONES)
+    assert second.updates() == {}
+    first.send(MessageType.RESULT, key=0, sequence=1, payload=average, body={"contributors": 2})
+    assert torch.equal(second.updates()[1], average)
+
+
+def tensors_of(shard):
+    return {
+        (job.name, chunk.key, name): tensor
+        for job in shard.capture()
+        for chunk in job.chunks
+        for name, tensor in chunk.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("compress", [None, "int8", "topk:fraction=0.5"])
+@pytest.mark.parametrize("compensation", [0.0, 0.04])
+def test_a_replay_comes_to_the_same_bits(compress, compensation):
+    rule = {**APPLY, "max_staleness": 1, "delay_compensation": compensation}
+    if compress is not None:
+        rule["compress"] = compress
+    world, records = World(), []
+    world.shard.append = records.append
+    generator = torch.Generator().manual_seed(1)
+    workers = team(world, 2, [spec(0, 64)], rule=rule, values={0: torch.randn(64, generator=generator)})
+    payloads = rule_of(world).payloads
+    for step in range(1, 6):
+        for worker in workers:
+            worker.pull(0)
+            gradient = torch.randn(64, generator=generator)
+            payload = torch.empty(payloads._pushed.numel, dtype=payloads._pushed.dtype)
+            if payloads._up.is_identity:
+                payload = gradient
+            else:
+                payloads._up.encode(gradient, payload, None)
+            worker.push(0, step, payload, version=2 * step)
+            worker.resume([(0, step)])
+        world.release(workers, step, floor=step)
+    other = World(epoch=9)
+    for record in records:
+        other.shard.apply(decode([bytes(frame) for frame in record.frames]), REPLAYED)
+    here, there = world.shard.capture(), other.shard.capture()
+    assert [(job.name, job.meta) for job in here] == [(job.name, job.meta) for job in there]
+    assert [chunk.meta for chunk in here[0].chunks] == [chunk.meta for chunk in there[0].chunks]
+    expected, got = tensors_of(world.shard), tensors_of(other.shard)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_of_averages_a_log_has_who_takes_part_and_no_gradients():
+    world, records = World(), []
+    world.shard.append = records.append
+    workers = team(world, 2, [spec()])
+    for worker in workers:
+        worker.push(0, 1, ONES)
+    kinds = [decode([bytes(frame) for frame in record.frames]).type for record in records]
+    assert kinds == [MessageType.RESUME, MessageType.REGISTER, MessageType.VIEW]
+
+
+def test_a_replay_refuses_what_cannot_have_happened():
+    with pytest.raises(ProtocolError, match="knows no such job"):
+        World().shard.apply(Message(MessageType.PULL, 5, key=0), REPLAYED)
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------------
+
+
+def finished(world, name, rule=AVERAGE, numel=16):
+    """A job whose only worker has left; the code of what was refused."""
+    worker = Worker(world, 0, job=name, rule=rule)
+    worker.begin()
+    answer = worker.register(spec(0, numel))
+    if answer.type is MessageType.OK:
+        world.publish([worker])
+        world.publish([], forwarded_by=[worker])
+    worker.connect()
+    return codes([answer])
+
+
+def test_averages_that_are_over_give_their_memory_back_and_weights_do_not():
+    world = World(max_memory_bytes=200)
+    for number in range(10):
+        assert finished(world, f"job{number}") == []
+    assert finished(world, "weights", APPLY) == []
+    assert finished(world, "much", numel=32) == []
+    assert finished(world, "too much", numel=40) == [ErrorCode.MEMORY]
+    assert "weights" in world.shard.status().jobs
+    assert [kind for kind, *_ in world.events] == ["memory"]
+
+
+def test_one_job_too_many_is_told_how_to_make_room():
+    world = World()
+    for number in range(MAX_JOBS):
+        finished(world, f"job{number}", APPLY)
+    worker = Worker(world, 0, job="one more")
+    assert worker.begin() == ErrorCode.MEMORY
+    assert "psengine admin forget" in worker.take()[-1].body["text"]
+    assert world.shard.forget("job7")
+    assert not world.shard.forget("job7")
+    assert worker.begin()["chunks"] == 0
+
+
+def test_a_job_of_which_nothing_is_durable_any_more_says_so():
+    world, (member,) = world_of(1, [spec()], rule=APPLY)
+    member.push(0, 1, ONES)
+    assert member.resume()["durable_version"] is None
+    world.shard.capture()
+    member.push(0, 2, ONES)
+    world.shard.note_durable(3)
+    assert member.resume()["durable_version"] == 1
+    assert world.shard.status().durable_generation == 3
+    world.shard.note_durable(None)
+    assert member.resume()["durable_version"] is None
+
+
+def test_status_says_who_waits_for_whom_and_what_a_step_costs():
+    world, (first, second) = world_of(2, [spec()])
+    first.push(0, 1, ONES)
+    world.now_s += 2.0
+    waiting = world.shard.status().jobs["demo"]
+    assert [worker.waiting_for for worker in waiting.workers] == [(1,), ()]
+    second.push(0, 1, ONES)
+    job = world.shard.status().jobs["demo"]
+    assert [worker.held_s for worker in job.workers] == [2.0, 0.0]
+    assert [(worker.pushes, worker.clock, worker.waiting_for) for worker in job.workers] == [(1, 1, ()), (1, 1, ())]
+    assert (job.sealed, job.chunks, job.members, job.averaged) == (True, 1, 2, 1)
+    assert job.bytes_in == job.bytes_out == 32
