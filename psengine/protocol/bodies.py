@@ -229,9 +229,10 @@ class WorkerLife(Body):
 
 
 class Leave(Body):
-    """LEAVE."""
+    """LEAVE. ``failed``: the training broke off, so the job may go on; a launcher may start this worker again."""
 
     completed: Unsigned
+    failed: bool | UnsetType = UNSET
 
 
 class Resume(Body):
