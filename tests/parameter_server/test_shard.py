@@ -64,7 +64,7 @@ def test_a_worker_is_known_by_its_key_too():
 
 @pytest.mark.parametrize("kind", sorted(SENT_BY_SERVERS - MAY_SEND[Role.READER]), ids=lambda kind: kind.name)
 def test_nobody_speaks_for_the_server(kind):
-    world, (member,) = world_of(1, [spec()], rule=APPLY)
+    _, (member,) = world_of(1, [spec()], rule=APPLY)
     answers = member.send(kind, key=0, sequence=1, codec=False)
     assert codes(answers) == [ErrorCode.BAD_MESSAGE]
 
@@ -213,7 +213,7 @@ def test_a_repeated_push_is_answered_again_and_counts_once():
 
 
 def test_a_new_connection_is_told_what_is_missing_and_gets_lost_answers():
-    world, (first, second) = world_of(2, [spec(0), spec(1), spec(2)])
+    _, (first, second) = world_of(2, [spec(0), spec(1), spec(2)])
     for key in (0, 1):
         first.push(key, 1, ONES)
     second.push(0, 1, ONES)
@@ -225,7 +225,7 @@ def test_a_new_connection_is_told_what_is_missing_and_gets_lost_answers():
 
 
 def test_answers_go_to_the_newest_connection_whichever_is_read_first():
-    world, (first, second) = world_of(2, [spec()])
+    _, (first, second) = world_of(2, [spec()])
     old = first.route
     first.connect()
     new = first.route

@@ -1,9 +1,9 @@
 """Shards without sockets, and workers that speak to them by hand: messages go through the codec, views are the test's.
 
-    world = World()                     one shard; World(shards=2) two, which have every chunk
-    workers = team(world, 3, [spec()])  a job, registered; three workers in view 1
-    workers[0].push(0, 1, values)       its answers: workers[0].updates()
-    world.publish(workers[:2], from_step=2)
+world = World()                     one shard; World(shards=2) two, which have every chunk
+workers = team(world, 3, [spec()])  a job, registered; three workers in view 1
+workers[0].push(0, 1, values)       its answers: workers[0].updates()
+world.publish(workers[:2], from_step=2)
 """
 
 from __future__ import annotations

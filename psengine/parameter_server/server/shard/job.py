@@ -1,7 +1,7 @@
 """One job at one shard: its view, its chunks, and what members' messages do to them. Pure.
 
-    registrar   RESUME {key} ─ REGISTER, CONFIGURE, STORE ...         until a view names this life of the server
-    member      VIEW ─ RESUME {open} ─ PUSH ... ─ RELEASE ...         each may come again: nothing is taken twice
+registrar   RESUME {key} ─ REGISTER, CONFIGURE, STORE ...         until a view names this life of the server
+member      VIEW ─ RESUME {open} ─ PUSH ... ─ RELEASE ...         each may come again: nothing is taken twice
 """
 
 from __future__ import annotations

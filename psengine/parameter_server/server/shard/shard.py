@@ -214,9 +214,8 @@ class Shard:
             return
         if job is not None and (job.registration >= registration or self._connected(job)):
             raise ProtocolError(
-                f"job {name!r} is registered here by another coordinator, or a later attempt: it is led by another"
-                " server. Fix: name the servers in the same order everywhere; or end its workers, or drop it by psengine"
-                f" admin forget --job {name}.",
+                f"job {name!r} is at work here, or was registered later: it is led by another server. Fix: name the"
+                f" servers in the same order everywhere, or drop it by psengine admin forget --job {name}.",
                 ErrorCode.FENCED,
             )
         wanted, offered = rule.get("durability", "memory"), self.settings.durability

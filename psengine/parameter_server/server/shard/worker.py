@@ -1,7 +1,7 @@
 """One worker of the view, as a shard knows it: its connection, and what its steps cost here. Pure.
 
-    worker   push ─────────┐                             ┌──► answer
-    shard                  ├─ apply ─┤├─ held for others ┤          apply_s, held_s: means of the last steps
+worker   push ─────────┐                             ┌──► answer
+shard                  ├─ apply ─┤├─ held for others ┤          apply_s, held_s: means of the last steps
 """
 
 from __future__ import annotations
