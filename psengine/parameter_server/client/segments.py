@@ -1,7 +1,10 @@
 """The memory that a worker shares with the shards of its host, so that payloads need not travel.
 
     training   allocate, adopt ─► gradients are packed here ─ push ─► stage: offer the memory, or copy to it
-    I/O thread                        welcomed (token) ─ place: PUSH without bytes ─► ◄─ fetch: UPDATED without bytes
+    I/O thread                        resumed (token) ─ place: PUSH without bytes ─► ◄─ fetch: UPDATED without bytes
+
+A gradient's place is not written before the push's step is complete: the shard, or one that comes after it, may need
+the same bytes until then. A shard does not write an answer's place before the chunk's next push.
 
 Whatever is missing (no such system, another host, another user, CURVE keys, an older server), payloads travel through
 the sockets as they do elsewhere. See ``docs/protocol.md``, "Shared memory".
@@ -18,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -27,7 +31,6 @@ from psengine.environment import local_sockets
 from psengine.errors import ProtocolError
 from psengine.parameter_server.chunk_codecs import answer_codec, gradient_codec
 from psengine.parameter_server.client.chunk_map import ChunkMap
-from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, PAGE_BYTES, SegmentMapping, make_segment
 from psengine.parameter_server.segments.offer import ALIGNMENT_BYTES as ALIGNED_PLACE_BYTES
 from psengine.parameter_server.segments.offer import TOKEN_CHARS, Member, Offer, Place
@@ -77,9 +80,21 @@ class Arena:
         return offset
 
 
+class Pushed(Protocol):
+    """A push, as far as its memory is concerned; ``is_done``: its step is complete, or it has failed."""
+
+    key: int
+    message: Message
+    error: Exception | None
+
+    @property
+    def is_done(self) -> bool:
+        """See the class."""
+
+
 @dataclass(slots=True)
 class _Invitation:
-    """WELCOME's: a shard would take a segment of this member, in this life of the server."""
+    """RESUMED's: a shard would take a segment of this member, in this life of the server."""
 
     member: Member
     epoch: int
@@ -99,7 +114,7 @@ class _Attachment:
     address: int
     places: dict[int, Place]
     # By chunk, the last push whose payload lay in its place, and the place of its answers.
-    placed: dict[int, Push] = field(default_factory=dict)
+    placed: dict[int, Pushed] = field(default_factory=dict)
     answers: dict[int, torch.Tensor] = field(default_factory=dict)
     lent: Lent | None = None
     lent_answers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -209,7 +224,7 @@ class WorkerSegments:
         staged.copy_(payload)
         return staged
 
-    def note(self, address: str, push: Push) -> None:
+    def note(self, address: str, push: Pushed) -> None:
         """Remember a push that is about to be sent."""
         attachment, payload = self._attachments.get(address), push.message.payload
         place = None if attachment is None else attachment.places.get(push.key)
@@ -254,8 +269,8 @@ class WorkerSegments:
 
     # ---- the I/O thread ----------------------------------------------------------------------------------------
 
-    def welcomed(self, address: str, message: Message) -> None:
-        """WELCOME came: remember the token with which this shard takes a segment."""
+    def resumed(self, address: str, message: Message) -> None:
+        """RESUMED came: remember the token with which this shard takes a segment, unless it has it."""
         if not self._is_wanted or message.worker == NOBODY:
             return
         token = message.body.get("local", "")
@@ -263,8 +278,10 @@ class WorkerSegments:
             if local_sockets.is_loopback(address):
                 self._tell(address, "the server has no Unix socket: it listens for other hosts, or it could make none")
             return
-        member = Member(message.job, message.worker, message.incarnation)
-        self._invitations[address] = _Invitation(member, message.epoch, token)
+        attachment = self._attachments.get(address)
+        if attachment is None or not attachment.is_of(message):
+            member = Member(message.job, message.worker, message.incarnation)
+            self._invitations[address] = _Invitation(member, message.epoch, token)
 
     def place(self, address: str, message: Message) -> None:
         """A PUSH is about to be encoded: its bytes need not travel where they lie in the chunk's place."""
@@ -279,7 +296,7 @@ class WorkerSegments:
     def fetch(self, address: str, message: Message) -> bool:
         """An UPDATED without bytes came: its payload is in the chunk's answer place, or in the server's own memory.
 
-        False: it is of no use (any more), and the client asks again.
+        False: it is not there (any more). The shard has the segment no more, and answers by bytes on a new connection.
         """
         attachment, arena = self._attachments.get(address), self._arena
         if attachment is None or arena is None or message.dtype is None or not attachment.is_of(message):
