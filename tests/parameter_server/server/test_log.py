@@ -11,9 +11,9 @@ from support.memory_disk import MemoryDisk
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import (
     LogStart,
+    Place,
     SegmentWriter,
     ShardLog,
-    delete_before,
     segment_name,
     segments,
 )
@@ -25,7 +25,7 @@ EPOCH = 7
 
 def record(number, size_bytes=5):
     frames = [f"update {number}".encode(), bytes(size_bytes)]
-    return Record(RecordKind.MESSAGE, job=number + 1, now_s=number / 7, frames=frames)
+    return Record(RecordKind.MESSAGE, job=number + 1, frames=frames)
 
 
 class Written:
@@ -53,10 +53,10 @@ class Written:
         return self.append(count, **options).write()
 
 
-def read(disk, start=1, first=0):
+def read(disk, start=None):
     """The numbers of the records that are read, which must be those that were appended; and the reader."""
-    reader = LogReader(disk, 0, start, first)
-    numbers = []
+    reader = LogReader(disk, 0, start)
+    first, numbers = reader.end, []
     for placed in reader:
         if placed.record.kind is RecordKind.MESSAGE:
             frames = [bytes(frame) for frame in placed.record.frames]
@@ -71,18 +71,17 @@ def read(disk, start=1, first=0):
 def test_records_come_back_over_segments_and_lives(tmp_path, kind):
     disk = MemoryDisk() if kind == "memory" else DirectoryDisk(tmp_path)
     log = Written(disk).group(3).group(1)
-    assert log.log.cut() == 2
+    assert log.log.cut() == (second := Place(2, 4, EPOCH))
     log.group(4, size_bytes=300_000)
     numbers, reader = read(disk)
     assert numbers == list(range(8))
     assert reader.notes == []
-    assert read(disk, start=2, first=4)[0] == [4, 5, 6, 7]
-    Written(disk, LogStart(0, reader.last_segment + 1, reader.end, EPOCH + 1)).group(2)
+    assert read(disk, second)[0] == [4, 5, 6, 7]
+    Written(disk, LogStart(0, 3, reader.end, EPOCH + 1, before=reader.epoch)).group(2)
     assert read(disk)[0] == list(range(10))
     assert segments(disk) == {0: [1, 2, 3]}
-    delete_before(disk, {0: 2})
-    assert segments(disk) == {0: [2, 3]}
-    assert read(disk, start=2, first=4)[0] == list(range(4, 10))
+    disk.delete(segment_name(0, 1))
+    assert read(disk, second)[0] == list(range(4, 10))
 
 
 def test_a_group_is_synced_once_and_known_durable_only_then():
@@ -94,7 +93,7 @@ def test_a_group_is_synced_once_and_known_durable_only_then():
     log.writer.write(batch)
     log.writer.sync()
     log.log.synced(batch.upto)
-    assert (log.log.durable, log.disk.syncs) == (5, 1)
+    assert (log.log.durable, log.disk.syncs) == (5, 2)  # one of them made the file durable
     assert read(log.disk.after_power_loss())[0] == list(range(5))
 
 
@@ -102,6 +101,7 @@ def test_a_segment_is_synced_before_the_next_exists():
     log = Written().append(2)
     log.log.cut()
     log.append(1)
+    assert log.writer.begun == 0
     first = log.log.pending()
     assert (first.segment, first.upto) == (1, 2)
     log.writer.write(first)
@@ -109,6 +109,10 @@ def test_a_segment_is_synced_before_the_next_exists():
     assert segments(log.disk) == {0: [1]}
     second = log.log.pending()
     assert (second.segment, second.is_new, second.upto) == (2, True, 3)
+    assert log.writer.begun == 1
+    log.writer.write(second)
+    assert log.writer.begun == 2
+    assert read(log.disk.after_power_loss(), Place(2, 2, EPOCH))[0] == [2]
 
 
 def test_a_tail_torn_at_any_byte_is_cut_off():
@@ -146,7 +150,7 @@ def test_a_life_after_a_torn_tail_is_read_from_before_it():
     disk = MemoryDisk({segment_name(0, 1): content[:-1]})
     numbers, reader = read(disk)
     assert numbers == [0, 1, 2]
-    Written(disk, LogStart(0, reader.last_segment + 1, reader.end, EPOCH + 1)).group(2)
+    Written(disk, LogStart(0, 2, reader.end, EPOCH + 1, before=EPOCH)).group(2)
     numbers, reader = read(disk)
     assert numbers == [0, 1, 2, 3, 4]
     assert len(reader.notes) == 1
@@ -175,14 +179,17 @@ def test_a_flipped_bit_anywhere_is_refused_with_file_and_place(marked):
         assert read(MemoryDisk({segment_name(0, 1): damaged}))[0] == list(range(4 if marked else 3))
 
 
+def three_segments(epoch=EPOCH):
+    log = Written(start=LogStart(0, 1, 0, epoch)).group(1)
+    for _ in range(2):
+        log.log.cut()
+        log.group(1)
+    return {name: bytes(content) for name, content in log.disk.files.items()}
+
+
 def test_a_missing_or_foreign_segment_is_refused():
-    log = Written().group(1)
-    log.log.cut()
-    log.group(1)
-    log.log.cut()
-    log.group(1)
-    files = {name: bytes(content) for name, content in log.disk.files.items()}
-    first, second, third = (segment_name(0, number) for number in (1, 2, 3))
+    files, others = three_segments(), three_segments(EPOCH + 1)
+    first, second, third = sorted(files)
     with pytest.raises(DamagedLogError, match=f"{second} .*missing"):
         read(MemoryDisk({first: files[first], third: files[third]}))
     with pytest.raises(DamagedLogError, match="another segment's"):
@@ -192,6 +199,27 @@ def test_a_missing_or_foreign_segment_is_refused():
     # Cut off at the end of a record, so that only the next segment tells.
     with pytest.raises(DamagedLogError, match="records are missing"):
         read(MemoryDisk(files | {second: files[second][: -record(1).size_bytes]}))
+    # Of another directory, in the middle and at the end.
+    for name in (second, third):
+        with pytest.raises(DamagedLogError, match=f"{name} .*another segment's .*'before': {EPOCH}"):
+            read(MemoryDisk(files | {name: others[name]}))
+
+
+def test_the_segment_that_a_generation_goes_on_in_is_there_or_refused():
+    """A generation is not kept before, so that no death of a server leaves it without."""
+    files, others = three_segments(), three_segments(EPOCH + 1)
+    third, place = segment_name(0, 3), Place(3, 2, EPOCH)
+    assert read(MemoryDisk(files), place)[0] == [2]
+    without = {name: content for name, content in files.items() if name != third}
+    for damaged, words in (
+        (without, "the file is missing"),
+        (files | {third: b""}, "does not begin"),
+        (files | {third: files[third][:30]}, "does not begin"),
+        (files | {third: others[third]}, f"another segment's .*'epoch': {EPOCH}"),
+        ({}, "the file is missing"),
+    ):
+        with pytest.raises(DamagedLogError, match=f"{third} .*{words}"):
+            read(MemoryDisk(damaged), place)
 
 
 def test_a_file_that_was_being_created_is_named():
@@ -199,7 +227,7 @@ def test_a_file_that_was_being_created_is_named():
     for head in (b"", b"PSLG\x01"):
         disk = MemoryDisk({**log.disk.files, segment_name(0, 2): head})
         numbers, reader = read(disk)
-        assert (numbers, reader.headless, reader.last_segment) == ([0, 1], segment_name(0, 2), 1)
+        assert (numbers, reader.headless, reader.epoch) == ([0, 1], segment_name(0, 2), EPOCH)
 
 
 def test_a_full_disk_takes_the_same_batch_later():
@@ -232,14 +260,15 @@ def test_a_failed_sync_is_no_durability():
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-def test_a_name_that_was_not_synced_is_no_full_disk(error):
+@pytest.mark.parametrize("what", ["names_error", "sync_error"])
+def test_a_segment_whose_beginning_was_not_synced_is_no_full_disk(error, what):
     """The records are in the file: another try would write them twice."""
     disk = MemoryDisk()
-    log = ShardLog(LogStart(0, 1, 0, 7))
-    disk.names_error = error
-    with pytest.raises(OSError, match="its name could not be made durable") as failure:
-        SegmentWriter(disk, 0).write(log.pending())
-    assert failure.value.errno == errno.EIO
+    log, writer = ShardLog(LogStart(0, 1, 0, 7)), SegmentWriter(disk, 0)
+    setattr(disk, what, error)
+    with pytest.raises(OSError, match="it could not be made durable") as failure:
+        writer.write(log.pending())
+    assert (failure.value.errno, writer.begun) == (errno.EIO, 0)
 
 
 def test_a_directory_writes_many_pieces_and_names_the_file_in_errors(tmp_path):
@@ -253,10 +282,16 @@ def test_a_directory_writes_many_pieces_and_names_the_file_in_errors(tmp_path):
     assert disk.read("a", 0, 1 << 20) == b"".join(pieces) + b"end"
     assert disk.size_bytes("a") == sum(map(len, pieces)) + 3
     assert disk.free_bytes() > 0
+    (tmp_path / "a").rename(tmp_path / "b")
+    for text in ("No such file", "was replaced"):
+        with pytest.raises(OSError, match=text) as error:
+            file.sync()
+        assert error.value.filename == str(tmp_path / "a")
+        (tmp_path / "a").touch()
     file.close()
     with pytest.raises(OSError, match="Bad file") as error:
         file.append([b"x"])
     assert error.value.filename == str(tmp_path / "a")
     disk.delete("a")
     disk.delete("a")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["b"]

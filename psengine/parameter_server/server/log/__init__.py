@@ -1,4 +1,4 @@
-"""The write-ahead log of each shard, and the disk under it: records in, bytes out, records back. No threads.
+"""The write-ahead log of each shard, and the disk under it: commands in, bytes out, commands back. No threads.
 
 May import ``errors``.
 """

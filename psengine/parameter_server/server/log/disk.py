@@ -8,8 +8,8 @@ again as if it did: Linux reports a failed write-back once, to the descriptors t
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,8 @@ class DiskFile(Protocol):
         """Make durable what was appended.
 
         Raises:
-            OSError: whether it is durable is not known, and never will be.
+            OSError: whether it is durable is not known, and never will be; or the file's name leads elsewhere now, so
+                that nobody would find what was appended.
         """
 
     def close(self) -> None:
@@ -52,16 +53,10 @@ class Disk(Protocol):
         """Make durable what was created, renamed and deleted."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file or a directory another name, at once."""
+        """Give a file another name, at once."""
 
     def delete(self, name: str) -> None:
-        """Remove a file, or a directory with all that is in it; nothing where there is none."""
-
-    def make_directory(self, name: str) -> Disk:
-        """A new directory in this one; its name is durable after ``sync_names``."""
-
-    def subdirectory(self, name: str) -> Disk:
-        """A directory in this one, which need not be there yet."""
+        """Remove a file; nothing where there is none."""
 
     def size_bytes(self, name: str) -> int:
         """Of a file."""
@@ -106,18 +101,7 @@ class DirectoryDisk:
         os.rename(self.directory / old, self.directory / new)
 
     def delete(self, name: str) -> None:
-        path = self.directory / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-    def make_directory(self, name: str) -> DirectoryDisk:
-        os.mkdir(self.directory / name, 0o700)
-        return self.subdirectory(name)
-
-    def subdirectory(self, name: str) -> DirectoryDisk:
-        return DirectoryDisk(self.directory / name)
+        (self.directory / name).unlink(missing_ok=True)
 
     def size_bytes(self, name: str) -> int:
         return (self.directory / name).stat().st_size
@@ -165,6 +149,8 @@ class DirectoryFile:
     def sync(self) -> None:
         try:
             os.fdatasync(self._descriptor)
+            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+                raise OSError(errno.ESTALE, "the file, or its directory, was replaced while it was written")
         except OSError as error:
             error.filename = self._path
             raise

@@ -7,13 +7,14 @@
 Several records become durable by one sync (group commit): those that came while the last group was being synced. A
 shard answers an update once ``durable`` has reached what ``end`` was after it.
 
-The log is cut into segments, files of their own. ``cut`` begins one, at the moment of a snapshot: the snapshot and the
-segments from there on are the state. An older segment is complete and synced before the next file is created. A life of
-the server never writes to a former life's segments.
+The log is cut into segments, files of their own. ``cut`` begins one at a snapshot: the snapshot and the segments from
+there on are the state, so the snapshot is not kept before that segment has ``begun`` on the disk. An older segment is
+complete and synced before the next file is created. A life of the server never writes to a former life's segments; each
+segment names its life's epoch and that of the segment before it, so that no file can stand for another.
 
 A daemon runs ``SegmentWriter`` in a thread (``durability/log_thread.py``). A simulation calls the same steps itself:
 
-    log.append(record)                     as ``core/journal.py`` does
+    log.append(record)                     as a shard does
     batch = log.pending()                  None: there is nothing to write
     writer.write(batch); writer.sync()     over a ``Disk``; OSError as ``SegmentWriter`` says
     log.synced(batch.upto)
@@ -29,10 +30,18 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from psengine.parameter_server.server.log.disk import Disk, DiskFile
-from psengine.parameter_server.server.log.records import FORMAT, Record, RecordKind, encode
+from psengine.parameter_server.server.log.records import FORMAT, UNNUMBERED, Record, RecordKind, encode
 
 # A group is handed over in parts of about this many bytes: answers to the first leave while the next are being synced.
 MAX_BATCH_BYTES = 8 << 20
+
+
+class Place(NamedTuple):
+    """Where a snapshot's log goes on."""
+
+    segment: int
+    first: int  # number of the segment's first record
+    epoch: int  # of the life that wrote the segment
 
 
 class LogStart(NamedTuple):
@@ -42,6 +51,7 @@ class LogStart(NamedTuple):
     segment: int  # number of its first segment; above all that are there
     first: int  # number of its first record: as many as there were before
     epoch: int  # of the server
+    before: int = 0  # the epoch of the segment before the first; 0 without one
 
 
 class Batch(NamedTuple):
@@ -60,13 +70,8 @@ class Batch(NamedTuple):
         number = self.number
         for record in self.records:
             pieces += encode(record, number, self.durable)
-            number += record.kind is not RecordKind.SEGMENT
+            number += record.kind not in UNNUMBERED
         return pieces
-
-    @property
-    def size_bytes(self) -> int:
-        """Of its pieces."""
-        return sum(record.size_bytes for record in self.records)
 
 
 class ShardLog:
@@ -76,18 +81,17 @@ class ShardLog:
         self.start = start
         self.end = start.first
         self.durable = start.first
-        self.pending_bytes = 0  # appended, and not handed over yet
         self.written_bytes = 0  # of this life, synced or not
+        self.segment = start.segment - 1  # the one that records go to; the first cut begins the first
         # Records that wait, with the segment they go to.
         self._waiting: deque[tuple[int, Record]] = deque()
-        self._segment = start.segment - 1  # the one that records go to; the first cut begins the first
         self._handed = start.first  # number of the next record to hand over
         self.cut()
 
     @property
-    def segment(self) -> int:
-        """Number of the segment that the next record goes to."""
-        return self._segment
+    def is_empty(self) -> bool:
+        """Whether all that was appended was handed over."""
+        return not self._waiting
 
     def append(self, record: Record) -> int:
         """Add a record; ``durable`` has to reach the number that this returns before anybody is told of it."""
@@ -96,23 +100,23 @@ class ShardLog:
         return self.end
 
     def _add(self, record: Record) -> None:
-        self._waiting.append((self._segment, record))
-        self.pending_bytes += record.size_bytes
+        self._waiting.append((self.segment, record))
 
-    def cut(self) -> int:
-        """Records from here on go to a new segment; its number."""
-        self._segment += 1
+    def cut(self) -> Place:
+        """Records from here on go to a new segment."""
+        self.segment += 1
         start = self.start
+        before = start.before if self.segment == start.segment else start.epoch
         content = {
             "format": FORMAT,
             "shard": start.shard,
-            "segment": self._segment,
+            "segment": self.segment,
             "first": self.end,
             "epoch": start.epoch,
-            "begins_life": self._segment == start.segment,
+            "before": before,
         }
         self._add(Record(RecordKind.SEGMENT, frames=[json.dumps(content).encode()]))
-        return self._segment
+        return Place(self.segment, self.end, start.epoch)
 
     def pending(self) -> Batch | None:
         """Records to write, which are handed over by this; None where there are none."""
@@ -122,12 +126,10 @@ class ShardLog:
         records: list[Record] = []
         size_bytes = 0
         while self._waiting and self._waiting[0][0] == segment and size_bytes < MAX_BATCH_BYTES:
-            record = self._waiting.popleft()[1]
-            records.append(record)
-            size_bytes += record.size_bytes
+            records.append(self._waiting.popleft()[1])
+            size_bytes += records[-1].size_bytes
         is_new = first.kind is RecordKind.SEGMENT
         number, self._handed = self._handed, self._handed + len(records) - is_new
-        self.pending_bytes -= size_bytes
         self.written_bytes += size_bytes
         return Batch(segment, is_new, records, number, self._handed, self.durable)
 
@@ -141,33 +143,38 @@ class SegmentWriter:
     """Writes one shard's batches to its segments. An OSError of ``sync`` ends the log: it must not be used again.
 
     An OSError of ``write`` with ENOSPC leaves everything as it was: the same batch may be written again.
+
+    Attributes:
+        begun: number of the newest segment whose file is on the disk, with its beginning.
     """
 
     def __init__(self, disk: Disk, shard: int) -> None:
+        self.begun = 0
         self._disk = disk
         self._shard = shard
         self._file: DiskFile | None = None
         self._segment = -1
-        self._name = ""
 
     def write(self, batch: Batch) -> None:
-        """Write a batch's records."""
+        """Write a batch's records; a new segment is durable afterwards."""
+        name = segment_name(self._shard, batch.segment)
         if batch.segment != self._segment:
             self.close()
-            self._name = segment_name(self._shard, batch.segment)
-            self._file = self._disk.create(self._name)
+            self._file = self._disk.create(name)
             self._segment = batch.segment
         assert self._file is not None
         self._file.append(batch.pieces())
         if batch.is_new:
             try:
+                self._file.sync()
                 self._disk.sync_names()
             except OSError as error:
                 # A sync that failed, not a lack of room for records: they are written, and it is not tried again.
-                raise OSError(errno.EIO, f"its name could not be made durable: {error}", self._name) from error
+                raise OSError(errno.EIO, f"it could not be made durable: {error}", name) from error
+            self.begun = batch.segment
 
     def sync(self) -> None:
-        """Make durable what was written."""
+        """Make durable what was written; also where nothing was, it fails once somebody removed the file."""
         if self._file is not None:
             self._file.sync()
 
@@ -204,11 +211,3 @@ def segments(disk: Disk) -> dict[int, list[int]]:
                 if name == segment_name(shard, segment):
                     found.setdefault(shard, []).append(segment)
     return {shard: sorted(numbers) for shard, numbers in sorted(found.items())}
-
-
-def delete_before(disk: Disk, starts: dict[int, int]) -> None:
-    """Delete segments that no kept snapshot needs; ``starts``: by shard, the first that is needed."""
-    for shard, numbers in segments(disk).items():
-        for number in numbers:
-            if number < starts.get(shard, 0):
-                disk.delete(segment_name(shard, number))
