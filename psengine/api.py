@@ -8,7 +8,7 @@ from psengine.data.coordination import barrier, broadcast_object, print, stop_if
 from psengine.data.metrics import gather, mean, sum
 from psengine.data.samplers import EvaluationSampler, ProportionalSampler
 from psengine.data.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from psengine.environment.context import Context, init, is_main_process, shutdown
+from psengine.environment.context import Context, ask_for_number, init, is_main_process, shutdown
 from psengine.errors import (
     ArgumentTypeError,
     AuthenticationError,
@@ -34,6 +34,7 @@ from psengine.errors import (
 )
 from psengine.gradients.norms import clip_grad_norm_
 from psengine.parameter_server.client.client import Client, connect
+from psengine.parameter_server.client.identity import reserve_worker
 from psengine.strategies.base import Strategy
 from psengine.strategies.local.diloco import Diloco
 from psengine.strategies.local.diloco_server import DilocoServer
@@ -47,6 +48,8 @@ from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tracing.timeline import timeline
 from psengine.wrapper.ddp import DistributedDataParallel
 from psengine.wrapper.optimizer import DistributedOptimizer
+
+ask_for_number(reserve_worker)
 
 __all__ = [
     "ArgumentTypeError",

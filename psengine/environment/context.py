@@ -64,8 +64,8 @@ class Context:
     def worker(self) -> int:
         """The number of this process among the workers of the job, 0 <= worker < workers.
 
-        In a process group the rank. In an independent worker PSENGINE_WORKER, else the number that the servers assign
-        when the model is wrapped, and 0 until then.
+        In a process group the rank. In an independent worker PSENGINE_WORKER, else the number that the servers of
+        PSENGINE_SERVERS give in ``init()``, those of ``servers=`` when the model is wrapped, and 0 until then.
         """
         return _worker_of(self.rank, self.world_size)
 
@@ -110,8 +110,10 @@ _generation = 0
 # Blocks ``with init()`` that this process is inside.
 _open_blocks = 0
 _before_shutdown: list[Callable[[], None]] = []
-# The number that the servers gave to this process's first model.
+# The number that the servers gave to this process, in ``init`` or for its first model.
 _assigned: int | None = None
+# Asks them for it; None where no servers are named.
+_ask_servers: Callable[[], int | None] | None = None
 
 
 def init(
@@ -138,6 +140,9 @@ def init(
         init_method: where the ranks meet, as torch spells it: "tcp://HOST:PORT", "file:///PATH", or "env://" for
             MASTER_ADDR and MASTER_PORT. Default: what the launcher says, or "env://" with ``rank``.
 
+    An independent worker without PSENGINE_WORKER asks the servers of PSENGINE_SERVERS for its number. Where its job has
+    ended, as for a worker that is started again after all others are done, it ends with exit code 0.
+
     Returns:
         This process's place in the group and in the job, host and device; also a context manager that shuts down.
 
@@ -146,6 +151,7 @@ def init(
         ConfigurationError: the backend is unknown or not the existing group's; the timeout is no positive
             ``timedelta``; or rank, world size and init method do not fit each other.
         CollectiveError: the other ranks could not be reached.
+        ServerError: the servers could not be reached, or did not let this worker in.
     """
     global _session
     install_hook()
@@ -163,7 +169,16 @@ def init(
     assert dist.group.WORLD is not None
     _session = _Session(context, dist.group.WORLD, is_ours, os.getpid())
     install_hook()  # again: torch installs its own in init_process_group
+    is_numbered = context.world_size > 1 or _assigned is not None or read_worker(inherited_variables())[0] is not None
+    if _ask_servers is not None and not is_numbered:
+        assign_worker(_ask_servers())
     return context
+
+
+def ask_for_number(ask: Callable[[], int | None]) -> None:
+    """``init`` calls ``ask`` for the number of an independent worker; it returns None where nobody gives one."""
+    global _ask_servers
+    _ask_servers = ask
 
 
 def before_shutdown(callback: Callable[[], None]) -> None:

@@ -30,6 +30,16 @@ def launch_attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
 
 
+def launched_run() -> str:
+    """Return the name of the launch that this process belongs to, the same when the launcher starts it again, or ""."""
+    run, torchrun, slurm = (os.environ.get(name, "") for name in (RUN_ID, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
+    if not run and torchrun != "none":  # what torchrun sets where nobody named the run
+        run = torchrun
+    if not run and slurm:
+        run = f"{slurm}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"  # a requeued job has its number again
+    return run[:200]
+
+
 def read_variable(name: str) -> str | None:
     """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
     return os.environ.get(name)

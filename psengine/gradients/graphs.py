@@ -132,8 +132,9 @@ class _UsedParameters(EveryParameter):
         self._work = self._strategy.reduce_usage(self.summed)
 
     def _shadow(self) -> None:
-        """Take part in other ranks' sum as one that used nothing; blocks."""
-        self._strategy.reduce_usage(torch.zeros_like(self.summed)).wait()
+        """Begin to take part in other ranks' sum as one that used nothing; ``settle`` waits, after all pushes."""
+        self.summed = torch.zeros_like(self.summed)
+        self._work = self._strategy.reduce_usage(self.summed)
 
     def _take_sum(self) -> None:
         """Wait for a sum in flight, if there is one; from then on ``used`` holds the usage of all ranks."""

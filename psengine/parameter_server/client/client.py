@@ -23,6 +23,7 @@ from psengine.codecs.registry import resolve_codec
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
+from psengine.parameter_server.client.identity import DEFAULT_JOB, run_name
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.partition import runs_of
@@ -81,10 +82,12 @@ def connect(
         ConfigurationError: no server is named, or an address is malformed.
         ServerLostError, AuthenticationError: readers: a server does not answer, or does not let us in.
     """
+    job_name = job or read_variable("PSENGINE_JOB") or DEFAULT_JOB
     client = Client(
         SessionOptions(
             addresses=_named_servers(servers),
-            job=job or read_variable("PSENGINE_JOB") or "default",
+            job=job_name,
+            run=run_name(job_name) if role == "worker" else "",
             rule={"name": "average", "quorum": quorum},
             rank=rank,
             world_size=world_size,
@@ -199,10 +202,7 @@ class Client:
         self._named, self._tensors, self._optimizer = named, dict(named_tensors), optimizer
         if entered != "initialised":
             self.pull(into={name: self._tensors[name] for name in named.names})
-        if optimizer is None:
-            for spec in specs:
-                self.session.set_sequence(spec.key, self.session.version(spec.key))
-        else:
+        if optimizer is not None:
             body = {"optimizer": optimizer_name(optimizer), "groups": wire_groups(optimizer)}
             wait_all(
                 [
@@ -264,18 +264,14 @@ class Client:
             absent = [i for i, segment in enumerate(spec.segments) if segment.name not in sent]
             payload, destinations = _payload(spec, sent), parts_of(spec, landing)
             self._last.append(session.push(spec.key, payload, destinations, groups if is_trained else None, absent))
+        session.end_step()
         return Exchange(self._last, landing, session)
 
     def _deposit_state(self) -> None:
         """A worker that joins an averaging job starts from this worker's tensors."""
         named, session = self._require_named(), self.session
         images = named.to_send(self._tensors)
-        session.await_stores(
-            [
-                session.store(spec.key, _payload(spec, images), version=session.sequence(spec.key))
-                for spec in named.specs
-            ]
-        )
+        session.await_stores([session.store(spec.key, _payload(spec, images)) for spec in named.specs])
 
     def pull(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Read the servers' values.

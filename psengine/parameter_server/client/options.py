@@ -24,7 +24,10 @@ class SessionOptions:
         job: name of the job; workers of one job share its values.
         rule: the job's update rule, as in HELLO, without its codec; None for readers.
         codec: encodes gradients and the answers to them.
-        rank: this worker; None lets the servers choose.
+        run: the launch that this process belongs to; "" where none is named. A job that has ended lets nobody of its
+            runs in again.
+        rank: this worker; None lets the coordinator choose.
+        nonce: by which the coordinator knows this process; None draws one.
         world_size: workers expected at the start.
         role: "worker" or "reader".
         timeout_s: deadline of every request and push.
@@ -41,7 +44,9 @@ class SessionOptions:
     job: str = "default"
     rule: dict[str, Any] | None = None
     codec: Codec = IDENTITY
+    run: str = ""
     rank: int | None = None
+    nonce: int | None = None
     world_size: int = 1
     role: str = "worker"
     timeout_s: float = 300.0

@@ -45,7 +45,7 @@ class DilocoServer(CountedSteps, ServerStrategy):
 
     Args:
         quorum: a merge begins with the differences of so many workers, or of all who can bring one where these are
-            fewer. Chunks are merged one by one; where all workers wait for merges that lack others, one goes on.
+            fewer. All chunks are merged of the same workers.
         every: local steps of this worker's round.
         grace: how long a merge waits for more workers that are expected, as a share of the time between two merges of
             a worker; 0 does not wait.
@@ -195,6 +195,7 @@ class DilocoServer(CountedSteps, ServerStrategy):
         buffers = [
             self.session.push(key, self.chunks.values(self.chunks.specs[key]), ()) for key in self.chunks.buffers
         ]
+        self.session.end_step()
         try:
             with self.session.telemetry.blocked():
                 wait_all([*(push for _, push in pushes), *buffers])

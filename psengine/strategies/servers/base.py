@@ -21,6 +21,7 @@ from psengine.codecs.registry import resolve_codec
 from psengine.environment.context import assign_worker
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
+from psengine.parameter_server.client.identity import ending_with_the_job, taking_reservation
 from psengine.parameter_server.client.operation import wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
@@ -235,21 +236,21 @@ class ServerStrategy(ConfiguredStrategy):
                 workers - 1,
             )
         try:
-            self._session = WorkerSession(
-                SessionOptions(
-                    addresses=rendezvous.addresses,
-                    job=rendezvous.job,
-                    rule=self._whole_rule(),
-                    codec=self.session_codec(),
-                    rank=rendezvous.rank,
-                    world_size=rendezvous.world_size,
-                    timeout_s=options["timeout_s"],
-                    checksum=options["checksum"],
-                    keys=keys_from_environment(),
-                    is_embedded=rendezvous.is_embedded,
-                )
+            session_options = SessionOptions(
+                addresses=rendezvous.addresses,
+                job=rendezvous.job,
+                rule=self._whole_rule(),
+                codec=self.session_codec(),
+                rank=rendezvous.rank,
+                world_size=rendezvous.world_size,
+                timeout_s=options["timeout_s"],
+                checksum=options["checksum"],
+                keys=keys_from_environment(),
+                is_embedded=rendezvous.is_embedded,
             )
-            self._session.start()
+            with ending_with_the_job(), taking_reservation(session_options) as session_options:
+                self._session = WorkerSession(session_options)
+                self._session.start()
             self._session.reserve(_shared_bytes(replica))
             if rendezvous.rank is None and not rendezvous.is_embedded:
                 assign_worker(self._session.rank)
@@ -280,9 +281,10 @@ class ServerStrategy(ConfiguredStrategy):
         Raises:
             ReplicaMismatchError: the servers hold another model; the first difference is named.
         """
-        state = self.session.enter(self.chunks.specs, self.chunks.values)
+        with ending_with_the_job():
+            state = self.session.enter(self.chunks.specs, self.chunks.values)
         if state != "initialised":
-            self.pull_values(self.chunks.specs)
+            self._receive(state)
         self._entered(state)
         logger.info(
             "worker %d of job %r: %s, %d chunks at %d shards",
@@ -292,6 +294,10 @@ class ServerStrategy(ConfiguredStrategy):
             len(self.chunks.specs),
             self.session.shard_count,
         )
+
+    def _receive(self, state: str) -> None:
+        """The servers have values that count."""
+        self.pull_values(self.chunks.specs)
 
     def _entered(self, state: str) -> None:
         """Values equal the servers'; ``state`` is what ``WorkerSession.enter`` returned."""

@@ -92,10 +92,11 @@ class GradientPushes:
         return [self._landings[spec.key]]
 
     def push_buffers(self) -> None:
-        """Send the buffers' values. Nothing comes back: a worker keeps its own running statistics."""
+        """Send the buffers' values, which ends the step. Nothing comes back: workers keep their running statistics."""
         self._chunks.follow_buffers()
         for key in self._chunks.buffers:
             self._buffer_pushes.append(self._session.push(key, self._chunks.values(self._chunks.specs[key]), ()))
+        self._session.end_step()
 
     def wait(self) -> None:
         """Wait for all answers. Weights are loaded while others travel."""

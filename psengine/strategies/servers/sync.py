@@ -4,9 +4,12 @@ DDP's semantics without a process group: after backward every worker has the sam
 Workers may join and leave at any time. A worker that joins late, or was silent for longer than its lease, gets the
 state of a donor through the servers::
 
-    joiner    JOIN ─────────────► servers ──STATE_WANTED──► donor (any live worker)
-    donor     at its next backward: values, buffers, optimizer ──► servers; ADMIT; then its own gradients
-    joiner    ◄── values, buffers, optimizer; takes part in that very exchange
+    joiner    COMMIT "join" ─────────► coordinator ──STATE_WANTED──► donor (any live worker)
+    donor     at its next backward: values, buffers, optimizer ──► servers; COMMIT "donated"; then its own gradients
+    joiner    ◄── a view with it, values, buffers, optimizer; takes part in that very step
+
+A backward is one step of the protocol: gradients, usage map and buffers are pushed before the first answer is waited
+for. With ``skip_all_reduce_unused_params`` the map is a step of its own, before the gradients.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 STATE_BLOB = "worker_state"
 # In one step; a worker that is fenced more often is too slow for its lease.
 MAX_REJOINS = 8
+# A server that was restarted meanwhile does not have what the donor left there.
+_LACKS_STATE = (ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY)
 
 
 class SyncServer(ServerStrategy):
@@ -69,13 +74,14 @@ class SyncServer(ServerStrategy):
         self._results: list[torch.Tensor] = []
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
-        # The step under way: its exchanges in order, and the push of each. A chunk may have several: the usage map is
-        # exchanged twice where buckets that nobody uses are skipped.
+        # The backward under way: its exchanges in order, the push of each, and before which exchanges a step of the
+        # protocol begins. The usage map is exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
         self._sits_out = False
         self._is_mixed = False  # parameters are in part this worker's, in part another's
         self._exchanges: list[_ChunkExchange] = []
         self._pushes: list[Push] = []
+        self._step_starts: set[int] = set()
         self.rejoins = 0  # of this worker in the step under way
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
@@ -89,9 +95,9 @@ class SyncServer(ServerStrategy):
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         super().lay_out(buckets)
         self._gradient_keys = {spec.key for chunks in self.chunks.of_bucket for spec, _, _ in chunks}
-        # Averages land apart from gradients: until every worker has an average, a server may ask this one for it.
-        # A server that dies while it writes an average to shared memory leaves neither this nor the last one. Without a
-        # quorum nobody lacks the last one by then: an exchange ends once everybody has contributed, who had it.
+        # Averages land apart from gradients, and stay until the next ones land: a restarted server may need them for
+        # another worker. A server that dies while it writes an average to shared memory leaves neither this nor the
+        # last one. Without a quorum nobody lacks the last one by then: everybody has contributed, and so had it.
         lands_in_place = self._options["quorum"] is None
         self._results = [
             self.session.allocate(bucket.numel, bucket.dtype)
@@ -107,15 +113,21 @@ class SyncServer(ServerStrategy):
             for spec, start, end in self.chunks.of_bucket[bucket.index]:
                 self.session.adopt(spec.key, payload[start:end], result[start:end] if lands_in_place else None)
 
-    def _entered(self, state: str) -> None:
-        self._resume_sequences()
-        if state == "joined":
-            self._take_state()
-
-    def _resume_sequences(self) -> None:
-        """Number the next pushes after the versions just pulled."""
-        for spec in self.chunks.specs:
-            self.session.set_sequence(spec.key, self.session.version(spec.key))
+    @override
+    def _receive(self, state: str) -> None:
+        """Pull the job's values, and a donor's state; where a restarted server lacks them, join again."""
+        for attempt in range(1 + MAX_REJOINS):
+            try:
+                if attempt:
+                    state = self.session.rejoin()
+                super()._receive(state)
+                if state == "joined":
+                    self._take_state()
+                return
+            except ServerRefusedError as error:
+                if attempt == MAX_REJOINS or not _may_join_again(error):
+                    raise
+                logger.warning("worker %d joins again: %s", self.session.rank, error)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -143,7 +155,7 @@ class SyncServer(ServerStrategy):
         self._is_open = True
         self._sits_out = False
         self.optimizers.forget_arrived(self.completed_steps)
-        self._exchanges, self._pushes, self.rejoins = [], [], 0
+        self._exchanges, self._pushes, self._step_starts, self.rejoins = [], [], set(), 0
         try:
             self.session.serve_joiner(self._deposit_state)
         except FencedError as error:
@@ -164,11 +176,15 @@ class SyncServer(ServerStrategy):
         if self._copies_payloads:
             payload = payload.clone()
         self._exchanges.append(_ChunkExchange(key, payload, landing))
-        self.session.keep_result(key)
         try:
             self._pushes.append(self._push(self._exchanges[-1]))
         except FencedError as error:
             self._rejoin(error)
+
+    def drop_step(self) -> None:
+        """The backward under way counts for nothing here; the other workers take part in all of its exchanges."""
+        if self._is_open:
+            self.finish().wait()
 
     def _push(self, exchange: _ChunkExchange) -> Push:
         key, landing = exchange.key, [exchange.landing]
@@ -208,9 +224,11 @@ class SyncServer(ServerStrategy):
     def await_exchanges(self, indices: range | None = None) -> None:
         """Wait for these exchanges of the step under way; None: for all of them.
 
-        A fenced worker rejoins and sits the step out, because its gradients belong to former weights. It takes part in
-        a later step, with every bucket (``rejoins`` has grown).
+        The first wait ends the protocol's step, as at every worker. A fenced worker rejoins and sits the backward out,
+        because its gradients belong to former weights. It takes part in a later one, with every bucket (``rejoins`` has
+        grown).
         """
+        self._step_starts.add(len(self._exchanges))
         try:
             while True:
                 pushes = self._pushes if indices is None else self._pushes[indices.start : indices.stop]
@@ -234,6 +252,8 @@ class SyncServer(ServerStrategy):
             spec = self.chunks.specs[key]
             landings[key] = torch.empty(spec.numel, dtype=spec.dtype)
             self._exchange(key, self.chunks.values(spec), landings[key])
+
+        self.session.end_step()
 
         def end_step() -> None:
             self.await_exchanges()
@@ -268,7 +288,7 @@ class SyncServer(ServerStrategy):
             [self.session.store(index, one, blob=STATE_BLOB, pieces=len(pieces)) for index, one in enumerate(pieces)]
         )
 
-    def _rejoin(self, fenced: FencedError) -> None:
+    def _rejoin(self, fenced: ServerRefusedError) -> None:
         """After this worker's lease ran out: take the others' state, and sit this step out.
 
         Where no other worker is left, this one's state is the job's, and its step goes on. A lease may run out once
@@ -279,12 +299,14 @@ class SyncServer(ServerStrategy):
             ServerRefusedError: this worker has read a part of the others' state, and all of them are gone.
         """
         while self.rejoins < MAX_REJOINS:
-            logger.warning("worker %d was away for longer than its lease; rejoining", self.session.rank)
+            logger.warning("worker %d rejoins: %s", self.session.rank, fenced)
             self.rejoins += 1
             try:
                 self._take_over()
                 return
-            except FencedError as error:
+            except ServerRefusedError as error:
+                if not _may_join_again(error):
+                    raise
                 fenced = error
         raise fenced
 
@@ -293,7 +315,6 @@ class SyncServer(ServerStrategy):
             self._sits_out = self._is_mixed = True
             with torch.no_grad():
                 self.pull_values(self.chunks.specs)
-            self._resume_sequences()
             self._take_state()
             self._is_mixed = self.session.fenced is not None
         elif self._is_mixed:
@@ -302,11 +323,19 @@ class SyncServer(ServerStrategy):
                 " state is left. Fix: start the job again from a checkpoint.",
                 ErrorCode.STATE_LOST,
             )
-        self._pushes = [self._push(exchange) for exchange in self._exchanges]
+        self._pushes = []
+        for index, exchange in enumerate(self._exchanges):
+            if index in self._step_starts:
+                wait_all(self._pushes)  # the same steps as the other workers'
+            self._pushes.append(self._push(exchange))
 
     def _take_state(self) -> None:
         pieces = self.session.pull_blob(STATE_BLOB)
         self.completed_steps = self.optimizers.take(pieces, self._parameter_names())
+
+
+def _may_join_again(error: ServerRefusedError) -> bool:
+    return isinstance(error, FencedError) or error.code in _LACKS_STATE
 
 
 def neighbours(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -353,3 +382,7 @@ class _Average(Reduction):
             return average
         self._bucket.flat.copy_(average)
         return self._bucket.flat
+
+    @override
+    def drop(self) -> None:
+        self._strategy.drop_step()
