@@ -229,9 +229,9 @@ def test_answers_go_to_the_newest_connection_whichever_is_read_first():
     old = first.route
     first.connect()
     new = first.route
-    first.resume(sequence=20)
+    first.resume(sequence=(1 << 50) + 2)
     first.route = old
-    first.resume(sequence=19)
+    first.resume(sequence=(1 << 50) + 1)
     first.push(0, 1, ONES)
     first.route = new
     second.push(0, 1, ONES)
@@ -266,7 +266,7 @@ def test_the_donor_returns_the_last_average_to_a_shard_that_restarted():
     world.start(8)
     for worker in (first, second):
         worker.connect()
-        assert worker.resume([(0, 1)])["chunks"] == 0
+        assert worker.resume([(0, 1)])["view"] == 0
         worker.begin()
         worker.register(spec(), brings_values=False)
     world.publish([first, second], from_step=2, donor=0)
@@ -286,7 +286,7 @@ def tensors_of(shard):
     }
 
 
-@pytest.mark.parametrize("compress", [None, "int8", "topk:fraction=0.5"])
+@pytest.mark.parametrize("compress", [None, "int8", "topk:ratio=0.5"])
 @pytest.mark.parametrize("compensation", [0.0, 0.04])
 def test_a_replay_comes_to_the_same_bits(compress, compensation):
     rule = {**APPLY, "max_staleness": 1, "delay_compensation": compensation}

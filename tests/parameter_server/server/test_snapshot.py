@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -19,8 +18,10 @@ import xxhash
 from support.processes import forkserver
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.durability.restoring import distribute
-from psengine.parameter_server.server.snapshots.files import ChunkState, JobState
+from psengine.parameter_server.server.durability import restoring
+from psengine.parameter_server.server.log.log import Place, segment_name
+from psengine.parameter_server.server.snapshots import generations as generations_module
+from psengine.parameter_server.server.snapshots.files import ChunkState, JobState, ServerState
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.protocol.messages import DTYPES
 
@@ -83,8 +84,12 @@ def state(number: int, *, shards: int = 2, numel: int = 1000) -> list[list[JobSt
     ]
 
 
-def assert_is_state(shards: list[list[JobState]], number: int, **options: int) -> None:
-    assert_same(shards, state(number, **options))
+def save(store: SnapshotStore, number: int, **options: int) -> int:
+    return store.save(ServerState(state(number, **options)))
+
+
+def assert_is_state(loaded, number: int, **options: int) -> None:
+    assert_same(loaded.state.shards, state(number, **options))
 
 
 def generations(directory: Path) -> list[str]:
@@ -110,10 +115,13 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(store):
     }
     meta = {"none": None, "pi": 3.25, "largest": 2**64 - 1, "é\ud800": [True, {"a": []}], "infinite": float("inf")}
     saved = [[JobState("a", meta, [ChunkState(0, meta, tensors)])], [JobState("a", {}, [])], []]
-    assert store.save(saved) == 1
+    places, coordinators = {0: Place(3, 2**40, 2**63 - 1), 2: Place(1, 0, 1)}, {"jobs": [None, {"é": 2**64 - 1}]}
+    assert store.save(ServerState(saved, places, coordinators)) == 1
     loaded = store.load()
     assert (loaded.generation, loaded.notes) == (1, [])
-    assert_same(loaded.shards, saved)
+    assert_same(loaded.state.shards, saved)
+    assert (loaded.state.places, loaded.state.coordinators) == (places, coordinators)
+    assert store.places(1) == places
 
 
 # ---- generations ----------------------------------------------------------------------------------------------------
@@ -122,10 +130,10 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(store):
 def test_two_generations_are_kept_and_numbers_go_on(tmp_path):
     for first in (1, 4):
         with SnapshotStore(tmp_path / "s") as store:
-            assert [store.save(state(number)) for number in range(first, first + 3)] == [first, first + 1, first + 2]
+            assert [save(store, number) for number in range(first, first + 3)] == [first, first + 1, first + 2]
             assert generations(store.directory) == names(first + 1, first + 2)
             assert store.newest == first + 2
-            assert_is_state(store.load().shards, first + 2)
+            assert_is_state(store.load(), first + 2)
 
 
 # ---- damage ---------------------------------------------------------------------------------------------------------
@@ -137,55 +145,56 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-def reseal(directory: Path, **changes: object) -> None:
+def reseal(path: Path, **changes: object) -> None:
     """Change the manifest and give it a valid hash again."""
-    path = directory / "manifest.json"
-    manifest = json.dumps(json.loads(path.read_bytes().partition(b"\n")[2]) | changes).encode()
-    first_line = json.dumps({"xxh3_64": xxhash.xxh3_64_hexdigest(manifest)})
-    path.write_bytes(first_line.encode() + b"\n" + manifest)
+    first_line, _, rest = path.read_bytes().partition(b"\n")
+    size_bytes = json.loads(first_line)["bytes"]
+    manifest = json.dumps(json.loads(rest[:size_bytes]) | changes).encode()
+    line = json.dumps({"bytes": len(manifest), "xxh3_64": xxhash.xxh3_64_hexdigest(manifest)})
+    path.write_bytes(line.encode() + b"\n" + manifest + rest[size_bytes:])
 
 
-MANIFEST, SHARD = "manifest.json", "shard-001.tensors"
+def append(path: Path, content: bytes) -> None:
+    path.write_bytes(path.read_bytes() + content)
+
+
 DAMAGES = {
-    "one byte less": (lambda d: os.truncate(d / SHARD, (d / SHARD).stat().st_size - 1), SHARD, "size"),
-    "one byte more": (lambda d: os.truncate(d / SHARD, (d / SHARD).stat().st_size + 1), SHARD, "size"),
-    "missing tensor file": (lambda d: (d / SHARD).unlink(), SHARD, "No such file"),
-    "swapped shards": (lambda d: shutil.copy(d / "shard-000.tensors", d / SHARD), SHARD, "xxh3-64"),
-    "truncated manifest": (lambda d: os.truncate(d / MANIFEST, 400), MANIFEST, "cut off"),
-    "only the first line": (lambda d: os.truncate(d / MANIFEST, 32), MANIFEST, "cut off"),
-    "empty manifest": (lambda d: os.truncate(d / MANIFEST, 0), MANIFEST, "cut off"),
-    "missing manifest": (lambda d: (d / MANIFEST).unlink(), MANIFEST, "No such file"),
-    "a file instead": (lambda d: (shutil.rmtree(d), d.touch()), MANIFEST, "Not a directory"),
-    "other format": (lambda d: reseal(d, format=1), MANIFEST, r"got 1, 2\)"),
-    "other generation": (lambda d: reseal(d, generation=9), MANIFEST, r"got 2, 9\)"),
+    "one byte less": (lambda path: os.truncate(path, path.stat().st_size - 1), "size"),
+    "one byte more": (lambda path: append(path, b"x"), "size"),
+    "cut off in the manifest": (lambda path: os.truncate(path, 400), "cut off"),
+    "cut off in the first line": (lambda path: os.truncate(path, 32), "cut off"),
+    "empty": (lambda path: os.truncate(path, 0), "cut off"),
+    "something else": (lambda path: path.write_text("{}\n"), "another version's"),
+    "a directory of an older version": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+    "other format": (lambda path: reseal(path, format=2), r"got \{'format': 2\}"),
+    "other generation": (lambda path: reseal(path, generation=9), r"got \{'generation': 9\}"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_generation_is_skipped_with_a_note(tmp_path, damage):
-    inflict, file, words = DAMAGES[damage]
+    inflict, words = DAMAGES[damage]
     with SnapshotStore(tmp_path / "s") as store:
         for number in (1, 2):
-            store.save(state(number))
+            save(store, number)
     inflict(tmp_path / "s" / names(2)[0])
     with SnapshotStore(tmp_path / "s") as store:
         loaded = store.load()
-        assert_is_state(loaded.shards, 1)
+        assert_is_state(loaded, 1)
         assert loaded.generation == 1
         (note,) = loaded.notes
         assert note.startswith("generation 2 is skipped: ")
         assert names(2)[0] in note
-        assert file in note
         assert re.search(words, note), note
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "shard-000.tensors"])
-def test_a_flipped_bit_anywhere_is_found(store, file):
-    store.save([[JobState("a", {"b": 1}, [ChunkState(0, {}, {"t": torch.arange(9), "u": torch.ones(3)})])]])
-    path = store.directory / names(1)[0] / file
+def test_a_flipped_bit_anywhere_is_found(store):
+    jobs = [JobState("a", {"b": 1}, [ChunkState(0, {}, {"t": torch.arange(9), "u": torch.ones(3)})])]
+    store.save(ServerState([jobs]))
+    path = store.directory / names(1)[0]
     for place in range(path.stat().st_size):
         flip(path, place)
-        with pytest.raises(SnapshotError, match=file):
+        with pytest.raises(SnapshotError, match=names(1)[0]):
             store.load()
         flip(path, place)
     assert store.load() is not None
@@ -193,15 +202,15 @@ def test_a_flipped_bit_anywhere_is_found(store, file):
 
 def test_no_readable_generation_is_an_error_that_names_all(store):
     for number in (1, 2):
-        store.save(state(number))
-        (store.directory / names(number)[0] / "manifest.json").unlink()
+        save(store, number)
+        (store.directory / names(number)[0]).write_bytes(b"")
     with pytest.raises(
         SnapshotError, match=r"(?s)can be read.*generation 2 is skipped.*generation 1 is skipped.*put a"
     ):
         store.load()
     assert store.newest is None
-    assert store.save(state(3)) == 3
-    assert_is_state(store.load().shards, 3)
+    assert save(store, 3) == 3
+    assert_is_state(store.load(), 3)
 
 
 # ---- writing fails --------------------------------------------------------------------------------------------------
@@ -225,19 +234,12 @@ def test_the_rename_comes_after_every_fsync_and_before_the_last(store, monkeypat
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, recording(getattr(os, name)))
     monkeypatch.setattr(os, "rename", recording_rename)
-    store.save(state(1))
+    save(store, 1)
     unfinished = "unfinished-000000000001"
-    assert events == [
-        "shard-000.tensors",
-        "shard-001.tensors",
-        "manifest.json",
-        unfinished,
-        f"{unfinished} -> {names(1)[0]}",
-        "snapshots",
-    ]
+    assert events == [unfinished, f"{unfinished} -> {names(1)[0]}", "snapshots"]
 
 
-@pytest.mark.parametrize("failing", range(5))
+@pytest.mark.parametrize("failing", range(2))
 def test_a_failed_fsync_keeps_the_older_generation(store, monkeypatch, failing):
     calls = []
 
@@ -250,37 +252,79 @@ def test_a_failed_fsync_keeps_the_older_generation(store, monkeypatch, failing):
 
         return one
 
-    store.save(state(1))
+    save(store, 1)
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, failing_once(getattr(os, name)))
     with pytest.raises(SnapshotError) as caught:
-        store.save(state(2))
+        save(store, 2)
     text = str(caught.value)
     assert "generation 2 was not written: Input/output error" in text
     assert str(calls[failing]) in text
     assert "generation 1 stays durable" in text
     assert generations(store.directory) == names(1)
-    assert_is_state(store.load().shards, 1)
+    assert_is_state(store.load(), 1)
     # From scratch: another number, hence other files.
-    assert store.save(state(3)) == 3
-    assert_is_state(store.load().shards, 3)
+    assert save(store, 3) == 3
+    assert_is_state(store.load(), 3)
 
 
-@pytest.fixture
-def mounted(tmp_path: Path):
-    """A directory on a file system of 1 MB of its own; mounting needs privileges."""
-    directory = tmp_path / "mounted"
-    directory.mkdir()
-    if not shutil.which("mount") or _mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)) != 0:
-        pytest.skip("mounting is not permitted here")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "--lazy", directory], check=True, timeout=10)
+class Room:
+    """How much there is on the disk."""
+
+    def __init__(self, store, monkeypatch):
+        self.free_bytes = 1 << 40
+        monkeypatch.setattr(store.disk, "free_bytes", lambda: self.free_bytes, raising=True)
 
 
-def _mount(*arguments: str) -> int:
-    return subprocess.run(["mount", *arguments], capture_output=True, check=False, timeout=10).returncode
+def log_files(store, *numbers):
+    for number in numbers:
+        (store.directory / segment_name(0, number)).touch()
+
+
+def files(store):
+    return sorted(path.name for path in store.directory.iterdir() if path.name != "lock")
+
+
+def logged(number):
+    return ServerState(state(number), {0: Place(number, 0, 7)})
+
+
+def test_segments_stay_as_long_as_a_generation_goes_on_in_them(store):
+    log_files(store, 1, 2, 3, 4)
+    for number in (2, 3, 4):
+        store.save(logged(number))
+    assert files(store) == names(2, 3) + [segment_name(0, number) for number in (3, 4)]
+    # A shard that has no log any more, and a server that keeps none.
+    (store.directory / segment_name(1, 1)).touch()
+    store.save(logged(4))
+    assert segment_name(1, 1) not in files(store)
+    for _ in range(2):
+        save(store, 5)
+    assert files(store) == names(5, 6)
+
+
+def test_where_there_is_little_room_one_generation_goes_before_the_next_is_there(store, monkeypatch):
+    room = Room(store, monkeypatch)
+    log_files(store, 1, 2, 3)
+    for number in (1, 2):
+        store.save(logged(number))
+    room.free_bytes = store.needed_bytes - 1
+    monkeypatch.setattr(store, "_write", lambda *arguments: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(SnapshotError, match=rf"expected room for {store.needed_bytes} bytes, got .*2 stays durable"):
+        store.save(logged(3))
+    assert files(store) == names(2) + [segment_name(0, number) for number in (2, 3)]
+
+
+def test_with_a_log_only_the_newest_is_kept_where_there_is_little_room(store, monkeypatch):
+    room = Room(store, monkeypatch)
+    log_files(store, 1, 2)
+    room.free_bytes = generations_module.LOW_BYTES - 1
+    for number in (1, 2):
+        store.save(logged(number))
+    assert files(store) == [*names(2), segment_name(0, 2)]
+    for _ in range(2):
+        save(store, 3)
+    assert generations(store.directory) == names(3, 4)
 
 
 # ---- killed writers -------------------------------------------------------------------------------------------------
@@ -290,7 +334,7 @@ def _save_for_ever(directory: Path, number: int, sender) -> None:
     with SnapshotStore(directory) as store:
         while True:
             number += 1
-            store.save(state(number, numel=60_000))
+            save(store, number, numel=60_000)
             sender.send(number)
 
 
@@ -328,9 +372,9 @@ def test_after_a_kill_at_any_moment_a_complete_generation_loads(tmp_path):
             assert all(name.startswith("generation-") for name in generations(directory))
             loaded = store.load()
             assert loaded.notes == []  # what has a generation's name is complete
-            number = int(loaded.shards[0][0].meta["version"])
+            number = int(loaded.state.shards[0][0].meta["version"])
             assert number in (acknowledged, acknowledged + 1)
-            assert_is_state(loaded.shards, number, numel=60_000)
+            assert_is_state(loaded, number, numel=60_000)
     assert leftovers > 0, "no kill came during a save"
 
 
@@ -371,7 +415,11 @@ def chunk_places(shards: list[list[JobState]], name: str) -> dict[int, int]:
     return dict(places)
 
 
-def test_chunks_survive_other_numbers_of_shards_once_each(store):
+def test_chunks_survive_other_numbers_of_shards_once_each(store, monkeypatch):
+    def merged(metas):
+        return {"shard": sum(meta["shard"] for meta in metas), "n": len(metas)}
+
+    monkeypatch.setattr(restoring, "merge_job_meta", merged)
     two = [
         [
             JobState(
@@ -385,11 +433,9 @@ def test_chunks_survive_other_numbers_of_shards_once_each(store):
     ]
     shards = two
     for count in (3, 1, 2):
-        store.save(shards)
-        loaded = store.load().shards
-        shards = distribute(
-            loaded, count, lambda metas: {"shard": sum(meta["shard"] for meta in metas), "n": len(metas)}
-        )
+        store.save(ServerState(shards))
+        loaded = store.load().state.shards
+        shards = restoring.distribute(loaded, count)
         for name in ("a", "b"):
             assert sorted(chunk_places(shards, name)) == list(range(12))
         assert len(shards) == count

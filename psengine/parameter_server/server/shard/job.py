@@ -59,6 +59,7 @@ class Job:
         self.view: View | None = None
         self.taken = self.floor = 0
         self.workers: dict[int, Worker] = {}
+        self._members: dict[int, tuple[int, str]] = {}  # by rank: incarnation, user id
         self.registrars: set[bytes] = set()
         self.statistics = JobStatistics()
         self._note = note
@@ -83,7 +84,7 @@ class Job:
 
     def is_member(self, rank: int, incarnation: int, user_id: str | None = None) -> bool:
         """Whether the view has this worker; ``user_id``: and with this key."""
-        member = None if self.view is None else self._members.get(rank)
+        member = self._members.get(rank)
         return member is not None and member[0] == incarnation and user_id in (None, member[1])
 
     # ---- views and releases ------------------------------------------------------------------------------------
