@@ -103,7 +103,8 @@ class PowerSgd(Codec):
     ) -> Generator[torch.Tensor, torch.Tensor, None]:
         state = state if isinstance(state, _Factors) else None
         feedback = state if state is not None and state.has_feedback else None
-        starts = {} if state is None else state.starts
+        # A copy, so that a copy of the state (``copy.copy``) stays as it is.
+        starts = {} if state is None else dict(state.starts)
         shapes = self._shapes(values.numel())
         # The memory of the next residual, so that what arrives is subtracted in place.
         corrected = (
@@ -143,6 +144,8 @@ class PowerSgd(Codec):
                 starts.pop(index, None)
                 if bool(start.isfinite().all()) and bool(start.any()):
                     starts[index] = start
+        if state is not None:
+            state.starts = starts
         if feedback is not None:
             # What arrived of this rank's own part of the sum.
             _subtract(corrected, shapes, self._rank, left, own_right)

@@ -1,248 +1,302 @@
-"""Aggregation "average": an exchange ends when everybody who is live has contributed, or a quorum has.
+"""Rule "average": a step is closed when every member of the view has contributed, and all get the same average.
 
     rank 0   push 7 ─────────┐                    ┌─► answer 7
     rank 1        push 7 ──┐ │                    ├─► answer 7
     rank 2              push 7: everybody is here ┴─► answer 7
 
-A worker that dies in between is left out of the sum and of the denominator. A server that restarted does not know how
-far workers are (no ``last_sequence``): a worker that is further on has the answer that others wait for.
+With a quorum the coordinator names who counts in a step, for all chunks (RELEASE). The weights are in the workers, and
+``values`` are what a worker last deposited for others. A step has one result, kept until every member has it.
+
+A view takes back all steps from its ``from_step`` on: nobody has used them, and workers push them again. Of an earlier
+step nothing is taken back. A server that restarted has no results; the view's donor returns that of the last step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
+from psengine.codecs.base import CodecState
 from psengine.errors import ProtocolError
+from psengine.flat_optimizers.finite import is_finite
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
-from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext, Update
-from psengine.parameter_server.server.rules.outcome import Outcome
-from psengine.protocol.messages import ErrorCode, MessageType
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.messages import ErrorCode
+from psengine.protocol.views import Release, View
 
-# With a quorum: how many exchanges the fastest may be ahead of the slowest, whose averages have to be kept for it.
+# With a quorum: how many steps the fastest may be ahead of the slowest, whose averages have to be kept for it.
 HISTORY = 8
-# A worker has at most this many contributions to unfinished exchanges of a chunk: it numbers them one after the other,
-# and sends the next when it has the answer.
+# A worker has at most this many contributions to open steps of a chunk: it pushes the next when it has the answer.
 MAX_OPEN = 2
 MAX_SHOWN_RANKS = 256
 
 
+class _Result(NamedTuple):
+    """An average, which is made once and never changed while somebody may ask for it."""
+
+    place: Place  # of the payload
+    contributors: int  # the number of gradients
+    ranks: frozenset[int] | None  # whose contributions count; None: a worker has returned it, and nobody knows
+
+
 class Average(ChunkRule):
-    """See the module's text. The chunk's version is the number of the last exchange that ended."""
+    """See the module's text. The chunk's version is the number of the last step that was closed."""
 
-    is_single = False
+    holds_weights = False
+    pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER, ChunkKind.USAGE})
 
-    def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
-        super().__init__(outcome, context, options)
-        # An exchange ends with this many gradients (backup workers, Chen et al. 2016,
-        # https://arxiv.org/abs/1604.00981); None waits for everybody.
-        self._quorum: int | None = options.get("quorum")
+    def __init__(self, spec: ChunkSpec, values: torch.Tensor | None, *arguments: Any) -> None:
+        super().__init__(spec, values, *arguments)
+        self._values = values
+        self.values_version = 0
+        # A step is closed with this many gradients (backup workers, Chen et al. 2016,
+        # https://arxiv.org/abs/1604.00981), which the coordinator names; else with those of all members.
+        self._has_quorum = self.options.get("quorum") is not None
+        # Of each member the incarnation, and the last step that it contributed to or does not need.
+        self._last: dict[int, tuple[int, int]] = {}
         self._open: dict[int, ContributionSet] = {}
-        # The ranks that took part in exchanges that ended here and may be answered again.
-        self._ended: dict[int, frozenset[int]] = {}
+        # By open step, whose contributions count.
+        self._released: dict[int, frozenset[int]] = {}
+        # Averages that some member may still ask for, as they travel.
+        self._results: dict[int, _Result] = {}
+        # What payloads of averages left out, for the next one; made with the first.
+        self._state: CodecState | None = None
+        # The last step that changed it, and what it was before. The tensors are shared: codecs write into others.
+        self._former: tuple[int, CodecState] | None = None
+
+    @property
+    @override
+    def values(self) -> torch.Tensor | None:
+        return self._values
 
     @override
-    def _gather(self, contribution: Contribution) -> list[Reply]:
-        rank, sequence = contribution.rank, contribution.sequence
-        last = self.progress.last_sequence.get(rank, 0)
-        if sequence <= last or rank in self._contributors(sequence):
-            self.context.statistics.duplicates += 1
-            return []
-        self._refused.pop(rank, None)
-        if self.outcome.can_answer(sequence, sequence):
-            return self._answer_late(contribution)
+    def push(self, contribution: Contribution) -> list[Reply]:
+        rank, step = contribution.rank, contribution.step
+        if step in self._results:
+            return [self._answer_late(contribution)]
+        view = self.context.view()
+        if view is not None and step < view.from_step - 1:
+            raise ProtocolError(
+                f"{self.spec.describe()}: the average of step {step} is gone, the others are at step {view.from_step}",
+                ErrorCode.FENCED,
+            )
         if sum(rank in one.by_rank for one in self._open.values()) >= MAX_OPEN:
             raise ProtocolError(
-                f"{self.spec.describe()}: worker {rank} has contributions to {MAX_OPEN} unfinished exchanges already"
-                f" (expected no more, got exchange {sequence})",
+                f"{self.spec.describe()}: worker {rank} has contributions to {MAX_OPEN} open steps already"
+                f" (expected no more, got step {step})",
                 ErrorCode.CREDIT,
             )
-        gathered = self._open.get(sequence) or ContributionSet(self.spec, self.outcome.result_memory)
+        gathered = self._open.get(step) or ContributionSet(self.spec)
         gathered.check_weight(contribution)
-        self.outcome.check(contribution)
         if contribution.values is None:
             self.context.statistics.abstained += 1
-        elif not self.outcome.accepts(contribution.values):
-            self._note_refused(contribution, "non_finite")
-            contribution = contribution._replace(values=None)
-        gathered.add(contribution, self.context.live_ranks())
-        self._open[sequence] = gathered
-        self.progress.last_sequence[rank] = sequence
-        return self._complete_all()
-
-    def _contributors(self, sequence: int) -> Collection[int]:
-        gathered = self._open.get(sequence)
-        return gathered.by_rank if gathered is not None else ()
+        gathered.add(contribution, () if self._has_quorum or view is None else _members_at(view, step))
+        self._open[step] = gathered
+        self._last[rank] = contribution.incarnation, step
+        return self._close(step)
 
     @override
-    def probe(self, rank: int, sequence: int) -> list[Reply]:
-        if self.outcome.can_answer(sequence, sequence):
-            return [self._reply(MessageType.SENT, rank, sequence)]
-        if rank in self._contributors(sequence):
-            pending = self._reply(MessageType.PENDING, rank, sequence, {"waiting_for": self._missing_from(sequence)})
-            return [pending, *self._complete(sequence)]
-        return [self._reply(MessageType.MISSING, rank, sequence)]
+    def has(self, rank: int, step: int) -> bool:
+        return rank in self._last and step <= self._last[rank][1]
 
     @override
-    def repeat(self, rank: int, sequence: int) -> list[Reply]:
-        """An exchange that ended without this worker has an answer for it too."""
-        if not self.outcome.can_answer(sequence, sequence):
-            return self.probe(rank, sequence)
-        last_sequence = self.progress.last_sequence
-        last_sequence[rank] = max(sequence, last_sequence.get(rank, 0))
-        return [self._answer(rank, sequence, repeated=True), *self._complete_all()]
+    def answer_again(self, rank: int, step: int) -> Reply | None:
+        return self._answer(rank, step) if step in self._results else None
 
     @override
-    def supply_result(self, rank: int, sequence: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
-        waiting = self._contributors(sequence)
-        if not waiting:
-            return []  # others were asked too
-        is_asked = rank not in waiting and self.progress.is_past(rank, sequence)
+    def release(self, release: Release) -> list[Reply]:
+        step = release.step
+        if release.contributors is None or self.spec.kind not in self.pushed_kinds or step in self._results:
+            return []
+        self._released[step] = frozenset(rank for rank, _ in release.contributors)
+        # The slowest has contributed to what is older, if this chunk was part of it.
+        for old in [known for known in self._released if known < step - HISTORY]:
+            del self._released[old]
+        return self._close(step)
+
+    @override
+    def adopt(self, view: View) -> list[Reply]:
+        first, members = view.from_step, {}
+        for member in view.members:
+            incarnation, last = self._last.get(member.rank, (0, 0))
+            is_known = incarnation == member.incarnation
+            members[member.rank] = member.incarnation, min(last, first - 1) if is_known else member.first_step - 1
+        kept = {step: gathered for step, gathered in self._open.items() if step < first}
+        for gathered in kept.values():
+            for one in list(gathered.by_rank.values()):
+                if members.get(one.rank, (0, 0))[0] != one.incarnation:
+                    gathered.remove(one.rank)
+        self._open = {step: gathered for step, gathered in kept.items() if gathered.by_rank}
+        self._last = members
+        self._released.clear()
+        self._results = {step: result for step, result in self._results.items() if step < first}
+        if self._former is not None and self._former[0] >= first:
+            self._state = self._former[1]
+            self._former = None
+        self.version = min(self.version, first - 1)
+        return []
+
+    @override
+    def supply_result(self, rank: int, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
+        view = self.context.view()
+        if view is None or step != view.from_step - 1:
+            return super().supply_result(rank, step, payload, contributors)
+        if step in self._results:
+            return []  # this server did not restart, or others were asked too
+        gathered = self._open.pop(step, None)
+        waiting = sorted(gathered.by_rank) if gathered is not None else []
         count = len(waiting) if contributors is None else contributors
-        if not is_asked or not self.outcome.take_result(sequence, payload, count):
-            return super().supply_result(rank, sequence, payload, contributors)
-        del self._open[sequence]
-        self.progress.version = max(self.version, sequence)
-        replies = [self._answer(other, sequence) for other in sorted(waiting)]
-        return [*replies, *self._complete_all()]
+        self._results[step] = _Result(Place(payload.clone()), count, None)
+        self.version = max(self.version, step)
+        return [self._answer(other, step) for other in waiting]
 
     @override
-    def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
-        if is_new_process:
-            self.progress.begin(rank)
-        return self._complete_all()
-
-    @override
-    def note_answered(self, rank: int, sequence: int) -> list[Reply]:
-        super().note_answered(rank, sequence)
-        return self._complete_all()
-
-    @override
-    def worker_left(self, rank: int) -> list[Reply]:
-        """Its contributions to unfinished exchanges are dropped; it has to send them again."""
-        self.outcome.worker_left(rank)
-        last_sequence = self.progress.last_sequence
-        for sequence in sorted(self._open):
-            gathered = self._open[sequence]
-            if rank in gathered.by_rank:
-                gathered.remove(rank)
-                last_sequence[rank] = min(last_sequence[rank], sequence - 1)
-            if not gathered.by_rank:
-                del self._open[sequence]
-        return self._complete_all()
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._open.clear()
-        self._ended.clear()
-
-    @override
-    def waiting(self) -> dict[int, list[int]]:
-        waiting: dict[int, list[int]] = {}
-        for sequence, gathered in self._open.items():
-            waiting.update(dict.fromkeys(gathered.by_rank, self._missing_from(sequence)))
-        return waiting
-
-    @override
-    def clocks(self) -> dict[int, int]:
-        """The number of a worker's last exchange."""
-        return dict(self.progress.last_sequence)
-
-    @override
-    def size_bytes(self) -> int:
-        return super().size_bytes() + sum(gathered.size_bytes for gathered in self._open.values())
-
-    # ---- the end of an exchange --------------------------------------------------------------------------------
-
-    def _missing_from(self, sequence: int) -> list[int]:
-        contributors = self._contributors(sequence)
-        absent = [rank for rank in self.context.live_ranks() if rank not in contributors]
-        behind = [rank for rank in absent if not self.progress.is_past(rank, sequence)]
-        return sorted({*behind, *self.context.missing_ranks()})[:MAX_SHOWN_RANKS]
-
-    def _complete_all(self) -> list[Reply]:
-        """End what can end now."""
-        if len(self._open) == 1:
-            return self._complete(next(iter(self._open)))
-        return [reply for sequence in sorted(self._open) for reply in self._complete(sequence)]
-
-    def _complete(self, sequence: int) -> list[Reply]:
-        gathered = self._open.get(sequence)
-        if gathered is None or self.context.missing_ranks():
+    def waiting_for(self, rank: int, step: int) -> list[int]:
+        gathered, view = self._open.get(step), self.context.view()
+        if gathered is None or view is None or rank not in gathered.by_rank:
             return []
-        live = self.context.live_ranks()
-        missing = [rank for rank in live if rank not in gathered.by_rank]
-        if len(missing) == len(live):
-            return []  # who contributed is on its way out
-        if any(self.progress.is_past(rank, sequence) for rank in missing):
-            return self._ask_for_result(sequence)
-        if missing and not self._is_quorum(gathered, sequence, missing, live):
+        if step < view.from_step:
+            return [] if view.donor is None else [view.donor]
+        counted = self._counted(step, view)
+        awaited = _members_at(view, step) if counted is None else sorted(counted)
+        return [other for other in awaited if other not in gathered.by_rank][:MAX_SHOWN_RANKS]
+
+    @override
+    def open_steps(self) -> dict[int, int]:
+        return {rank: step for step in sorted(self._open) for rank in self._open[step].by_rank}
+
+    @override
+    def steps(self) -> dict[int, int]:
+        return {rank: step for rank, (_, step) in self._last.items()}
+
+    # ---- the end of a step -------------------------------------------------------------------------------------
+
+    def _counted(self, step: int, view: View) -> frozenset[int] | None:
+        """Whose contributions make the average; None where that is not decided."""
+        members = frozenset(_members_at(view, step))
+        if not self._has_quorum:
+            return members
+        released = self._released.get(step)
+        return None if released is None else released & members
+
+    def _close(self, step: int) -> list[Reply]:
+        """Close the step, if everything is here that counts."""
+        gathered, view = self._open.get(step), self.context.view()
+        if gathered is None or view is None or step < view.from_step:
             return []
-        return self._end(gathered, sequence, live)
-
-    def _is_quorum(
-        self, gathered: ContributionSet, sequence: int, missing: Collection[int], live: Collection[int]
-    ) -> bool:
-        # A worker without a gradient takes part, but does not fill the quorum: others' gradients are on their way.
-        if self._quorum is None or len(gathered.given) < min(self._quorum, len(live)):
-            return False
-        last_sequence = self.progress.last_sequence
-        if any(rank not in last_sequence for rank in missing):
-            return False  # since a restart of this server it was not heard from, and may have the result
-        return sequence - min(last_sequence[rank] for rank in missing) <= HISTORY
-
-    def _end(self, gathered: ContributionSet, sequence: int, live: Collection[int]) -> list[Reply]:
-        del self._open[sequence]
-        given = gathered.given
-        self.outcome.conclude(sequence, Update(gathered.combine(), given))
-        self.progress.version = max(self.version, sequence)
-        self.context.exchange_ended()
-        self.context.statistics.averaged += 1
-        self.context.statistics.applied += len(given)
-        self._ended[sequence] = frozenset(gathered.by_rank)
-        answers = [self._answer(rank, sequence) for rank in sorted(gathered.by_rank)]
-        # A worker that pushes exchange n + 1 has the answer of exchange n.
-        last_sequence = self.progress.last_sequence
-        needed = min((last_sequence.get(rank, 0) for rank in live), default=self.version)
-        self.outcome.forget_before(needed)
-        for old in [known for known in self._ended if known < needed]:
-            del self._ended[old]
+        counted = self._counted(step, view)
+        if counted is None or not counted <= gathered.by_rank.keys():
+            return []
+        del self._open[step]
+        self._released.pop(step, None)
+        ranks = sorted(gathered.by_rank)
+        late = [one for one in gathered.given if one.rank not in counted]
+        for one in late:
+            gathered.remove(one.rank)
+        self._conclude(step, gathered)
+        for one in late:
+            self._note_late(one)
+        answers = [self._answer(rank, step) for rank in ranks]
+        self._forget_answered()
         return answers
 
-    @override
-    def _answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
-        answer = super()._answer(rank, sequence, repeated=repeated)
-        if rank not in self._ended.get(sequence, (rank,)):
+    def _conclude(self, step: int, gathered: ContributionSet) -> None:
+        statistics, given = self.context.statistics, gathered.given
+        place = gathered.combine(lambda: self.memory.free([result.place for result in self._results.values()]))
+        # Encoded once, so that all workers get the same bits. Where nobody contributed, the residual waits.
+        state = None
+        if place is None:
+            place = self.memory.new()
+            place.values.zero_()
+        else:
+            state = self._state = self._state or self.payloads.make_state()
+        if state is not None:
+            self._former = step, copy.copy(state)
+        # A value that is not finite stays so in every sum, and is passed on, as native DDP does.
+        is_spoiled = not is_finite(place.values)
+        if is_spoiled:
+            statistics.non_finite += sum(one.values is not None and not is_finite(one.values) for one in given)
+        payload = self.payloads.encode(place.values, state)
+        if is_spoiled and state is not None:
+            state.give_back()  # workers skip a step with this average, and their residuals are as before too
+        place = place if payload is place.values else Place(payload)
+        self._results[step] = _Result(place, len(given), frozenset(gathered.by_rank))
+        self.version = max(self.version, step)
+        statistics.averaged += 1
+        statistics.applied += len(given)
+
+    def _forget_answered(self) -> None:
+        # A worker that pushes a step has the answers of all before it.
+        needed = min((step for _, step in self._last.values()), default=self.version)
+        for old in [step for step in self._results if step < needed]:
+            del self._results[old]
+
+    def _answer(self, rank: int, step: int) -> Reply:
+        result = self._results[step]
+        answer = self._updated(rank, step, step, result.place, contributors=result.contributors)
+        if result.ranks is not None and rank not in result.ranks:
             answer.body["late"] = True
         return answer
 
-    def _answer_late(self, contribution: Contribution) -> list[Reply]:
-        rank, sequence = contribution.rank, contribution.sequence
-        self.progress.last_sequence[rank] = sequence
-        if contribution.values is not None and sequence in self._ended:
-            self._ended[sequence] -= {rank}  # a former process of the rank may have taken part; this one has not
+    def _answer_late(self, contribution: Contribution) -> Reply:
+        rank, step = contribution.rank, contribution.step
+        self._last[rank] = contribution.incarnation, step
+        if self._results[step].ranks is not None:
+            self._note_late(contribution)
+        answer = self._answer(rank, step)
+        self._forget_answered()
+        return answer
+
+    def _note_late(self, contribution: Contribution) -> None:
         self.context.statistics.late += 1
         self.context.discarded(contribution, self.spec, "late")
-        # The slowest has moved on, and others may be waiting for that.
-        return [self._answer(rank, sequence), *self._complete_all()]
 
-    def _ask_for_result(self, sequence: int) -> list[Reply]:
-        """The exchange ended before this server started; a worker that is one exchange further has its average."""
-        waiting, progress = self._contributors(sequence), self.progress
-        # With a quorum nobody knows which of those who wait took part in it.
-        sources = self.context.live_ranks() if self._quorum is None else ()
-        one_ahead = [rank for rank in sources if rank not in waiting and progress.answered(rank) == sequence]
-        if one_ahead:
-            return [self._reply(MessageType.RESULT_WANTED, one_ahead[0], sequence)]
-        # Nobody has it: who waits for it has to start from somebody else's state. It pushes this exchange again where
-        # the others have left meanwhile, and the job goes on from its own.
-        del self._open[sequence]
-        for rank in waiting:
-            progress.last_sequence[rank] = min(progress.last_sequence[rank], sequence - 1)
-        text = f"{self.spec.describe()}: the average of exchange {sequence} is gone, the others are further on"
-        return [self._error(rank, sequence, ErrorCode.FENCED, text) for rank in sorted(waiting)]
+    # ---- values and memory -------------------------------------------------------------------------------------
+
+    @override
+    def read(self) -> tuple[int, torch.Tensor]:
+        if self.values is None:
+            raise ProtocolError(f"nobody has deposited values of {self.spec.describe()}", ErrorCode.NOT_READY)
+        return self.values_version, self.values
+
+    @override
+    def store(self, values: torch.Tensor, version: int) -> None:
+        self._values, self.values_version = values.clone(), version
+
+    @override
+    def lent_places(self, workers: int) -> int:
+        # With a quorum the averages of several steps are kept for those who are late.
+        is_lent = self.spec.kind in self.pushed_kinds and not self._has_quorum and not self.payloads.encodes_answers
+        return 2 if is_lent else 0  # who contributes to a step has read all averages but the last
+
+    @override
+    def size_bytes(self) -> int:
+        values_bytes = 0 if self.values is None else self.spec.size_bytes
+        state_bytes = 0 if self._state is None else self._state.size_bytes
+        results_bytes = max(self.memory.extra_bytes, len(self._results) * self.payloads.answer_bytes)
+        return values_bytes + state_bytes + results_bytes + sum(one.size_bytes for one in self._open.values())
+
+    @override
+    def to_meta(self) -> dict[str, Any]:
+        """Steps are not kept: after a restart workers push again what is open."""
+        return {"version": self.version, "values_version": self.values_version}
+
+    @override
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.values is None else {"values": self.values}
+
+    @override
+    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.version, self.values_version = meta["version"], meta["values_version"]
+
+
+def _members_at(view: View, step: int) -> list[int]:
+    """The ranks of those who take part in a step, ascending."""
+    return [member.rank for member in view.members if member.first_step <= step]

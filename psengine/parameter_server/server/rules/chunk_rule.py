@@ -1,10 +1,10 @@
-"""The rule of one chunk: when the contributions to an exchange are complete, and when its answers may leave. Pure.
+"""The rule of one chunk: what contributions lead to, and when answers may leave. Pure, and without a clock.
 
-average.py    everybody who is live has contributed, or a quorum has: one answer for all of them
-apply.py      each contribution is complete by itself; its answer may be held (bounded staleness)
-merge.py      a quorum of contributions is here, and a window for more is over
+average.py    every member of the view has contributed, or those that the coordinator named: one answer for all
+apply.py      each contribution is applied when it comes; its answer may be held (bounded staleness)
+merge.py      contributions are merged as the coordinator names them
 
-The outcome (``outcome.py``) says what a complete set leads to.
+The last two keep the weights and step them (``server_weights.py``).
 """
 
 from __future__ import annotations
@@ -16,158 +16,155 @@ from typing import Any, ClassVar
 import torch
 
 from psengine.errors import ProtocolError
+from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
+from psengine.parameter_server.server.rules.answer_memory import AnswerMemory, Place
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
-from psengine.parameter_server.server.rules.outcome import Outcome
-from psengine.protocol.layout import ChunkKind
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads
+from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
+from psengine.protocol.views import Release, View
 
 
 class ChunkRule(ABC):
     """Of one chunk at one shard.
 
     Args:
-        outcome: what a complete set leads to; it knows the chunk and how far it is.
+        values: 1-D, the chunk's values; owned and mutated here. None where nobody has brought any.
         context: shared with the job's other chunks.
         options: the rule as in HELLO.
     """
 
-    # Whether a single contribution is complete.
-    is_single: ClassVar[bool]
-    # Whether an exchange may end without workers that are stuck in others.
-    minds_who_is_stuck: ClassVar[bool] = False
+    # Whether the weights that are trained are here; else they are in the workers, who deposit copies for each other.
+    holds_weights: ClassVar[bool]
+    # Which chunks workers push.
+    pushed_kinds: ClassVar[frozenset[ChunkKind]]
+    # Whether the job's codec may encode answers; else they are exact, whatever it is.
+    encodes_answers: ClassVar[bool] = True
 
-    def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
-        self.outcome = outcome
-        self.spec, self.progress, self.payloads = outcome.spec, outcome.progress, outcome.payloads
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        values: torch.Tensor | None,
+        payloads: ChunkPayloads,
+        context: RuleContext,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.spec = spec
+        self.payloads = payloads
         self.context = context
-        # By rank, why its last contribution does not count.
-        self._refused: dict[int, str] = {}
-        # The version that this server started with; 0 without.
-        self.restored_version = 0
+        self.options = options
+        self.version = 0
+        self.memory = AnswerMemory(spec.numel, spec.dtype)
+        self.optimizer: ChunkOptimizer | None = None
 
     @property
-    def version(self) -> int:
-        """The chunk's."""
-        return self.progress.version
+    @abstractmethod
+    def values(self) -> torch.Tensor | None:
+        """What PULL reads; None where nobody has brought any."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a contribution can be taken in."""
+        return True
 
     @property
     def is_trained(self) -> bool:
         """Whether workers push gradients of it."""
-        return self.spec.kind is ChunkKind.PARAMETER and self.outcome.is_ready
+        return self.spec.kind is ChunkKind.PARAMETER and self.is_ready
 
+    @property
+    def remembers_answers(self) -> bool:
+        """Whether an answer, or a read by a member, changes what later answers are."""
+        return False
+
+    def configure(self, spec: OptimizerSpec) -> None:
+        """Attach the optimizer; a repetition of the same is no change.
+
+        Raises:
+            ProtocolError: another one is attached, or the chunk takes none.
+        """
+        raise ProtocolError(
+            f"{self.spec.describe()} takes no optimizer (expected a parameter of a job whose servers step)",
+            ErrorCode.RULE_MISMATCH,
+        )
+
+    @abstractmethod
     def push(self, contribution: Contribution) -> list[Reply]:
-        """A contribution arrived, perhaps once more.
+        """A contribution of a member arrived, which ``has`` does not know.
 
         Raises:
             ProtocolError: it makes no sense here; nothing has changed.
         """
-        if self.outcome.is_ready:
-            return self._gather(contribution)
-        text = f"{self.spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
-        return [self._error(contribution.rank, contribution.sequence, ErrorCode.NOT_READY, text)]
-
-    def _note_refused(self, contribution: Contribution, reason: str) -> None:
-        """Remember why a contribution does not count."""
-        self._refused[contribution.rank] = reason
-        self.context.statistics.refused[reason] += 1
-        if reason != "abstained":  # a worker that only asks for weights
-            self.context.discarded(contribution, self.spec, reason)
 
     @abstractmethod
-    def _gather(self, contribution: Contribution) -> list[Reply]:
-        """See ``push``; the outcome is ready."""
-
-    def tick(self) -> list[Reply]:
-        """Some time has passed; answers that may leave because of it."""
-        return []
+    def adopt(self, view: View) -> list[Reply]:
+        """Others take part from now on; the view's releases come next. Answers that may leave now."""
 
     @abstractmethod
-    def probe(self, rank: int, sequence: int) -> list[Reply]:
-        """A worker asks what became of an exchange: PENDING, MISSING, or SENT where the answer is there. No payload."""
+    def release(self, release: Release) -> list[Reply]:
+        """The coordinator has decided something, perhaps told once more. Answers that may leave now."""
 
     @abstractmethod
-    def repeat(self, rank: int, sequence: int) -> list[Reply]:
-        """A worker lost the answer of an exchange: that again, or what ``probe`` says where there is none."""
+    def has(self, rank: int, step: int) -> bool:
+        """Whether the contribution of this member is here or has been answered: nobody needs to push it again."""
 
     @abstractmethod
-    def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
-        """A worker became live; a new process numbers its exchanges anew. Others' answers may leave now."""
+    def answer_again(self, rank: int, step: int) -> Reply | None:
+        """The answer of a contribution that is here, if there is one already: the first may be lost."""
 
     @abstractmethod
-    def worker_left(self, rank: int) -> list[Reply]:
-        """A worker is no longer waited for; others' answers may leave now."""
+    def waiting_for(self, rank: int, step: int) -> list[int]:
+        """The ranks whose contributions or commits the answer of this contribution waits for, ascending."""
 
     @abstractmethod
-    def waiting(self) -> dict[int, list[int]]:
-        """Per rank whose answer is held, the ranks it waits for."""
+    def open_steps(self) -> dict[int, int]:
+        """By rank, the last step whose contribution is here and not answered."""
 
-    def open_exchange(self, rank: int) -> int:
-        """The number of the exchange that worker ``rank`` has contributed to and that has not ended; 0 without."""
+    @abstractmethod
+    def steps(self) -> dict[int, int]:
+        """By rank, the last step whose contribution was here; for people."""
+
+    def supply_result(self, rank: int, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
+        """Member ``rank`` returns the average of a step that was closed before this server started.
+
+        Raises:
+            ProtocolError: nobody lacks it.
+        """
+        raise ProtocolError(f"{self.spec.describe()}: nobody lacks the average of step {step}")
+
+    @abstractmethod
+    def read(self) -> tuple[int, torch.Tensor]:
+        """(version, values) as PULL reads them; ProtocolError where there are none."""
+
+    @abstractmethod
+    def store(self, values: torch.Tensor, version: int) -> None:
+        """STORE: overwrite what PULL reads; ``version``: as the worker says."""
+
+    def note_base(self, rank: int) -> int:
+        """Worker ``rank`` computes its next gradient from the values as they are: their version, 0 if unknown here."""
         return 0
 
     @abstractmethod
-    def clocks(self) -> dict[int, int]:
-        """Per worker, how many steps it has taken; for people."""
-
-    def note_answered(self, rank: int, sequence: int) -> list[Reply]:
-        """Worker ``rank`` says that it has the answer of exchange ``sequence``; others may wait to hear that."""
-        self.progress.note_answered(rank, sequence)
-        return []
-
-    def supply_result(self, rank: int, sequence: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
-        """Worker ``rank`` returns the average of an exchange that ended before this server started.
-
-        Raises:
-            ProtocolError: nobody who is waited for has it.
+    def lent_places(self, workers: int) -> int:
+        """In how many places answers to ``workers`` of this host are made, if one is to be free whenever one is needed;
+        0 where they may not read answers where they are made.
         """
-        raise ProtocolError(f"{self.spec.describe()}: the result of exchange {sequence} was not asked for")
 
-    def can_catch_up(self, rank: int, reached: int) -> bool:
-        """Whether every answer that worker ``rank`` may lack is still here; it has those to ``reached``, it says."""
-        return self.outcome.can_answer(max(reached, self.progress.reached(rank)) + 1, self.version)
-
-    def store(self, values: torch.Tensor, version: int) -> None:
-        """STORE: overwrite what PULL reads; ``version``: as the worker says."""
-        self.outcome.store(values, version)
-
-    def reset(self) -> None:
-        """Forget exchanges, and values of long ago: the job goes on from the only worker there is."""
-        self.progress.reset()
-        self.outcome.reset()
-
+    @abstractmethod
     def size_bytes(self) -> int:
         """Memory of values, contributions that are kept, results, optimizer and backups."""
-        values_bytes = self.spec.size_bytes if self.outcome.values is not None else 0
-        return values_bytes + self.outcome.extra_bytes()
 
+    @abstractmethod
     def to_meta(self) -> dict[str, Any]:
-        """What a snapshot keeps beside the tensors; JSON-able."""
-        meta = self.outcome.to_meta()
-        # Averages go on at whatever number workers say, and none may have said anything yet.
-        return {**meta, "version": max(meta["version"], self.restored_version)}
+        """All that is here beside the tensors; JSON-able."""
 
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors that are here, by name; not copies."""
+
+    @abstractmethod
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a snapshot's state."""
-        self.outcome.restore(meta, tensors)
-        self.restored_version = meta["version"]
+        """Inverse of ``to_meta`` and ``tensors``, which are owned here from now on; the values are here already."""
 
-    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """What decides later bits and is in no snapshot, for a log that goes on from one: (JSON-able, tensors)."""
-        return self.outcome.under_way()
-
-    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over ``under_way``'s, after ``restore``."""
-        self.outcome.go_on(meta, tensors)
-
-    def _reply(self, type: MessageType, rank: int, sequence: int, body: dict[str, Any] | None = None) -> Reply:
-        return Reply(type, rank, sequence, self.version, body=body or {}, key=self.spec.key)
-
-    def _error(self, rank: int, sequence: int, code: str, text: str) -> Reply:
-        return Reply(MessageType.ERROR, rank, sequence, body={"code": code, "text": text}, key=self.spec.key)
-
-    def _answer(self, rank: int, sequence: int, *, repeated: bool = False) -> Reply:
-        """The answer of an exchange."""
-        answer = self.outcome.answer(rank, sequence, repeated=repeated)
-        if rank in self._refused:
-            answer.body["refused"] = self._refused[rank]
-        return answer
+    def _updated(self, rank: int, step: int, version: int, place: Place, **body: Any) -> Reply:
+        return Reply(MessageType.UPDATED, rank, step, version, place.values, body, self.spec.key, place)

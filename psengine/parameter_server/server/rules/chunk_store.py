@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message, Messag
 PAGE_BYTES = 48 * 1024
 # Chunk-sized slots of an optimizer that may be attached.
 MAX_SLOTS = 3
-# Of a chunk's meta and tensors: what only a log that goes on from a snapshot needs.
-UNDER_WAY = "under_way"
 
 Values = tuple[int, torch.Tensor | None, dict[str, Any]]
 
@@ -38,7 +36,7 @@ class ChunkStore:
     def __init__(self, rule: JobRule, context: RuleContext, take_memory: Callable[[int, str], None]) -> None:
         self._rule = rule
         self._context = context
-        self._take_memory = take_memory
+        self.take_memory = take_memory
         self.rules: dict[int, ChunkRule] = {}
         self.blobs: dict[tuple[str, int], torch.Tensor] = {}
         self._blob_pieces: dict[str, int] = {}
@@ -47,17 +45,6 @@ class ChunkStore:
 
     def __len__(self) -> int:
         return len(self.rules)
-
-    def take_memory(self, size_bytes: int, what: str) -> None:
-        """Raise ProtocolError where there are not as many bytes for ``what``."""
-        self._take_memory(size_bytes, what)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.rules.clear()
-        self.blobs.clear()
-        self._blob_pieces.clear()
-        self._last_stores.clear()
 
     def find(self, key: int) -> ChunkRule:
         """The chunk's rule; ProtocolError where there is no such chunk here."""
@@ -70,37 +57,35 @@ class ChunkStore:
             )
         return rule
 
-    def restore_rule(
-        self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], context: RuleContext | None = None
-    ) -> ChunkRule:
-        """A snapshot's chunk under the job's rule; ``context``: another than the job's."""
-        values = tensors.get("values")
-        empty = None if values is None else torch.empty_like(values)
-        rule = self._rule.make(ChunkSpec.from_body(meta["spec"]), empty, context or self._context)
-        rule.restore(meta, tensors)
-        return rule
+    def restore(self, chunks: Sequence[ChunkState]) -> None:
+        """Take over what ``chunk_state`` gave; the tensors are owned here from now on."""
+        for chunk in chunks:
+            self.rules[chunk.key] = self._rule.make(
+                ChunkSpec.from_body(chunk.meta["spec"]), chunk.tensors.get("values"), self._context
+            )
+            self.rules[chunk.key].restore(chunk.meta, chunk.tensors)
 
     def register(self, message: Message) -> None:
-        """REGISTER: take a chunk with its initial values; a repetition replaces it."""
+        """REGISTER: take a chunk, with its initial values where they are kept here; a repetition replaces it."""
         spec = _spec_of(message)
-        values = received_values(message, spec)
+        values = None if message.payload is None else received_values(message, spec).clone()
         known = self.rules.get(message.key)
-        more_bytes = spec.size_bytes - (known.spec.size_bytes if known is not None else 0)
+        more_bytes = (0 if values is None else spec.size_bytes) - (0 if known is None else known.size_bytes())
         try:
             bodies.pack(MessageType.CHUNKS, {"chunks": [spec.to_body()], "more": False, "total": len(self.rules) + 1})
         except ProtocolError as error:
             raise ProtocolError(f"{spec.describe()} cannot be listed: {error}. Cut it into more chunks.") from None
         if more_bytes > 0:
-            self._take_memory(more_bytes, f"registering {spec.describe()}")
-        self.rules[message.key] = self._rule.make(spec, values.clone(), self._context)
+            self.take_memory(more_bytes, f"registering {spec.describe()}")
+        self.rules[message.key] = self._rule.make(spec, values, self._context)
 
     def configure(self, message: Message) -> list[str]:
         """CONFIGURE: attach the server-side optimizer; returns the names of its slots so far."""
         rule = self.find(message.key)
         spec = OptimizerSpec.from_body(message.body, rule.spec.numel)
-        if rule.outcome.optimizer is None:
-            self._take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
-        rule.outcome.configure(spec)
+        if rule.optimizer is None:
+            self.take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
+        rule.configure(spec)
         return sorted(_optimizer_of(rule).slots())
 
     def page(self, after: int) -> dict[str, Any]:
@@ -127,7 +112,7 @@ class ChunkStore:
             return 0, piece, {"pieces": self._blob_pieces[name]}
         rule = self.find(message.key)
         if slot is None:
-            return *rule.outcome.read(), {}
+            return *rule.read(), {}
         optimizer = _optimizer_of(rule)
         optimizer.check_slot(slot)
         # Without payload where the slot holds nothing yet.
@@ -147,8 +132,8 @@ class ChunkStore:
         if slot is not None:
             _optimizer_of(rule).load_slot(slot, values, body.get("steps", []))
         else:
-            if rule.outcome.values is None:
-                self._take_memory(rule.spec.size_bytes, f"values of {rule.spec.describe()}")
+            if rule.values is None:
+                self.take_memory(rule.spec.size_bytes, f"values of {rule.spec.describe()}")
             rule.store(values, message.version)
         self._last_stores[place] = request
 
@@ -170,7 +155,7 @@ class ChunkStore:
         known = self.blobs.get((name, message.key))
         more_bytes = message.numel - (known.numel() if known is not None else 0)
         if more_bytes > 0:
-            self._take_memory(more_bytes, f"piece {message.key} of {name!r}")
+            self.take_memory(more_bytes, f"piece {message.key} of {name!r}")
         self.blobs[name, message.key] = payload_tensor(message).clone()
         for place in [place for place in self.blobs if place[0] == name and place[1] >= pieces]:
             del self.blobs[place]
@@ -182,9 +167,9 @@ class ChunkStore:
 
 
 def _optimizer_of(rule: ChunkRule) -> ChunkOptimizer:
-    if rule.outcome.optimizer is None:
+    if rule.optimizer is None:
         raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
-    return rule.outcome.optimizer
+    return rule.optimizer
 
 
 def absent_ranges(segments: Sequence[Segment], absent: list[int]) -> list[tuple[int, int]]:
@@ -222,11 +207,8 @@ def _spec_of(message: Message) -> ChunkSpec:
     return spec
 
 
-def chunk_state(rule: ChunkRule, *, copies: bool = False, is_whole: bool = False) -> ChunkState:
-    """A chunk's part of a snapshot; its own tensors, unless ``copies``; ``is_whole``: with what is under way."""
-    tensors, meta = rule.outcome.tensors(), {"spec": rule.spec.to_body(), **rule.to_meta()}
-    if is_whole:
-        meta[UNDER_WAY], more = rule.under_way()
-        tensors |= {f"{UNDER_WAY}/{name}": tensor for name, tensor in more.items()}
-    copied = {name: tensor.clone() if copies else tensor for name, tensor in tensors.items()}
-    return ChunkState(rule.spec.key, meta, copied)
+def chunk_state(rule: ChunkRule, *, copies: bool = False) -> ChunkState:
+    """All of a chunk; its own tensors, unless ``copies``."""
+    meta = {"spec": rule.spec.to_body(), **rule.to_meta()}
+    tensors = {name: tensor.clone() if copies else tensor for name, tensor in rule.tensors().items()}
+    return ChunkState(rule.spec.key, meta, tensors)

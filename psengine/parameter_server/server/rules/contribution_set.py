@@ -1,8 +1,8 @@
-"""The contributions to one exchange of a chunk, added in the order of ranks. Pure.
+"""The contributions to one step of a chunk, added in the order of ranks. Pure.
 
     rank 0   here ─┐            The gradients of the lowest ranks are added as soon as nobody can come between them;
-    rank 1   here ─┴ added      the rest when the exchange ends. Contributions are kept until then, because a worker
-    rank 2   awaited            that dies is taken out again: the sum that it is part of is made anew.
+    rank 1   here ─┴ added      the rest when the step is closed. Contributions are kept until then: one that does
+    rank 2   awaited            not count after all is taken out again, and the sum that it is part of is made anew.
     rank 3   here, kept
 
 They are added in float32 at least. The bits of the sum do not depend on the order of arrival. Where workers weigh their
@@ -19,21 +19,17 @@ import torch
 
 from psengine.errors import ProtocolError
 from psengine.kernels import ops
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.exchange import Contribution
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
 
 
 class ContributionSet:
-    """See the module's text.
+    """See the module's text."""
 
-    Args:
-        result_memory: makes the memory for the result: 1-D, uninitialised, like the chunk's values.
-    """
-
-    def __init__(self, spec: ChunkSpec, result_memory: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, spec: ChunkSpec) -> None:
         self._spec = spec
-        self._result_memory = result_memory
         self.by_rank: dict[int, Contribution] = {}
         self._sum = _RankOrderSum(spec.dtype)
 
@@ -51,10 +47,12 @@ class ContributionSet:
             if one.values is not None:
                 self._sum.add(one)
 
-    def remove(self, rank: int) -> None:
+    def remove(self, rank: int) -> Contribution:
         """The contribution of this worker does not count after all."""
-        if self.by_rank.pop(rank) in self._sum.added:
+        removed = self.by_rank.pop(rank)
+        if any(one.rank == rank for one in self._sum.added):
             self._sum = _RankOrderSum(self._spec.dtype)
+        return removed
 
     @property
     def size_bytes(self) -> int:
@@ -85,56 +83,63 @@ class ContributionSet:
                 rank = contribution.rank
                 weighs, not_ = (rank, other.rank) if other.weight is None else (other.rank, rank)
                 complaint = (
-                    f"in exchange {contribution.sequence} worker {weighs} weighs its gradient and worker {not_} does"
+                    f"in step {contribution.step} worker {weighs} weighs its gradient and worker {not_} does"
                     " not (expected a weight of every worker, or of none). Set model.batch_weight on all workers in"
                     " every step, or on none."
                 )
         if complaint:
             raise ProtocolError(f"{chunk}: {complaint}", ErrorCode.BAD_VALUE)
 
-    def combine(self) -> torch.Tensor | None:
+    def combine(self, memory: Callable[[], Place]) -> Place | None:
         """The average of gradients, the lowest rank's buffer, or the sum of usage maps; None where there is none.
 
-        To be called once, at the end. It is in the result's memory; a single contribution comes back as its own memory,
-        unless it is borrowed.
+        To be called once, at the end. A single contribution comes back as its own memory, unless it is borrowed.
+
+        Args:
+            memory: makes the place of the result, uninitialised, like the chunk's values.
         """
         given = self.given
         if not given:
             return None
+        first = given[0]
         if self._spec.kind is ChunkKind.BUFFER or len(given) == 1:
-            values = given[0].values
-            return self._result_memory().copy_(values) if values is not None and given[0].is_borrowed else values
+            assert first.values is not None
+            return _copied(first.values, memory()) if first.is_borrowed else Place(first.values)
         weights = [one.weight for one in given if one.weight is not None]
         if len(set(weights)) > 1:
-            return self._combine_weighted([one.values for one in given if one.values is not None], weights)
+            values = [one.values for one in given if one.values is not None]
+            return _copied(self._combine_weighted(values, weights), memory())
         added = self._sum.added
-        # A worker that nobody awaited, because it was new or on its way out, may stand between those added.
+        # A worker that was not awaited may stand between those added.
         rank_order = self._sum if given[: len(added)] == added else _RankOrderSum(self._spec.dtype)
-        result, count = self._result_memory(), len(given)
+        result, count = memory(), len(given)
         for one in given[len(rank_order.added) :]:
-            rank_order.add(one, result if one is given[-1] else None)
+            rank_order.add(one, result.values if one is given[-1] else None)
         total = rank_order.total
         assert total is not None
-        if self._spec.kind is ChunkKind.USAGE:
-            return total
-        if total.is_floating_point() and not count & (count - 1):
-            total *= 1.0 / count  # exactly the quotient, in less time
-        else:
-            total /= count
-        return total if total is result else result.copy_(total)
+        if self._spec.kind is not ChunkKind.USAGE:
+            if total.is_floating_point() and not count & (count - 1):
+                total *= 1.0 / count  # exactly the quotient, in less time
+            else:
+                total /= count
+        return result if total is result.values else _copied(total, result)
 
     def _combine_weighted(self, tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
         # Weights of up to 1e12 would overflow what gradients are added in. By a power of two they are scaled exactly.
         _, exponent = math.frexp(max(weights))
-        shares = [math.ldexp(weight, -exponent) for weight in weights]
+        scaled = [math.ldexp(weight, -exponent) for weight in weights]
         total = torch.zeros(self._spec.numel, dtype=_accumulation_dtype(self._spec.dtype))
-        for values, share in zip(tensors, shares, strict=True):
+        for values, weight in zip(tensors, scaled, strict=True):
             if total.is_floating_point():
-                ops.accumulate_(total, values, share)
+                ops.accumulate_(total, values, weight)
             else:
-                total.add_(values, alpha=share)
-        total /= sum(shares)
-        return self._result_memory().copy_(total)
+                total.add_(values, alpha=weight)
+        return total.div_(sum(scaled))
+
+
+def _copied(values: torch.Tensor, place: Place) -> Place:
+    place.values.copy_(values)
+    return place
 
 
 class _RankOrderSum:

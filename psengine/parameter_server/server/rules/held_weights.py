@@ -4,7 +4,7 @@
              held += decode(payload) ◄───────────┘
 
 Both ends add the same values, so they hold the same bits, and what a payload leaves out is part of the next difference:
-no residual is needed. A worker says with each push which exchange's answer it holds. If the server does not know that
+no residual is needed. A worker says with each push which step's answer it holds. If the server does not know that
 one (a first push, a worker that rejoined, a server that restarted), it answers whole weights.
 """
 
@@ -22,7 +22,7 @@ from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 @dataclass(slots=True)
 class _Held:
     values: torch.Tensor  # mutated by the next answer
-    sequence: int  # of the exchange whose answer brought them
+    step: int  # whose answer brought them
     version: int  # of the weights then
     payload: torch.Tensor  # that answer's; never changed, because it may still be on its way, or have to go again
 
@@ -34,25 +34,25 @@ class HeldWeights:
         self._payloads = payloads
         self._held: dict[int, _Held] = {}
 
-    def note(self, rank: int, sequence: int | None) -> None:
-        """Worker ``rank`` says that it holds what the answer of this exchange brought; None: nothing."""
+    def note(self, rank: int, step: int | None) -> None:
+        """Worker ``rank`` says that it holds what the answer of this step brought; None: nothing."""
         held = self._held.get(rank)
-        if held is not None and held.sequence != sequence:
+        if held is not None and held.step != step:
             del self._held[rank]
 
     def answer(
-        self, rank: int, sequence: int, version: int, weights: torch.Tensor, *, repeated: bool
+        self, rank: int, step: int, version: int, weights: torch.Tensor, *, repeated: bool
     ) -> tuple[int, torch.Tensor]:
-        """(version, payload) of the answer of an exchange; a repeat is what the first answer was, if that is known."""
+        """(version, payload) of the answer of a step; a repeat is what the first answer was, if that is known."""
         held = self._held.get(rank)
-        if held is not None and held.sequence == sequence:
+        if held is not None and held.step == step:
             return held.version, held.payload
         if held is None or repeated:
             payload = weights.clone()
-            held = self._held[rank] = _Held(self._payloads.wide(weights), sequence, version, payload)
+            held = self._held[rank] = _Held(self._payloads.wide(weights), step, version, payload)
             return version, payload
         held.payload = self._payloads.encode_difference(weights, held.values)
-        held.sequence, held.version = sequence, version
+        held.step, held.version = step, version
         return version, held.payload
 
     def values(self, rank: int) -> torch.Tensor:
@@ -66,17 +66,20 @@ class HeldWeights:
         else:
             self._held.pop(rank, None)
 
-    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """All of it, as ``ChunkRule.under_way`` has it."""
-        meta = {str(rank): (held.sequence, held.version) for rank, held in self._held.items()}
-        values = {f"held/{rank}": held.values for rank, held in self._held.items()}
-        return {"held_weights": meta}, values | {f"answer/{rank}": held.payload for rank, held in self._held.items()}
+    def to_meta(self) -> dict[str, Any]:
+        """All of it beside the tensors; JSON-able."""
+        return {str(rank): (held.step, held.version) for rank, held in self._held.items()}
 
-    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of ``under_way``."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors, by name."""
+        values = {f"held/{rank}": held.values for rank, held in self._held.items()}
+        return values | {f"answer/{rank}": held.payload for rank, held in self._held.items()}
+
+    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of ``to_meta`` and ``tensors``."""
         self._held = {
-            int(rank): _Held(tensors[f"held/{rank}"], sequence, version, tensors[f"answer/{rank}"])
-            for rank, (sequence, version) in meta["held_weights"].items()
+            int(rank): _Held(tensors[f"held/{rank}"], step, version, tensors[f"answer/{rank}"])
+            for rank, (step, version) in meta.items()
         }
 
     @property

@@ -1,13 +1,13 @@
-"""Gathering "merge": contributions of workers that go at their own pace are merged once a quorum of them is here.
+"""Rule "merge": contributions of workers that go at their own pace are merged as the coordinator names them.
 
-    rank 0   push ──── quorum of 2 ─┐                ┌─► answer          push ...
-    rank 1        push ─────────────┤ grace window   ├─► answer     push ...
-    rank 2                       push ───────────────┴─► answer
+    rank 0   push ─ commit ── quorum of 2 ─┐                ┌─ RELEASE {0, 1, 2} ─► answer          push ...
+    rank 1        push ─ commit ───────────┤ grace window   ├─ RELEASE {0, 1, 2} ─► answer     push ...
+    rank 2                       push ─ commit ─────────────┴─ RELEASE {0, 1, 2} ─► answer
     rank 3, slow                                          push: part of the next merge
 
-Decoupled DiLoCo (https://arxiv.org/abs/2604.21428): each worker numbers its own exchanges; a merge takes what is here,
-weighted by the samples since each worker's last merge. A worker that abstains is answered at once, and no merge waits
-for it until it has brought something again. Buffers are taken as they come, as under "apply".
+Decoupled DiLoCo (https://arxiv.org/abs/2604.21428): each worker numbers its own steps; a merge takes the same steps in
+all chunks, weighted by the samples since each worker's last merge. A worker that abstains is answered at once. Buffers
+are taken as they come, as under "apply".
 """
 
 from __future__ import annotations
@@ -21,189 +21,164 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
-from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext, Update
-from psengine.parameter_server.server.rules.grace import GraceWindow
-from psengine.parameter_server.server.rules.outcome import Outcome
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import ErrorCode
+from psengine.protocol.views import Release, View
 
 
 class Merge(Apply):
     """See the module's text. The chunk's version counts merges.
 
-    Chunks are merged one by one, so merges may have different workers. Where all are stuck, each in a merge that lacks
-    others, one of these merges goes on without its quorum. A worker that waited a moment ago may be on its way with the
-    next contribution, so those whose contributions are here have to be stuck too.
-
-    A contribution counts as taken (``last_sequence``) once it was merged: one that a snapshot, or a worker that left,
-    cut off is sent again.
+    A contribution counts as taken once it was merged, so that one that a restart cut off is pushed again.
     """
 
-    def __init__(self, outcome: Outcome, context: RuleContext, options: Mapping[str, Any]) -> None:
-        super().__init__(outcome, context, options)
-        self._quorum: int = options["quorum"]
-        self._window = GraceWindow(options["grace"])
-        self._gathered = ContributionSet(self.spec, self.outcome.result_memory)
-        self._has_quorum = False
-        # Workers that abstained last.
-        self._idle: set[int] = set()
+    encodes_answers = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._gathered = ContributionSet(self.spec)
+        # By the number of its release, a merge that lacks contributions: (rank, step) of each.
+        self._due: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._merged = 0  # the number of the last one
 
     @override
-    def _gather(self, contribution: Contribution) -> list[Reply]:
+    def push(self, contribution: Contribution) -> list[Reply]:
         if self.spec.kind is not ChunkKind.PARAMETER:
-            return super()._gather(contribution)
-        rank, sequence = contribution.rank, contribution.sequence
+            return super().push(contribution)
+        rank, step = contribution.rank, contribution.step
+        self._check_ready()
         known = self._gathered.by_rank.get(rank)
-        if sequence <= self.progress.last_sequence.get(rank, 0) or (known and known.sequence == sequence):
-            self.context.statistics.duplicates += 1
-            return []
-        if known is not None:
+        if known is not None and known.incarnation != contribution.incarnation:
+            self._gathered.remove(rank)  # of a process that is gone, in a merge that lacks others
+        elif known is not None:
             raise ProtocolError(
-                f"{self.spec.describe()}: worker {rank} has a contribution that is not merged yet (expected exchange"
-                f" {known.sequence} to end first, got {sequence})",
+                f"{self.spec.describe()}: worker {rank} has a contribution that is not merged yet (expected step"
+                f" {known.step} to end first, got {step})",
                 ErrorCode.CREDIT,
             )
         self._gathered.check_weight(contribution)
-        self.outcome.check(contribution)
+        assert self.optimizer is not None
+        self.optimizer.check(contribution.groups, contribution.absent)
         reason = self._reason_to_refuse(contribution)
-        if reason is not None:
-            # It does not wait for others, because others do not wait for it.
-            self._note_refused(contribution, reason)
-            self._take(contribution)
-            if reason == "abstained":
-                self._idle.add(rank)
-            # First the merge, which may write over the values that the answer brings.
-            merged = self._merge_if_complete()
-            return [self._answer(rank, sequence), *merged]
-        self._refused.pop(rank, None)
-        self._idle.discard(rank)
-        self._gathered.add(contribution, self.context.live_ranks())
-        self._window.arrived(rank, self.context.now_s())
-        return self._merge_if_complete()
-
-    def _take(self, contribution: Contribution) -> None:
-        self.progress.last_sequence[contribution.rank] = contribution.sequence
-        self._clocks[contribution.rank] = self._clocks.get(contribution.rank, 0) + 1
-
-    def _absent(self) -> list[int]:
-        """Workers whose contribution may come."""
-        known = (*self.context.live_ranks(), *self.context.missing_ranks())
-        gone = self._gathered.by_rank.keys() | self._idle
-        return [rank for rank in known if rank not in gone]
-
-    def _merge_if_complete(self) -> list[Reply]:
-        return self._merge_unless_waiting_for(self._absent())
-
-    def _merge_unless_waiting_for(self, absent: list[int]) -> list[Reply]:
-        here, now_s = self._gathered.by_rank, self.context.now_s()
-        # Where fewer are left than the quorum, these are all that it can have.
-        if not here or len(here) < min(self._quorum, len(here) + len(absent)):
-            self._has_quorum = False
-            return []
-        if not self._has_quorum:
-            self._has_quorum = True
-            self._window.open(here, absent, now_s)
-        if not self._window.is_over(absent, now_s):
-            return []
-        return self._merge()
-
-    def _merge(self) -> list[Reply]:
-        merged, self._gathered = self._gathered, ContributionSet(self.spec, self.outcome.result_memory)
-        self._has_quorum = False
-        given = merged.given
-        staleness = max(0, self.version - min(one.base_version for one in given))
-        self.outcome.conclude(given[-1].sequence, Update(merged.combine(), given, staleness))
-        statistics = self.context.statistics
-        for one in given:
-            statistics.count_staleness(max(0, self.version - one.base_version), one.rank)
-            self._take(one)
-        self.progress.version += 1
-        statistics.averaged += 1
-        statistics.applied += len(given)
-        self.context.exchange_ended()
-        return [self._answer(one.rank, one.sequence) for one in given]
+        self._note_reason(contribution, reason)
+        if reason is None:
+            self._gathered.add(contribution, ())
+            return self._merge_due()
+        # It does not wait for others, because others do not wait for it.
+        self._taken[rank] = contribution.incarnation, step
+        # First the merge, which may write over the values that the answer brings.
+        merged = self._merge_due()
+        return [self._answer(rank, step), *merged]
 
     @override
-    def tick(self) -> list[Reply]:
-        here, absent = self._gathered.by_rank, self._absent()
-        are_stuck = bool(here) and self.context.are_stuck((*here, *absent))
-        return self._merge_unless_waiting_for([] if are_stuck else absent)
+    def has(self, rank: int, step: int) -> bool:
+        known, view = self._gathered.by_rank.get(rank), self.context.view()
+        member = None if view is None else view.member(rank)
+        is_here = known is not None and member is not None and known.incarnation == member.incarnation
+        return (is_here and known is not None and known.step == step) or super().has(rank, step)
 
     @override
-    def probe(self, rank: int, sequence: int) -> list[Reply]:
-        known = self._gathered.by_rank.get(rank)
-        if known is not None and known.sequence == sequence:
-            return [self._pending(rank, sequence), *self._merge_if_complete()]
-        return super().probe(rank, sequence)
+    def release(self, release: Release) -> list[Reply]:
+        self._note_due(release)
+        return self._merge_due()
 
     @override
-    def worker_came(self, rank: int, *, is_new_process: bool) -> list[Reply]:
-        self._window.forget(rank)
-        self._idle.discard(rank)
-        return [*super().worker_came(rank, is_new_process=is_new_process), *self._merge_if_complete()]
+    def adopt(self, view: View) -> list[Reply]:
+        """Contributions of workers that left are dropped, unless a merge that was decided has them."""
+        super().adopt(view)
+        for release in view.releases:
+            self._note_due(release)
+        named = {pair for pairs in self._due.values() for pair in pairs}
+        members = {(member.rank, member.incarnation) for member in view.members}
+        for one in list(self._gathered.by_rank.values()):
+            if (one.rank, one.incarnation) not in members and (one.rank, one.step) not in named:
+                self._gathered.remove(one.rank)
+        return self._merge_due()
 
-    @override
-    def worker_left(self, rank: int) -> list[Reply]:
-        """Its contribution that is not merged yet is dropped; it has to send it again.
+    def _note_due(self, release: Release) -> None:
+        is_new = release.number > self._merged and self.spec.kind is ChunkKind.PARAMETER
+        if is_new and release.contributors is not None:
+            self._due[release.number] = release.contributors
 
-        Workers whose leases run out together are all gone when the chunk is told of the first: the last of them are not
-        merged for want of the others.
+    def _merge_due(self) -> list[Reply]:
+        """The merges of which nothing is missing, in the order of their releases."""
+        replies: list[Reply] = []
+        for number in sorted(self._due):
+            if self._missing_from(self._due[number]):
+                break
+            replies += self._merge(number, self._due.pop(number))
+        return replies
+
+    def _missing_from(self, pairs: tuple[tuple[int, int], ...]) -> list[int]:
+        """The ranks whose contribution to this merge is still to come.
+
+        A worker that left brings it no more. One that has another step here did not push this chunk in the step named.
         """
-        replies = super().worker_left(rank)
-        self._window.forget(rank)
-        self._idle.discard(rank)
-        for gone in self._gathered.by_rank.keys() - set(self.context.live_ranks()):
-            self._gathered.remove(gone)
-        return [*replies, *self._merge_if_complete()]
+        view = self.context.view()
+        missing = []
+        for rank, step in pairs:
+            member = None if view is None else view.member(rank)
+            is_there = rank in self._gathered.by_rank or super().has(rank, step)
+            if member is not None and member.first_step <= step and not is_there:
+                missing.append(rank)
+        return missing
+
+    def _merge(self, number: int, pairs: tuple[tuple[int, int], ...]) -> list[Reply]:
+        merged = ContributionSet(self.spec)
+        for rank, step in pairs:
+            one = self._gathered.by_rank.get(rank)
+            if one is not None and one.step == step:
+                merged.add(self._gathered.remove(rank), ())
+            elif one is None and rank in self._taken:
+                incarnation, last = self._taken[rank]
+                self._taken[rank] = incarnation, max(last, step)  # of one who left: should it come back, it is late
+        self._merged = number
+        given, average = merged.given, merged.combine(self.memory.new)
+        if average is None:
+            return []
+        self._step(average.values, given)
+        self.context.statistics.averaged += 1
+        for one in given:
+            self._taken[one.rank] = one.incarnation, one.step
+        return [self._answer(one.rank, one.step) for one in given]
 
     @override
-    def open_exchange(self, rank: int) -> int:
-        known = self._gathered.by_rank.get(rank)
-        return 0 if known is None else known.sequence
+    def waiting_for(self, rank: int, step: int) -> list[int]:
+        known, view = self._gathered.by_rank.get(rank), self.context.view()
+        if known is None or known.step != step or view is None:
+            return []
+        if self._due:
+            return self._missing_from(self._due[min(self._due)])
+        return [member.rank for member in view.members if member.rank not in self._gathered.by_rank]
 
     @override
-    def waiting(self) -> dict[int, list[int]]:
-        absent = self._absent()
-        return dict.fromkeys(self._gathered.by_rank, absent)
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._idle.clear()
-        self._gathered = ContributionSet(self.spec, self.outcome.result_memory)
-        self._has_quorum = False
+    def open_steps(self) -> dict[int, int]:
+        return super().open_steps() | {rank: one.step for rank, one in self._gathered.by_rank.items()}
 
     @override
     def size_bytes(self) -> int:
         return super().size_bytes() + self._gathered.size_bytes
 
     @override
-    def under_way(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        meta, tensors = super().under_way()
-        here = self._gathered.by_rank
-        merge = {
-            "contributions": [one._replace(values=None) for one in here.values()],
-            "has_quorum": self._has_quorum,
-            "idle": sorted(self._idle),
-            "window": self._window.to_meta(),
-        }
-        given = {f"contribution/{rank}": one.values for rank, one in here.items() if one.values is not None}
-        return {**meta, "merge": merge}, tensors | given
+    def to_meta(self) -> dict[str, Any]:
+        contributions = [one._replace(values=None) for one in self._gathered.by_rank.values()]
+        due = {str(number): pairs for number, pairs in self._due.items()}
+        return super().to_meta() | {"contributions": contributions, "due": due, "merged": self._merged}
 
     @override
-    def go_on(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        super().go_on(meta, tensors)
-        merge = meta["merge"]
-        for fields in merge["contributions"]:
-            one = Contribution(*fields)
-            absent = tuple((start, end) for start, end in one.absent)
-            values = tensors.get(f"contribution/{one.rank}")
-            self._gathered.add(one._replace(values=values, absent=absent, is_borrowed=False), ())
-        self._has_quorum = merge["has_quorum"]
-        self._idle = set(merge["idle"])
-        self._window.restore(merge["window"])
+    def tensors(self) -> dict[str, torch.Tensor]:
+        here = self._gathered.by_rank.items()
+        return super().tensors() | {f"contribution/{rank}": one.values for rank, one in here if one.values is not None}
 
     @override
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         super().restore(meta, tensors)
-        self._gathered = ContributionSet(self.spec, self.outcome.result_memory)
+        self._gathered = ContributionSet(self.spec)
+        for fields in meta["contributions"]:
+            one = Contribution(*fields)
+            absent = tuple((start, end) for start, end in one.absent)
+            values = tensors[f"contribution/{one.rank}"]
+            self._gathered.add(one._replace(values=values, absent=absent, is_borrowed=False), ())
+        self._due = {int(number): tuple((rank, step) for rank, step in pairs) for number, pairs in meta["due"].items()}
+        self._merged = meta["merged"]

@@ -26,7 +26,6 @@ class JobStatistics:
     # Payload of the job's messages, readers' included, but not what measures the server.
     bytes_in: int = 0
     bytes_out: int = 0
-    evicted: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # pushes refused, by reason
     # Number of pushes by how many updates old they were, up to ``LARGEST_BUCKET``.
     staleness: Counter[int] = field(default_factory=Counter)
