@@ -12,33 +12,33 @@ from typing import Any
 
 import torch
 
-from psengine.parameter_server.server.core import job as job_module
-from psengine.parameter_server.server.core import membership as membership_module
-from psengine.parameter_server.server.core import states
-from simulation.job import run
+from psengine.parameter_server.server.coordinator import coordinator, states, workers
 from simulation.scenario import draw
+from simulation.world import run
 
 SEEDS_PER_COLLECTION = 10
 
 
-def watch_life() -> set[str]:
+def watch_states() -> set[str]:
     """The transitions of jobs and of their workers that have happened since; for the whole process."""
     taken: set[str] = set()
 
-    def after(table: Mapping[Any, Mapping[Any, Any]], phase: Any, event: Any) -> Any:
-        taken.add(f"{'job' if table is states.JOB else 'worker'}: {phase.value} + {event.value}")
-        return states.after(table, phase, event)
+    def after(table: Mapping[Any, Mapping[Any, Any]], state: Any, event: Any) -> Any:
+        taken.add(f"{'job' if table is states.JOB else 'worker'}: {state.value} + {event.value}")
+        return states.after(table, state, event)
 
-    job_module.after = membership_module.after = after  # type: ignore[attr-defined]
+    for module in (coordinator, workers):
+        if hasattr(module, "after"):
+            module.after = after  # type: ignore[attr-defined]
     return taken
 
 
 def all_transitions() -> set[str]:
     """Those of the tables."""
     return {
-        f"{kind}: {phase.value} + {event.value}"
-        for kind, table in (("job", states.JOB), ("worker", states.MEMBER))
-        for phase, events in table.items()
+        f"{kind}: {state.value} + {event.value}"
+        for kind, table in (("job", states.JOB), ("worker", states.WORKER))
+        for state, events in table.items()
         for event in events
     }
 
@@ -69,7 +69,7 @@ def main() -> None:
     # Between runs a run's cycles are most of what a collection looks at; what was imported never is garbage.
     gc.disable()
     gc.freeze()
-    taken = watch_life()
+    taken = watch_states()
     for line in sys.stdin:
         first, count = map(int, line.split())
         found = run_batch(first, count)

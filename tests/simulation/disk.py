@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,39 +34,7 @@ class _File:
         self.synced_bytes = len(self.data)
 
 
-_Names = dict[str, "_File | _Directory"]
-
-
-@dataclass(eq=False)
-class _Directory:
-    """What is in it; what is in it for certain, and the changes since, of which a loss of power leaves some."""
-
-    names: _Names = field(default_factory=dict)
-    durable: _Names = field(default_factory=dict)
-    changes: list[Callable[[_Names], None]] = field(default_factory=list)
-
-    def change(self, change: Callable[[_Names], None]) -> None:
-        change(self.names)
-        self.changes.append(change)
-
-    def sync(self) -> None:
-        if self.changes:
-            self.durable, self.changes = dict(self.names), []
-
-    def lose_power(self, rng: random.Random) -> None:
-        names = dict(self.durable)
-        for change in self.changes:
-            if rng.random() < 0.5:
-                change(names)
-        self.names = names
-        self.changes = []
-        self.durable = dict(names)
-        for content in names.values():
-            content.lose_power(rng)
-
-
-def _adds(name: str, content: _File | _Directory) -> Callable[[_Names], None]:
-    return lambda names: names.update({name: content})
+_Names = dict[str, _File]
 
 
 def _removes(name: str) -> Callable[[_Names], None]:
@@ -76,13 +44,9 @@ def _removes(name: str) -> Callable[[_Names], None]:
     return remove
 
 
-def _renames(old: str, new: str) -> Callable[[_Names], None]:
-    return lambda names: names.update({new: names.pop(old)}) if old in names else None
-
-
 @dataclass(eq=False)
 class _State:
-    """Of a disk and its directories.
+    """What is wrong with a disk, or with who writes to it.
 
     Attributes:
         problem: "fsync fails", "disk full", or "" where all is well.
@@ -94,58 +58,52 @@ class _State:
 
 
 class SimulatedDisk:
-    """``psengine.parameter_server.server.log.disk.Disk``."""
+    """``psengine.parameter_server.server.log.disk.Disk``.
 
-    def __init__(self, rng: random.Random, state: _State | None = None, find: Callable[[], Any] | None = None) -> None:
-        self._rng, self.state = rng, state or _State()
-        root = _Directory()
-        self._find: Callable[[], Any] = find or (lambda: root)
+    What is in it; what is in it for certain, and the changes since, of which a loss of power leaves some.
+    """
 
-    @property
-    def _directory(self) -> _Directory:
-        found = self._find()
-        if not isinstance(found, _Directory):
-            raise FileNotFoundError(errno.ENOENT, "no such directory", "")
-        return found
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self.state = rng, _State()
+        self._names: _Names = {}
+        self._durable: _Names = {}
+        self._changes: list[Callable[[_Names], None]] = []
+
+    def __str__(self) -> str:
+        return "the simulated disk"
 
     def _file(self, name: str) -> _File:
-        found = self._directory.names.get(name)
-        if not isinstance(found, _File):
+        if name not in self._names:
             raise FileNotFoundError(errno.ENOENT, "no such file", name)
-        return found
+        return self._names[name]
+
+    def _change(self, change: Callable[[_Names], None]) -> None:
+        change(self._names)
+        self._changes.append(change)
 
     def list(self) -> list[str]:
-        return sorted(self._directory.names)
+        return sorted(self._names)
 
     def create(self, name: str) -> SimulatedFile:
-        self._add(name, content := _File())
-        return SimulatedFile(self, name, content)
-
-    def make_directory(self, name: str) -> SimulatedDisk:
-        self._add(name, _Directory())
-        return self.subdirectory(name)
-
-    def subdirectory(self, name: str) -> SimulatedDisk:
-        return SimulatedDisk(self._rng, self.state, lambda: self._directory.names.get(name))
-
-    def _add(self, name: str, content: _File | _Directory) -> None:
         self.begin_call()
-        if name in self._directory.names:
+        if name in self._names:
             raise FileExistsError(errno.EEXIST, "exists", name)
-        self._directory.change(_adds(name, content))
+        content = _File()
+        self._change(lambda names: names.update({name: content}))
+        return SimulatedFile(self, name, content)
 
     def rename(self, old: str, new: str) -> None:
         self.begin_call()
-        self._directory.change(_renames(old, new))
+        self._change(lambda names: names.update({new: names.pop(old)}) if old in names else None)
 
     def delete(self, name: str) -> None:
         self.begin_call()
-        self._directory.change(_removes(name))
+        self._change(_removes(name))
 
     def sync_names(self) -> None:
         self.begin_call()
         self.check(errno.EIO, "fsync fails")
-        self._directory.sync()
+        self._durable, self._changes = dict(self._names), []
 
     def size_bytes(self, name: str) -> int:
         return len(self._file(name).data)
@@ -173,30 +131,27 @@ class SimulatedDisk:
 
     def lose_power(self) -> None:
         """Lose some of what was not synced."""
-        self._directory.lose_power(self._rng)
+        names = dict(self._durable)
+        for change in self._changes:
+            if self._rng.random() < 0.5:
+                change(names)
+        self._names, self._durable, self._changes = names, dict(names), []
+        for _, content in sorted(names.items()):
+            content.lose_power(self._rng)
 
     def flip_bit(self) -> str:
-        """One bit of one file becomes another; the file's path, "" where there is none."""
-        files = [(path, content) for path, content in _files(self._directory, "") if content.data]
+        """One bit of one file becomes another; the file's name, "" where there is none."""
+        files = [(name, content) for name, content in sorted(self._names.items()) if content.data]
         if not files:
             return ""
-        path, content = self._rng.choice(files)
+        name, content = self._rng.choice(files)
         place = self._rng.randrange(len(content.data) * 8)
         content.data[place // 8] ^= 1 << place % 8
-        return path
+        return name
 
     def clear(self) -> None:
         """An empty disk."""
-        directory = self._directory
-        directory.names, directory.durable, directory.changes = {}, {}, []
-
-
-def _files(directory: _Directory, path: str) -> Iterator[tuple[str, _File]]:
-    for name, content in sorted(directory.names.items()):
-        if isinstance(content, _File):
-            yield path + name, content
-        else:
-            yield from _files(content, f"{path}{name}/")
+        self._names, self._durable, self._changes = {}, {}, []
 
 
 class SimulatedFile:

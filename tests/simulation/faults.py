@@ -4,60 +4,90 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from simulation.network import DOWN, UP, Cut, Noise
-from simulation.scenario import Fault
+from simulation.network import DOWN, UP, Cut
+from simulation.scenario import WAITS_S, Fault
 
 if TYPE_CHECKING:
-    from simulation.job import Simulation
+    from simulation.world import Simulation
 
 
-def begin(world: Simulation, fault: Fault) -> None:
-    """Let it happen; its end is scheduled."""
-    if fault.server is not None:
-        fault = fault._replace(server=fault.server % len(world.network.servers))  # a shrunk job has fewer
-    world.clock.note("fault", *fault)
-    world.counts[fault.kind] += 1
-    _BEGIN[fault.kind](world, fault)
+class Faults:
+    """Those of a scenario.
+
+    Attributes:
+        calm_s: since when nothing fails; None where something does, or will.
+    """
+
+    def __init__(self, world: Simulation) -> None:
+        self._world = world
+        self._open = len(world.scenario.faults)
+        self.calm_s: float | None = None if self._open else 0.0
+        # Faults whose time has come, and that wait for a message.
+        self._waiting: list[Fault] = []
+
+    def schedule(self) -> None:
+        """At the beginning."""
+        for fault in self._world.scenario.faults:
+            self._world.clock.at(fault.at_s, self._due, fault)
+
+    def _due(self, fault: Fault) -> None:
+        if not fault.on:
+            self._begin(fault)
+            return
+        self._waiting.append(fault)
+        self._world.clock.after(WAITS_S, self._begin_if_waiting, fault)
+
+    def _begin_if_waiting(self, fault: Fault) -> None:
+        if fault in self._waiting:
+            self._waiting.remove(fault)
+            self._begin(fault)
+
+    def noticed(self, name: str) -> None:
+        """A message of this type has arrived somewhere: it is taken before, or after, what waited for it happens."""
+        for fault in [fault for fault in self._waiting if fault.on == name]:
+            self._waiting.remove(fault)
+            self._world.clock.after(0.0 if int(fault.detail * 1000) % 2 else 0.001, self._begin, fault)
+
+    def _begin(self, fault: Fault) -> None:
+        world = self._world
+        # A shrunk job has fewer.
+        fault = fault._replace(server=fault.server % len(world.network.servers), rank=fault.rank % len(world.slots))
+        world.clock.note("fault", *fault)
+        world.counts[fault.kind] += 1
+        _BEGIN[fault.kind](world, fault)
+        world.clock.after(fault.lasts_s, self._ended)
+
+    def _ended(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self.calm_s = self._world.clock.now_s
 
 
 def _break(world: Simulation, fault: Fault) -> None:
-    wires = world.network.wires_of(fault.rank, fault.server)
-    if not wires:
-        return
-    for wire in wires if fault.detail < 0.3 else wires[: 1 + int(fault.detail * len(wires))][-1:]:
-        world.network.break_wire(wire, delivers_late=fault.detail > 0.5, notices_after_s=fault.lasts_s)
+    found = world.network.between(fault.rank, fault.server)
+    for one in found if fault.detail < 0.3 else found[int(fault.detail * len(found)) :][:1]:
+        first = fault.detail > 0.6
+        times = (0.0, fault.lasts_s) if first else (fault.lasts_s, 0.0)
+        world.network.drop(one, worker_s=times[0], server_s=times[1])
 
 
-def _cut(world: Simulation, fault: Fault, directions: tuple[int, ...] | None = None) -> None:
-    rank = None if fault.detail > 0.8 else fault.rank
-    cut = Cut(rank, fault.server, directions or ((UP,) if int(fault.detail * 10) % 2 else (DOWN,)))
-    world.network.cuts.append(cut)
-    world.clock.after(fault.lasts_s, lambda: world.network.release(cut, loses=int(fault.detail * 100) % 3 == 0))
-
-
-def _clog(world: Simulation, fault: Fault) -> None:
-    _cut(world, fault, (UP, DOWN))
-
-
-def _noise(world: Simulation, fault: Fault) -> None:
-    noise = Noise(0.2 * fault.detail, 0.1, 0.1 * (1 - fault.detail))
-    world.network.noises.append(noise)
-    world.clock.after(fault.lasts_s, lambda: world.network.noises.remove(noise))
+def _cut(world: Simulation, fault: Fault) -> None:
+    choice = int(fault.detail * 100)
+    directions = ((UP,), (DOWN,), (UP, DOWN), (UP, DOWN))[choice % 4]
+    cut = Cut(None if fault.detail > 0.8 else fault.rank, None if fault.detail < 0.2 else fault.server, directions)
+    world.network.begin(cut)
+    world.clock.after(fault.lasts_s, lambda: world.network.end(cut, loses=choice % 3 == 0))
 
 
 def _kill_worker(world: Simulation, fault: Fault) -> None:
-    assert fault.rank is not None
-    process = world.slots[fault.rank].process
-    if process is not None and not process.is_dead:
-        process.kill()
-        for wire in world.network.wires_of(fault.rank, None):
-            if wire.socket.process is process:
-                world.network.break_wire(wire, delivers_late=fault.detail > 0.3, notices_after_s=0.0)
-        world.slots[fault.rank].rest_s = fault.lasts_s
+    slot = world.slots[fault.rank]
+    if slot.process is not None and not slot.process.is_dead:
+        # With its machine, or alone: then its kernel says so at once.
+        slot.process.kill(world.scenario.lease_s if fault.detail < 0.3 else 0.0)
+        slot.rest_s = fault.lasts_s
 
 
 def _stop_worker(world: Simulation, fault: Fault) -> None:
-    assert fault.rank is not None
     process = world.slots[fault.rank].process
     if process is not None and not process.is_dead:
         process.stop()
@@ -65,7 +95,6 @@ def _stop_worker(world: Simulation, fault: Fault) -> None:
 
 
 def _zombie(world: Simulation, fault: Fault) -> None:
-    assert fault.rank is not None
     slot = world.slots[fault.rank]
     process = slot.process
     if process is not None and not process.is_dead and not process.is_stopped:
@@ -76,20 +105,25 @@ def _zombie(world: Simulation, fault: Fault) -> None:
 
 
 def _kill_server(world: Simulation, fault: Fault) -> None:
-    assert fault.server is not None
     world.kill_server(fault.server, fault.lasts_s, loses_power=fault.detail < 0.5)
 
 
+def _kill_lead(world: Simulation, fault: Fault) -> None:
+    world.kill_server(0, fault.lasts_s, loses_power=fault.detail < 0.5)
+
+
 def _stop_server(world: Simulation, fault: Fault) -> None:
-    assert fault.server is not None
     server = world.network.servers[fault.server]
     if server.is_up:
         server.pause()
         world.clock.after(fault.lasts_s, server.resume)
 
 
+def _evict(world: Simulation, fault: Fault) -> None:
+    world.network.servers[0].evict(fault.rank)
+
+
 def _bad_disk(world: Simulation, fault: Fault) -> None:
-    assert fault.server is not None
     disk = world.disks[fault.server].files.state
     disk.problem = fault.kind
 
@@ -100,7 +134,6 @@ def _bad_disk(world: Simulation, fault: Fault) -> None:
 
 
 def _flip_bits(world: Simulation, fault: Fault) -> None:
-    assert fault.server is not None
     may_lose, note = world.disks[fault.server].flip_bit(has_log=world.scenario.keeps_log)
     if may_lose:
         world.job.damaged(fault.server, note)
@@ -109,13 +142,13 @@ def _flip_bits(world: Simulation, fault: Fault) -> None:
 _BEGIN = {
     "break": _break,
     "cut": _cut,
-    "clog": _clog,
-    "noise": _noise,
     "kill worker": _kill_worker,
     "stop worker": _stop_worker,
     "zombie": _zombie,
     "kill server": _kill_server,
+    "kill lead": _kill_lead,
     "stop server": _stop_server,
+    "evict": _evict,
     "fsync fails": _bad_disk,
     "disk full": _bad_disk,
     "bits flip": _flip_bits,

@@ -1,4 +1,4 @@
-"""The log of one shard, written over a simulated disk: ``LogThread`` without its thread.
+"""The log of one shard, written over a simulated disk: ``LogThread`` without its threads.
 
 shard   append ─ append ─ append ────────► answers held
 here         write ── LONGEST_SYNC_S at most ── sync ─ release       write ── ...
@@ -7,19 +7,17 @@ here         write ── LONGEST_SYNC_S at most ── sync ─ release       w
 from __future__ import annotations
 
 import errno
+import json
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.log.log import Batch, LogStart, SegmentWriter, ShardLog
-from psengine.parameter_server.server.log.records import Record
-from psengine.parameter_server.server.transport.held_answers import HeldAnswers
-from simulation.clock import Clock
+from psengine.parameter_server.server.log.log import Batch, LogStart, Place, SegmentWriter, ShardLog
+from psengine.parameter_server.server.log.records import Record, RecordKind
 from simulation.disk import SimulatedDisk
 
 if TYPE_CHECKING:
-    from simulation.server import ServerProcess
+    from simulation.server import ServerProcess, SimulatedThread
 
 LONGEST_SYNC_S = 0.05
 RETRY_S = 1.0
@@ -35,40 +33,54 @@ class SimulatedLog:
     def __init__(
         self,
         server: ServerProcess,
-        shard: Shard,
-        answers: HeldAnswers,
+        thread: SimulatedThread,
         disk: SimulatedDisk,
         start: LogStart,
         rng: random.Random,
         fails: Callable[[], None],
     ) -> None:
         self.log = ShardLog(start)
-        self._server, self._answers, self._rng, self._fails = server, answers, rng, fails
+        self._server, self._thread, self._rng, self._fails = server, thread, rng, fails
         self._writer = SegmentWriter(disk, start.shard)
         self._is_busy = False
-        answers.log = self.log
-        shard.jobs.journal.append = self.append
 
-    @property
-    def _clock(self) -> Clock:
-        return self._server.clock
+    def follow(self) -> None:
+        """Take what the shard does from here on."""
+        self._thread.answers.log = self.log
+        self._thread.shard.append = self._append
+        if self._thread.coordinators is not None:
+            self._thread.append_coordinator = self._append_coordinator
 
-    def append(self, record: Record) -> int:
+    def _append(self, record: Record) -> int:
         """See ``ShardLog.append``."""
         number = self.log.append(record)
         self._wake()
         return number
 
-    def cut(self) -> tuple[int, int]:
-        """See ``LogThread.cut``."""
-        segment = self.log.cut()
+    def _append_coordinator(self, meta: Any) -> int:
+        return self._append(Record(RecordKind.COORDINATOR, frames=[json.dumps(meta).encode()]))
+
+    def cut(self) -> Place:
+        """See ``ShardLog.cut``."""
+        place = self.log.cut()
         self._wake()
-        return segment, self.log.end
+        return place
+
+    def has_begun(self, segment: int) -> bool:
+        """Whether this segment's beginning is on the disk."""
+        return self._writer.begun >= segment
+
+    def write_all(self) -> None:
+        """Write at once what is there; OSError where that is not possible."""
+        while (batch := self.log.pending()) is not None:
+            self._writer.write(batch)
+            self._writer.sync()
+            self.log.synced(batch.upto)
 
     def _wake(self) -> None:
-        if not self._is_busy:
+        if not self._is_busy and self._thread.answers.log is not None:
             self._is_busy = True
-            self._clock.after(0.0, self._next)
+            self._server.clock.after(0.0, self._next)
 
     def _next(self) -> None:
         batch = self.log.pending() if self._server.is_up else None
@@ -86,21 +98,21 @@ class SimulatedLog:
             if error.errno != errno.ENOSPC:
                 self._fails()
                 return
-            self._clock.after(RETRY_S, self._write, batch)
+            self._server.clock.after(RETRY_S, self._write, batch)
         else:
-            self._clock.after(self._rng.random() ** 2 * LONGEST_SYNC_S, self._sync, batch)
+            self._server.clock.after(self._rng.random() ** 2 * LONGEST_SYNC_S, self._sync, batch)
 
     def _sync(self, batch: Batch) -> None:
         if not self._server.is_up:
             return
         if self._server.is_paused:
-            self._clock.after(RETRY_S / 10, self._sync, batch)
+            self._server.clock.after(RETRY_S / 10, self._sync, batch)
             return
         try:
             self._writer.sync()
             self.log.synced(batch.upto)
-            self._answers.release()
-            if self.log.pending_bytes == 0:
+            self._thread.release()
+            if self.log.is_empty:
                 self._writer.mark(batch.upto)
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -1,11 +1,10 @@
-"""Connections between workers and shards: what TCP under ZeroMQ can do, and what a bad proxy can do besides.
+"""Connections between workers and servers: what TCP under ZeroMQ does.
 
-    worker ── socket (a DEALER) ── wire 17 (a connection) ── shard          frames of a wire arrive in order, or
-                    └───────────── wire 23, once 17 is lost                 never, or after frames of a later wire
+    worker ── socket 4 ── connection 17 ── shard        frames arrive in order, or with the connection never
+                    ✗ broken: both ends learn it, each after a while; the worker opens another socket
 
-A wire that breaks takes along what is under way. What a worker sent before may still arrive: its kernel goes on sending
-for a closed socket. Until a worker notices, it sends to nobody. ``Noise`` drops, doubles and reorders frames of one
-wire.
+Nothing is lost, doubled or reordered inside a connection. Over a link that is cut frames wait; a cut that outlasts the
+lease ends its connections, as keep-alive does.
 """
 
 from __future__ import annotations
@@ -13,71 +12,74 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from simulation.clock import Clock
 
-if TYPE_CHECKING:
-    from simulation.server import ServerProcess
-    from simulation.worker import WorkerProcess
-
 UP, DOWN = 0, 1
-RECONNECT_S = 0.05
+HANDSHAKE_S = 2.0
+RETRY_S = 0.05
+
+
+class Peer(Protocol):
+    """A worker's process, which has sockets."""
+
+    rank: int
+    is_dead: bool
+
+    def opened(self, socket: Socket) -> None:
+        """The socket is connected."""
+
+    def lost(self, socket: Socket) -> None:
+        """The socket has no connection (any more), and gets none."""
+
+    def receive(self, socket: Socket, frames: list[bytes]) -> None:
+        """A message came."""
 
 
 @dataclass(eq=False)
-class Wire:
-    """One connection: ``route`` is its routing id at the shard."""
+class Socket:
+    """A worker's end: of one connection, or of an attempt."""
+
+    peer: Peer
+    link: int
+    server: int
+    shard: int
+    connection: Connection | None = None
+    is_closed: bool = False
+
+
+@dataclass(eq=False)
+class Connection:
+    """One; ``route`` is its routing id at the server."""
 
     socket: Socket
-    server: ServerProcess
-    shard: int
+    server: Any
     route: bytes
+    delay_s: float
     is_broken: bool = False
-    delivers_late: bool = False  # frames of the worker that were under way when it broke
     last_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
     held: tuple[list[list[bytes]], list[list[bytes]]] = field(default_factory=lambda: ([], []))
 
-
-class Socket:
-    """A worker's end: it has a wire, or looks for one."""
-
-    def __init__(self, network: Network, process: WorkerProcess, index: int, server: int, shard: int) -> None:
-        self.process, self.index, self.server, self.shard = process, index, server, shard
-        self.wire: Wire | None = None
-        self.is_new = False  # the receiver has not heard of the wire
-        self._network = network
-
-    def send(self, frames: list[bytes]) -> bool:
-        """Send a message; False without a wire."""
-        if self.wire is None:
-            return False
-        self._network.carry(self.wire, UP, frames)
-        return True
-
-
-@dataclass(frozen=True)
-class Noise:
-    """For a while frames are lost, doubled, or overtake each other, with these probabilities."""
-
-    drops: float
-    doubles: float
-    reorders: float
+    @property
+    def rank(self) -> int:
+        """Of the worker."""
+        return self.socket.peer.rank
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Nothing arrives between a worker and a server, in one direction or both; None: any worker, any server."""
+    """Nothing passes between a worker and a server, in one direction or both; None: any worker, any server."""
 
     rank: int | None
     server: int | None
     directions: tuple[int, ...]
 
-    def covers(self, wire: Wire, direction: int) -> bool:
+    def covers(self, rank: int, server: int, direction: int | None = None) -> bool:
         return (
-            direction in self.directions
-            and self.rank in (None, wire.socket.process.rank)
-            and self.server in (None, wire.server.index)
+            (direction is None or direction in self.directions)
+            and self.rank in (None, rank)
+            and self.server in (None, server)
         )
 
 
@@ -85,121 +87,121 @@ class Network:
     """See the module's text.
 
     Args:
-        latency_s: the shortest and the longest time that a frame takes.
+        latency_s: the shortest and the longest delay of a connection.
+        lease_s: how long a connection lives over a link that is cut.
     """
 
-    def __init__(self, clock: Clock, rng: random.Random, latency_s: tuple[float, float]) -> None:
-        self._clock, self._rng, self._latency_s = clock, rng, latency_s
-        self.servers: list[ServerProcess] = []
-        self.noises: list[Noise] = []
+    def __init__(self, clock: Clock, rng: random.Random, latency_s: tuple[float, float], lease_s: float) -> None:
+        self._clock, self._rng, self._latency_s, self._lease_s = clock, rng, latency_s, lease_s
+        self.servers: list[Any] = []
         self.cuts: list[Cut] = []
-        self.wires: list[Wire] = []
+        self.connections: list[Connection] = []
         self.counts: Counter[str] = Counter()
         self._count = 0
 
     # ---- connections -------------------------------------------------------------------------------------------
 
-    def open(self, process: WorkerProcess, index: int, server: int, shard: int) -> Socket:
-        """A socket that begins to connect."""
-        socket = Socket(self, process, index, server, shard)
-        self._clock.after(self._delay_s(), self._connect, socket)
-        return socket
+    def connect(self, socket: Socket) -> None:
+        """Begin to connect; the worker hears ``opened`` or ``lost``."""
+        self._clock.after(self._delay_s(), self._try, socket, self._clock.now_s + HANDSHAKE_S)
 
-    def _connect(self, socket: Socket) -> None:
-        if socket.process.is_dead or socket.wire is not None:
+    def _try(self, socket: Socket, deadline_s: float) -> None:
+        if socket.peer.is_dead or socket.is_closed:
             return
         server = self.servers[socket.server]
-        is_cut = any(
-            cut.rank in (None, socket.process.rank) and cut.server in (None, socket.server) for cut in self.cuts
-        )
-        if not server.is_up or server.is_paused or is_cut:
-            self._clock.after(RECONNECT_S * (1 + self._rng.random() * 9), self._connect, socket)
+        is_cut = any(cut.covers(socket.peer.rank, socket.server) for cut in self.cuts)
+        if server.is_up and not server.is_paused and not is_cut:
+            self._count += 1
+            socket.connection = connection = Connection(socket, server, f"{self._count}".encode(), self._delay_s())
+            self.connections.append(connection)
+            server.connections[connection.route] = connection
+            socket.peer.opened(socket)
+        elif not server.is_up or self._clock.now_s >= deadline_s:
+            socket.peer.lost(socket)
+        else:
+            self._clock.after(RETRY_S, self._try, socket, deadline_s)
+
+    def close(self, socket: Socket) -> None:
+        """The worker closes it; what it sent before still arrives, and then the server learns it."""
+        socket.is_closed = True
+        connection = socket.connection
+        if connection is not None and connection in self.connections:
+            self.connections.remove(connection)
+            last_s = max(connection.last_s[UP], self._clock.now_s + connection.delay_s)
+            self._clock.at(last_s, self._end, connection)
+
+    def drop(self, connection: Connection, *, worker_s: float, server_s: float) -> None:
+        """The connection breaks, with everything under way; the ends learn it after these times."""
+        if connection.is_broken:
             return
-        self._count += 1
-        wire = Wire(socket, server, socket.shard, f"{self._count}".encode())
-        self.wires.append(wire)
-        server.wires[wire.route] = wire
-        socket.wire, socket.is_new = wire, True
+        connection.is_broken = True
+        if connection in self.connections:
+            self.connections.remove(connection)
+        self.counts["connections that broke"] += 1
+        self._clock.after(worker_s, self._tell, connection)
+        self._clock.after(server_s, self._end, connection)
 
-    def break_wire(self, wire: Wire, *, delivers_late: bool, notices_after_s: float) -> None:
-        """The connection ends; the worker sees that later, the shard never does."""
-        if wire.is_broken:
-            return
-        wire.is_broken, wire.delivers_late = True, delivers_late
-        self.wires.remove(wire)
-        for direction in (UP, DOWN):
-            frames, wire.held[direction][:] = list(wire.held[direction]), []
-            if direction == UP and delivers_late:
-                for one in frames:
-                    self._carry_at(wire, UP, one, self._clock.now_s + self._delay_s())
-        self._clock.after(notices_after_s, self._notice, wire)
+    def _tell(self, connection: Connection) -> None:
+        socket = connection.socket
+        if not (socket.peer.is_dead or socket.is_closed):
+            socket.peer.lost(socket)
 
-    def _notice(self, wire: Wire) -> None:
-        if wire.socket.wire is wire:
-            wire.socket.wire = None
-            self._clock.after(RECONNECT_S * (1 + self._rng.random()), self._connect, wire.socket)
+    def _end(self, connection: Connection) -> None:
+        connection.is_broken = True
+        if connection.server.is_up:
+            connection.server.ended(connection)
 
-    def wires_of(self, rank: int | None, server: int | None) -> list[Wire]:
+    def between(self, rank: int | None, server: int | None) -> list[Connection]:
         """Connections between a worker and a server; None: any."""
-        return [
-            wire
-            for wire in self.wires
-            if rank in (None, wire.socket.process.rank) and server in (None, wire.server.index)
-        ]
+        return [one for one in self.connections if rank in (None, one.rank) and server in (None, one.server.index)]
 
-    def release(self, cut: Cut, *, loses: bool) -> None:
-        """A cut ends: what it held arrives, or, where connections did not outlive it, never does."""
+    # ---- cuts --------------------------------------------------------------------------------------------------
+
+    def begin(self, cut: Cut) -> None:
+        """A link is cut."""
+        self.cuts.append(cut)
+        self._clock.after(self._lease_s, self._outlast, cut)
+
+    def _outlast(self, cut: Cut) -> None:
+        if cut in self.cuts:
+            for one in [one for one in self.connections if cut.covers(one.rank, one.server.index)]:
+                self.drop(one, worker_s=self._rng.random() * 0.2, server_s=self._rng.random() * 0.2)
+
+    def end(self, cut: Cut, *, loses: bool) -> None:
+        """A cut ends: what waited arrives, or its connections break."""
         self.cuts.remove(cut)
-        for wire in list(self.wires):
+        for one in [one for one in self.connections if any(one.held)]:
+            if loses:
+                self.drop(one, worker_s=self._rng.random() * 0.2, server_s=self._rng.random() * 0.2)
+                continue
             for direction in (UP, DOWN):
-                if not wire.held[direction] or any(other.covers(wire, direction) for other in self.cuts):
-                    continue
-                if loses:
-                    self.break_wire(wire, delivers_late=False, notices_after_s=self._delay_s())
-                    break
-                frames, wire.held[direction][:] = list(wire.held[direction]), []
-                for one in frames:
-                    self.carry(wire, direction, one)
+                frames, one.held[direction][:] = list(one.held[direction]), []
+                for each in frames:
+                    self.carry(one, direction, each)
 
     # ---- frames ------------------------------------------------------------------------------------------------
 
-    def carry(self, wire: Wire, direction: int, frames: list[bytes]) -> None:
+    def carry(self, connection: Connection, direction: int, frames: list[bytes]) -> None:
         """Take a message on its way."""
-        if wire.is_broken:
-            self.counts["lost with a connection"] += 1
+        if connection.is_broken:
+            self.counts["messages lost"] += 1
             return
-        if self.cuts and any(cut.covers(wire, direction) for cut in self.cuts):
-            wire.held[direction].append(frames)
-            self.counts["held"] += 1
+        is_cut = any(cut.covers(connection.rank, connection.server.index, direction) for cut in self.cuts)
+        if is_cut or connection.held[direction]:
+            connection.held[direction].append(frames)
             return
-        arrives_s = max(wire.last_s[direction], self._clock.now_s + self._delay_s())
-        for noise in () if wire.socket.process.segments is not None else self.noises:  # their bytes keep their order
-            draw = self._rng.random()
-            if draw < noise.drops:
-                self.counts["dropped"] += 1
-                return
-            draw -= noise.drops
-            if draw < noise.doubles:
-                self.counts["doubled"] += 1
-                self._carry_at(wire, direction, frames, arrives_s + self._rng.random())
-            elif draw - noise.doubles < noise.reorders:
-                self.counts["reordered"] += 1
-                self._carry_at(wire, direction, frames, arrives_s + self._rng.random())
-                return
-        wire.last_s[direction] = arrives_s
-        self._clock.at(arrives_s, self._arrive, wire, direction, frames)
+        delay_s = connection.delay_s * (0.5 + self._rng.random())
+        connection.last_s[direction] = max(connection.last_s[direction], self._clock.now_s + delay_s)
+        self._clock.at(connection.last_s[direction], self._arrive, connection, direction, frames)
 
-    def _carry_at(self, wire: Wire, direction: int, frames: list[bytes], time_s: float) -> None:
-        self._clock.at(time_s, self._arrive, wire, direction, frames)
-
-    def _arrive(self, wire: Wire, direction: int, frames: list[Any]) -> None:
-        if direction == UP:
-            if wire.is_broken and not wire.delivers_late:
-                self.counts["lost with a connection"] += 1
-            elif wire.server.is_up:
-                wire.server.receive(wire, frames)
-        elif not wire.is_broken and wire.socket.wire is wire:
-            wire.socket.process.receive(wire.socket.index, frames)
+    def _arrive(self, connection: Connection, direction: int, frames: list[bytes]) -> None:
+        if connection.is_broken:
+            self.counts["messages lost"] += 1
+        elif direction == UP:
+            if connection.server.is_up:
+                connection.server.receive(connection, frames)
+        elif not (connection.socket.peer.is_dead or connection.socket.is_closed):
+            connection.socket.peer.receive(connection.socket, frames)
 
     def _delay_s(self) -> float:
         low, high = self._latency_s

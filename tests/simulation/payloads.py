@@ -11,6 +11,8 @@ Values: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 _INT8, _FP4, _ONEBIT = 256, 32, 512  # values in a block
+# Values of a chunk, of which these codecs send blocks, or a part.
+NUMEL = dict.fromkeys(("int8", "fp4", "onebit", "topk"), 256)
 
 
 def decoded(codec: str, payload: torch.Tensor | bytes | memoryview, numel: int) -> Values:
@@ -46,17 +48,3 @@ def _blocks(name: str, data: Values) -> Values:
     scales = blocks[:, :4].copy().view(np.float32)
     signs = np.unpackbits(blocks[:, 4:], axis=1, bitorder="little")
     return np.where(signs, -scales, scales).ravel()
-
-
-def kept(codec: str, values: Values, payload_bytes: int) -> Values:
-    """What a payload of these values brings; other codecs keep the values of this simulation whole."""
-    name = codec.partition(":")[0]
-    if name == "onebit":
-        scale = np.abs(values).mean(dtype=np.float64)
-        return np.where(values < 0, -scale, scale).astype(np.float32)
-    if name != "topk":
-        return values
-    found = np.zeros_like(values)
-    places = np.argsort(-np.abs(values), kind="stable")[: payload_bytes // 8]
-    found[places] = values[places]
-    return found

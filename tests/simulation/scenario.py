@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """One fault; what ``detail`` means depends on the kind, see ``faults.py``."""
+    """One fault; what ``detail`` means depends on the kind, see ``faults.py``.
+
+    With ``on``, the name of a message type, it happens when such a message arrives somewhere, at ``at_s`` or later, and
+    after ``WAITS_S`` in any case.
+    """
 
     kind: str
     at_s: float
     lasts_s: float = 0.0
-    rank: int | None = None
-    server: int | None = None
+    rank: int = 0
+    server: int = 0
     detail: float = 0.0
+    on: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +35,14 @@ class Scenario:
         grace: of "merge".
         weighs: under "average", whether gradients weigh differently.
         max_staleness: of "apply"; None is unbounded.
-        steps: of each worker ("apply"), or of the job ("average").
+        optimizer: of "apply": "SGD", "momentum" or "Adam".
+        compensation: of "apply": the strength of its delay compensation.
+        scales: of "apply": whether stale gradients count less.
+        workers: that the job is begun with.
+        joins_s: when further workers come.
+        leaves: by rank, how many steps a worker takes; others take ``steps``.
+        steps: of each worker ("apply", "merge"), or of the job ("average").
         shards: of each server.
-        room: how many times the model fits a shard's limit of memory; None has room for everything.
         shares: how many workers, from rank 0 on, share memory with the servers.
         snapshot_s: from one snapshot to the next; None keeps none.
         keeps_log: an update is acknowledged once it is on the disk.
@@ -46,21 +56,29 @@ class Scenario:
     grace: float = 0.0
     weighs: bool = False
     max_staleness: int | None = None
+    optimizer: str = "SGD"
+    compensation: float = 0.0
+    scales: bool = False
     workers: int = 2
+    joins_s: tuple[float, ...] = ()
+    leaves: tuple[tuple[int, int], ...] = ()
     servers: int = 1
     shards: int = 1
     chunks: int = 2
     steps: int = 6
-    room: float | None = None
     shares: int = 0
     think_s: float = 0.4
     latency_s: tuple[float, float] = (0.001, 0.02)
     lease_s: float = 2.0
-    heartbeat_s: float = 0.5
     tick_s: float = 0.1
     snapshot_s: float | None = None
     keeps_log: bool = False
-    faults: tuple[Fault, ...] = field(default=())
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def heartbeat_s(self) -> float:
+        """A quarter of the lease."""
+        return self.lease_s / 4
 
     @property
     def durability(self) -> str:
@@ -68,27 +86,49 @@ class Scenario:
         return "memory" if self.snapshot_s is None else "log" if self.keeps_log else "snapshot"
 
     @property
-    def healed_s(self) -> float:
-        """From here on nothing fails."""
-        return max((fault.at_s + fault.lasts_s for fault in self.faults), default=0.0)
+    def ranks(self) -> int:
+        """Workers in all."""
+        return self.workers + len(self.joins_s)
+
+    def steps_of(self, rank: int) -> int:
+        """After which step this worker leaves."""
+        return dict(self.leaves).get(rank, self.steps)
 
 
 # kind -> how often it is drawn, and the bounds of how long it lasts
 KINDS = {
-    "break": (5, 0.0, 1.5),  # one connection
-    "cut": (3, 0.2, 4.0),  # nothing arrives one way
-    "clog": (2, 0.2, 4.0),  # nothing arrives either way
-    "noise": (3, 0.5, 4.0),  # frames are lost, doubled, reordered
+    "break": (5, 0.0, 0.5),  # connections
+    "cut": (4, 0.2, 6.0),  # nothing passes one way or both
     "kill worker": (3, 0.1, 5.0),
     "stop worker": (3, 0.1, 6.0),
     "zombie": (2, 0.5, 6.0),  # stopped, and another process gets its rank
-    "kill server": (2, 0.1, 3.0),
+    "kill server": (3, 0.1, 3.0),
+    "kill lead": (3, 0.1, 3.0),
     "stop server": (2, 0.1, 5.0),
+    "evict": (1, 0.0, 0.0),  # by an operator
     "fsync fails": (1, 0.1, 4.0),
     "disk full": (1, 0.1, 4.0),
-    "bits flip": (1, 0.0, 0.0),  # of the newest snapshot
+    "bits flip": (1, 0.0, 0.0),  # of a file
 }
 FAULTY_S = 4.0
+WAITS_S = 1.0
+MOMENTS = [
+    "HELLO",
+    "REGISTER",
+    "COMMIT",
+    "OK",
+    "PREPARE",
+    "VIEW",
+    "RELEASE",
+    "RESUME",
+    "RESUMED",
+    "PUSH",
+    "UPDATED",
+    "STORE",
+    "STATE_WANTED",
+    "LEAVE",
+    "RESULT",
+]
 # "topk" keeps a part of the differences to several updates, and all that is in an average.
 CODECS = {
     "apply": ("bf16", "fp16", "fp32", "int8", "fp4", "onebit", "topk:ratio=0.01"),
@@ -100,55 +140,59 @@ CODECS = {
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    workers = rng.choice((1, 2, 2, 3, 3, 4))
-    rule = rng.choice(("apply", "average"))
+    rule = rng.choice(("apply", "average", "average", "merge"))
     lease_s = rng.choice((1.0, 2.0, 2.0, 4.0))
-    servers = rng.choice((1, 1, 1, 2))
+    workers = rng.choice((1, 2, 2, 3, 3, 4))
+    steps = rng.randint(3, 8)
+    tier = rng.choice(("memory", "snapshot", "log", "log"))
     scenario = Scenario(
         seed=seed,
         rule=rule,
-        quorum=rng.choice((None, None, 1, 2)) if rule == "average" else None,
-        max_staleness=rng.choice((None, 0, 1, 3)) if rule == "apply" else None,
         workers=workers,
-        servers=servers,
-        shards=rng.choice((1, 1, 2)),
-        chunks=rng.choice((1, 2, 3)),
-        steps=rng.randint(3, 8),
+        joins_s=tuple(round(rng.uniform(0.2, FAULTY_S), 3) for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))),
+        leaves=((rng.randrange(workers), rng.randint(1, steps)),) if rng.random() < 0.3 else (),
+        servers=rng.choice((1, 1, 2, 2, 3)),
+        shards=rng.choice((1, 2, 2, 3)) if rng.random() < 0.7 else 1,
+        chunks=rng.choice((1, 2, 3, 5)),
+        steps=steps,
         think_s=rng.choice((0.05, 0.4, 1.0)),
         latency_s=rng.choice(((0.0005, 0.002), (0.001, 0.05), (0.01, lease_s / 12))),
         lease_s=lease_s,
-        heartbeat_s=lease_s / 4,
         tick_s=rng.choice((0.1, 0.1, 0.2)),
-        snapshot_s=rng.choice((None, 0.3, 1.0)),
+        snapshot_s=None if tier == "memory" else rng.choice((0.3, 1.0)),
+        keeps_log=tier == "log",
     )
+    scenario = replace(scenario, **_RULES[rule](rng))
+    if rng.random() < 0.4 and not (scenario.compensation or scenario.weighs):
+        scenario = replace(scenario, codec=rng.choice(CODECS[rule]), joins_s=scenario.joins_s[: 4 - workers])
+    elif rng.random() < 0.5:
+        scenario = replace(scenario, shares=rng.choice((scenario.ranks, scenario.ranks, 1)))
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
-    keeps_log = scenario.snapshot_s is not None and rng.random() < 0.6
     faults = sorted((_draw_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
-    scenario = replace(scenario, keeps_log=keeps_log, faults=tuple(faults))
-    if rule == "apply" and rng.random() < 0.3:
-        quorum, grace = rng.choice((1, 2, 2, 3)), rng.choice((0.0, 0.25, 0.25, 1.0, 4.0))
-        scenario = replace(scenario, rule="merge", max_staleness=None, quorum=quorum, grace=grace)
-    codec = rng.choice(CODECS[scenario.rule]) if rng.random() < 0.4 else ""
-    weighs = rule == "average" and not codec and rng.random() < 0.4
-    shares = rng.choice((workers, workers, 1)) if not codec and rng.random() < 0.5 else 0
-    room = rng.choice((0.5, 1.0, *[2.0, 3.0, 4.0, 8.0] * 2)) if rng.random() < 0.1 else None
-    scenario = replace(scenario, codec=codec, weighs=weighs, shares=shares, room=room)
-    if shares and rng.random() < 0.5:
-        # Noise spares these workers; who reads a place may die, stop or be replaced.
-        kind = rng.choice(("kill worker", "stop worker", "stop worker", "zombie"))
-        more = _draw_fault(rng, scenario, kind)
-        scenario = replace(scenario, faults=tuple(sorted((*faults, more), key=lambda fault: fault.at_s)))
-    return scenario
+    return replace(scenario, faults=tuple(faults))
 
 
-def _draw_fault(rng: random.Random, scenario: Scenario, kind: str = "") -> Fault:
-    kind = kind or rng.choices(list(KINDS), [weight for weight, _, _ in KINDS.values()])[0]
+_RULES = {
+    "average": lambda rng: {"quorum": rng.choice((None, None, 1, 2)), "weighs": rng.random() < 0.3},
+    "merge": lambda rng: {"quorum": rng.choice((1, 2, 2, 3)), "grace": rng.choice((0.0, 0.25, 0.25, 1.0, 4.0))},
+    "apply": lambda rng: {
+        "max_staleness": rng.choice((None, 0, 1, 3)),
+        "optimizer": rng.choice(("SGD", "momentum", "Adam")),
+        "compensation": rng.choice((0.0, 0.0, 0.5)),
+        "scales": rng.random() < 0.2,
+    },
+}
+
+
+def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
+    kind = rng.choices(list(KINDS), [weight for weight, _, _ in KINDS.values()])[0]
     _, shortest_s, longest_s = KINDS[kind]
     return Fault(
         kind,
         round(rng.random() * FAULTY_S, 3),
         round(shortest_s + (longest_s - shortest_s) * rng.random() ** 2, 3),
-        rng.randrange(scenario.workers),
+        rng.randrange(scenario.ranks),
         rng.randrange(scenario.servers),
         round(rng.random(), 3),
+        rng.choice(MOMENTS) if rng.random() < 0.4 else "",
     )

@@ -1,114 +1,90 @@
-"""One life of a server process: shards, ticks, snapshots. ``psengine-server`` without threads and sockets."""
+"""One life of a server process: ``psengine-server`` without threads and sockets.
+
+What a shard's thread does with a message, and with what shard and coordinators say, is the real ``ShardThread``: its
+methods are called here, and it never runs.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from psengine.errors import ProtocolError
+from psengine.parameter_server.server.coordinator.coordinators import Coordinators
+
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
-from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.transport.held_answers import HeldAnswers
-from psengine.parameter_server.server.transport.segments import ShardSegments
-from psengine.parameter_server.server.transport.shard_thread import _SAYS_NOTHING_NEW
-from psengine.protocol.frames import decode, encode, refusal
+from psengine.parameter_server.server.shard.shard import Shard
+from psengine.parameter_server.server.transport import shard_thread
+from psengine.parameter_server.server.transport.endpoint import Received
+from psengine.parameter_server.server.transport.held_answers import LogFailedError
+from psengine.protocol.frames import decode
 from psengine.protocol.messages import Message, MessageType
-from simulation.clock import Clock
-from simulation.network import DOWN, Network, Wire
-from simulation.snapshots import Snapshots, snapshot_answer
+from simulation.network import DOWN, Connection
+from simulation.violation import Violation
+
+if TYPE_CHECKING:
+    from simulation.snapshots import Snapshots
+    from simulation.world import Simulation
 
 # What the wall clock of a server shows at the simulated time 0.
 WALL_S = 1.7e9
 _TYPE_OFFSET = 6  # in a header
 
 
-class ServerWitness(Protocol):
-    """The oracle's view of a server."""
-
-    def server_started(self, server: ServerProcess, note: Any) -> None:
-        """A life begins; what it restored is in its shards. ``note``: see ``SnapshotWitness.captured``."""
-
-    def before(self, server: ServerProcess, shard: Shard, message: Message) -> None:
-        """A message arrived."""
-
-    def after(self, server: ServerProcess, shard: Shard, message: Message | None, outgoing: list[Outgoing]) -> None:
-        """The shard has answered ``message``; None: time has passed."""
-
-    def told(self, server: ServerProcess, message: Message) -> None:
-        """An answer to a push leaves the server."""
-
-
-class _Exit(NamedTuple):
-    """In the place of an ``Endpoint``: what answers leave by."""
-
-    send: Callable[..., None]
-
-
 class ServerProcess:
     """See the module's text.
 
     Args:
+        world: whose ``views``, ``job`` and ``faults`` are told what happens.
         index: of the server among all; its next life has the same.
-        epoch: the life's random number.
-        wall_s: how wrong its wall clock is.
+        addresses: of its shards.
+        wrong_s: how wrong its wall clock is.
 
     Attributes:
         is_up: it has not been killed.
         is_paused: it neither reads nor answers; messages wait.
-        pauses: when each pause that is over began and ended.
-        wires: by routing id, the connections that it knows.
-        segments: of each shard, the memory that workers share with it.
-        failures: what it would have logged as its own bugs.
+        connections: by routing id.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        network: Network,
-        witness: ServerWitness,
-        index: int,
-        addresses: list[str],
-        epoch: int,
-        settings: ShardSettings,
-        wall_s: float,
-        tick_s: float,
-    ) -> None:
-        self.clock, self.network, self.witness, self.index = clock, network, witness, index
+    def __init__(self, world: Simulation, index: int, addresses: list[str], wrong_s: float) -> None:
+        self.world, self.clock, self.index = world, world.clock, index
         self.is_up, self.is_paused = True, False
-        self.pauses: list[tuple[float, float]] = []
-        self._paused_s = 0.0
-        self.wires: dict[bytes, Wire] = {}
+        self.connections: dict[bytes, Connection] = {}
         self.snapshots: Snapshots | None = None
-        self._waiting: list[tuple[Wire, list[bytes]]] = []
-        self._tick_s = tick_s
-        clocks = Clocks(wall_s=lambda: WALL_S + wall_s + clock.now_s, measure_s=lambda: clock.now_s)
-        self.shards = [Shard(number, epoch, settings, clocks) for number in range(len(addresses))]
-        self.segments = [ShardSegments() for _ in addresses]
-        exit_ = _Exit(self._transmit)
-        self.answers = [HeldAnswers(exit_) for _ in self.shards]  # type: ignore[arg-type]
-        for shard in self.shards:
-            shard.shard_addresses = addresses
+        self._waiting: list[tuple[Connection, list[bytes]]] = []
+        scenario, clock = world.scenario, world.clock
+        rng = random.Random(f"server {scenario.seed} {index} {clock.now_s}")
+        self.epoch = rng.getrandbits(32) << 8 | index
+        settings = ShardSettings(
+            lease_s=scenario.lease_s,
+            heartbeat_s=scenario.heartbeat_s,
+            durability=scenario.durability,
+            software="simulated",
+        )
+        clocks = Clocks(wall_s=lambda: WALL_S + wrong_s + clock.now_s, measure_s=lambda: clock.now_s)
+        self.coordinators = Coordinators(self.epoch, settings, clocks, _ignore, draw_key=lambda: rng.randbytes(32))
+        self.shards = [
+            Shard(number, self.epoch, settings, clocks, _ignore, self.connections.__contains__)
+            for number in range(len(addresses))
+        ]
+        with shard_thread_time(world):
+            self.threads = [SimulatedThread(self, shard, addresses) for shard in self.shards]
+        for thread in self.threads:
+            thread.segments.is_open = scenario.shares > 0
 
-    @property
-    def epoch(self) -> int:
-        """The life's number."""
-        return self.shards[0].epoch
-
-    @property
-    def has_values(self) -> bool:
-        """Whether every shard has a job whose values are there."""
-        return all(any(job.is_sealed for job in shard.jobs.by_number.values()) for shard in self.shards)
-
-    def has_met(self, rank: int) -> bool:
-        """Whether every shard has a job that this worker has taken part in."""
-        return all(any(rank in job.came for job in shard.jobs.by_number.values()) for shard in self.shards)
+    # ---- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to tick; snapshots, if any, are restored."""
+        """Restore snapshots, if any, and begin to tick."""
         self.clock.note("server starts", self.index, self.epoch)
-        restored = None if self.snapshots is None else self.snapshots.restore()
-        self.witness.server_started(self, restored)
-        self.clock.after(self._tick_s, self._tick)
+        if self.snapshots is not None:
+            self.snapshots.restore()
+        self.world.views.server_started(self)
+        self.world.job.server_started(self)
+        self.clock.after(self.world.scenario.tick_s, self._tick)
 
     def kill(self) -> None:
         """The process ends at once."""
@@ -121,80 +97,144 @@ class ServerProcess:
 
     def release(self) -> None:
         """Close what the operating system gave it; nothing is sent any more."""
-        for answers in self.answers:
-            answers.close()
+        threads, self.threads = self.threads, []
+        for thread in threads:
+            thread.answers.close()
 
     def pause(self) -> None:
         """Stop, as by SIGSTOP."""
-        if not self.is_paused:
-            self.is_paused, self._paused_s = True, self.clock.now_s
+        self.is_paused = True
 
     def resume(self) -> None:
         """Go on: time has leapt."""
         if not self.is_up or not self.is_paused:
             return
         self.is_paused = False
-        self.pauses.append((self._paused_s, self.clock.now_s))
+        # A process that goes on may look at the time first, or at its messages.
+        if self.epoch & 0x100:
+            self._look()
         waiting, self._waiting = self._waiting, []
-        for wire, frames in waiting:
-            self.receive(wire, frames)
-
-    def receive(self, wire: Wire, frames: list[bytes]) -> None:
-        """A message came from a worker."""
-        if self.is_paused:
-            self._waiting.append((wire, frames))
-            return
-        shard = self.shards[wire.shard]
-        try:
-            message = decode(frames)
-            self.clock.note_message("to shard", (self.index, wire.shard), frames[0], message)
-            if message.type is MessageType.PUSH:
-                self.segments[wire.shard].find(message)
-            self.witness.before(self, shard, message)
-            outgoing = shard.handle(Sender(wire.route, ""), message, self.clock.now_s)
-        except ProtocolError as error:
-            answer = refusal(frames, error)
-            if answer is not None:
-                answer.epoch = self.epoch
-                self._send([Outgoing(wire.route, answer)], shard)
-            return
-        self.witness.after(self, shard, message, outgoing)
-        self._send(outgoing, shard, may_share=message.type is not MessageType.REPEAT)
+        for connection, frames in waiting:
+            self.receive(connection, frames)
 
     def _tick(self) -> None:
-        if not self.is_up:
-            return
-        if not self.is_paused:
-            for shard in self.shards:
-                outgoing = shard.tick(self.clock.now_s)
-                self.witness.after(self, shard, None, outgoing)
-                self._send(outgoing, shard)
-                self.segments[shard.index].keep_members(shard)
-            if self.snapshots is not None:
-                self.snapshots.tick()
-        self.clock.after(self._tick_s, self._tick)
+        if self.is_up:
+            if not self.is_paused:
+                self._look()
+            self.clock.after(self.world.scenario.tick_s, self._tick)
 
-    def answer_snapshot(self, route: bytes, message: Message, generation: int | None) -> None:
-        """A snapshot that a worker asked for was written, or not."""
-        answer = snapshot_answer(message, self.epoch, generation)
-        self._send([Outgoing(route, answer)], self.shards[0])
+    def _look(self) -> None:
+        for thread in self.threads:
+            thread.tick()
+        if self.snapshots is not None and self.is_up:
+            self.snapshots.tick()
 
-    def _send(self, outgoing: list[Outgoing], shard: Shard, *, may_share: bool = True) -> None:
-        segments = self.segments[shard.index]
-        for one in outgoing:
-            if one.message.type is MessageType.WELCOME:
-                segments.sign(one.message)
-            elif one.message.type is MessageType.UPDATED and may_share and segments.put(one.message, one.pins):
-                self.network.counts["answers in shared memory"] += 1
-            frames = [bytes(frame) for frame in encode(one.message)]
-            self.clock.note_message("from shard", (self.index, shard.index), frames[0], one.message)
-            is_urgent = one.message.type in _SAYS_NOTHING_NEW
-            self.answers[shard.index].send(one.route, frames, is_urgent=is_urgent)
+    # ---- messages ----------------------------------------------------------------------------------------------
 
-    def _transmit(self, route: bytes, frames: list[bytes], *, copies: bool = True) -> None:
+    def receive(self, connection: Connection, frames: list[bytes]) -> None:
+        """A message came from a worker."""
+        if self.is_paused:
+            self._waiting.append((connection, frames))
+        elif self.is_up:
+            self.threads[connection.socket.shard].take(connection.route, frames)
+
+    def ended(self, connection: Connection) -> None:
+        """A connection is gone. What came before may still be read."""
+        self.connections.pop(connection.route, None)
+
+    def evict(self, rank: int) -> None:
+        """An operator puts a worker out."""
+        if self.is_up and not self.is_paused:
+            self.threads[0].evict("job", rank)
+
+    def transmit(self, route: bytes, frames: list[Any]) -> None:
         """A message leaves: from here on its worker may know what it says."""
         if frames[0][_TYPE_OFFSET] == MessageType.UPDATED:
-            self.witness.told(self, decode(frames))
-        wire = self.wires.get(route)
-        if wire is not None:
-            self.network.carry(wire, DOWN, frames)
+            self.world.job.told(self, decode(frames))
+        connection = self.connections.get(route)
+        if connection is not None:
+            self.world.network.carry(connection, DOWN, frames)
+
+
+class SimulatedThread(shard_thread.ShardThread):
+    """A shard's thread that does not run."""
+
+    def __init__(self, server: ServerProcess, shard: Shard, addresses: list[str]) -> None:
+        self._server = server
+        super().__init__(
+            shard,
+            _Endpoint(server, addresses[shard.index]),  # type: ignore[arg-type]
+            addresses,
+            coordinators=server.coordinators if shard.index == 0 else None,
+            on_admin=_ignore,
+            note=_ignore,
+        )
+        shard.apply = self._watched(shard.apply)  # type: ignore[method-assign]
+
+    def _watched(self, apply: Callable[[Message, Sender], list[Outgoing]]) -> Callable[..., list[Outgoing]]:
+        def watched(message: Message, sender: Sender) -> list[Outgoing]:
+            outgoing = apply(message, sender)
+            if self._server.threads:  # else a log is being replayed
+                world = self._server.world
+                world.views.applied(self._server, self.shard)
+                world.job.applied(self._server, self.shard, message, outgoing)
+            return outgoing
+
+        return watched
+
+    def take(self, route: bytes, frames: list[bytes]) -> None:
+        """A message came."""
+        message, world = decode(frames), self._server.world
+        world.clock.note_message("to shard", (self._server.index, self.shard.index), frames[0], message)
+        world.faults.noticed(message.type.name)
+        self._asked_by = message
+        self._take(Received(route, "", frames, 0, None))  # type: ignore[arg-type]
+        self._send_group()
+
+    def tick(self) -> None:
+        """Some time has passed."""
+        self._asked_by: Message | None = None
+        self._tick()
+        self.segments.keep_members(self.shard)
+        self._send_group()
+
+    def release(self) -> None:
+        """The log is further."""
+        try:
+            self.answers.release()
+        except LogFailedError:
+            return
+
+    def _send_decided(self, outgoing: list[Outgoing], *, is_heartbeat: bool = False) -> None:
+        world = self._server.world
+        world.views.coordinated(self._server, outgoing)
+        world.job.coordinated(self._server, self._asked_by, outgoing)
+        super()._send_decided(outgoing, is_heartbeat=is_heartbeat)
+
+    def _report_failure(self, what: str) -> None:
+        raise Violation(f"the server failed on {what}")
+
+
+class _Endpoint:
+    """In the place of a real one: what answers leave by."""
+
+    def __init__(self, server: ServerProcess, address: str) -> None:
+        self._server, self.address = server, address
+        self.peers = SimpleNamespace(look=lambda: None)
+
+    def send(self, route: bytes, frames: Any, *, copies: bool = True) -> None:
+        frames = [bytes(frame) for frame in frames]
+        self._server.clock.note("sent", route, frames[0][:72])
+        self._server.transmit(route, frames)
+
+
+def shard_thread_time(world: Simulation) -> ExitStack:
+    """Inside, threads of shards have the simulated time."""
+    clock, stack = world.clock, ExitStack()
+    time = SimpleNamespace(monotonic=lambda: clock.now_s, perf_counter=lambda: clock.now_s)
+    stack.enter_context(mock.patch.object(shard_thread, "time", time))
+    return stack
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Events are for people."""

@@ -1,6 +1,6 @@
-"""A server's snapshots, and the disk that outlives it: ``SnapshotThread`` without its thread.
+"""A server's snapshots, and the disk that outlives it: ``Durability`` and ``SnapshotThread`` without threads.
 
-    capture ─ write ─ durable        a death while it is written leaves a part of it, and the older ones
+    capture each shard ─ write ─ durable        a death while it is written leaves a part of it, and the older ones
 
 What writes, keeps and reads generations is the real ``Generations``, over a simulated disk.
 """
@@ -10,26 +10,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.core.durable_state import merge_job_meta
-from psengine.parameter_server.server.durability.restoring import _without_unfinished, distribute, recover
-from psengine.parameter_server.server.log.log import LogStart, delete_before
-from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
+from psengine.parameter_server.server.durability.restoring import Recovered, place_into, recover
+from psengine.parameter_server.server.log.log import LogStart
+from psengine.parameter_server.server.snapshots.files import ServerState
 from psengine.parameter_server.server.snapshots.generations import Generations
-from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation.disk import Killed, SimulatedDisk
 from simulation.logs import SimulatedLog
 from simulation.violation import require
 
 if TYPE_CHECKING:
-    from simulation.server import ServerProcess
+    from simulation.job import Job
+    from simulation.server import ServerProcess, SimulatedThread
 
+LONGEST_CAPTURE_S = 0.02
 LONGEST_WRITE_S = 0.3
 KEPT = 2
 # A snapshot of a simulated job takes about so many calls of the disk.
-CALLS_PER_SNAPSHOT = 16
+CALLS_PER_SNAPSHOT = 10
 _GENERATION = "generation-"
 
 
@@ -55,7 +56,7 @@ class ServerDisk:
         name = self.files.flip_bit()
         if not name.startswith(_GENERATION):
             return bool(name), None
-        self._damaged.add(_number(name.partition("/")[0]))
+        self._damaged.add(_number(name))
         complete = {_number(one) for one in self.files.list() if one.startswith(_GENERATION)}
         intact = max(complete - self._damaged, default=None)
         if intact is None:
@@ -80,14 +81,13 @@ def _number(name: str) -> int:
     return int(name.removeprefix(_GENERATION))
 
 
-class SnapshotWitness(Protocol):
-    """The oracle's view of snapshots."""
+@dataclass
+class _Captured:
+    """A snapshot on its way, and the oracle's note."""
 
-    def captured(self, server: ServerProcess) -> Any:
-        """The shards are being copied; what this returns is kept with the snapshot."""
-
-    def durable(self, server: ServerProcess, note: Any) -> None:
-        """The snapshot is on the disk."""
+    state: ServerState
+    changes: int
+    note: dict[int, int] = field(default_factory=dict)
 
 
 class Snapshots:
@@ -98,129 +98,115 @@ class Snapshots:
     """
 
     def __init__(
-        self, server: ServerProcess, disk: ServerDisk, witness: SnapshotWitness, interval_s: float, rng: random.Random
+        self, server: ServerProcess, disk: ServerDisk, job: Job, interval_s: float, rng: random.Random
     ) -> None:
-        self.server, self.disk, self.witness = server, disk, witness
+        self.server, self.disk, self.job = server, disk, job
         self.store = Generations(disk.files)
         self._interval_s, self._rng = interval_s, rng
         self._due_s = server.clock.now_s + interval_s
-        self._note: Any = None
-        # What is being written, and when that ends.
-        self._written: tuple[float, list[list[JobState]]] | None = None
-        # Requests that the next snapshot answers, and those that the present one does.
-        self._wishes: list[tuple[bytes, Message]] = []
-        self._answers: list[tuple[bytes, Message]] = []
-        self._places: LogPlaces = {}
-        self._has_replayed = False
+        self._captured: _Captured | None = None
+        self._written_s: float | None = None  # when what was captured is on the disk
+        self._saved_changes = -1
+        self._recovered = Recovered()
         self.logs: list[SimulatedLog] = []
-        for shard in server.shards:
-            shard.want_snapshot = lambda route, message: self._wishes.append((route, message))
 
-    def restore(self) -> Any:
-        """Take over what is durable, before the first message; the note of its snapshot. See ``Durability``.
+    def restore(self) -> None:
+        """Take over what is durable, before the first message; see ``Durability``.
 
         Raises:
             SnapshotError: something is damaged.
+            OSError: nothing can be written.
         """
         self.disk.files.state.calls_left = None
         self.store.begin()
-        recovered = recover(self.store)
+        self._recovered = recovered = recover(self.store)
         for name in recovered.headless:
             self.disk.files.delete(name)
-        loaded, shards = recovered.loaded, self.server.shards
-        self._places, self._has_replayed = recovered.places, any(recovered.records)
-        if loaded is None and not any(recovered.records):
-            return None
-        generation = None if loaded is None else loaded.generation
-        parts = distribute(_without_unfinished(recovered.shards), len(shards), merge_job_meta)
-        for shard, jobs in zip(shards, parts, strict=True):
-            shard.restore(jobs, self.server.clock.now_s)
-            shard.durable.note(generation)
-        return None if generation is None else self.disk.notes[generation]
+        if recovered.generation is not None or any(recovered.records):
+            place_into(recovered, self.server.shards, "what is on the disk")
+            for meta in recovered.coordinators:
+                if meta is not None:
+                    self.server.coordinators.restore(meta, self.server.clock.now_s)
 
-    def keep_logs(self, fails: Callable[[], None]) -> None:
-        """Begin this life's logs, from a snapshot of all that is there; also where a replay left no job.
-
-        What was replayed may not be durable, because the last life may have died before its fsync.
+    def begin_logs(self, fails: Callable[[], None]) -> None:
+        """Begin this life's logs, from a snapshot of all that is there.
 
         Raises:
-            SnapshotError: it could not be written.
+            SnapshotError, OSError: it could not be written.
         """
         server = self.server
-        if self._has_replayed or any(shard.jobs.by_number for shard in server.shards):
-            self._save([shard.durable.capture_whole() for shard in server.shards], self.witness.captured(server))
-        for shard, answers in zip(server.shards, server.answers, strict=True):
-            start = LogStart(shard.index, *self._places.get(shard.index, (1, 0)), shard.epoch)
-            self.logs.append(SimulatedLog(server, shard, answers, self.disk.files, start, self._rng, fails))
+        for thread in server.threads:
+            segment, first, before = self._recovered.ends.get(thread.shard.index, (1, 0, 0))
+            start = LogStart(thread.shard.index, segment, first, server.epoch, before)
+            self.logs.append(SimulatedLog(server, thread, self.disk.files, start, self._rng, fails))
+        captured = self._begin()
+        for thread in server.threads:
+            self._capture(captured, thread)
+        for log in self.logs:
+            log.write_all()
+        self._save(captured)
+        for log in self.logs:
+            log.follow()
 
     def kill(self) -> None:
         """The process ends, perhaps while it writes a snapshot."""
-        if self._written is None:
-            return
-        self.disk.files.state.calls_left = self._rng.randrange(CALLS_PER_SNAPSHOT)
-        with suppress(Killed, SnapshotError):
-            self._save(self._written[1], self._note)
-
-    def _save(self, states: list[list[JobState]], note: Any) -> int:
-        self.disk.notes[self.store.last + 1] = note
-        number = self.store.save(states, self._places)
-        self.disk.saved()
-        with suppress(SnapshotError):
-            delete_before(self.disk.files, self.store.needed_segments())
-        return number
+        if self._captured is not None and self._written_s is not None:
+            self.disk.files.state.calls_left = self._rng.randrange(CALLS_PER_SNAPSHOT)
+            with suppress(Killed, SnapshotError):
+                self._save(self._captured)
 
     def tick(self) -> None:
         """Some time has passed."""
-        now_s = self.server.clock.now_s
-        if self._written is not None:
-            if now_s >= self._written[0]:
-                self._commit(self._written[1])
-        elif now_s >= self._due_s or self._wishes:
-            self._due_s = now_s + self._interval_s
-            self._answers, self._wishes = self._wishes, []
-            if any(shard.durable.has_changed() for shard in self.server.shards):
-                self._capture(now_s)
-            else:
-                self._answer(self.store.newest)
+        clock = self.server.clock
+        if self._captured is None:
+            if clock.now_s >= self._due_s and self._changes() != self._saved_changes:
+                self._captured = captured = self._begin()
+                for thread in self.server.threads:
+                    clock.after(self._rng.random() * LONGEST_CAPTURE_S, self._capture_alive, captured, thread)
+                clock.after(LONGEST_CAPTURE_S, self._end_capture)
+        elif self._written_s is not None and clock.now_s >= self._written_s and self._have_logs_begun():
+            captured, self._captured, self._written_s = self._captured, None, None
+            self._due_s = clock.now_s + self._interval_s
+            with suppress(SnapshotError):
+                self._save(captured)
+                clock.note("snapshot", self.server.index, self.store.last)
 
-    def _capture(self, now_s: float) -> None:
-        shards = self.server.shards
-        self._note = self.witness.captured(self.server)
+    def _changes(self) -> int:
+        return sum(thread.changes for thread in self.server.threads)
+
+    def _begin(self) -> _Captured:
+        return _Captured(ServerState([[] for _ in self.server.shards]), self._changes())
+
+    def _capture_alive(self, captured: _Captured, thread: SimulatedThread) -> None:
+        if self.server.is_up:
+            self._capture(captured, thread)
+
+    def _capture(self, captured: _Captured, thread: SimulatedThread) -> None:
+        """A shard's part."""
+        index = thread.shard.index
+        if thread.coordinators is not None:
+            captured.state.coordinators = thread.coordinators.to_meta()
+        captured.state.shards[index] = thread.shard.capture()
+        captured.note.update(self.job.captured(thread.shard))
         if self.logs:
-            self._places = self._places | {log.log.start.shard: log.cut() for log in self.logs}
-            self._end_capture(now_s, [shard.durable.capture_whole() for shard in shards])
-        else:
-            self._end_capture(now_s, [shard.durable.capture() for shard in shards])
+            captured.state.places[index] = self.logs[index].cut()
 
-    def _end_capture(self, now_s: float, shards: list[list[JobState]]) -> None:
-        if not any(shards) and self.store.newest is None:
-            self._answer(None)
-            return
-        self._written = now_s + self._rng.random() * LONGEST_WRITE_S, shards
+    def _end_capture(self) -> None:
+        if self._captured is not None and not any(self._captured.state.shards) and self.store.newest is None:
+            self._captured = None  # there is nothing to write
+        if self._captured is not None:
+            self._written_s = self.server.clock.now_s + self._rng.random() * LONGEST_WRITE_S
 
-    def _commit(self, states: list[list[JobState]]) -> None:
-        self._written = None
-        try:
-            number = self._save(states, self._note)
-        except SnapshotError:
-            self._answer(None)
-            return
-        self.server.clock.note("snapshot", self.server.index, number)
+    def _have_logs_begun(self) -> bool:
+        assert self._captured is not None
+        places = self._captured.state.places
+        return all(self.logs[index].has_begun(place.segment) for index, place in places.items())
+
+    def _save(self, captured: _Captured) -> None:
+        self.disk.notes[self.store.last + 1] = captured.note
+        generation = self.store.save(captured.state)
+        self.disk.saved()
+        self._saved_changes = captured.changes
         for shard in self.server.shards:
-            shard.durable.note(number)
-        self.witness.durable(self.server, self._note)
-        self._answer(number)
-
-    def _answer(self, generation: int | None) -> None:
-        answers, self._answers = self._answers, []
-        for route, message in answers:
-            self.server.answer_snapshot(route, message, generation)
-
-
-def snapshot_answer(message: Message, epoch: int, generation: int | None) -> Message:
-    """OK, or ERROR where none was written."""
-    to = {"job": message.job, "epoch": epoch, "worker": message.worker, "incarnation": message.incarnation}
-    if generation is not None:
-        return Message(MessageType.OK, sequence=message.sequence, body={"generation": generation}, **to)
-    body = {"code": ErrorCode.SNAPSHOT_FAILED, "text": "the simulated disk"}
-    return Message(MessageType.ERROR, sequence=message.sequence, body=body, **to)
+            shard.note_durable(generation)
+        self.job.durable(self.server, captured.note)

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from simulation.job import run
 from simulation.planted import PLANTED, seeds_until_found
 from simulation.scenario import draw
+from simulation.world import run
 
 LIMIT = 1000
 # ``test_found.py`` has a scenario for each of the others.

@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from simulation.job import run
 from simulation.runner import describe, run_seeds
 from simulation.scenario import Fault, Scenario, draw
 from simulation.shrinking import shrink
+from simulation.world import run
 
 SEEDS = 1000
 

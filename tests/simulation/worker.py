@@ -5,24 +5,28 @@ What blocks a worker's thread elsewhere is a flow here: it goes on when messages
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from psengine.errors import ProtocolError, PSEngineError, ServerError
+import torch
+
+from psengine.errors import ProtocolError, PSEngineError, ServerError, ServerRefusedError
 from psengine.parameter_server.client import join
-from psengine.parameter_server.client.connection import _OF_SEGMENTS, Connection
 from psengine.parameter_server.client.flow import Flow, SteppedFlow
-from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Receiver, Runtime
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.frames import decode, encode
-from psengine.protocol.messages import Message, MessageType
-from simulation.clock import Clock
-from simulation.network import Network, Socket
+from psengine.protocol.groups import split
+from psengine.protocol.layout import ChunkSpec
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+from simulation import inspection
+from simulation.network import UP, Socket
 from simulation.segments import SimulatedSegments
+from simulation.violation import require
 
-GOODBYE_S = 1.0
+if TYPE_CHECKING:
+    from simulation.world import Simulation
 
 
 class WorkerProcess:
@@ -31,9 +35,7 @@ class WorkerProcess:
     Args:
         number: of this process among all, from 0.
         rank: the worker's, which processes before and after this one have too.
-        program: makes the flow that trains.
-        finds: turns an address into (server, shard).
-        segments: the memory that it shares with servers.
+        shares: whether it shares memory with servers.
 
     Attributes:
         is_dead: killed, or ended.
@@ -41,32 +43,25 @@ class WorkerProcess:
         error: why the program failed; None where it has not.
         has_finished: the program has come to its end.
         has_state: the program has state of the job.
+        waits_since_s: since when it has waited for what it waits for.
     """
 
     is_own_thread = False
-    _look_into = Connection._look_into
 
     def __init__(
-        self,
-        clock: Clock,
-        network: Network,
-        number: int,
-        rank: int,
-        options: SessionOptions,
-        nonce: int,
-        tick_s: float,
-        finds: Callable[[str], tuple[int, int]],
-        program: Callable[[WorkerProcess], Flow[None]],
-        segments: SimulatedSegments | None = None,
+        self, world: Simulation, number: int, rank: int, options: SessionOptions, nonce: int, *, shares: bool
     ) -> None:
-        self.clock, self.number, self.rank = clock, number, rank
+        self.world, self.clock, self.number, self.rank = world, world.clock, number, rank
         self.is_dead = self.is_stopped = self.has_finished = self.has_state = False
         self.error: PSEngineError | None = None
-        self._network, self._tick_s, self._finds = network, tick_s, finds
-        self._sockets: list[Socket] = []
-        self._addresses: list[str] = []
-        self.segments = segments
-        self._waiting: list[tuple[int, list[bytes]]] = []
+        self.waits_since_s = self.clock.now_s
+        self._sockets: dict[int, Socket] = {}
+        self._addresses: dict[int, str] = {}
+        self._waiting: list[Callable[[], None]] = []
+        # By chunk, the answer that it reads in the server's memory, and a copy.
+        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.segments = SimulatedSegments(world, options.codec) if shares else None
+        clock = self.clock
         runtime = Runtime(
             now_s=lambda: clock.now_s,
             draw_nonce=lambda: nonce,
@@ -77,47 +72,84 @@ class WorkerProcess:
             process_id=lambda: 1,
         )
         self.session = WorkerSession(options, runtime)
-        self.session._finalizer.detach()  # nobody says goodbye for a process that was killed
-        self._program = SteppedFlow(self._life(program))
+        inspection.forget_at_exit(self.session)  # nobody says goodbye for a process that was killed
+        self._program = SteppedFlow(self._life())
         clock.note("worker starts", rank, number)
         clock.after(0.0, self._tick)
 
     @property
-    def membership(self) -> Membership:
+    def receiver(self) -> Any:
         """The client's core."""
-        return self.session._membership
+        return self.session.job_connection
 
     @property
     def needs_state(self) -> bool:
         """Whether it waits for another worker's state, or lost its place and has to get it again."""
-        return not self.has_state or self.membership.fenced is not None
+        return not self.has_state or self.session.fenced is not None
 
-    def _life(self, program: Callable[[WorkerProcess], Flow[None]]) -> Flow[None]:
-        yield from program(self)
-        yield from join.leave(self.membership)
-        self.membership.closing.set()
-        yield from self._goodbye()
+    def describe(self) -> str:
+        """For people."""
+        waits = inspection.open_operations(self.session)
+        return f"worker {self.rank} ({self.number}) since {self.waits_since_s:.2f} s for {waits}"
 
-    def _goodbye(self) -> Flow[None]:
-        membership = self.membership
-        goodbyes = [
-            membership.ask(link, Message(MessageType.BYE), timeout_s=GOODBYE_S, handles_refusal=True)
-            for link in membership.links
-            if link.last_heard_s is not None and not link.is_paused and membership.fatal is None
-        ]
-        try:
-            yield goodbyes
-        except PSEngineError:
+    def _life(self) -> Flow[None]:
+        yield from self.world.job.program(self)
+        yield from join.leave(self.receiver)
+        self.receiver.closing.set()
+
+    # ---- what programs do ----------------------------------------------------------------------------------------
+
+    def enter(self, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> Flow[str]:
+        """As ``WorkerSession.start`` and ``enter``."""
+        yield from join.start(self.receiver)
+        return (yield from join.take_part(self.receiver, layout, initial))
+
+    def rejoin(self) -> Flow[str]:
+        """As ``WorkerSession.rejoin``."""
+        state = yield from join.rejoin(self.receiver)
+        self.session.reset_codecs()
+        return state
+
+    def serve_joiner(self, deposit: Callable[[], Flow[None]]) -> Flow[None]:
+        """As ``WorkerSession.serve_joiner``."""
+        request = self.receiver.state_requests.take()
+        if request is None:
             return
+        try:
+            yield from deposit()
+            yield from join.donate(self.receiver, request)
+        except ServerRefusedError as error:
+            if error.code not in (ErrorCode.NOT_READY, ErrorCode.STALE):
+                raise
+        finally:
+            self.receiver.state_requests.forget(request)
+
+    def land(self, push: Any, landing: torch.Tensor) -> None:
+        """Copy an answer that is in the server's memory; it must stay as it is until ``check_lent``."""
+        if push.lent is not None:
+            landing.copy_(push.lent)
+            self._lent[push.key] = push.lent, landing.clone()
+
+    def check_lent(self, key: int) -> None:
+        """The chunk's next push comes."""
+        lent, copy = self._lent.pop(key, (torch.empty(0), torch.empty(0)))
+        require(torch.equal(lent, copy), "the answer of chunk {} changed while worker {} read it", key, self.rank)
 
     # ---- life --------------------------------------------------------------------------------------------------
 
-    def kill(self) -> None:
-        """The process ends at once."""
+    def kill(self, server_s: float = 0.0) -> None:
+        """The process ends at once; servers learn after a while that its connections have."""
         self.clock.note("worker dies", self.rank, self.number)
         self.is_dead = True
+        self._end(server_s)
+
+    def _end(self, server_s: float) -> None:
         self._waiting.clear()
-        self._leave_segments()
+        for socket in self._sockets.values():
+            if socket.connection is not None:
+                self.world.network.drop(socket.connection, worker_s=0.0, server_s=server_s)
+        if self.segments is not None:
+            self.segments.died()
 
     def stop(self) -> None:
         """Stop, as by SIGSTOP."""
@@ -127,38 +159,35 @@ class WorkerProcess:
         """Go on: time has leapt."""
         if self.is_dead or not self.is_stopped:
             return
-        self.is_stopped = False
+        self.is_stopped, self.waits_since_s = False, self.clock.now_s
         waiting, self._waiting = self._waiting, []
-        for index, frames in waiting:
-            self.receive(index, frames)
+        for call in waiting:
+            self._call(call)
 
-    def _leave_segments(self) -> None:
-        if self.segments is not None:
-            self.segments.died()
-
-    def _tick(self) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
+        """Something happens to the process: now, or once it goes on."""
         if self.is_dead:
             return
-        if not self.is_stopped:
-            now_s, membership = self.clock.now_s, self.membership
-            for socket in self._sockets:
-                if socket.is_new:
-                    socket.is_new = False
-                    membership.connected(socket.index, now_s)
-            membership.tick(now_s)
-            self.step()
-        self.clock.after(self._tick_s, self._tick)
+        if self.is_stopped:
+            self._waiting.append(function)
+            return
+        function()
+        self._step()
 
-    def step(self) -> None:
+    def _tick(self) -> None:
+        if not self.is_dead:
+            if not self.is_stopped:
+                self._call(lambda: self.receiver.tick(self.clock.now_s))
+            self.clock.after(self.world.scenario.tick_s, self._tick)
+
+    def _step(self) -> None:
         """Let the program go on as far as it can."""
         program = self._program
-        program.step(self.clock.now_s)
+        if program.step(self.clock.now_s):
+            self.waits_since_s = self.clock.now_s
         if not program.is_over or self.is_dead:
             return
         self.is_dead = True
-        if self.segments is not None:
-            self.segments.close()
-        self._leave_segments()
         if program.error is None:
             self.has_finished = True
         elif isinstance(program.error, PSEngineError):
@@ -166,44 +195,75 @@ class WorkerProcess:
         else:
             raise program.error
         self.clock.note("worker ends", self.rank, self.number, type(self.error).__name__)
+        self.world.liveness.unrest_s = self.clock.now_s
+        for socket in self._sockets.values():
+            self.world.network.close(socket)
+        if self.segments is not None:
+            self.segments.close()
+            self.segments.died()
 
     # ---- its transport -----------------------------------------------------------------------------------------
 
     def _connect(self, receiver: Receiver, options: SessionOptions) -> WorkerProcess:
-        receiver.tick(self.clock.now_s)  # a thread may do so before this returns
         return self
 
     def do(self, function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
 
-    def open(self, address: str, *, carries_payloads: bool = True) -> None:
-        server, shard = self._finds(address)
-        self._addresses.append(address)
-        self._sockets.append(self._network.open(self, len(self._sockets), server, shard))
+    def open(self, link: int, address: str, lease_s: float) -> None:
+        network, former = self.world.network, self._sockets.get(link)
+        if former is not None:
+            network.close(former)
+        self._addresses[link] = address
+        self._sockets[link] = socket = Socket(self, link, *place_of(address))
+        network.connect(socket)
 
-    def send(self, index: int, message: Message) -> bool:
+    def opened(self, socket: Socket) -> None:
+        self._call(lambda: self.receiver.connected(socket.link, self.clock.now_s))
+
+    def lost(self, socket: Socket) -> None:
+        socket.connection = None
+
+        def tell() -> None:
+            if self._sockets.get(socket.link) is socket:
+                self.receiver.disconnected(socket.link, self.clock.now_s)
+
+        self._call(tell)
+
+    def send(self, link: int, message: Message) -> bool:
+        socket = self._sockets.get(link)
+        if socket is None or socket.connection is None:
+            return False
         if self.segments is not None and message.type is MessageType.PUSH:
-            self.segments.place(self._addresses[index], message)
-        return self._sockets[index].send([bytes(frame) for frame in encode(message)])
+            self.segments.place(self._addresses[link], message)
+        self.world.network.carry(socket.connection, UP, [bytes(frame) for frame in encode(message)])
+        return True
 
     def close(self) -> None:
-        self.membership.crashed(ServerError("the simulation is over"))
+        self.receiver.crashed(ServerError("the simulation is over"))
 
-    def receive(self, index: int, frames: list[bytes]) -> None:
-        """A message came from a shard."""
-        if self.is_dead:
+    def receive(self, socket: Socket, frames: list[bytes]) -> None:
+        """A message came from a server."""
+        for part in split(frames):
+            self._call(lambda part=part: self._take(socket, part))  # type: ignore[misc]
+
+    def _take(self, socket: Socket, frames: list[bytes]) -> None:
+        if self._sockets.get(socket.link) is not socket:
             return
-        if self.is_stopped:
-            self._waiting.append((index, frames))
-            return
-        membership = self.membership
         try:
             message = decode(frames)
         except ProtocolError as error:
-            membership.garbled(index, error, self.clock.now_s)
-        else:
-            self.clock.note_message("to worker", (self.rank, self.number), frames[0], message)
-            is_of_segments = message.in_segment or message.type in _OF_SEGMENTS
-            if self.segments is None or not is_of_segments or self._look_into(index, message):  # type: ignore[misc]
-                membership.received(index, message, self.clock.now_s)
-        self.step()
+            self.receiver.garbled(socket.link, error, self.clock.now_s)
+            return
+        self.clock.note_message("to worker", (self.rank, self.number), frames[0], message)
+        self.world.faults.noticed(message.type.name)
+        if message.type is MessageType.WELCOME:
+            self.world.views.welcomed(self, message)
+        if self.segments is None or inspection.look_into(self, socket.link, message):
+            self.receiver.received(socket.link, message, self.clock.now_s)
+
+
+def place_of(address: str) -> tuple[int, int]:
+    """(server, shard) of an address."""
+    host, _, shard = address.removeprefix("tcp://10.0.0.").partition(":")
+    return int(host), int(shard)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from psengine.parameter_server.server.rules.grace import GraceWindow
+from psengine.parameter_server.server.rules.step import StepOutcome
+
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.exchange import Reply
-from psengine.parameter_server.server.rules.grace import GraceWindow
 from psengine.parameter_server.server.rules.merge import Merge
-from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.protocol.messages import MessageType
 from simulation.planted.registry import plant
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from psengine.parameter_server.server.rules.average import Average
 from psengine.parameter_server.server.rules.average_outcome import AverageOutcome
+
+from psengine.parameter_server.server.rules.average import Average
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.exchange import Reply
 from simulation.planted.registry import plant

@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+from psengine.parameter_server.client.pushes import Pushes
+
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.membership import Membership as ClientMembership
-from psengine.parameter_server.client.pushes import Pushes
 from psengine.parameter_server.server.core import exchanges
 from psengine.protocol.messages import MessageType
 from simulation.planted.registry import PLANTED, plant

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from psengine.parameter_server.server.rules.average_outcome import AverageOutcome
+
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.rules.held_weights import HeldWeights
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads

@@ -9,13 +9,14 @@ from unittest import mock
 
 from psengine.parameter_server.server.core.durable_state import DurableState
 from psengine.parameter_server.server.core.journal import Journal
-from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.durability.replay import Replay
+from psengine.parameter_server.server.rules.step import StepOutcome
+
+from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.log import records
 from psengine.parameter_server.server.log.log import SegmentWriter
 from psengine.parameter_server.server.log.reading import DamagedLogError, LogReader
 from psengine.parameter_server.server.rules.apply import Apply
-from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.snapshots import files, generations
 from psengine.parameter_server.server.snapshots.files import write_generation
 from psengine.parameter_server.server.snapshots.generations import Generations

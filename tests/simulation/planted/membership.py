@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from psengine.parameter_server.server.core.job import Job
-from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.core.worker_weights import AveragingJob
+
+from psengine.parameter_server.server.core.membership import Membership
 from psengine.parameter_server.server.rules.exchange import Progress, Reply
 from psengine.protocol.messages import MessageType
 from simulation.planted.registry import plant

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from psengine.parameter_server.server.rules.step import StepOutcome
+
 from psengine.parameter_server.server.rules.chunk_store import ChunkStore
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
-from psengine.parameter_server.server.rules.step import StepOutcome
 from psengine.parameter_server.server.transport.segments import ShardSegments
 from simulation.planted.registry import plant
 

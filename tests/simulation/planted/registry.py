@@ -1,8 +1,4 @@
-"""The bugs by name, each a monkeypatch of the product.
-
-Those whose name begins with "rarely:" are found by less than one seed in a thousand: ``test_found.py`` has a
-scenario for each.
-"""
+"""The bugs by name, each a monkeypatch of the product."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from simulation.job import run
 from simulation.scenario import draw
+from simulation.world import run
 
 Patch = Callable[[ExitStack], None]
 PLANTED: dict[str, Patch] = {}

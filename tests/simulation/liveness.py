@@ -1,0 +1,44 @@
+"""Nobody waits for long once nothing fails, and nobody waits for the dead longer than a lease and a grace window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simulation.violation import require
+
+if TYPE_CHECKING:
+    from simulation.world import Simulation
+
+# Beside the lease, what was restarted and what others compute.
+SLACK_S = 2.0
+CHECK_S = 0.5
+
+
+class Liveness:
+    """Watches all workers.
+
+    Attributes:
+        unrest_s: when something last changed that a worker may have to wait for: a process started, ended, was put out,
+            or a fault began or ended.
+    """
+
+    def __init__(self, world: Simulation) -> None:
+        self._world = world
+        self.unrest_s = 0.0
+        scenario = world.scenario
+        latency_s = 40 * scenario.latency_s[1]
+        self._longest_s = scenario.lease_s * (1 + scenario.grace) + SLACK_S + 3 * scenario.think_s + latency_s
+        world.clock.after(CHECK_S, self._check)
+
+    def _check(self) -> None:
+        world = self._world
+        world.clock.after(CHECK_S, self._check)
+        calm_s = world.faults.calm_s
+        if calm_s is None:
+            return
+        since_s = max(calm_s, self.unrest_s)
+        for process in world.processes:
+            began_s = max(process.waits_since_s, since_s)
+            passed_s = world.clock.now_s - began_s
+            is_late = not (process.is_dead or process.is_stopped) and passed_s > self._longest_s
+            require(not is_late, "worker {} has waited for {:.1f} s: {}", process.rank, passed_s, world.where())

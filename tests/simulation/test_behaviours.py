@@ -1,0 +1,115 @@
+"""Moments that matter, each under several seeds: what must hold there is what the oracles of every seed check."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from simulation.scenario import Fault, Scenario
+from simulation.world import run
+
+SEEDS = 8
+AVERAGE = Scenario(seed=0, rule="average", workers=3, servers=2, shards=2, chunks=5, lease_s=1.0)
+QUORUM = replace(AVERAGE, quorum=2)
+APPLY = Scenario(seed=0, rule="apply", workers=3, servers=2, shards=2, chunks=5, lease_s=1.0)
+LOG = replace(APPLY, snapshot_s=0.5, keeps_log=True)
+BOUND = replace(LOG, max_staleness=0)
+MERGE = replace(LOG, rule="merge", quorum=2, grace=0.25)
+
+
+def _with(scenario: Scenario, *faults: Fault, **changes: object) -> Scenario:
+    return replace(scenario, faults=faults, **changes)  # type: ignore[arg-type]
+
+
+BEHAVIOURS = {
+    # ---- beginning
+    "the worker that registers the model dies between two servers": _with(
+        AVERAGE, Fault("kill worker", 0.0, 0.5, 0, on="REGISTER")
+    ),
+    "the lead dies as the model is registered": _with(LOG, Fault("kill lead", 0.0, 0.5, on="COMMIT")),
+    "the lead dies as it publishes the first view": _with(AVERAGE, Fault("kill lead", 0.0, 0.5, on="VIEW")),
+    "an old process of worker 0 goes on after its successor has registered": _with(
+        APPLY, Fault("zombie", 0.0, 2.0, 0, detail=0.5, on="REGISTER")
+    ),
+    "a server without chunks restarts": _with(AVERAGE, Fault("kill server", 1.0, 0.5, server=1), chunks=1),
+    # ---- a step
+    "a server dies while a step is half answered": _with(
+        AVERAGE, Fault("kill server", 1.0, 0.5, server=1, on="UPDATED")
+    ),
+    "the lead dies while a step is half answered": _with(AVERAGE, Fault("kill lead", 1.0, 0.5, on="UPDATED")),
+    "both servers die": _with(
+        LOG, Fault("kill lead", 1.0, 0.5, on="PUSH"), Fault("kill server", 1.1, 0.5, server=1, detail=0.2)
+    ),
+    "a server restarts twice in a row": _with(
+        LOG, Fault("kill server", 1.0, 0.3, server=1), Fault("kill server", 1.4, 0.3, server=1, on="RESUME")
+    ),
+    "a worker dies in the middle of its pushes": _with(AVERAGE, Fault("kill worker", 1.0, 1.5, 1, on="PUSH")),
+    "a worker dies in the middle of its pushes to a merge": _with(MERGE, Fault("kill worker", 1.0, 1.5, 1, on="PUSH")),
+    "connections break all the time": _with(
+        AVERAGE, *(Fault("break", 0.3 + 0.2 * number, 0.1, number % 3, number % 2, 0.7) for number in range(15))
+    ),
+    "a process counts for its predecessor": _with(
+        replace(QUORUM, quorum=1), Fault("cut", 0.4, 3.0, 1), Fault("kill worker", 1.5, 0.1, 0)
+    ),
+    "who is late under a quorum leaves a server that has restarted": _with(
+        replace(QUORUM, quorum=1), Fault("kill server", 1.0, 0.2, server=1, on="RELEASE")
+    ),
+    "the lead dies as it decides": _with(QUORUM, Fault("kill lead", 1.0, 0.5, on="RELEASE")),
+    "the lead dies as it decides a merge": _with(MERGE, Fault("kill lead", 1.0, 0.5, on="RELEASE")),
+    "a bound waits for a worker that dies": _with(BOUND, Fault("kill worker", 1.0, 4.0, 1)),
+    # ---- silence
+    "a worker goes on after its lease": _with(AVERAGE, Fault("stop worker", 1.0, 2.5, 1)),
+    "an update is open while its worker is out": _with(BOUND, Fault("stop worker", 1.0, 2.5, 1, on="PUSH")),
+    "all workers stand still for longer than a lease": _with(
+        AVERAGE, *(Fault("stop worker", 1.0 + 0.1 * rank, 2.5, rank) for rank in range(3))
+    ),
+    "a process that was replaced goes on": _with(BOUND, Fault("zombie", 1.0, 3.0, 1, detail=0.7)),
+    "a process that was replaced goes on after a restart": _with(
+        LOG, Fault("zombie", 1.0, 3.0, 1, detail=0.7), Fault("kill lead", 2.0, 0.3)
+    ),
+    "the lead stands still": _with(AVERAGE, Fault("stop server", 1.0, 5.0)),
+    "another server stands still": _with(QUORUM, Fault("stop server", 1.0, 5.0, server=1)),
+    "a worker cannot reach a server": _with(AVERAGE, Fault("cut", 1.0, 4.0, 1, 1, 0.5)),
+    "two workers cannot reach a server each": _with(
+        AVERAGE, Fault("cut", 1.0, 5.0, 1, 0, 0.5), Fault("cut", 1.0, 5.0, 2, 1, 0.5)
+    ),
+    "nobody reaches a server": _with(AVERAGE, Fault("cut", 1.0, 4.0, 1, 1, 0.9)),
+    # ---- coming and going
+    "two workers join at once": _with(AVERAGE, joins_s=(1.0, 1.05)),
+    "the donor dies": _with(AVERAGE, *(Fault("kill worker", 1.0, 1.0, r, on="STORE") for r in (0,)), joins_s=(1.0,)),
+    "a joiner dies": _with(AVERAGE, Fault("kill worker", 1.0, 1.0, 3, on="STATE_WANTED"), joins_s=(1.0,)),
+    "the lead dies while a view is prepared": _with(
+        AVERAGE, Fault("kill lead", 1.0, 0.5, on="PREPARE"), joins_s=(1.0,)
+    ),
+    "a server dies while a joiner reads": _with(
+        AVERAGE, Fault("kill server", 1.0, 0.5, server=1, on="STORE"), joins_s=(1.0,)
+    ),
+    "a worker leaves, and a server dies": _with(
+        AVERAGE, Fault("kill server", 0.5, 0.5, server=1, on="LEAVE"), leaves=((1, 3),)
+    ),
+    "the last step's average is lost": _with(AVERAGE, Fault("kill server", 2.0, 0.5, server=1, on="LEAVE")),
+    # ---- disks
+    "a disk is full": _with(LOG, Fault("disk full", 0.5, 4.0, server=1), Fault("kill server", 3.0, 0.5, server=1)),
+    "an fsync fails": _with(LOG, Fault("fsync fails", 1.0, 1.0)),
+    "all servers lose power": _with(
+        LOG, Fault("kill lead", 1.5, 0.5, detail=0.1, on="PUSH"), Fault("kill server", 1.5, 0.5, 0, 1, 0.1, on="PUSH")
+    ),
+    "one server goes back to a snapshot": _with(
+        replace(BOUND, keeps_log=False), Fault("kill server", 1.8, 0.5, server=1)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_every_promise_is_kept(name):
+    for seed in range(SEEDS):
+        assert run(replace(BEHAVIOURS[name], seed=seed)).violation == "", f"seed {seed}"

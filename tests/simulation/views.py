@@ -1,0 +1,112 @@
+"""Who takes part, as the coordinator says it, and what must hold of the numbers of lives, processes and views."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.views import View, view_of
+from simulation import inspection
+from simulation.violation import require
+
+if TYPE_CHECKING:
+    from simulation.server import ServerProcess
+    from simulation.worker import WorkerProcess
+    from simulation.world import Simulation
+
+
+class Views:
+    """Those of a job.
+
+    Attributes:
+        members: of the newest view: (incarnation, first step) by rank.
+    """
+
+    def __init__(self, world: Simulation) -> None:
+        self._world = world
+        self.members: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, int] = {}  # by rank, the incarnation that was in a view last
+        self._published: dict[tuple[int, int], View] = {}
+        self._members_since: list[tuple[float, frozenset[int]]] = []
+        self._out_s: dict[int, float] = {}  # by incarnation, when it was dropped from a view
+        self._held: dict[tuple[int, int], int] = {}  # (life of a server, shard) -> the number of its view
+        self._epochs: set[int] = set()
+        self._processes: dict[tuple[int, int], WorkerProcess] = {}  # (rank, incarnation)
+        self._newest: dict[int, tuple[int, int]] = {}  # rank -> its newest process, and that one's incarnation
+
+    # ---- processes ---------------------------------------------------------------------------------------------
+
+    def welcomed(self, process: WorkerProcess, message: Message) -> None:
+        """A process got an incarnation, or said HELLO again."""
+        incarnation = message.incarnation
+        if message.body["state"] == "reserved" or not incarnation:
+            return
+        owner = self._processes.setdefault((message.worker, incarnation), process)
+        same = "incarnation {} of worker {} is of processes {} and {}"
+        require(owner is process, same, incarnation, message.worker, owner.number, process.number)
+        number, newest = self._newest.get(message.worker, (-1, 0))
+        grows = process.number < number or (process.number == number) == (incarnation == newest)
+        require(grows, "process {} of worker {} has another incarnation than before", process.number, message.worker)
+        if process.number > number:
+            require(incarnation > newest, "worker {} got incarnation {} after {}", message.worker, incarnation, newest)
+            self._newest[message.worker] = process.number, incarnation
+
+    def process(self, rank: int, incarnation: int) -> WorkerProcess | None:
+        """Who has this incarnation."""
+        return self._processes.get((rank, incarnation))
+
+    def member(self, rank: int) -> WorkerProcess | None:
+        """Who takes part with this rank, or did last."""
+        return self._processes.get((rank, self._last.get(rank, 0)))
+
+    def was_out(self, process: WorkerProcess, since_s: float) -> bool:
+        """Whether this process has been put out after that time."""
+        incarnations = [number for (_, number), one in self._processes.items() if one is process]
+        return any(self._out_s.get(number, -1.0) >= since_s for number in incarnations)
+
+    def least_members(self, since_s: float) -> frozenset[int]:
+        """The ranks that have been members at all times since then."""
+        views = [ranks for _, ranks in self._members_since[-1:]]
+        views += [ranks for time_s, ranks in self._members_since if time_s >= since_s]
+        return frozenset.intersection(*views) if views else frozenset()
+
+    # ---- servers -----------------------------------------------------------------------------------------------
+
+    def server_started(self, server: ServerProcess) -> None:
+        """A life begins."""
+        for shard in server.shards:
+            epoch = shard.epoch
+            require(epoch not in self._epochs or shard.index, "epoch {} is not the first of its number", epoch)
+            self._epochs.add(epoch)
+
+    def applied(self, server: ServerProcess, shard: Any) -> None:
+        """A shard has taken a message."""
+        number, place = inspection.view_number(shard), (server.epoch, shard.index)
+        known = self._held.get(place, 0)
+        require(number >= known, "shard {} went from view {} to {}", shard.index, known, number)
+        self._held[place] = number
+
+    def coordinated(self, server: ServerProcess, outgoing: list[Any]) -> None:
+        """The coordinators of a server say this."""
+        for one in outgoing:
+            if one.message.type is MessageType.VIEW:
+                self._publish(view_of(one.message.body))
+
+    def _publish(self, view: View) -> None:
+        known = self._published.get((view.number, view.epoch))
+        if known is not None:
+            is_same = known.members == view.members and known.shards == view.shards
+            require(is_same, "view {} is {} and {}", view.number, known, view)
+            return
+        self._published[view.number, view.epoch] = view
+        higher = [number for number, epoch in self._published if number > view.number and epoch == view.epoch]
+        require(not higher, "view {} follows {}", view.number, higher)
+        members = {one.rank: (one.incarnation, one.first_step) for one in view.members}
+        now_s = self._world.clock.now_s
+        present = {incarnation for incarnation, _ in members.values()}
+        for incarnation, _ in self.members.values():
+            if incarnation not in present:
+                self._out_s[incarnation] = now_s
+        self.members = members
+        self._last.update({one.rank: one.incarnation for one in view.members})
+        self._members_since.append((now_s, frozenset(members)))
