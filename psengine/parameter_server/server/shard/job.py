@@ -120,8 +120,8 @@ class Job:
         """A worker has a new connection, and these open pushes: (keys to send again, answers that were lost)."""
         missing, replies = [], list[Reply]()
         for key, step in pushes:
-            rule = self.chunks.find(key)
-            if not rule.has(rank, step):
+            rule = self.chunks.rules.get(key)
+            if rule is None or not rule.has(rank, step):
                 missing.append(key)
             elif (answer := rule.answer_again(rank, step)) is not None:
                 replies.append(answer)
@@ -190,8 +190,8 @@ class Job:
         assert view is not None
         if message.view != view.number or message.sequence != view.from_step - 1:
             return []
-        payload, contributors = rule.payloads.answered(message), message.body.get("contributors", 0)
-        return rule.supply_result(message.worker, message.sequence, payload, contributors)
+        payload = rule.payloads.answered(message)
+        return rule.supply_result(message.worker, message.sequence, payload, message.body.get("contributors"))
 
     def register(self, message: Message) -> None:
         """REGISTER: a chunk of a new job; of a job with a view every member may say it again."""

@@ -110,10 +110,15 @@ class Shard:
                 raise self._illegal(job, message, role)
             if message.type is MessageType.RESUME:
                 return self._resume(message, sender, role)
-            if job is None:
-                if message.type in _FOR_ANY_LIFE:
-                    return []  # its sender learns by RESUMED that this shard has nothing
-                raise ProtocolError(f"this server knows no such job{self._known_jobs()}", ErrorCode.NOT_READY)
+            if job is None and message.type in _FOR_ANY_LIFE:
+                return []  # its sender learns by RESUMED that this shard has nothing
+            if job is None or (role is Role.READER and job.view is None and message.type not in _FOR_ANY_LIFE):
+                named = sorted(known.name for known in self.jobs.values() if known.view is not None)
+                raise ProtocolError(
+                    f"there are no values of the job yet (jobs with values here: {named or 'none'}). Name another"
+                    " (job=, PSENGINE_JOB), or wait for its first worker.",
+                    ErrorCode.NOT_READY,
+                )
             if message.epoch not in (0, self.epoch) and message.type not in _FOR_ANY_LIFE and sender is not REPLAYED:
                 raise ProtocolError("this server has restarted since", ErrorCode.STALE)
             if role is Role.MEMBER:
@@ -152,13 +157,6 @@ class Shard:
             f" {self.settings.lease_s:g} s, or replaced by a newer process, or the rank belongs to another key. It has"
             " to say HELLO again; where that happens often, raise --lease-s.",
             ErrorCode.FENCED,
-        )
-
-    def _known_jobs(self) -> str:
-        open_jobs = sorted(job.name for job in self.jobs.values() if job.view is not None)
-        return (
-            f" (jobs with values here: {open_jobs or 'none'}). Name another (job=, PSENGINE_JOB), or wait for its first"
-            " worker."
         )
 
     def _note_refusal(self, job: Job | None, message: Message, error: ProtocolError) -> None:
@@ -226,8 +224,14 @@ class Shard:
                 " less in the strategy.",
                 ErrorCode.RULE_MISMATCH,
             )
-        if job is None:
-            self._make_room(name)
+        if job is None and len(self.jobs) >= MAX_JOBS:
+            self._drop_finished()
+        if job is None and len(self.jobs) >= MAX_JOBS:
+            raise ProtocolError(
+                f"this server has its most jobs already (expected at most {MAX_JOBS}, got one more, {name!r}). Fix: end"
+                " one that is no longer needed, by psengine admin forget --job NAME; or use another server.",
+                ErrorCode.MEMORY,
+            )
         self.jobs[message.job] = made = self._make(name, rule)
         made.registration, made.key = registration, key
         made.registrars.add(sender.route)
@@ -311,11 +315,9 @@ class Shard:
         return [self._answer(MessageType.OK, message, sender, version=version)]
 
     def _list(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        self._check_values(job, message, sender)
         return [self._answer(MessageType.CHUNKS, message, sender, body=job.chunks.page(message.body["after"]))]
 
     def _pull(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        self._check_values(job, message, sender)
         if not job.rule.holds_weights and message.worker == NOBODY:
             raise ProtocolError(
                 f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
@@ -329,10 +331,6 @@ class Shard:
         answer = self._answer(MessageType.VALUES, message, sender, version=version, payload=payload, body=body)
         job.statistics.bytes_out += _payload_bytes(answer.message)
         return [answer]
-
-    def _check_values(self, job: Job, message: Message, sender: Sender) -> None:
-        if job.view is None and sender.route not in job.registrars and sender is not REPLAYED:
-            raise ProtocolError(f"there are no values of the job yet{self._known_jobs()}", ErrorCode.NOT_READY)
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -424,16 +422,6 @@ class Shard:
     def _connected(self, job: Job) -> int:
         return sum(bool(worker.route) and self._is_connected(worker.route) for worker in job.workers.values())
 
-    def _make_room(self, name: str) -> None:
-        if len(self.jobs) >= MAX_JOBS:
-            self._drop_finished()
-        if len(self.jobs) >= MAX_JOBS:
-            raise ProtocolError(
-                f"this server has its most jobs already (expected at most {MAX_JOBS}, got one more, {name!r}). Fix: end"
-                " one that is no longer needed, by psengine admin forget --job NAME; or use another server.",
-                ErrorCode.MEMORY,
-            )
-
     def _drop_finished(self) -> None:
         """Forget jobs that nobody may still want: averages without workers, and what was never registered."""
         for number, job in list(self.jobs.items()):
@@ -474,6 +462,4 @@ class Shard:
 
 
 def _payload_bytes(message: Message) -> int:
-    if message.payload is None or message.dtype is None:
-        return 0
-    return message.numel * message.dtype.itemsize
+    return 0 if message.payload is None else int(message.payload.nbytes)
