@@ -6,14 +6,12 @@ checked when the segment came (``segment_listener.py``).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import hmac
 import itertools
 import logging
 import os
-import socket
 import weakref
 from dataclasses import dataclass, field, replace
 
@@ -241,9 +239,3 @@ def _key(member: Member) -> tuple[int, int, int]:
 def _is_member(shard: Shard, member: Member) -> bool:
     job = shard.jobs.get(member.job)
     return job is not None and job.is_member(member.worker, member.incarnation)
-
-
-def end_stream(stream: socket.socket) -> None:
-    """The listener, which owns the stream, sees that it ends."""
-    with contextlib.suppress(OSError):
-        stream.shutdown(socket.SHUT_RDWR)

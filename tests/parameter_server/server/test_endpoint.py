@@ -1,0 +1,117 @@
+"""A shard's socket against peers that do not read, do not end a message, or are gone: it closes, and drops nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from support.waiting import eventually
+
+from psengine.parameter_server.server.transport.endpoint import UNREAD_BYTES, Endpoint, Received
+
+PART_BYTES = 10 << 20
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    with zmq.Context() as made:
+        yield made
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def endpoint(request: pytest.FixtureRequest, context: zmq.Context[Any], tmp_path: Path) -> Iterator[Endpoint]:
+    made = Endpoint(context, "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/shard")
+    try:
+        yield made
+    finally:
+        made.close(0)
+
+
+@pytest.fixture
+def peer(context: zmq.Context[Any], endpoint: Endpoint) -> Iterator[zmq.Socket[bytes]]:
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RCVHWM, 1)
+        dealer.connect(endpoint.address)
+        yield dealer
+
+
+def heard(endpoint: Endpoint) -> Received:
+    received: list[Received | None] = []
+    eventually(lambda: received.append(endpoint.receive()) or received[-1] is not None)
+    assert received[-1] is not None
+    return received[-1]
+
+
+def test_a_peer_that_never_reads_is_closed_and_its_memory_is_free(endpoint, peer):
+    peer.send(b"all values, please")
+    route = heard(endpoint).route
+    payload, sent_bytes = bytearray(1 << 20), 0
+    while endpoint.peers.is_connected(route):
+        assert sent_bytes < UNREAD_BYTES + (32 << 20)  # the kernel takes some of it
+        endpoint.send(route, [b"header", memoryview(payload)], copies=sent_bytes % 2 == 0)
+        assert endpoint.unread_bytes <= UNREAD_BYTES
+        sent_bytes += len(payload)
+    assert endpoint.closed == 1
+    endpoint.send(route, [b"to nobody"])
+    eventually(lambda: endpoint.receive() or endpoint.unread_bytes == 0)
+
+
+def test_a_peer_that_reads_gets_everything(endpoint, peer):
+    peer.send(b"")
+    route = heard(endpoint).route
+    for number in range(300):
+        endpoint.send(route, [struct.pack("<I", number), bytes(PART_BYTES if number == 0 else 5000)])
+    for number in range(300):
+        assert peer.poll(5000)
+        header, _ = peer.recv_multipart()
+        assert header == struct.pack("<I", number)
+    assert endpoint.closed == 0
+    assert endpoint.peers.is_connected(route)
+
+
+def test_a_connection_that_has_ended_is_known(endpoint, peer):
+    peer.send(b"")
+    route = heard(endpoint).route
+    assert endpoint.peers.is_connected(route)
+    assert not endpoint.peers.is_connected(b"another")
+    peer.close()
+    eventually(lambda: not endpoint.peers.is_connected(route))
+
+
+def test_a_message_that_does_not_end_is_closed(endpoint, peer):
+    """By hand: a DEALER keeps the parts until it has them all."""
+    peer.send(b"")
+    route = heard(endpoint).route
+    is_tcp = endpoint.address.startswith("tcp")
+    with socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX) as raw:
+        host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
+        raw.connect((host, int(port)) if is_tcp else endpoint.address.removeprefix("ipc://"))
+        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32))
+        ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+        raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        part = b"\x03" + struct.pack(">Q", PART_BYTES) + bytes(PART_BYTES)
+        for _ in range(2 + UNREAD_BYTES // PART_BYTES):
+            raw.sendall(part)
+        time.sleep(0.2)
+        # The kernel does not count a Unix socket's bytes: the other one makes a new connection.
+        assert endpoint.peers.close_unfinished(UNREAD_BYTES) == (1 if is_tcp else 2)
+        eventually(lambda: endpoint.peers.is_connected(route) == is_tcp)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                raw.sendall(part)
+
+
+def test_no_descriptor_is_kept(context, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    Endpoint(context, f"ipc://{tmp_path}/shard").close(0)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
