@@ -1,7 +1,7 @@
 """What is in a server's directory, and a copy of it that a server starts from; while its server runs, too.
 
-A copy is whole because of the order: the files of the log are listed, then the newest generation is copied, then what
-was listed, and what has come since. Generations never change, and a segment only grows.
+A copy is whole because of the order: the newest generation is copied, then the log from there on, which began before
+the generation was kept. Generations never change, and a segment only grows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from psengine.parameter_server.overview import rule_text
 from psengine.parameter_server.server.durability.restoring import Recovered, recover
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import segment_name, segments
-from psengine.parameter_server.server.log.reading import LogReader, Placed, start_of
-from psengine.parameter_server.server.log.records import RecordKind
+from psengine.parameter_server.server.log.reading import describe
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
+from psengine.protocol.views import View
 
 # How often a copy is begun again because generations went while it was made.
 _TRIES = 5
+_MEMBERS = View.__struct_fields__.index("members")
 
 
 def inspect(directory: Path) -> Iterator[str]:
@@ -33,34 +34,18 @@ def inspect(directory: Path) -> Iterator[str]:
     store, disk = SnapshotStore(directory), DirectoryDisk(directory)
     numbers = store.numbers()
     for number in numbers:
-        yield f"generation {number}: {store.path_of(number)}, {_size_of(store.path_of(number)) >> 10} KiB"
+        yield f"generation {number}: {store.path_of(number)}, {store.path_of(number).stat().st_size >> 10} KiB"
     if not numbers:
         yield "no generation"
     for shard, found in segments(disk).items():
         for segment in found:
-            yield _describe_segment(disk, shard, segment)
+            name = segment_name(shard, segment)
+            yield f"segment {name}: {disk.size_bytes(name) >> 10} KiB, {describe(disk, name)}"
     yield from _describe_recovery(recover(store))
 
 
-def _describe_segment(disk: DirectoryDisk, shard: int, segment: int) -> str:
-    name = segment_name(shard, segment)
-    text = f"segment {name}: {disk.size_bytes(name) >> 10} KiB"
-    try:
-        first = next(iter(LogReader(disk, shard, segment, None)), None)
-    except SnapshotError as error:
-        return f"{text}, {error}"
-    if first is None or first.record.kind is not RecordKind.SEGMENT:
-        return f"{text}, nothing whole in it"
-    return f"{text}, from record {_first(first)}"
-
-
-def _first(placed: Placed) -> str:
-    content = start_of(placed)
-    return f"{content['first']}{', where a server started' if content['begins_life'] else ''}"
-
-
 def _describe_recovery(recovered: Recovered) -> Iterator[str]:
-    generation = "no generation" if recovered.loaded is None else f"generation {recovered.loaded.generation}"
+    generation = "no generation" if recovered.generation is None else f"generation {recovered.generation}"
     records = ", ".join(f"{count} of shard {shard}" for shard, count in enumerate(recovered.records) if count)
     yield f"a server would start from {generation} and these records of the log: {records or 'none'}"
     for note in recovered.notes:
@@ -69,10 +54,10 @@ def _describe_recovery(recovered: Recovered) -> Iterator[str]:
     shown: dict[str, str] = {}
     for states in recovered.shards:
         for state in states:
+            view = state.meta["view"]
             jobs.setdefault(state.name, []).extend(chunk.meta["version"] for chunk in state.chunks)
-            members = len(state.meta["members"])
-            is_whole = "" if state.meta.get("is_sealed", True) else ", not registered to its end, so left out"
-            shown[state.name] = f"{rule_text(state.meta['rule'])}, {members} workers{is_whole}"
+            workers = "not registered to its end" if view is None else f"{len(view[_MEMBERS])} workers"
+            shown[state.name] = f"{rule_text(state.meta['rule'])}, {workers}"
     for name, versions in sorted(jobs.items()):
         span = f"{min(versions, default=0)} to {max(versions, default=0)}"
         yield f"job {name!r}: {shown[name]}, {len(versions)} chunks, versions {span}"
@@ -107,19 +92,14 @@ def back_up(directory: Path, target: Path) -> Iterator[str]:
 
 
 def _copy(directory: Path, target: Path) -> None:
-    listed = segments(DirectoryDisk(directory))
     store = SnapshotStore(directory)
-    newest = max(store.numbers(), default=None)
+    newest, places = max(store.numbers(), default=None), None
     if newest is not None:
-        source = store.path_of(newest)
-        shutil.copytree(source, target / source.name)
-    # The generation may be newer than the list, and go on in a newer segment.
+        places = store.places(newest)
+        shutil.copyfile(store.path_of(newest), target / store.path_of(newest).name)
     for shard, numbers in segments(DirectoryDisk(directory)).items():
-        listed[shard] = sorted({*listed.get(shard, ()), *numbers})
-    needed = store.log_places(newest) if newest is not None else {}
-    for shard, numbers in listed.items():
         for number in numbers:
-            if number >= needed.get(shard, (1, 0))[0]:
+            if places is None or (shard in places and number >= places[shard].segment):
                 shutil.copyfile(directory / segment_name(shard, number), target / segment_name(shard, number))
 
 
@@ -130,7 +110,3 @@ def _check_is_servers(directory: Path) -> None:
         raise SnapshotError(
             f"{directory} has no generation and no log (expected the --snapshot-dir that a server has written to)"
         )
-
-
-def _size_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir())

@@ -10,24 +10,27 @@ The shard's thread never waits for the disk. Writing, which copies to the page c
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import Disk
-from psengine.parameter_server.server.log.log import Batch, LogStart, SegmentWriter, ShardLog
-from psengine.parameter_server.server.log.records import Record
+from psengine.parameter_server.server.log.log import Batch, LogStart, Place, SegmentWriter, ShardLog
+from psengine.parameter_server.server.log.records import Record, RecordKind
+from psengine.parameter_server.server.snapshots.generations import FULL_ERRORS, LOW_BYTES
 from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.parameter_server.status_model import LogStatus
 
 logger = logging.getLogger(__name__)
 
-# Of the disk: below this much room people are told, and a snapshot is asked for, after which older segments go.
-LOW_BYTES = 1 << 30
-# How often a full disk is tried again, and the room is looked at; and the longest that anything waits to be woken.
+# How often a full disk is tried again, and the room and an idle log's file are looked at; the longest wait, too.
 LOOK_S = 1.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# How often people are told of a disk that is almost full, and a snapshot is asked for, after which older segments go.
+LOW_REPEAT_S = 60.0
 
 
 class LogThread(threading.Thread):
@@ -38,6 +41,11 @@ class LogThread(threading.Thread):
         answers: the shard's; woken with every sync.
         note: takes an event's kind and text.
         want_snapshot: called where older segments should go.
+        memory_bytes: what the shard holds; called in its thread.
+        reserved_bytes: room that is left for a snapshot.
+
+    Attributes:
+        needed_bytes: of ``memory_bytes``, when a record came last.
     """
 
     def __init__(
@@ -47,22 +55,23 @@ class LogThread(threading.Thread):
         answers: HeldAnswers,
         note: Callable[[str, str], None],
         want_snapshot: Callable[[], object],
+        memory_bytes: Callable[[], int],
+        reserved_bytes: Callable[[], int],
     ) -> None:
         super().__init__(name=f"psengine-log-{start.shard}", daemon=True)
         self.log = ShardLog(start)
         self._disk = disk
         self._writer = SegmentWriter(disk, start.shard)
-        self._answers = answers
-        self._note = note
-        self._want_snapshot = want_snapshot
+        self._answers, self._note, self._want_snapshot = answers, note, want_snapshot
+        self._memory_bytes, self._reserved_bytes = memory_bytes, reserved_bytes
+        self._measured_s = float("-inf")
+        self.needed_bytes = 0
         self._changed = threading.Condition()
         self._ends = False
-        self._has_failed = False
         self._has_written = False  # all that ever will be
         self._written = start.first  # number after the last record that was written
         self._has_unsynced = False
-        self._looked_s = 0.0
-        self._is_low = False
+        self._looked_s = self._told_low_s = float("-inf")
         self.syncs = 0
         self.sync_s = 0.0
         self.is_full = False
@@ -73,19 +82,39 @@ class LogThread(threading.Thread):
 
     def append(self, record: Record) -> int:
         """See ``ShardLog.append``."""
+        now_s = time.monotonic()
+        if now_s >= self._measured_s + LOOK_S:
+            self._measured_s, self.needed_bytes = now_s, self._memory_bytes()
         with self._changed:
             number = self.log.append(record)
             self._changed.notify_all()
         return number
 
-    def cut(self) -> tuple[int, int]:
-        """Begin a segment: its number, and that of its first record."""
+    def append_coordinator(self, meta: Any) -> int:
+        """Log what the coordinators know now; of shard 0."""
+        return self.append(Record(RecordKind.COORDINATOR, frames=[json.dumps(meta).encode()]))
+
+    def cut(self) -> Place:
+        """See ``ShardLog.cut``."""
         with self._changed:
-            segment = self.log.cut()
+            place = self.log.cut()
             self._changed.notify_all()
-            return segment, self.log.end
+        return place
 
     # ---- for other threads -------------------------------------------------------------------------------------
+
+    def await_begun(self, segment: int, deadline_s: float) -> None:
+        """Wait until a segment is on the disk, with its beginning.
+
+        Raises:
+            SnapshotError: it is not there within ``deadline_s``, or never will be.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._writer.begun >= segment or self.error, deadline_s)
+            if self._writer.begun >= segment:
+                return
+        why = self.error or ("its disk is full" if self.is_full else f"it did not in {deadline_s:g} s")
+        raise SnapshotError(f"the log of shard {self.log.start.shard} cannot begin segment {segment}: {why}")
 
     def end(self) -> None:
         """Write what is there, then end; join afterwards."""
@@ -126,23 +155,23 @@ class LogThread(threading.Thread):
         try:
             loop()
         except Exception as error:
-            self.error = f"the log of shard {self.log.start.shard} cannot be written any more: {error}"
+            text = f"the log of shard {self.log.start.shard} cannot be written any more: {error}"
             logger.critical(
                 "%s. Nothing is acknowledged, and the server ends: what was not durable may be gone, so that a second"
                 " try could lie. Look at the disk, then start the server again.",
-                self.error,
+                text,
                 exc_info=not isinstance(error, OSError),
             )
-            self._note("log_failed", self.error)
-            self._answers.fail(self.error)
+            self._note("log_failed", text)
             with self._changed:
-                self._ends = self._has_failed = True
+                self.error, self._ends = text, True
                 self._changed.notify_all()
+            self._answers.fail(text)
 
     def _write_all(self) -> None:
         marked = -1
-        while not self._has_failed:
-            self._look_at_room()
+        while not self.error:
+            self._look()
             with self._changed:
                 batch = self.log.pending()
                 is_idle = batch is None and self._written == self.log.durable
@@ -155,9 +184,6 @@ class LogThread(threading.Thread):
                 marked = self._written
                 self._mark(marked)
                 continue
-            # An older segment is whole before the next one exists.
-            if batch.is_new and not self._await_synced():
-                return
             if not self._write(batch):
                 return
             with self._changed:
@@ -165,21 +191,11 @@ class LogThread(threading.Thread):
                 self._has_unsynced = True
                 self._changed.notify_all()
 
-    def _await_synced(self) -> bool:
-        """Wait until all that was written is durable; whether it is."""
-        with self._changed:
-            self._wait_until(lambda: self._has_failed or not self._has_unsynced)
-            return not self._has_failed
-
-    def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        while not self._changed.wait_for(is_so, LOOK_S):
-            pass
-
     def _sync_all(self) -> None:
         while True:
             with self._changed:
-                self._wait_until(lambda: self._has_unsynced or self._has_written or self._has_failed)
-                if self._has_failed or not self._has_unsynced:
+                self._wait_until(lambda: self._has_unsynced or self._has_written)
+                if self.error or not self._has_unsynced:
                     return
                 upto = self._written
             began_s = time.perf_counter()
@@ -192,25 +208,33 @@ class LogThread(threading.Thread):
                 self._changed.notify_all()
             self._answers.wake()
 
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        while not self._changed.wait_for(lambda: is_so() or self.error, LOOK_S):
+            pass
+
     def _mark(self, durable: int) -> None:
         try:
             self._writer.mark(durable)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL_ERRORS:
                 raise
 
     def _write(self, batch: Batch) -> bool:
         """Write, as often as the disk is full; whether it was written."""
-        while True:
+        if batch.is_new:
+            with self._changed:  # an older segment is whole before the next one exists
+                self._wait_until(lambda: not self._has_unsynced)
+        while not self.error:
             try:
+                self._leave_room(batch)
                 self._writer.write(batch)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in FULL_ERRORS:
                     raise
                 self._tell_full(error)
-                self._look_at_room()
+                self._look()
                 with self._changed:
-                    if self._changed.wait_for(lambda: self._ends, LOOK_S):
+                    if self._ends or (self._changed.wait(LOOK_S) and self._ends):
                         return False  # nobody was told of these records
             else:
                 if self.is_full:
@@ -218,28 +242,49 @@ class LogThread(threading.Thread):
                     logger.warning("the log's disk has room again; shard %d goes on", self.log.start.shard)
                     self._note("log_room", f"the log's disk has room again: shard {self.log.start.shard} goes on")
                 return True
+        return False
+
+    # ---- room --------------------------------------------------------------------------------------------------
+
+    def _leave_room(self, batch: Batch) -> None:
+        """Raise OSError where a snapshot would not fit any more; one that has been begun waits for older segments."""
+        if batch.segment < self.log.segment or batch.is_new:
+            return
+        needed_bytes = self._reserved_bytes() + sum(record.size_bytes for record in batch.records)
+        if self._disk.free_bytes() < needed_bytes:
+            raise OSError(errno.ENOSPC, "no room is left but what a snapshot needs", str(self._disk))
 
     def _tell_full(self, error: OSError) -> None:
         if self.is_full:
             return
-        self.is_full = True
         text = (
             f"the log's disk is full ({error.strerror}: {error.filename}): shard {self.log.start.shard} acknowledges"
-            " nothing until there is room; workers wait. Fix: delete other files on that disk, or make it larger"
+            " nothing until there is room; workers wait. A snapshot is tried, after which older segments go. Fix:"
+            " delete other files on that disk, or make it larger"
         )
+        with self._changed:
+            self.is_full = True
+            self._changed.notify_all()
         logger.critical("%s", text)
         self._note("log_full", text)
+        self._want_snapshot()
 
-    def _look_at_room(self) -> None:
+    def _look(self) -> None:
+        """Once a second: whether the file is still there, and how much room."""
         now_s = time.monotonic()
         if now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
+        if self.log.is_empty and self._written == self.log.durable:
+            self._writer.sync()
         self.free_bytes = free_bytes = self._disk.free_bytes()
-        was_low, self._is_low = self._is_low, free_bytes < LOW_BYTES
-        if self._is_low and not was_low:
+        low_bytes = max(LOW_BYTES, 2 * self._reserved_bytes())
+        if free_bytes >= low_bytes and not self.is_full:
+            self._told_low_s = float("-inf")
+        elif now_s >= self._told_low_s + LOW_REPEAT_S:
+            self._told_low_s = now_s
             text = (
-                f"the log's disk is almost full (expected {LOW_BYTES >> 20} MiB of room, got {free_bytes >> 20}): once"
+                f"the log's disk is almost full (expected {low_bytes >> 20} MiB of room, got {free_bytes >> 20}): once"
                 " it is full, nothing is acknowledged. A snapshot is written now, after which older segments go"
             )
             logger.error("%s", text)

@@ -3,6 +3,10 @@
     wish ─┐                    ┌─► wishes that came meanwhile ─► the next snapshot ─► one outcome for all of them
     wish ─┴─► a snapshot ──────┘
 
+    shard's thread   cut the log ─ copy the state, at that record
+    log thread            └─► the new segment is on the disk ─┐
+    this thread                                                └─► the generation is written, older files go
+
 At most one snapshot is written and one waits, however many ask; the snapshot that answers a wish began after it. While
 nothing changes, nothing is written. A failure is logged and shown, and never ends the server: it stays durable to the
 older generation.
@@ -17,21 +21,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.core.shard import Shard
 from psengine.parameter_server.server.durability.log_thread import LogThread
-from psengine.parameter_server.server.log.log import delete_before
-from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
+from psengine.parameter_server.server.log.log import Place
+from psengine.parameter_server.server.snapshots.files import JobState, ServerState
 from psengine.parameter_server.server.snapshots.store import SnapshotStore
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import SnapshotStatus
 
 logger = logging.getLogger(__name__)
 
-# Bounds what is remembered of messages that ask for a snapshot.
-MAX_WISHES = 1024
-# A shard copies everything it holds while it captures.
+# A shard copies everything it holds while it captures; its log writes what was under way, and a file's beginning.
 CAPTURE_DEADLINE_S = 60.0
 
 
@@ -55,9 +57,10 @@ class SnapshotThread(threading.Thread):
 
     Args:
         store: open; used by this thread alone from its start on.
-        threads: the shards, started.
+        threads: the shards.
+        logs: theirs, one for each; none where the server writes none.
         interval_s: seconds between snapshots; one that would change nothing is not written. 0: only on wish.
-        generation: the one that the server is durable to at the start.
+        generation: the one that has all that the shards hold; None without one.
         note: takes an event's kind and text.
     """
 
@@ -65,6 +68,7 @@ class SnapshotThread(threading.Thread):
         self,
         store: SnapshotStore,
         threads: Sequence[ShardThread],
+        logs: Sequence[LogThread],
         interval_s: float,
         generation: int | None,
         note: Callable[[str, str], None],
@@ -75,11 +79,10 @@ class SnapshotThread(threading.Thread):
         self.failures = 0
         self.last_error = ""
         self.last_seconds = 0.0
-        self._threads = threads
+        self._threads, self._logs = threads, logs
         self._interval_s = interval_s
         self._note = note
-        self._logs: Sequence[LogThread] = ()
-        self._places: LogPlaces = {}
+        self._durable_changes = None if generation is None else self._changes()
         # When ``generation`` was last known to be all that the shards hold.
         self._current_s: float | None = None
         self._changed = threading.Condition()
@@ -87,29 +90,15 @@ class SnapshotThread(threading.Thread):
         self._wishes: list[Future[SnapshotOutcome]] = []
         self._has_ended = False
 
-    def keep_logs(self, logs: Sequence[LogThread], places: LogPlaces) -> None:
-        """Before the start: cut these logs, one for each shard, with every snapshot, and delete what is not needed.
-
-        Args:
-            logs: none where the server writes none.
-            places: where logs begin that are not cut.
-        """
-        self._logs, self._places = logs, dict(places)
-
-    def begin(self, *, is_ours: bool = True) -> Future[SnapshotOutcome]:
-        """Make durable what is there now, or later. Callable from any thread.
-
-        Args:
-            is_ours: the server itself asks, and never finds too many waiting.
-        """
+    def begin(self) -> Future[SnapshotOutcome]:
+        """Make durable what is there now, or later. Callable from any thread."""
         wish: Future[SnapshotOutcome] = Future()
         with self._changed:
-            if not self._has_ended and (is_ours or len(self._wishes) < MAX_WISHES):
+            if self._has_ended:
+                wish.set_result(SnapshotOutcome(self.generation, "the server ends"))
+            else:
                 self._wishes.append(wish)
                 self._changed.notify()
-                return wish
-        text = f"the server ends, or too many wait for a snapshot (expected at most {MAX_WISHES}); ask again later"
-        wish.set_result(SnapshotOutcome(self.generation, text))
         return wish
 
     def end(self) -> None:
@@ -146,29 +135,34 @@ class SnapshotThread(threading.Thread):
             for wish in wishes:
                 wish.set_result(outcome)
 
+    def _changes(self) -> int:
+        return sum(thread.changes for thread in self._threads)
+
     def _is_current(self) -> bool:
         """Whether the newest generation is still there, and nothing has changed since it was captured."""
         asked_s = time.monotonic()
         try:
-            futures = [thread.ask(thread.shard.durable.has_changed) for thread in self._threads]
-            if any(future.result(CAPTURE_DEADLINE_S) for future in futures):
-                return False
-            if self.generation is None or self.store.newest != self.generation:
-                return False
-        except Exception:
+            is_there = self.generation is not None and self.store.newest == self.generation
+        except OSError:
             return False  # ``write`` fails likewise, and reports it
+        if not is_there or self._changes() != self._durable_changes:
+            return False
         self._current_s = asked_s
         return True
 
-    def write(self) -> SnapshotOutcome:
-        """Capture and write one generation; call it in this thread, or once this thread has ended."""
-        started_s = time.monotonic()
+    def write(self, deadline_s: float = CAPTURE_DEADLINE_S) -> SnapshotOutcome:
+        """Capture and write one generation; call it in this thread, or before this thread and the shards' start.
+
+        Args:
+            deadline_s: how long shards, and then their logs, may take.
+        """
+        started_s, changes = time.monotonic(), self._changes()
         try:
-            shards = self._capture()
+            state = self._capture(deadline_s)
             # Where there are generations, an empty one tells that their jobs are gone.
-            if self.generation is None and not any(shards):
+            if self.generation is None and not self._logs and not any(state.shards):
                 return SnapshotOutcome(self.generation, "there is no job with values yet", is_empty=True)
-            generation = self._save(shards)
+            generation = self.store.save(state)
         except Exception as error:
             self.failures += 1
             self.last_error = str(error) or repr(error)
@@ -182,35 +176,24 @@ class SnapshotThread(threading.Thread):
             self._note("snapshot_failed", f"a snapshot was not written: {self.last_error}")
             return SnapshotOutcome(self.generation, self.last_error)
         self.generation, self.last_error = generation, ""
-        self._current_s = started_s
+        self._current_s, self._durable_changes = started_s, changes
         self.last_seconds = time.monotonic() - started_s
-        for thread in self._threads:
-            thread.ask(partial(thread.shard.durable.note, generation))
+        self._tell_shards(generation)
         logger.info("durable to %s, generation %d, after %.2f s", self.store.directory, generation, self.last_seconds)
         self._note("snapshot", f"generation {generation} is written")
         return SnapshotOutcome(generation)
 
-    def _capture(self) -> list[list[JobState]]:
-        """What all shards hold; where there is a log, with what is under way."""
-        if self._logs:
-            cuts = [t.ask(partial(_cut, t.shard, log)) for t, log in zip(self._threads, self._logs, strict=True)]
-            found = [cut.result(CAPTURE_DEADLINE_S) for cut in cuts]
-            self._places |= {thread.shard.index: place for thread, (place, _) in zip(self._threads, found, strict=True)}
-            return [states for _, states in found]
-        futures = [thread.ask(thread.shard.durable.capture) for thread in self._threads]
-        return [future.result(CAPTURE_DEADLINE_S) for future in futures]
-
-    def _save(self, shards: Sequence[list[JobState]]) -> int:
-        generation = self.store.save(shards, self._places)
-        self._delete_segments()
-        return generation
-
-    def _delete_segments(self) -> None:
-        """Delete segments of logs that no generation needs any more."""
-        try:
-            delete_before(self.store.disk, self.store.needed_segments())
-        except (OSError, SnapshotError) as error:
-            logger.warning("older segments of the log could not be deleted: %s", error)
+    def _capture(self, deadline_s: float) -> ServerState:
+        """What all shards hold, each at the record at which its log is cut."""
+        logs: Sequence[LogThread | None] = self._logs or [None] * len(self._threads)
+        asked = [_ask(thread, partial(_cut, thread, log)) for thread, log in zip(self._threads, logs, strict=True)]
+        cuts = [one.result(deadline_s) for one in asked]
+        state = ServerState([cut.states for cut in cuts], coordinators=cuts[0].coordinators)
+        for thread, log, cut in zip(self._threads, logs, cuts, strict=True):
+            if log is not None and cut.place is not None:
+                log.await_begun(cut.place.segment, deadline_s)
+                state.places[thread.shard.index] = cut.place
+        return state
 
     def _find_newest(self) -> None:
         """Somebody may have removed the generation that the server was durable to; where that is not seen, it stays."""
@@ -218,13 +201,33 @@ class SnapshotThread(threading.Thread):
             newest = self.store.newest
         except OSError:
             return
-        if newest == self.generation:
-            return
-        self.generation = newest
+        if newest != self.generation:
+            self.generation = newest
+            self._tell_shards(None)
+
+    def _tell_shards(self, generation: int | None) -> None:
         for thread in self._threads:
-            thread.ask(partial(thread.shard.durable.note, None))
+            thread.ask(partial(thread.shard.note_durable, generation))
 
 
-def _cut(shard: Shard, log: LogThread) -> tuple[tuple[int, int], list[JobState]]:
-    """In the shard's thread: where the log goes on, and the state that it goes on from."""
-    return log.cut(), shard.durable.capture_whole()
+class _Cut(NamedTuple):
+    """A shard's part of a snapshot."""
+
+    states: list[JobState]
+    coordinators: Any
+    place: Place | None
+
+
+def _cut(thread: ShardThread, log: LogThread | None) -> _Cut:
+    """In the shard's thread: the state, and where its log goes on from it."""
+    coordinators = None if thread.coordinators is None else thread.coordinators.to_meta()
+    return _Cut(thread.shard.capture(), coordinators, None if log is None else log.cut())
+
+
+def _ask(thread: ShardThread, function: Callable[[], _Cut]) -> Future[_Cut]:
+    """Call it in the shard's thread; here, where that has not started."""
+    if thread.ident is not None:
+        return thread.ask(function)
+    future: Future[_Cut] = Future()
+    future.set_result(function())
+    return future

@@ -1,17 +1,18 @@
-"""The files of one snapshot generation. Nothing that is read is used before its hash was checked.
+"""The file of one snapshot generation. Nothing that is read is used before its hash was checked.
 
-    manifest.json        what each shard holds: its jobs, chunks and tensors' descriptions; line 1 has its hash
-    shard-000.tensors    the elements of a shard's tensors, in the manifest's order, without gaps
+    line 1      the size of the manifest, and its hash
+    manifest    JSON: each shard's jobs, chunks and tensors' descriptions; what the coordinators know; the log's places
+    elements    of all tensors, in the manifest's order, without gaps
+    8 bytes     the hash of the elements
 
-A file is hashed (xxh3-64) in the pass that writes or reads it. What is written is the tensors' own memory.
+A part is hashed (xxh3-64) in the pass that writes or reads it. What is written is the tensors' own memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -20,13 +21,14 @@ import xxhash
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import Disk, DiskFile
+from psengine.parameter_server.server.log.log import Place
 from psengine.protocol.frames import buffer_of
 from psengine.protocol.messages import DTYPES
 
-FORMAT = 2
+FORMAT = 3
 # Written or read at once: small tensors share a write, and a piece is hashed while the processor's cache holds it.
 _PIECE_BYTES = 1024 * 1024
-_MANIFEST = "manifest.json"
+_MAX_LINE_BYTES = 128
 _DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -66,110 +68,113 @@ class JobState:
     chunks: list[ChunkState]
 
 
-# By shard, where its log goes on from a generation: the segment, and the number of that segment's first record.
-LogPlaces = dict[int, tuple[int, int]]
+@dataclass
+class ServerState:
+    """All that a server process holds, each shard's at one record of its log.
+
+    Attributes:
+        shards: the jobs of each shard.
+        places: by shard, where its log goes on from here; empty without a log.
+        coordinators: what the coordinators know, JSON-able; None where nothing is known.
+    """
+
+    shards: list[list[JobState]]
+    places: dict[int, Place] = field(default_factory=dict)
+    coordinators: Any = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """In the order of the file."""
+        return (t for jobs in self.shards for job in jobs for chunk in job.chunks for t in chunk.tensors.values())
 
 
-def write_generation(disk: Disk, generation: int, shards: Sequence[Sequence[JobState]], log: LogPlaces) -> None:
-    """Write all shards into an empty directory; its content is durable afterwards, its name is not.
+def write_generation(file: DiskFile, generation: int, state: ServerState) -> None:
+    """Write all shards into an empty file, which is durable afterwards; its name is not.
 
     Raises:
         OSError: writing or an fsync failed.
     """
-    described = []
-    for index, jobs in enumerate(shards):
-        tensors = [tensor for job in jobs for chunk in job.chunks for tensor in chunk.tensors.values()]
-        digest = _write_tensors(disk, _shard_file(index), tensors)
-        described.append({"xxh3_64": digest, "jobs": [_describe(job) for job in jobs]})
-    places = {str(shard): place for shard, place in log.items()}
-    content = {"format": FORMAT, "generation": generation, "shards": described, "log": places}
-    manifest = json.dumps(content, separators=(",", ":")).encode()
-    with _new_file(disk, _MANIFEST) as file:
-        file.append([_first_line(manifest), manifest])
-    disk.sync_names()
+    shards = [[_describe(job) for job in jobs] for jobs in state.shards]
+    content = {"format": FORMAT, "generation": generation, "shards": shards, "log": state.places}
+    manifest = json.dumps(content | {"coordinators": state.coordinators}, separators=(",", ":")).encode()
+    digest = xxhash.xxh3_64()
+    waiting: list[Any] = [_first_line(manifest), manifest]
+    waiting_bytes = len(manifest)
+    for tensor in state.tensors():
+        for piece in _pieces(tensor.contiguous()):
+            digest.update(piece)
+            waiting.append(piece)
+            waiting_bytes += len(piece)
+            if waiting_bytes >= _PIECE_BYTES:
+                file.append(waiting)
+                waiting, waiting_bytes = [], 0
+    file.append([*waiting, digest.digest()])
+    file.sync()
 
 
-def read_generation(disk: Disk, generation: int) -> list[list[JobState]]:
-    """Read the shards' jobs that ``write_generation`` wrote.
+def read_generation(disk: Disk, name: str, generation: int) -> ServerState:
+    """Read what ``write_generation`` wrote; the tensors own their memory.
 
     Raises:
-        DamagedFileError: a file is not what was written.
-        OSError: a file could not be read.
+        DamagedFileError: the file is not what was written.
+        OSError: it could not be read.
     """
-    shards = _read_manifest(disk, generation)["shards"]
-    return [_read_shard(disk, _shard_file(index), shard) for index, shard in enumerate(shards)]
-
-
-def read_log_places(disk: Disk, generation: int) -> LogPlaces:
-    """Where each shard's log goes on from a generation; errors as ``read_generation``."""
-    found = _read_manifest(disk, generation).get("log", {})
-    return {int(shard): (segment, first) for shard, (segment, first) in found.items()}
-
-
-def _read_manifest(disk: Disk, generation: int) -> dict[str, Any]:
-    start, _, manifest = disk.read(_MANIFEST, 0, disk.size_bytes(_MANIFEST)).partition(b"\n")
-    if start + b"\n" != _first_line(manifest):
-        raise DamagedFileError(disk, _MANIFEST, "its xxh3-64 is not the one in its first line: damaged, or cut off")
-    content = json.loads(manifest)
-    if (content.get("format"), content.get("generation")) != (FORMAT, generation):
-        raise DamagedFileError(
-            disk,
-            _MANIFEST,
-            f"another version's, or another generation's (expected format {FORMAT}, generation {generation}, got"
-            f" {content.get('format')}, {content.get('generation')})",
-        )
-    return dict(content)
-
-
-def _write_tensors(disk: Disk, name: str, tensors: Sequence[torch.Tensor]) -> str:
-    digest = xxhash.xxh3_64()
-    with _new_file(disk, name) as file:
-        waiting: list[memoryview] = []
-        waiting_bytes = 0
-        for tensor in tensors:
-            for piece in _pieces(tensor.contiguous()):
-                digest.update(piece)
-                waiting.append(piece)
-                waiting_bytes += len(piece)
-                if waiting_bytes >= _PIECE_BYTES:
-                    file.append(waiting)
-                    waiting, waiting_bytes = [], 0
-        file.append(waiting)
-    return digest.hexdigest()
-
-
-def _read_shard(disk: Disk, name: str, described: dict[str, Any]) -> list[JobState]:
-    chunks = [chunk for job in described["jobs"] for chunk in job["chunks"]]
+    content, offset = _read_manifest(disk, name, generation)
+    chunks = [chunk for jobs in content["shards"] for job in jobs for chunk in job["chunks"]]
     specs = [(_DTYPES_BY_NAME[dtype], shape) for chunk in chunks for dtype, shape in chunk["tensors"].values()]
-    tensors = iter(_read_tensors(disk, name, specs, described["xxh3_64"]))
-    return [
-        JobState(
-            job["name"],
-            job["meta"],
-            [
-                ChunkState(chunk["key"], chunk["meta"], {name: next(tensors) for name in chunk["tensors"]})
-                for chunk in job["chunks"]
-            ],
-        )
-        for job in described["jobs"]
+    tensors = iter(_read_tensors(disk, name, offset, specs))
+
+    def chunk_of(chunk: dict[str, Any]) -> ChunkState:
+        return ChunkState(chunk["key"], chunk["meta"], {name: next(tensors) for name in chunk["tensors"]})
+
+    shards = [
+        [JobState(job["name"], job["meta"], [chunk_of(chunk) for chunk in job["chunks"]]) for job in jobs]
+        for jobs in content["shards"]
     ]
+    return ServerState(shards, _places_in(content), content["coordinators"])
+
+
+def read_places(disk: Disk, name: str, generation: int) -> dict[int, Place]:
+    """Where each shard's log goes on from a generation; errors as ``read_generation``."""
+    return _places_in(_read_manifest(disk, name, generation)[0])
+
+
+def _places_in(content: dict[str, Any]) -> dict[int, Place]:
+    return {int(shard): Place(*place) for shard, place in content["log"].items()}
+
+
+def _read_manifest(disk: Disk, name: str, generation: int) -> tuple[dict[str, Any], int]:
+    """The manifest, and the offset behind it."""
+    line, end, _ = disk.read(name, 0, _MAX_LINE_BYTES).partition(b"\n")
+    try:
+        size_bytes = int(json.loads(line)["bytes"])
+    except (ValueError, LookupError, TypeError):
+        raise DamagedFileError(disk, name, "its first line is damaged, or another version's, or cut off") from None
+    manifest = disk.read(name, len(line + end), size_bytes)
+    if line + end != _first_line(manifest):
+        raise DamagedFileError(disk, name, "its xxh3-64 is not the one in its first line: damaged, or cut off")
+    content = json.loads(manifest)
+    expected = {"format": FORMAT, "generation": generation}
+    if got := {key: content.get(key) for key, value in expected.items() if content.get(key) != value}:
+        text = f"another version's, or another generation's (expected {expected}, got {got})"
+        raise DamagedFileError(disk, name, text)
+    return content, len(line + end) + size_bytes
 
 
 def _read_tensors(
-    disk: Disk, name: str, specs: Sequence[tuple[torch.dtype, list[int]]], expected: str
+    disk: Disk, name: str, offset: int, specs: Sequence[tuple[torch.dtype, list[int]]]
 ) -> list[torch.Tensor]:
     """Tensors with memory of their own."""
+    digest = xxhash.xxh3_64()
     # Before any memory is asked for.
-    size_bytes, expected_bytes = disk.size_bytes(name), sum(prod(s) * d.itemsize for d, s in specs)
-    if size_bytes != expected_bytes:
+    expected_bytes = offset + sum(prod(shape) * dtype.itemsize for dtype, shape in specs) + digest.digest_size
+    if (size_bytes := disk.size_bytes(name)) != expected_bytes:
         raise DamagedFileError(disk, name, f"size (expected {expected_bytes} bytes, got {size_bytes})")
     tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in specs]
-    digest, offset, read = xxhash.xxh3_64(), 0, memoryview(b"")
-    for tensor in tensors:
-        rest = buffer_of(tensor)
+    read = memoryview(b"")
+    for rest in map(buffer_of, tensors):
         while rest:
             if not read:
-                read = memoryview(disk.read(name, offset, _PIECE_BYTES))
+                read = memoryview(disk.read(name, offset, min(_PIECE_BYTES, size_bytes - digest.digest_size - offset)))
                 if not read:
                     raise DamagedFileError(disk, name, "the file ended while it was being read")
                 digest.update(read)
@@ -177,28 +182,21 @@ def _read_tensors(
             piece = read[: len(rest)]
             rest[: len(piece)] = piece
             rest, read = rest[len(piece) :], read[len(piece) :]
-    if digest.hexdigest() != expected:
-        raise DamagedFileError(disk, name, f"xxh3-64 (expected {expected}, got {digest.hexdigest()})")
+    if disk.read(name, offset, digest.digest_size) != digest.digest():
+        raise DamagedFileError(disk, name, "the xxh3-64 of its tensors is not the one at its end: damaged")
     return tensors
 
 
 def _describe(job: JobState) -> dict[str, Any]:
-    chunks = [
-        {
-            "key": chunk.key,
-            "meta": chunk.meta,
-            "tensors": {
-                name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-                for name, tensor in chunk.tensors.items()
-            },
-        }
-        for chunk in job.chunks
-    ]
+    def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors}
+
+    chunks = [{"key": c.key, "meta": c.meta, "tensors": described(c.tensors.items())} for c in job.chunks]
     return {"name": job.name, "meta": job.meta, "chunks": chunks}
 
 
 def _first_line(manifest: bytes) -> bytes:
-    return json.dumps({"xxh3_64": xxhash.xxh3_64_hexdigest(manifest)}).encode() + b"\n"
+    return json.dumps({"bytes": len(manifest), "xxh3_64": xxhash.xxh3_64_hexdigest(manifest)}).encode() + b"\n"
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -206,18 +204,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     whole = buffer_of(tensor)
     for start in range(0, len(whole), _PIECE_BYTES):
         yield whole[start : start + _PIECE_BYTES]
-
-
-def _shard_file(index: int) -> str:
-    return f"shard-{index:03d}.tensors"
-
-
-@contextmanager
-def _new_file(disk: Disk, name: str) -> Iterator[DiskFile]:
-    """A file for writing that is on the disk when the context ends."""
-    file = disk.create(name)
-    try:
-        yield file
-        file.sync()
-    finally:
-        file.close()

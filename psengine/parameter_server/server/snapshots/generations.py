@@ -1,8 +1,8 @@
 """Durable generations of a server process's state. A generation has all shards, so that they agree with each other.
 
-generation-000000000012/     complete, or it would not have this name; see ``files.py``
-unfinished-000000000013/     being written and fsynced; a rename makes it generation 13: the commit point
-discarded-000000000010/      being removed
+generation-000000000012     complete, or it would not have this name; see ``files.py``
+unfinished-000000000013     being written and fsynced; a rename makes it generation 13: the commit point
+log-000-000000000003        see ``log/``; kept as long as a generation that is kept goes on in it, or before it
 """
 
 from __future__ import annotations
@@ -10,26 +10,30 @@ from __future__ import annotations
 import errno
 import logging
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import Disk
+from psengine.parameter_server.server.log.log import Place, segment_name, segments
 from psengine.parameter_server.server.snapshots.files import (
     DamagedFileError,
-    JobState,
-    LogPlaces,
+    ServerState,
     read_generation,
-    read_log_places,
+    read_places,
     write_generation,
 )
 
 logger = logging.getLogger(__name__)
 
 KEPT = 2
+# With less room than this, only the newest is kept of generations from which a log goes on: the log is what needs room.
+LOW_BYTES = 1 << 30
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+# Of a generation, beside its tensors: what describes a chunk.
+_CHUNK_BYTES = 4096
 _GENERATION = re.compile(r"generation-(\d{12})")
-_LEFTOVER = re.compile(r"(?:unfinished|discarded)-(\d{12})")
+_UNFINISHED = re.compile(r"unfinished-(\d{12})")
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,12 @@ class Loaded:
 
     Attributes:
         generation: its number.
-        shards: the jobs of each shard, as they were saved; the tensors own their memory.
-        log: where each shard's log goes on from it.
+        state: as it was saved.
         notes: newer generations that were skipped, each naming a file and what is wrong with it.
     """
 
     generation: int
-    shards: list[list[JobState]]
-    log: LogPlaces
+    state: ServerState
     notes: list[str] = field(default_factory=list)
 
 
@@ -53,17 +55,19 @@ class Generations:
     """Those on one disk; written by one server process, and used by one thread at a time.
 
     The newest ``KEPT`` intact ones are kept. The disk must hold one more: a new one is complete before the oldest goes.
+    Where it does not, one goes before.
 
     Attributes:
         disk: the directory that they are in.
         last: the highest number that was used, here or before.
+        needed_bytes: room that the next one needs, as far as the last one tells.
     """
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
         self.last = 0
-        # Generations that could not be read, or may be another server's: nothing to fall back on.
-        self._damaged: set[int] = set()
+        self.needed_bytes = 0
+        self._damaged: set[int] = set()  # generations that could not be read: nothing to fall back on
 
     def begin(self) -> None:
         """Before the first ``save``: go on with the numbers, remove what killed writers left, see that it is writable.
@@ -71,17 +75,13 @@ class Generations:
         Raises:
             OSError: nothing can be written.
         """
-        self._damaged = set()
-        self.last = max([0, *self.numbers(), *self._leftovers()])
-        self._remove_leftovers()
+        unfinished = self._numbers(_UNFINISHED)
+        self.last = max([self.last, *self.numbers(), *unfinished])
+        for number in unfinished:
+            self.disk.delete(_name("unfinished", number))
         # An old file can be opened where nothing new can be created.
-        self.disk.make_directory(_name("unfinished", 0))
+        self.disk.create(_name("unfinished", 0)).close()
         self.disk.delete(_name("unfinished", 0))
-
-    def distrust(self) -> None:
-        """Those that are there may be another server's: go on with numbers above theirs, fall back on none of them."""
-        self._damaged = set(self.numbers())
-        self.last = max([self.last, *(number + 1 for number in (*self._damaged, *self._leftovers()))])
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
@@ -107,13 +107,12 @@ class Generations:
         notes: list[str] = []
         for generation in reversed(self.numbers()):
             try:
-                shards = read_generation(self._directory_of(generation), generation)
-                log = self.log_places(generation)
+                state = read_generation(self.disk, _name("generation", generation), generation)
             except (DamagedFileError, OSError) as error:
                 self._damaged.add(generation)
                 notes.append(f"generation {generation} is skipped: {error}")
             else:
-                return Loaded(generation, shards, log, notes)
+                return Loaded(generation, state, notes)
         if not notes:
             return None
         raise SnapshotError(
@@ -122,32 +121,18 @@ class Generations:
             + "\nput a copy of a generation back, or choose another directory to start without a snapshot"
         )
 
-    def log_places(self, generation: int) -> LogPlaces:
+    def places(self, generation: int) -> dict[int, Place]:
         """Where each shard's log goes on from it.
 
         Raises:
             OSError, DamagedFileError: it cannot be read.
         """
-        return read_log_places(self._directory_of(generation), generation)
-
-    def needed_segments(self) -> dict[int, int]:
-        """By shard, the first segment of the log that some generation which is kept goes on from.
-
-        Raises:
-            OSError, DamagedFileError: a generation cannot be read.
-        """
-        places = [self.log_places(number) for number in self.numbers() if number not in self._damaged]
-        shards = {shard for one in places for shard in one}
-        return {shard: min(one.get(shard, (1, 0))[0] for one in places) for shard in shards}
+        return read_places(self.disk, _name("generation", generation), generation)
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
-    def save(self, shards: Sequence[list[JobState]], log: LogPlaces | None = None) -> int:
-        """Write one generation of all shards' jobs, durable when this returns, and remove the oldest; the new number.
-
-        Args:
-            shards: the jobs of each.
-            log: where each shard's log goes on from them.
+    def save(self, state: ServerState) -> int:
+        """Write one generation, durable when this returns; remove the oldest, and the log before them; the new number.
 
         Raises:
             SnapshotError: it was not written, and no part of it is left; the message says which older generation is
@@ -156,34 +141,38 @@ class Generations:
         # A failed attempt's number and files are not used again: a page that could not be written may look clean
         # afterwards (PostgreSQL's "fsyncgate").
         self.last += 1
+        chunks = [chunk for jobs in state.shards for job in jobs for chunk in job.chunks]
+        self.needed_bytes = sum(chunk.size_bytes + _CHUNK_BYTES for chunk in chunks) + _CHUNK_BYTES
         try:
-            self._write(self.last, shards, log or {})
+            if self.disk.free_bytes() < self.needed_bytes:
+                self._prune(1, state.places)
+            self._write(self.last, state)
+            is_low = state.places and self.disk.free_bytes() < LOW_BYTES
         except OSError as error:
-            raise SnapshotError(self._write_failure(error, self.last, shards)) from error
-        with suppress(OSError):
-            self._prune()
-            self._remove_leftovers()
+            raise SnapshotError(self._write_failure(error, self.last)) from error
+        self._prune(1 if is_low else KEPT, state.places)
         return self.last
 
-    def _write(self, generation: int, shards: Sequence[list[JobState]], log: LogPlaces) -> None:
-        disk, unfinished, complete = self.disk, _name("unfinished", generation), _name("generation", generation)
-        kind = "unfinished"
+    def _write(self, generation: int, state: ServerState) -> None:
+        name = _name("unfinished", generation)
         try:
-            write_generation(disk.make_directory(unfinished), generation, shards, log)
-            disk.rename(unfinished, complete)
-            kind = "generation"
-            disk.sync_names()
+            file = self.disk.create(name)
+            try:
+                write_generation(file, generation, state)
+            finally:
+                file.close()
+            self.disk.rename(name, _name("generation", generation))
+            name = _name("generation", generation)
+            self.disk.sync_names()
         except BaseException:
-            self._discard(kind, generation)
+            self._delete(name)
             raise
 
-    def _write_failure(self, error: OSError, generation: int, shards: Sequence[list[JobState]]) -> str:
+    def _write_failure(self, error: OSError, generation: int) -> str:
         text = f"snapshot generation {generation} was not written: {error.strerror} ({error.filename or self.disk}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            wanted_bytes = sum(chunk.size_bytes for jobs in shards for job in jobs for chunk in job.chunks)
+        if error.errno in FULL_ERRORS:
             with suppress(OSError):
-                free_bytes = self.disk.free_bytes()
-                text += f"; expected room for {wanted_bytes} bytes and a manifest, got {free_bytes} free"
+                text += f"; expected room for {self.needed_bytes} bytes, got {self.disk.free_bytes()} free"
         try:
             older = self.newest
         except OSError:
@@ -192,38 +181,27 @@ class Generations:
             durable = "there is no older one" if older is None else f"generation {older} stays durable"
         return f"{text}); {durable}"
 
-    def _prune(self) -> None:
-        newer_intact = 0
-        for generation in reversed(self.numbers()):
-            if newer_intact >= KEPT:
-                self._discard("generation", generation)
-            newer_intact += generation not in self._damaged
-
-    def _remove_leftovers(self) -> None:
-        for generation in self._leftovers():
-            for kind in ("unfinished", "discarded"):
-                self._discard(kind, generation)
-
-    def _discard(self, kind: str, generation: int) -> None:
-        """Remove a directory. A generation is renamed first, so that its name never stands for a part of it."""
-        name, discarded = _name(kind, generation), _name("discarded", generation)
+    def _prune(self, kept: int, places: dict[int, Place]) -> None:
+        """Delete all but the newest intact generations, and segments that neither they nor ``places`` need."""
         try:
-            if name not in self.disk.list():
-                return
-            if kind == "generation":
-                self.disk.rename(name, discarded)
-                name = discarded
+            intact = [number for number in self.numbers() if number not in self._damaged][-kept:]
+            for number in self.numbers():
+                if intact and number < intact[0]:
+                    self._delete(_name("generation", number))
+            needed = [places, *map(self.places, intact)]
+            for shard, numbers in segments(self.disk).items() if intact else ():
+                first = min((one[shard].segment for one in needed if shard in one), default=numbers[-1] + 1)
+                for number in numbers:
+                    if number < first:
+                        self._delete(segment_name(shard, number))
+        except (OSError, SnapshotError) as error:
+            logger.warning("old generations, or segments of the log, in %s cannot be deleted: %s", self.disk, error)
+
+    def _delete(self, name: str) -> None:
+        try:
             self.disk.delete(name)
         except OSError as error:
             logger.warning("%s/%s could not be removed: %s", self.disk, name, error)
-
-    # ---- names -----------------------------------------------------------------------------------------------------
-
-    def _directory_of(self, generation: int) -> Disk:
-        return self.disk.subdirectory(_name("generation", generation))
-
-    def _leftovers(self) -> list[int]:
-        return self._numbers(_LEFTOVER)
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
         matches = (pattern.fullmatch(name) for name in self.disk.list())

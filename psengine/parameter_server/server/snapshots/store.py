@@ -1,8 +1,7 @@
 """The directory of a server's snapshots and logs, which no other live server may have.
 
-<directory>/lock                         flock of the live server; its process id
-<directory>/generation-000000000012/     see ``generations.py``
-<directory>/log-000-000000000003         see ``log/``
+<directory>/lock     flock of the live server; its process id
+<directory>/...      see ``generations.py``
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +16,7 @@ from typing_extensions import override
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import DirectoryDisk
-from psengine.parameter_server.server.snapshots.files import JobState, LogPlaces
+from psengine.parameter_server.server.snapshots.files import ServerState
 from psengine.parameter_server.server.snapshots.generations import Generations
 
 logger = logging.getLogger(__name__)
@@ -81,17 +79,22 @@ class SnapshotStore(Generations):
             return None
 
     @override
-    def save(self, shards: Sequence[list[JobState]], log: LogPlaces | None = None) -> int:
+    def save(self, state: ServerState) -> int:
         """See ``Generations``; SnapshotError also where the directory was replaced, and another server has it."""
-        try:
-            self._retake_if_replaced()
-        except OSError as error:
-            self.last += 1
-            raise SnapshotError(self._write_failure(error, self.last, shards)) from error
-        return super().save(shards, log)
+        if not self._is_ours():
+            try:
+                lock = self._take_lock()
+                self.close()
+                self._lock = lock
+                self.begin()
+            except OSError as error:
+                self.last += 1
+                raise SnapshotError(self._write_failure(error, self.last)) from error
+            logger.warning("%s was replaced while this server ran; it is locked anew", self.directory)
+        return super().save(state)
 
     def path_of(self, generation: int) -> Path:
-        """Its directory."""
+        """Its file."""
         return self.directory / f"generation-{generation:012d}"
 
     # ---- the directory ---------------------------------------------------------------------------------------------
@@ -125,13 +128,3 @@ class SnapshotStore(Generations):
             return os.path.samestat(os.fstat(self._lock), os.stat(self.directory / "lock"))
         except FileNotFoundError:
             return False
-
-    def _retake_if_replaced(self) -> None:
-        """Lock the directory anew if somebody deleted and remade it: the old lock keeps no other server out."""
-        if self._is_ours():
-            return
-        lock = self._take_lock()
-        self.close()
-        self._lock = lock
-        logger.warning("%s was replaced while this server ran; it is locked anew", self.directory)
-        self.distrust()
