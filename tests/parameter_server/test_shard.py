@@ -331,7 +331,7 @@ def test_of_averages_a_log_has_who_takes_part_and_no_gradients():
 
 
 def test_a_replay_refuses_what_cannot_have_happened():
-    with pytest.raises(ProtocolError, match="knows no such job"):
+    with pytest.raises(ProtocolError, match="no values of the job"):
         World().shard.apply(Message(MessageType.PULL, 5, key=0), REPLAYED)
 
 

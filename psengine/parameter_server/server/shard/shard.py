@@ -109,7 +109,7 @@ class Shard:
             if message.type not in MAY_SEND[role]:
                 raise self._illegal(job, message, role)
             if message.type is MessageType.RESUME:
-                return self._resume(message, sender, role)
+                return self._resume(message, sender)
             if job is None and message.type in _FOR_ANY_LIFE:
                 return []  # its sender learns by RESUMED that this shard has nothing
             if job is None or (role is Role.READER and job.view is None and message.type not in _FOR_ANY_LIFE):
@@ -170,13 +170,13 @@ class Shard:
 
     # ---- connections and views ---------------------------------------------------------------------------------
 
-    def _resume(self, message: Message, sender: Sender, role: Role) -> list[Outgoing]:
+    def _resume(self, message: Message, sender: Sender) -> list[Outgoing]:
         if self.is_draining:
             raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         if "registration" in message.body:
             self._begin(message, sender)
         job, missing, replies = self.jobs.get(message.job), list[int](), list[Reply]()
-        if job is not None and role is Role.MEMBER:
+        if job is not None and self._role(job, message, sender) is Role.MEMBER:
             job.workers[message.worker].resume(sender.route, message.sequence)
             missing, replies = job.resume(message.worker, message.body.get("open", ()))
             if replies:
