@@ -178,19 +178,6 @@ def test_what_an_average_that_is_not_finite_brought_of_the_residual_goes_with_th
         assert residual(worker) == kept[2]
 
 
-def test_an_answer_stays_as_it_came_only_where_a_server_may_ask_for_it(server):
-    with closing(enter(server.addresses[0], "kept", 0, Bfloat16(), world_size=1)) as worker:
-        landing = torch.zeros(NUMEL)
-        for keeps in (False, True):
-            push = worker.push(0, torch.arange(1.0, 9.0), [landing])
-            push.wait()
-            assert landing.tolist() == list(range(1, 9))
-            assert (push.answer.payload is not None) == keeps
-            worker.keep_result(0)
-        assert push.result().dtype is torch.bfloat16
-        assert push.result().tolist() == list(range(1, 9))
-
-
 def test_an_abstaining_worker_keeps_its_residual(server):
     with closing(enter(server.addresses[0], "abstains", 0, TopOne(), world_size=1)) as worker:
         landing = torch.zeros(NUMEL)

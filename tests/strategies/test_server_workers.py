@@ -9,12 +9,14 @@ import re
 import time
 from typing import Any
 
+import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_training import assert_equal, batches, build, state_of, train, use, wrap
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn import functional as F
 
 import psengine
 from psengine.errors import (
@@ -44,6 +46,47 @@ def test_separate_jobs_meet_at_the_servers(server):
     assert sorted(rank for rank, _ in results) == [0, 1]
     [status, *_] = server.job("separate")
     assert status["members"] == 0
+
+
+def numbered(rank: int, world_size: int, address: str) -> Any:
+    """The servers number a worker in ``init``, so that samplers made before the model deal out its own share."""
+    use(address)
+    os.environ["PSENGINE_JOB"] = "numbered"
+    with psengine.init() as context:
+        number = context.worker
+        wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy="async")
+        found = number, context.worker, wrapped.strategy.session.rank
+        wrapped.leave()
+    return found
+
+
+def test_init_asks_the_servers_which_worker_this_is(server):
+    found = run_ranks(numbered, 3, server.addresses[0], init_group=False)
+    assert sorted(found) == [(rank, rank, rank) for rank in range(3)]
+
+
+def trained_once(rank: int, world_size: int, address: str, calls_init: bool) -> str:
+    use(address)
+    os.environ.update({"PSENGINE_JOB": f"once-{calls_init}", "PSENGINE_RUN_ID": "this launch"})
+    try:
+        if calls_init:
+            psengine.init()
+        wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy="sync-server")
+    except SystemExit as ended:
+        return f"ended with {ended.code}"
+    for batch in batches(rank)[:2]:
+        F.cross_entropy(wrapped(batch[0]), batch[1]).backward()
+    wrapped.leave()
+    # The same process may train again.
+    again = psengine.DistributedDataParallel(build(seed=rank), strategy="sync-server")
+    again.leave()
+    return "trained"
+
+
+@pytest.mark.parametrize("calls_init", [False, True])
+def test_a_worker_that_is_started_again_after_its_job_has_ended_ends_at_once(server, calls_init):
+    outcomes = [run_ranks(trained_once, 1, server.addresses[0], calls_init, init_group=False) for _ in range(2)]
+    assert outcomes == [["trained"], ["ended with 0"]]
 
 
 def late_joiner(rank: int, world_size: int, address: str) -> Any:
