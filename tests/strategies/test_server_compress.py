@@ -156,8 +156,8 @@ def test_what_a_fenced_worker_sent_does_not_count():
         pushes = [w.push(0, gradient, [landing]) for w, landing in zip((first, second), landings, strict=True)]
         assert [push.wait().outcome for push in pushes] == [ExchangeOutcome.AVERAGED] * 2
         kept = residual(second)
-        membership = second._membership
-        membership.connection.do(setattr, membership, "next_heartbeat_s", float("inf"))
+        job = second.job_connection
+        job.transport.do(setattr, job.control, "_next_beat_s", float("inf"))
         first.push(0, gradient, [landings[0]]).wait()  # the others go on
         with pytest.raises(FencedError):
             second.push(0, gradient, [landings[1]]).wait()
