@@ -83,9 +83,6 @@ class Shard:
         self._clocks = clocks
         self._note = note
         self._is_connected = is_connected
-        # By job, the least version of its chunks: of the last capture, and on the disk.
-        self._captured: dict[int, int] = {}
-        self._durable: dict[int, int] = {}
         self._take: dict[MessageType, Callable[[Job, Message, Sender], list[Outgoing]]] = {
             MessageType.VIEW: self._view,
             MessageType.RELEASE: self._release,
@@ -203,8 +200,6 @@ class Shard:
         """
         body, job = message.body, self.jobs.get(message.job)
         name, rule, registration, key = body["job"], body["rule"], body["registration"], body["key"]
-        if job_number(name) != message.job:
-            raise ProtocolError(f"the header's job is not the number of {name!r}")
         if job is not None and job.name != name:
             raise ProtocolError(f"jobs {job.name!r} and {name!r} have the same number; rename one")
         if job is not None and (job.registration, job.key) == (registration, key):
@@ -374,17 +369,17 @@ class Shard:
 
     def capture(self) -> list[JobState]:
         """Copies of everything, as it is now."""
-        self._captured = {number: job.version for number, job in self.jobs.items()}
         return [job.capture() for job in self.jobs.values()]
 
     def note_durable(self, generation: int | None) -> None:
         """The last capture is on the disk as this generation; None: what was there has disappeared."""
         self.generation = generation
-        self._durable = {} if generation is None else dict(self._captured)
+        for job in self.jobs.values():
+            job.durable_version = None if generation is None else job.captured_version
 
     def durable_version(self, job: int) -> int | None:
         """The version that all of a job's chunks have on the disk; None where the job is not there."""
-        return self._durable.get(job)
+        return self.jobs[job].durable_version if job in self.jobs else None
 
     def restore(self, states: Sequence[JobState]) -> None:
         """Take over a captured state, tensors included, before the first message."""
@@ -392,16 +387,12 @@ class Shard:
             job = self._make(state.name, state.meta["rule"])
             job.restore(state)
             self.jobs[job.number] = job
-        self._captured = {number: job.version for number, job in self.jobs.items()}
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
     def drop(self, number: int) -> None:
         """Forget a job, with its values."""
         del self.jobs[number]
-        # A new job of that name has nothing durable yet.
-        self._captured.pop(number, None)
-        self._durable.pop(number, None)
         self.changes += 1
         if self.append is not None:
             self.append(Record(RecordKind.DROP, number))
