@@ -151,7 +151,8 @@ class ApplyingJob(Job):
         process.land(push, landing)
         self.answered += 1
         key, answer, chunk = push.key, push.answer, self.chunks[push.key]
-        require(result.refused in (None, "abstained"), "a push of chunk {} was refused: {}", key, result.refused)
+        may_be = (None, "abstained", "stale")[: 2 + (self.scenario.max_staleness is not None)]
+        require(result.refused in may_be, "a push of chunk {} was refused: {}", key, result.refused)
         if answer.epoch != chunk.epoch:
             return  # of a life of the server that has ended
         update = process.number, push.sequence
@@ -261,7 +262,7 @@ class ApplyingJob(Job):
         if self._has_differences:
             held = inspection.held_weights(shard, key, message.worker)
             if held is not None:
-                self._held[server.epoch, key, *update] = held
+                self._held[(server.epoch, key, *update)] = held
         is_there = key in self.taken[update]
         require(is_there, "push {} of chunk {} is answered, and did not come", update, key)
         require(message.version <= chunk.version, "an answer of chunk {} is of the future", key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = (1.0, 1.0, 2.0, 8.0)  # powers of two: products with them are exact
 ABSTAINS = 0.1
-Contributors = tuple[tuple[int, int], ...]
+Updates = frozenset[tuple[int, int]]
 
 
 class MergingJob(ApplyingJob):
@@ -33,14 +32,15 @@ class MergingJob(ApplyingJob):
         super().__init__(world)
         self.optimizer = "merge"
         self.rule = {"name": "merge", "quorum": self.scenario.quorum, "grace": self.scenario.grace}
-        # Decisions by coordinator's life and number: (rank, step) of each contribution.
-        self._decided: dict[tuple[int, int], Contributors] = {}
-        # By decision and chunk, the updates that were merged.
-        self._merged: dict[tuple[int, int], dict[int, frozenset[tuple[int, int]]]] = defaultdict(dict)
+        # By its number, the contributions that a decision names: (process, step) of each.
+        self._decided: dict[int, Updates] = {}
+        # By decision and chunk, the contributions that were merged.
+        self._merged: dict[int, dict[int, Updates]] = defaultdict(dict)
+        self._last: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its last decision
         self._weights: dict[tuple[int, int], float] = {}
-        # Steps of workers that all shards have and no merge has taken, by the coordinator's word: rank -> step.
-        self._waiting: dict[int, int] = {}
-        self._idle: set[int] = set()
+        # By worker, the last step that it committed, and who abstained in that.
+        self._committed: dict[tuple[int, int], int] = {}
+        self._idle: set[tuple[int, int]] = set()
 
     def _gradient(self, process: WorkerProcess, key: int) -> tuple[torch.Tensor | None, float | None]:
         step = self.steps_done[process.rank]
@@ -55,28 +55,32 @@ class MergingJob(ApplyingJob):
     def coordinated(self, server: ServerProcess, message: Message | None, outgoing: list[Any]) -> None:
         """See ``Job``: note what it decides."""
         if message is not None and message.type is MessageType.COMMIT and message.body["what"] == "step":
-            rank = message.worker
-            if self.world.views.members.get(rank, (0, 0))[0] == message.incarnation:
-                (self._idle.add if message.body["abstained"] else self._idle.discard)(rank)
+            worker, step = (message.worker, message.incarnation), message.body["step"]
+            if step > self._committed.get(worker, 0):
+                self._committed[worker] = step
+                (self._idle.add if message.body["abstained"] else self._idle.discard)(worker)
         for one in outgoing:
             if one.message.type is MessageType.RELEASE:
-                self._note_decision(server.epoch, release_of(one.message.body))
+                self._note_decision(release_of(one.message.body))
             elif one.message.type is MessageType.VIEW:
                 for release in view_of(one.message.body).releases:
-                    self._note_decision(server.epoch, release)
+                    self._note_decision(release)
 
-    def _note_decision(self, epoch: int, release: Any) -> None:
-        known = self._decided.setdefault((epoch, release.number), release.contributors)
-        # A change of the view takes those out that are gone.
-        is_same = set(release.contributors) <= set(known)
-        require(is_same, "merge {} is decided twice: {} and {}", release.number, known, release.contributors)
+    def _note_decision(self, release: Any) -> None:
+        processes = [(self.world.views.member(rank), step) for rank, step in release.contributors]
+        updates = frozenset((process.number, step) for process, step in processes if process is not None)
+        known = self._decided.setdefault(release.number, updates)
+        if known is not updates:
+            is_same = {step for _, step in updates} <= {step for _, step in known}
+            require(is_same, "merge {} is decided twice: {} and {}", release.number, known, updates)
+            return
         ranks = [rank for rank, _ in release.contributors]
         require(len(ranks) == len(set(ranks)), "merge {} has a worker twice: {}", release.number, ranks)
-        if known is release.contributors:
-            assert self.scenario.quorum is not None
-            able = self.world.views.members.keys() - self._idle | set(ranks)
-            is_quorum = len(ranks) >= min(self.scenario.quorum, len(able))
-            require(is_quorum, "merge {} has workers {} of {}", release.number, ranks, sorted(able))
+        assert self.scenario.quorum is not None
+        members = self.world.views.members.items()
+        able = {rank for rank, (incarnation, _) in members if (rank, incarnation) not in self._idle} | set(ranks)
+        is_quorum = len(ranks) >= min(self.scenario.quorum, len(able))
+        require(is_quorum, "merge {} has workers {} of {}", release.number, ranks, sorted(able))
 
     # ---- the shards --------------------------------------------------------------------------------------------
 
@@ -84,44 +88,56 @@ class MergingJob(ApplyingJob):
         super()._note_push(process, push)
         self._weights[process.number, push.sequence] = push.body.get("weight", 1.0)
 
+    def applied(self, server: ServerProcess, shard: Any, message: Message, outgoing: list[Any]) -> None:
+        """See ``Job``."""
+        super().applied(server, shard, message, outgoing)
+        for key, _, _ in inspection.chunks(shard):
+            self._last[server.epoch, key] = inspection.last_merge(shard, key)
+
+    def server_started(self, server: ServerProcess) -> None:
+        """See ``Job``."""
+        super().server_started(server)
+        for shard in server.shards:
+            for key, _, _ in inspection.chunks(shard):
+                self._last[server.epoch, key] = inspection.last_merge(shard, key)
+
     def _take(
         self, server: ServerProcess, shard: Any, key: int, version: int, values: Values, push: Message | None
     ) -> None:
         """A chunk has a new version: that of one merge, or of several that waited for each other."""
-        chunk = self.chunks[key]
-        count = version - chunk.version
-        merges = inspection.last_merges(shard, key, count)
-        require(count == len(merges) > 0, "chunk {} went from version {} to {}", key, chunk.version, version)
+        chunk, first, last = self.chunks[key], self._last.get((server.epoch, key), 0), inspection.last_merge(shard, key)
         before = chunk.versions[chunk.version]
-        for number, decision in enumerate(merges, chunk.version + 1):
-            after = self._merge(key, before, self._decided.get(decision, ()), where=f"merge {decision} of chunk {key}")
-            chunk.versions[number] = before = after
-            self._check_same(server, decision, key, after.updates - chunk.versions[number - 1].updates)
-        is_same = np.array_equal(before.values, values)
-        require(is_same, "merges {} of chunk {} made {} of it, expected {}", merges, key, values, before.values)
+        for number in sorted(number for number in self._decided if first < number <= last):
+            after = self._merge(key, before, number)
+            if after is not before:
+                chunk.versions[chunk.version + 1] = after
+                self._check_same(number, key, after.updates - before.updates)
+                before = after
+        is_same = chunk.version == version and np.array_equal(before.values, values)
+        where = "decisions {} to {} made version {} of chunk {} with {}, expected version {} with {}"
+        require(is_same, where, first, last, version, key, values, chunk.version, before.values)
 
-    def _merge(self, key: int, before: Version, contributors: Sequence[tuple[int, int]], where: str) -> Version:
-        chunk = self.chunks[key]
-        updates, parts = [], []
-        for rank, step in sorted(contributors):
-            process = self.world.views.process_at(rank, step, chunk.pushed)
-            update = None if process is None else (process.number, step)
-            values = None if update is None else chunk.pushed.get(update)
-            if update is None or values is None or key not in self.taken[update]:
-                continue
-            require(update not in before.updates, "{} has push {} a second time", where, update)
-            updates.append(update)
-            parts.append((values.astype(before.values.dtype), before.values.dtype.type(self._weights[update])))
-        require(parts, "{} has no contributions", where)
+    def _merge(self, key: int, before: Version, number: int) -> Version:
+        """The state after a decision; the same where nothing of it is there."""
+        chunk, parts = self.chunks[key], []
+        ranks = {process.number: process.rank for process in self.world.all_processes}
+        updates = sorted(self._decided[number], key=lambda update: ranks[update[0]])
+        updates = [one for one in updates if key in self.taken[one] and chunk.pushed.get(one) is not None]
+        for update in updates:
+            require(update not in before.updates, "merge {} of chunk {} has push {} again", number, key, update)
+            values = chunk.pushed[update]
+            assert values is not None
+            dtype = before.values.dtype
+            parts.append((values.astype(dtype), dtype.type(self._weights[update])))
+        if not parts:
+            return before
         after = before.values - average(parts)
         return Version(after, State(after), before.updates | set(updates))
 
-    def _check_same(
-        self, server: ServerProcess, decision: tuple[int, int], key: int, updates: frozenset[tuple[int, int]]
-    ) -> None:
+    def _check_same(self, number: int, key: int, updates: Updates) -> None:
         """The same contributions in every chunk, where no server has lost one of a worker that is gone."""
-        merged = self._merged[decision]
+        merged = self._merged[number]
         merged[key] = updates
         if self.scenario.keeps_log or not self.world.counts["kill server"] + self.world.counts["kill lead"]:
             is_same = len(set(merged.values())) == 1
-            require(is_same, "merge {} has other contributors in other chunks: {}", decision, merged)
+            require(is_same, "merge {} has other contributors in other chunks: {}", number, merged)

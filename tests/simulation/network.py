@@ -206,3 +206,9 @@ class Network:
     def _delay_s(self) -> float:
         low, high = self._latency_s
         return low + (high - low) * self._rng.random() ** 3
+
+
+def place_of(address: str) -> tuple[int, int]:
+    """(server, shard) of an address."""
+    host, _, shard = address.removeprefix("tcp://10.0.0.").partition(":")
+    return int(host), int(shard)

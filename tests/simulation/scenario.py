@@ -112,23 +112,10 @@ KINDS = {
 }
 FAULTY_S = 4.0
 WAITS_S = 1.0
-MOMENTS = [
-    "HELLO",
-    "REGISTER",
-    "COMMIT",
-    "OK",
-    "PREPARE",
-    "VIEW",
-    "RELEASE",
-    "RESUME",
-    "RESUMED",
-    "PUSH",
-    "UPDATED",
-    "STORE",
-    "STATE_WANTED",
-    "LEAVE",
-    "RESULT",
-]
+MOMENTS = (
+    *("HELLO", "REGISTER", "COMMIT", "OK", "PREPARE", "VIEW", "RELEASE", "RESUME", "RESUMED", "PUSH", "UPDATED"),
+    *("STORE", "STATE_WANTED", "LEAVE", "RESULT"),
+)
 # "topk" keeps a part of the differences to several updates, and all that is in an average.
 CODECS = {
     "apply": ("bf16", "fp16", "fp32", "int8", "fp4", "onebit", "topk:ratio=0.01"),

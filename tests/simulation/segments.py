@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,9 +28,11 @@ from psengine.parameter_server.segments.offer import (
 from psengine.parameter_server.segments.passing import END, Lent
 from psengine.parameter_server.server.transport.segments import WorkerSegment
 from simulation.clock import Clock
+from simulation.network import place_of
 
 if TYPE_CHECKING:
     from simulation.server import ServerProcess
+    from simulation.world import Simulation
 
 HEARS_S = 0.02
 
@@ -77,7 +78,7 @@ class Stream:
         if server.is_paused and server.is_up:
             self._tell(reads_on=reads_on)
         elif server.is_up:
-            server.segments[self._shard].forget(self._segment, reads_on=reads_on)
+            server.threads[self._shard].segments.forget(self._segment, reads_on=reads_on)
 
 
 def _end_reading(stream: weakref.ref[Stream]) -> None:
@@ -86,18 +87,11 @@ def _end_reading(stream: weakref.ref[Stream]) -> None:
 
 
 class SimulatedSegments(WorkerSegments):
-    """Those of one worker.
+    """Those of one worker."""
 
-    Args:
-        servers: of all, those that are up now.
-        finds: turns an address into (server, shard).
-    """
-
-    def __init__(
-        self, clock: Clock, servers: list[ServerProcess], finds: Callable[[str], tuple[int, int]], codec: Codec
-    ) -> None:
+    def __init__(self, world: Simulation, codec: Codec) -> None:
         super().__init__(is_wanted=True, codec=codec)
-        self._clock, self._servers, self._finds = clock, servers, finds
+        self._world = world
         self._streams: list[Stream] = []
 
     def died(self) -> None:
@@ -109,16 +103,16 @@ class SimulatedSegments(WorkerSegments):
         return address
 
     def _pass(self, path: str, offer: Offer, descriptor: int) -> tuple[socket.socket, Lent | None]:
-        index, shard = self._finds(path)
-        server = self._servers[index]
+        index, shard = place_of(path)
+        server = self._world.network.servers[index]
         if not server.is_up or server.is_paused:
             raise TimeoutError("timed out")
         offer_there = read_offer(offer.to_bytes())
         segment = WorkerSegment(offer_there, SegmentMapping(descriptor, offer_there.size_bytes))
-        reason = server.segments[shard].attach(server.shards[shard], segment)
+        reason = server.threads[shard].segments.attach(server.shards[shard], segment)
         if reason:
             raise ProtocolError(reason)
-        stream = Stream(self._clock, server, shard, segment)
+        stream = Stream(self._world.clock, server, shard, segment)
         self._streams.append(stream)
         data, descriptors = segment.accepted()
         assert answer_text_bytes(data[:ANSWER_BYTES]) is None

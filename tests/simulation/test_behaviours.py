@@ -78,7 +78,7 @@ BEHAVIOURS = {
     "nobody reaches a server": _with(AVERAGE, Fault("cut", 1.0, 4.0, 1, 1, 0.9)),
     # ---- coming and going
     "two workers join at once": _with(AVERAGE, joins_s=(1.0, 1.05)),
-    "the donor dies": _with(AVERAGE, *(Fault("kill worker", 1.0, 1.0, r, on="STORE") for r in (0,)), joins_s=(1.0,)),
+    "the donor dies": _with(AVERAGE, Fault("kill worker", 1.0, 1.0, 0, on="STORE"), joins_s=(1.0,)),
     "a joiner dies": _with(AVERAGE, Fault("kill worker", 1.0, 1.0, 3, on="STATE_WANTED"), joins_s=(1.0,)),
     "the lead dies while a view is prepared": _with(
         AVERAGE, Fault("kill lead", 1.0, 0.5, on="PREPARE"), joins_s=(1.0,)

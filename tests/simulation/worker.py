@@ -21,7 +21,7 @@ from psengine.protocol.groups import split
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation import inspection
-from simulation.network import UP, Socket
+from simulation.network import UP, Socket, place_of
 from simulation.segments import SimulatedSegments
 from simulation.violation import require
 
@@ -202,6 +202,10 @@ class WorkerProcess:
             self.segments.close()
             self.segments.died()
 
+    def address_of(self, link: int) -> str:
+        """Where a link leads."""
+        return self._addresses[link]
+
     # ---- its transport -----------------------------------------------------------------------------------------
 
     def _connect(self, receiver: Receiver, options: SessionOptions) -> WorkerProcess:
@@ -261,9 +265,3 @@ class WorkerProcess:
             self.world.views.welcomed(self, message)
         if self.segments is None or inspection.look_into(self, socket.link, message):
             self.receiver.received(socket.link, message, self.clock.now_s)
-
-
-def place_of(address: str) -> tuple[int, int]:
-    """(server, shard) of an address."""
-    host, _, shard = address.removeprefix("tcp://10.0.0.").partition(":")
-    return int(host), int(shard)

@@ -87,7 +87,7 @@ class Simulation:
         self.faults = Faults(self)
         self.liveness = Liveness(self)
         self.job = JOBS[scenario.rule](self)
-        self._processes = self._launches = 0
+        self.all_processes: list[WorkerProcess] = []
 
     @property
     def processes(self) -> Iterator[WorkerProcess]:
@@ -211,11 +211,10 @@ class Simulation:
             connect_timeout_s=TIMEOUT_S,
         )
         shares = slot.rank < scenario.shares
-        slot.process = WorkerProcess(
-            self, self._processes, slot.rank, options, self._rng.getrandbits(64), shares=shares
-        )
+        number, nonce = len(self.all_processes), self._rng.getrandbits(64)
+        slot.process = WorkerProcess(self, number, slot.rank, options, nonce, shares=shares)
+        self.all_processes.append(slot.process)
         self.liveness.unrest_s = self.clock.now_s
-        self._processes += 1
 
     def _operate(self) -> None:
         """Look after processes that have ended."""
