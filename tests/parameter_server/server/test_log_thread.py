@@ -1,0 +1,229 @@
+"""A shard's log on real files: what is acknowledged is where a restart finds it, and a full disk can be cleared."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from psengine.errors import SnapshotError
+from psengine.parameter_server.server.durability import log_thread
+from psengine.parameter_server.server.durability.log_thread import LogThread
+from psengine.parameter_server.server.log.disk import DirectoryDisk
+from psengine.parameter_server.server.log.log import LogStart
+from psengine.parameter_server.server.log.reading import LogReader
+from psengine.parameter_server.server.log.records import Record, RecordKind
+
+DEADLINE_S = 20.0
+ROOM_BYTES = 1 << 40
+
+
+class Answers:
+    """In the place of ``HeldAnswers``."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.wakes, self.failure = 0, ""
+
+    def wake(self):
+        with self.changed:
+            self.wakes += 1
+            self.changed.notify_all()
+
+    def fail(self, reason):
+        with self.changed:
+            self.failure = reason
+            self.changed.notify_all()
+
+
+class Room(DirectoryDisk):
+    """A directory that says how much room there is."""
+
+    bytes_left = ROOM_BYTES
+
+    def free_bytes(self):
+        return self.bytes_left
+
+
+class Written:
+    """A log that runs."""
+
+    def __init__(self, directory, reserved_bytes):
+        self.disk, self.answers, self.noted, self.wanted = Room(directory), Answers(), [], []
+        self.thread = LogThread(
+            self.disk,
+            LogStart(0, 1, 0, 7),
+            self.answers,
+            lambda kind, text: self.noted.append((kind, text)),
+            lambda: self.wanted.append(time.monotonic()),
+            lambda: 0,
+            lambda: reserved_bytes,
+        )
+
+    def append(self, count=1, size_bytes=100):
+        for _ in range(count):
+            self.thread.append(Record(RecordKind.MESSAGE, 1, [bytes(size_bytes)]))
+
+    def until(self, is_so):
+        end_s = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert time.monotonic() < end_s
+            time.sleep(0.005)
+
+    def settle(self):
+        """Until all that was appended is acknowledged."""
+        self.until(lambda: self.thread.log.durable == self.thread.log.end)
+
+    def kinds(self):
+        return [kind for kind, _ in self.noted]
+
+    def read(self):
+        reader = LogReader(DirectoryDisk(self.disk.directory), 0)
+        return [placed.number for placed in reader if placed.record.kind is RecordKind.MESSAGE]
+
+
+@contextmanager
+def running(directory, reserved_bytes=0):
+    written = Written(directory, reserved_bytes)
+    written.thread.start()
+    try:
+        yield written
+    finally:
+        written.thread.end()
+        written.thread.join(DEADLINE_S)
+        assert not written.thread.is_alive()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(log_thread, "LOOK_S", 0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_was_acknowledged_is_read_back(tmp_path):
+    with running(tmp_path) as log:
+        for count in (1, 3, 40):
+            log.append(count)
+            log.settle()
+        place = log.thread.cut()
+        log.thread.await_begun(place.segment, DEADLINE_S)
+        log.append(2)
+        log.settle()
+        assert log.read() == list(range(46))
+        assert log.answers.wakes
+        status = log.thread.status()
+        assert (status.records, status.durable_records, status.is_full, status.error) == (46, 46, False, "")
+    assert log.noted == []
+
+
+def remove(directory):
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+
+
+def replace(directory):
+    directory.rename(directory.with_name("aside"))
+    directory.mkdir()
+
+
+def replace_the_file(directory):
+    [file] = directory.iterdir()
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("injure", [remove, replace, replace_the_file])
+@pytest.mark.parametrize("is_idle", [False, True])
+@pytest.mark.usefixtures("quick")
+def test_nothing_is_acknowledged_into_a_file_that_nobody_finds(tmp_path, injure, is_idle, monkeypatch):
+    directory = tmp_path / "s"
+    directory.mkdir()
+    with running(directory) as log:
+        log.append(3)
+        log.settle()
+        if not is_idle:
+            monkeypatch.setattr(log_thread, "LOOK_S", DEADLINE_S)  # the next look comes after the next record
+            log.until(lambda: log.thread._looked_s > 0)
+        injure(directory)
+        if not is_idle:
+            log.append(1)
+        log.until(lambda: log.answers.failure)
+        assert "the log of shard 0 cannot be written any more" in log.answers.failure
+        assert log.kinds() == ["log_failed"]
+        assert log.thread.log.durable == 3
+        monkeypatch.setattr(log_thread, "LOOK_S", 0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_room_for_a_snapshot_is_left_and_a_cut_goes_on(tmp_path):
+    with running(tmp_path, reserved_bytes=1 << 20) as log:
+        log.append(2)
+        log.settle()
+        log.disk.bytes_left = (1 << 20) + 50
+        log.append(3)
+        log.until(lambda: set(log.kinds()) == {"log_full", "log_low"})
+        assert log.thread.is_full
+        assert log.wanted
+        assert log.thread.log.durable == 2
+        # A snapshot: what came before it is written, so that its segment begins; what comes after waits for room.
+        place = log.thread.cut()
+        log.append(1)
+        log.thread.await_begun(place.segment, DEADLINE_S)
+        log.append(1)
+        log.until(lambda: log.thread.log.durable >= 5)
+        log.disk.bytes_left = ROOM_BYTES
+        log.settle()
+        log.until(lambda: "log_room" in log.kinds())
+        assert log.read() == list(range(7))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_snapshot_is_asked_for_as_long_as_there_is_little_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_thread, "LOW_REPEAT_S", 0.05)
+    with running(tmp_path) as log:
+        log.disk.bytes_left = log_thread.LOW_BYTES - 1
+        log.until(lambda: len(log.wanted) >= 3)
+        assert set(log.kinds()) == {"log_low"}
+        log.disk.bytes_left = ROOM_BYTES
+        time.sleep(0.1)
+        asked = len(log.wanted)
+        time.sleep(0.2)
+        assert len(log.wanted) == asked
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_segment_that_cannot_begin_is_said(tmp_path, monkeypatch):
+    def full(self, pieces):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("psengine.parameter_server.server.log.disk.DirectoryFile.append", full)
+    with running(tmp_path) as log:
+        with pytest.raises(SnapshotError, match="log of shard 0 cannot begin segment 1: its disk is full"):
+            log.thread.await_begun(1, 0.5)
+        monkeypatch.undo()
+        log.thread.await_begun(1, DEADLINE_S)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failed_sync_is_not_tried_again(tmp_path, monkeypatch):
+    calls = []
+
+    def fail(self):
+        calls.append(self)
+        raise OSError(5, "Input/output error")
+
+    with running(tmp_path) as log:
+        log.append(1)
+        log.settle()
+        monkeypatch.setattr("psengine.parameter_server.server.log.disk.DirectoryFile.sync", fail)
+        log.append(1)
+        log.until(lambda: log.answers.failure)
+        time.sleep(0.1)
+        assert len(calls) <= 2  # the other thread may be looking at the file
+        assert log.thread.log.durable == 1
+        with pytest.raises(SnapshotError, match="cannot be written any more"):
+            log.thread.await_begun(log.thread.cut().segment, DEADLINE_S)
