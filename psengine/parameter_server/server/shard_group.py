@@ -230,7 +230,8 @@ class ShardGroup:
         forgotten = [thread.ask(partial(thread.shard.forget, job)) for thread in self.threads]
         # A crash before the next interval would restore the job. Shards call functions in the order of asking.
         begin_snapshot()
-        return 0 if any(_results(forgotten)) or led == 0 else None
+        was_known = _results(forgotten)
+        return 0 if led == 0 or any(was_known) else None
 
     def close(self) -> int:
         """Let no more workers in; how many there are.

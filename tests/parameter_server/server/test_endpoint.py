@@ -112,6 +112,8 @@ def test_a_message_that_does_not_end_is_closed(endpoint, peer):
 
 
 def test_no_descriptor_is_kept(context, tmp_path):
+    Endpoint(context, f"ipc://{tmp_path}/first").close(0)  # the context begins its threads
+    time.sleep(0.2)
     before = len(os.listdir("/proc/self/fd"))
     Endpoint(context, f"ipc://{tmp_path}/shard").close(0)
     eventually(lambda: len(os.listdir("/proc/self/fd")) == before)

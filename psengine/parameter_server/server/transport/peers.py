@@ -109,7 +109,11 @@ class Peers:
         return None if found is None else int(struct.unpack_from("@Q", found, _RECEIVED_AT)[0])
 
     def _shut(self, peer: _Peer) -> bool:
-        return self._on(peer, lambda one: one.shutdown(socket.SHUT_RDWR) or b"") is not None
+        def shut(one: socket.socket) -> bytes:
+            one.shutdown(socket.SHUT_RDWR)
+            return b""
+
+        return self._on(peer, shut) is not None
 
     def _on(self, peer: _Peer, call: Callable[[socket.socket], bytes]) -> bytes | None:
         """What ``call`` returns of the connection's socket; None where it is gone, or the system refuses."""

@@ -1,0 +1,216 @@
+"""A shard's thread between its socket, the coordinators, the shard and the log: who gets a message, and what waits."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from support.waiting import eventually
+
+from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.transport.endpoint import Endpoint
+from psengine.parameter_server.server.transport.shard_thread import ShardThread
+from psengine.parameter_server.status_model import CoordinatedJob, ServerFacts, ShardStatus
+from psengine.protocol.frames import decode, encode
+from psengine.protocol.layout import job_number
+from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.views import View, message_of
+
+RULE = {"name": "average", "quorum": None}
+HELLO = {
+    "job": "a job", "run": "", "nonce": 1, "host": "here", "pid": 1, "software": "", "servers": ["tcp://here:1"]
+}  # fmt: skip
+WELCOME = {
+    "state": "wait", "registration": 1, "key": b"k" * 32, "lease_s": 5.0, "heartbeat_s": 1.0, "rule": None,
+    "world_size": 1, "software": "",
+}  # fmt: skip
+RESUMED = {"index": 0, "chunks": 1, "version": 7, "view": 1, "missing": [], "durable_version": None}
+VIEW = message_of(View(1, 1, (), (1,)), b"k" * 32, 0)
+
+
+@dataclass
+class FakeShard:
+    """Answers what it is told to."""
+
+    index: int = 0
+    epoch: int = 5
+    settings: ShardSettings = field(default_factory=ShardSettings)
+    jobs: dict[int, Any] = field(default_factory=dict)
+    changes: int = 0
+    is_draining: bool = False
+    answers: list[Message] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
+
+    def apply(self, message: Message, sender: Sender) -> list[Outgoing]:
+        self.heard.append(message.type.name)
+        return [Outgoing(sender.route, answer) for answer in self.answers]
+
+    def status(self) -> ShardStatus:
+        return ShardStatus(index=self.index)
+
+
+@dataclass
+class FakeCoordinators:
+    """Likewise."""
+
+    answers: list[Message] = field(default_factory=list)
+    heard: list[str] = field(default_factory=list)
+    changed: dict[str, Any] | None = None
+    pauses: list[float] = field(default_factory=list)
+
+    def handle(self, message: Message, sender: Sender, now_s: float) -> list[Outgoing]:
+        self.heard.append(message.type.name)
+        return [Outgoing(sender.route, answer) for answer in self.answers]
+
+    def tick(self, now_s: float) -> list[Outgoing]:
+        return []
+
+    def stood_still(self, pause_s: float) -> None:
+        self.pauses.append(pause_s)
+
+    def take_changed(self) -> dict[str, Any] | None:
+        changed, self.changed = self.changed, None
+        return changed
+
+    def remembered_count(self) -> int:
+        return 1
+
+    def status(self, now_s: float) -> dict[str, CoordinatedJob]:
+        return {"a job": CoordinatedJob(rule=RULE, phase="OPEN")}
+
+
+@dataclass
+class FakeLog:
+    """Durable up to ``durable``, of records up to ``end``."""
+
+    end: int = 0
+    durable: int = 0
+
+
+class World:
+    """A thread on a real socket, and a peer of it."""
+
+    def __init__(self, context: zmq.Context[Any], index: int = 0) -> None:
+        self.shard, self.coordinators, self.log = FakeShard(index), FakeCoordinators(), FakeLog()
+        self.notes: list[str] = []
+        endpoint = Endpoint(context, "tcp://127.0.0.1:*")
+        self.thread = ShardThread(
+            self.shard,  # type: ignore[arg-type]
+            endpoint,
+            ["tcp://here:1", "tcp://here:2"],
+            coordinators=None if index else self.coordinators,  # type: ignore[arg-type]
+            facts=None if index else lambda: ServerFacts(host="here"),
+            on_admin=lambda *order: None,
+            note=lambda kind, text: self.notes.append(kind),
+        )
+        self.thread.answers.log = self.log  # type: ignore[assignment]
+        self.thread.append_coordinator = self._append
+        self.peer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.peer.setsockopt(zmq.LINGER, 0)
+        self.peer.connect(endpoint.address)
+        self.thread.start()
+
+    def _append(self, meta: Any) -> None:
+        self.log.end += 1
+
+    def ask(self, kind: str, **fields: Any) -> list[Message]:
+        """What comes within a moment."""
+        self.peer.send_multipart(encode(Message(MessageType[kind], **fields)))
+        return self.answers()
+
+    def answers(self) -> list[Message]:
+        found = []
+        while self.peer.poll(300):
+            found.append(decode(self.peer.recv_multipart()))
+        return found
+
+    def make_durable(self) -> None:
+        self.log.durable = self.log.end
+        self.thread.answers.wake()
+
+    def close(self) -> None:
+        self.thread.end()
+        self.thread.join(timeout=5.0)
+        self.peer.close()
+
+
+@pytest.fixture
+def worlds() -> Iterator[Any]:
+    made: list[World] = []
+    with zmq.Context() as context:
+        yield lambda index=0: made.append(World(context, index)) or made[-1]
+        for world in made:
+            world.close()
+
+
+def names(messages: list[Message]) -> list[str]:
+    return [message.type.name for message in messages]
+
+
+def test_control_messages_go_to_the_coordinators_of_the_first_shard_and_all_else_to_the_shard(worlds):
+    world = worlds()
+    world.ask("HELLO", body=HELLO, job=job_number("a job"))
+    for kind, fields in (("HEARTBEAT", {}), ("LEAVE", {"body": {"completed": 1}}), ("LIST", {"body": {"after": -1}})):
+        world.ask(kind, **fields)
+    assert world.coordinators.heard == ["HELLO", "HEARTBEAT", "LEAVE"]
+    assert world.shard.heard == ["LIST"]
+    other = worlds(1)
+    (refused,) = other.ask("HEARTBEAT")
+    assert "the first shard of the job's first server" in refused.body["text"]
+
+
+def test_what_says_nothing_of_updates_does_not_wait_for_the_log(worlds):
+    world = worlds()
+    world.log.end = 1
+    world.shard.answers = [Message(MessageType.RESUMED, body=dict(RESUMED)), Message(MessageType.OK)]
+    (resumed,) = world.ask("RESUME")
+    assert resumed.body["version"] is None
+    assert resumed.body["shards"] == ["tcp://here:1", "tcp://here:2"]
+    for welcome, kinds in (({}, ["WELCOME"]), ({"state": "initialise"}, [])):
+        world.coordinators.answers = [Message(MessageType.WELCOME, body=WELCOME | welcome)]
+        assert names(world.ask("HEARTBEAT")) == kinds
+    world.coordinators.answers = [Message(MessageType.OK), VIEW]
+    assert names(world.ask("HEARTBEAT")) == ["OK"]
+    assert names(world.ask("LEAVE", body={"completed": 1})) == []
+    payload = torch.arange(3.0)
+    (echoed,) = world.ask("ECHO", payload=payload)
+    assert echoed.type is MessageType.ECHOED
+    (report,) = world.ask("STATUS")
+    status = json.loads(bytes(report.payload))
+    assert status["server"]["host"] == "here"
+    assert status["coordinated"]["a job"]["phase"] == "OPEN"
+    world.make_durable()
+    assert names(world.answers()) == ["OK", "WELCOME", "VIEW", "OK", "VIEW"]
+    world.shard.answers = [Message(MessageType.RESUMED, body=dict(RESUMED))]
+    (resumed,) = world.ask("RESUME")
+    assert resumed.body["version"] == 7
+
+
+def test_a_decision_waits_until_it_is_in_the_log(worlds):
+    world = worlds()
+    world.coordinators.answers, world.coordinators.changed = [VIEW], {"jobs": []}
+    assert world.ask("LEAVE", body={"completed": 1}) == []
+    assert world.thread.changes == 1
+    world.make_durable()
+    assert names(world.answers()) == ["VIEW"]
+
+
+def test_the_coordinators_are_told_of_a_pause(worlds):
+    world = worlds()
+    world.thread.ask(lambda: time.sleep(2.5)).result(10.0)
+    eventually(lambda: world.coordinators.pauses)
+    assert 2.0 < world.coordinators.pauses[0] < 5.0
+    assert world.notes == ["stood_still"]
+
+
+def test_nobody_is_let_in_while_the_server_ends(worlds):
+    world = worlds()
+    world.thread.drain()
+    assert world.shard.is_draining
+    assert world.thread.drained.wait(5.0)
