@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.shard_world import APPLY, World, codes, push_all, rule_of, spec, team
+from support.shard_world import APPLY, Worker, World, codes, push_all, rule_of, spec, team
 
 from psengine.parameter_server.server.interfaces import Sender
 from psengine.protocol.frames import encode, payload_tensor
@@ -22,22 +22,21 @@ OPTIMIZERS = {
 }
 
 
-def rule(**options):
-    return APPLY | options
-
-
-def fleet(size, numel=6, *, values=None, optimizer=True, kind=ChunkKind.PARAMETER, world=None, **options):
-    world = world or World()
+def fleet(size, numel=6, *, values=None, kind=ChunkKind.PARAMETER, optimizer=None, **options):
+    world = World()
     values = torch.zeros(numel) if values is None else values
-    workers = team(world, size, [spec(0, numel, kind=kind)], values={0: values}, rule=rule(**options))
-    if optimizer:
-        for worker in workers:
-            assert worker.configure(0, numel).type is MessageType.OK
-    return world, workers
+    chunks = [spec(0, numel, kind=kind)]
+    return world, team(world, size, chunks, values={0: values}, rule=APPLY | options, optimizer=optimizer)
 
 
 def gradient(numel, seed):
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(world):
+    """All that the shard would keep."""
+    chunks = [chunk for job in world.shard.capture() for chunk in job.chunks]
+    return [(chunk.meta, {name: tensor.tolist() for name, tensor in chunk.tensors.items()}) for chunk in chunks]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -45,9 +44,8 @@ def test_steps_like_torch(name):
     kind, options = OPTIMIZERS[name]
     parameter = torch.nn.Parameter(gradient(40, 99))
     optimizer = getattr(torch.optim, kind)([parameter], **options)
-    world, workers = fleet(2, 40, values=parameter.detach().clone(), optimizer=False)
-    for worker in workers:
-        worker.configure(0, 40, kind, wire_groups(optimizer))
+    configured = {"name": kind, "groups": wire_groups(optimizer)}
+    world, workers = fleet(2, 40, values=parameter.detach().clone(), optimizer=configured)
     version, counts = 0, [0, 0]
     for step, rank in enumerate([0, 1, 1, 0, 0, 1, 0]):
         if step == 3:
@@ -64,17 +62,21 @@ def test_steps_like_torch(name):
 
 
 def test_a_buffer_takes_the_newest_values():
-    _, workers = fleet(2, kind=ChunkKind.BUFFER, optimizer=False)
+    _, workers = fleet(2, kind=ChunkKind.BUFFER)
     workers[0].push(0, 1, torch.ones(6))
     (answer,) = workers[1].push(0, 1, torch.full((6,), 2.0))
     assert payload_tensor(answer).tolist() == [2.0] * 6
 
 
 def test_parameters_need_configure_first():
-    world, workers = fleet(1, optimizer=False)
-    before = world.state_hash()
-    assert codes(workers[0].push(0, 1, torch.ones(6))) == [ErrorCode.NOT_READY]
-    assert world.state_hash() == before
+    world = World()
+    worker = Worker(world, 0, rule=APPLY)
+    worker.begin()
+    worker.register(spec())
+    world.publish([worker])
+    before = whole(world)
+    assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.NOT_READY]
+    assert whole(world) == before
 
 
 class TestRefusals:
@@ -82,40 +84,101 @@ class TestRefusals:
     def test_non_finite_gradients_change_nothing(self, bad):
         world, workers = fleet(1)
         workers[0].push(0, 1, torch.ones(6))
-        values = rule_of(world).outcome.values.clone()
+        values = rule_of(world).values.clone()
         poison = torch.ones(6)
         poison[3] = bad
         (answer,) = workers[0].push(0, 2, poison, 1)
         assert answer.body == {"refused": "non_finite"}
         assert answer.version == rule_of(world).version == 1
         assert torch.equal(payload_tensor(answer), values)
-        assert world.shard.status(0.0).jobs["demo"].refused == {"non_finite": 1}
+        assert world.shard.status().jobs["demo"].refused == {"non_finite": 1}
         (after,) = workers[0].push(0, 3, torch.ones(6), 1)
         assert after.body == {}
 
     def test_what_was_computed_before_an_eviction_is_stale_under_a_bound(self):
         world, workers = fleet(2, max_staleness=1)
-        for sequence in (1, 2):
-            push_all(workers, sequence, torch.ones(6))
-        world.advance(6, workers[0])
-        workers[0].push(0, 3, torch.ones(6), 4)
-        assert workers[1].hello() == "ready"
-        (answer,) = workers[1].push(0, 3, torch.ones(6), 4)
+        push_all(workers, 1, torch.ones(6))
+        world.publish(workers[:1])
+        workers[0].push(0, 2, torch.ones(6), 2)
+        world.publish(workers)
+        world.release(workers, 2, floor=2)
+        (answer,) = workers[1].push(0, 2, torch.ones(6), 2)
         assert answer.body == {"refused": "stale"}
-        assert answer.version == 5
-        workers[0].push(0, 4, torch.ones(6), 5)
-        (answer,) = workers[1].push(0, 4, torch.ones(6), 6)
+        assert answer.version == 3
+        (answer,) = workers[1].push(0, 3, torch.ones(6), 3)
         assert answer.body == {}
 
+    @pytest.mark.parametrize(("weight", "values"), [(2, torch.ones(6)), (0, None)])
+    def test_an_asynchronous_gradient_has_no_weight(self, weight, values):
+        world, (worker,) = fleet(1)
+        before = whole(world)
+        (refusal,) = worker.push(0, 1, values, body={"weight": weight})
+        assert refusal.body["code"] == ErrorCode.BAD_VALUE
+        assert "an asynchronous job averages nothing" in refusal.body["text"]
+        assert whole(world) == before
 
-@pytest.mark.parametrize(("weight", "values"), [(2, torch.ones(6)), (0, None)])
-def test_an_asynchronous_gradient_has_no_weight(weight, values):
-    world, (worker,) = fleet(1)
-    before = world.state_hash()
-    (refusal,) = worker.push(0, 1, values, body={"weight": weight})
-    assert refusal.body["code"] == ErrorCode.BAD_VALUE
-    assert "an asynchronous job averages nothing" in refusal.body["text"]
-    assert world.state_hash() == before
+    def test_a_gradient_that_the_optimizer_refuses_leaves_the_compensation_as_it_was(self):
+        options = {"delay_compensation": 1.0, "compensation_decay": 0.9}
+        world, (worker,) = fleet(1, **options)
+        worker.push(0, 1, torch.ones(6))
+        before = whole(world)
+        wrong = {"groups": [{"lr": -1.0}]}
+        assert codes(worker.push(0, 2, torch.ones(6), 1, body=wrong)) != []
+        assert whole(world) == before
+
+
+class TestBound:
+    def test_an_answer_is_held_and_leaves_with_the_weights_of_then(self):
+        world, workers = fleet(2, max_staleness=1)
+        assert 1 in {m.sequence for m in workers[0].push(0, 1, torch.ones(6))}
+        assert workers[0].push(0, 2, torch.ones(6)) == []
+        assert workers[0].waits(0, 2) == [1]
+        workers[1].push(0, 1, torch.ones(6))
+        newest = workers[1].updates()[1]
+        assert not workers[0].take(MessageType.UPDATED)[1:]
+        world.release(workers[1:], 1, floor=1)
+        assert torch.equal(workers[0].updates()[2], newest)
+
+    def test_a_held_answer_is_dropped_with_its_worker_and_asked_for_when_it_is_back(self):
+        world, workers = fleet(2, max_staleness=0)
+        workers[0].push(0, 1, torch.ones(6))
+        world.publish(workers[1:])
+        world.publish(workers)
+        assert workers[0].resume([(0, 1)])["missing"] == []
+        assert not workers[0].updates()
+        world.release(workers, 1, floor=1)
+        assert list(workers[0].updates()) == [1]
+        assert rule_of(world).version == 1
+
+    def test_a_restarted_server_holds_what_was_held(self):
+        world, workers = fleet(2, max_staleness=0)
+        workers[0].push(0, 1, torch.ones(6))
+        world.start(8, world.shard.capture())
+        world.publish(workers)
+        workers[0].resume()
+        world.release(workers, 1, floor=1)
+        assert list(workers[0].updates()) == [1]
+
+
+class TestOnce:
+    def test_no_view_takes_back_what_was_applied(self):
+        world, workers = fleet(2)
+        push_all(workers, 1, torch.ones(6))
+        world.publish(workers[:1], from_step=1)
+        world.publish(workers, from_step=1)
+        workers[1].updates()
+        assert workers[1].resume([(0, 1)])["missing"] == []
+        assert list(workers[1].updates()) == [1]
+        assert rule_of(world).version == 2
+
+    def test_a_new_process_numbers_its_steps_anew(self):
+        world, workers = fleet(2)
+        push_all(workers, 1, torch.ones(6))
+        new = Worker(world, 1, rule=APPLY, incarnation=99)
+        world.publish([workers[0], new])
+        assert new.resume([(0, 1)])["missing"] == [0]
+        new.push(0, 1, torch.ones(6))
+        assert rule_of(world).version == 3
 
 
 class TestLoans:
@@ -124,8 +187,8 @@ class TestLoans:
     @pytest.mark.parametrize("how", ["push", "store", "buffer"])
     def test_lent_weights_stay_as_they_are(self, how):
         kind = ChunkKind.BUFFER if how == "buffer" else ChunkKind.PARAMETER
-        world, (first, second) = fleet(2, kind=kind, optimizer=how != "buffer")
-        lent = self.lend(world, first, sequence=1)
+        world, (first, second) = fleet(2, kind=kind)
+        lent = self.lend(world, first)
         before = bytes(lent)
         if how == "store":
             second.ask(MessageType.STORE, key=0, payload=torch.full((6,), 9.0))
@@ -135,11 +198,11 @@ class TestLoans:
         assert bytes(encode(second.ask(MessageType.PULL, key=0))[-1]) != before
 
     @staticmethod
-    def lend(world, worker, sequence):
+    def lend(world, worker):
         fields = {"job": job_number(worker.job), "worker": worker.worker, "incarnation": worker.incarnation}
-        message = Message(MessageType.PUSH, epoch=worker.epoch, key=0, sequence=sequence, **fields)
+        message = Message(MessageType.PUSH, key=0, sequence=1, view=worker.view, **fields)
         message.dtype, message.numel, message.payload = torch.float32, 6, torch.ones(6)
-        (answer,) = world.shard.handle(Sender(worker.route, ""), message, world.now_s)
+        (answer,) = world.shard.apply(message, Sender(worker.route, ""))
         lent = encode(answer.message)[-1]
-        answer.pins.pin(lent)
+        answer.place.sent(lent)
         return lent

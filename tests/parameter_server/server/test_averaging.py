@@ -7,11 +7,16 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.shard_world import Worker, World, push_all, spec, team, world_of
+from support.shard_world import AVERAGE, Worker, World, codes, push_all, rule_of, spec, team, world_of
 
+from psengine.codecs.int8 import Int8
+from psengine.codecs.onebit import OneBit
+from psengine.codecs.powersgd import PowerSgd
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.layout import ChunkKind
-from psengine.protocol.messages import MessageType
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
+from psengine.protocol.messages import ErrorCode, MessageType
+
+QUORUM = AVERAGE | {"quorum": 2}
 
 
 def gradients(size, numel, dtype=torch.float32, seed=0):
@@ -36,17 +41,21 @@ def equal(left, right):
     return left.dtype is right.dtype and torch.equal(left, right)
 
 
+def named(step, *ranks):
+    return tuple((rank, step) for rank in ranks)
+
+
 class TestSums:
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
     def test_the_same_bits_for_every_order_of_arrival(self, size):
         workers = team(World(), size, [spec(0, 37)])
-        for sequence, order in enumerate(itertools.permutations(range(size)), start=1):
-            grads = gradients(size, 37, seed=sequence)
+        for step, order in enumerate(itertools.permutations(range(size)), start=1):
+            grads = gradients(size, 37, seed=step)
             for rank in order:
                 assert not workers[rank].inbox
-                workers[rank].push(0, sequence, grads[rank])
+                workers[rank].push(0, step, grads[rank])
             for worker in workers:
-                assert equal(worker.updates()[sequence], reference(grads))
+                assert equal(worker.updates()[step], reference(grads))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
     def test_buffers_become_those_of_the_lowest_rank(self, dtype):
@@ -63,7 +72,7 @@ class TestSums:
         answer = workers[0].updates()[1]
         assert answer[0] == 1
         assert answer[1].isnan()
-        assert world.shard.status(0.0).jobs["demo"].non_finite == 1
+        assert world.shard.status().jobs["demo"].non_finite == 1
 
     def test_who_abstains_is_not_counted(self):
         workers = team(World(), 3, [spec(0, 8)])
@@ -82,48 +91,134 @@ class TestSums:
         assert equal(payload_tensor(answer), torch.zeros(3, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize(("ended_without_it", "reached"), [(1, 1), (1, 0), (2, 1)])
-def test_one_that_returns_to_an_empty_job_goes_on_if_the_averages_that_it_lacks_are_here(ended_without_it, reached):
-    world, workers = world_of(2, [spec(0, 4)])
-    push_all(workers, 1, torch.ones(4))
-    world.advance(6, workers[0])
-    for sequence in range(2, 2 + ended_without_it):
-        assert workers[0].push(0, sequence, torch.full((4,), 3.0))
-    world.advance(6)
-    if ended_without_it > 1 or not reached:
-        assert workers[1].hello(version=reached) == "wait", "the other one may come back, and is ahead"
-    else:
-        assert workers[1].hello(version=reached) == "ready"
-        assert payload_tensor(workers[1].push(0, 2, torch.ones(4))[0]).tolist() == [3.0] * 4
+class TestViews:
+    def test_a_step_that_nobody_has_used_is_averaged_again_over_those_who_are_left(self):
+        world, workers = world_of(3, [spec()])
+        grads = gradients(3, 4)
+        for worker, gradient in zip(workers, grads, strict=True):
+            worker.push(0, 1, gradient)
+        assert equal(workers[0].updates()[1], reference(grads))
+        world.publish(workers[:2], from_step=1)
+        assert rule_of(world).version == 0
+        for worker, gradient in zip(workers[:2], grads, strict=False):
+            worker.push(0, 1, gradient)
+        assert equal(workers[1].updates()[1], reference(grads[:2]))
+
+    def test_a_step_that_somebody_has_used_stays(self):
+        world, workers = world_of(3, [spec()])
+        push_all(workers, 1, torch.ones(4))
+        first = [worker.updates()[1] for worker in workers][0]
+        world.publish(workers[:2], from_step=2)
+        (again,) = workers[1].push(0, 1, torch.full((4,), 9.0))
+        assert equal(payload_tensor(again), first)
+        assert "late" not in again.body
+
+    @pytest.mark.parametrize("codec", [Int8(), OneBit(), PowerSgd(rank=1)], ids=repr)
+    @pytest.mark.parametrize("is_spoiled", [False, True])
+    def test_a_step_that_is_taken_back_leaves_the_residual_as_it_was(self, codec, is_spoiled):
+        matrix = ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 64, (Segment("p0", (8, 8), (8, 1), 0, 64),))
+        codec = codec.for_pieces([(64, 8)])
+        form = codec.payload_spec(64, torch.float32)
+
+        def payload(seed, scale=1.0):
+            one = torch.empty(form.numel, dtype=form.dtype)
+            codec.encode(torch.randn(64, generator=torch.Generator().manual_seed(seed)) * scale, one)
+            return one
+
+        found = []
+        for is_undone in (False, True):
+            world, workers = world_of(2, [matrix], rule=AVERAGE | {"compress": repr(codec)})
+            push_all(workers, 1, payload(1))
+            if is_undone:
+                workers[0].push(0, 2, payload(7))
+                workers[1].push(0, 2, payload(8, torch.inf if is_spoiled else 1.0))
+                assert all(2 in worker.updates() for worker in workers)
+                world.publish(workers, from_step=2)
+            for step in (2, 3):
+                push_all(workers, step, payload(step))
+            found.append(workers[0].updates())
+        assert all(torch.equal(found[0][step], found[1][step]) for step in (2, 3))
+
+    def test_a_new_process_of_a_rank_begins_at_its_first_step(self):
+        world, workers = world_of(2, [spec()])
+        push_all(workers, 1, torch.ones(4))
+        new = Worker(world, 1, incarnation=99, first_step=2)
+        world.publish([workers[0], new], from_step=2)
+        new.resume()
+        new.take()
+        workers[0].push(0, 2, torch.ones(4))
+        assert workers[0].waits(0, 2) == [1]
+        new.push(0, 2, torch.full((4,), 3.0))
+        assert new.updates()[2].tolist() == [2.0] * 4
+
+    def test_who_lacks_more_than_the_last_step_has_to_take_state(self):
+        world, workers = world_of(2, [spec()])
+        world.publish(workers, from_step=5)
+        assert codes(workers[0].push(0, 3, torch.ones(4))) == [ErrorCode.FENCED]
+        assert workers[0].push(0, 4, torch.ones(4)) == []
+
+    def test_who_takes_part_later_is_not_waited_for(self):
+        world, workers = world_of(2, [spec()])
+        joiner = Worker(world, 2, first_step=3)
+        world.publish([*workers, joiner], from_step=2)
+        push_all(workers, 2, torch.ones(4))
+        assert all(worker.updates()[2].tolist() == [1.0] * 4 for worker in workers)
+        push_all(workers, 3, torch.ones(4))
+        assert workers[0].waits(0, 3) == [2]
 
 
-class TestSnapshots:
-    """What a worker deposited, and its number, are kept; exchanges are sent again by whoever takes part."""
+class TestQuorum:
+    def test_those_named_count_and_others_are_late(self):
+        world, workers = world_of(3, [spec(0), spec(1)], rule=QUORUM)
+        for key in (0, 1):
+            workers[0].push(key, 1, torch.ones(4))
+            workers[2].push(key, 1, torch.full((4,), 3.0))
+        workers[1].push(0, 1, torch.full((4,), 9.0))  # here in one chunk only
+        assert not any(worker.updates() for worker in workers)
+        world.release(workers[:1], 1, contributors=named(1, 0, 2))
+        late = workers[1].take(MessageType.UPDATED)
+        late += workers[1].push(1, 1, torch.full((4,), 9.0))
+        assert [answer.body for answer in late] == [{"contributors": 2, "late": True}] * 2
+        for worker in (workers[0], workers[2]):
+            for answer in worker.take(MessageType.UPDATED):
+                assert payload_tensor(answer).tolist() == [2.0] * 4
+                assert answer.body == {"contributors": 2}
+        assert world.shard.status().jobs["demo"].late == 2
 
-    def test_deposited_values_come_back(self):
-        world, (worker,) = world_of(1, [spec()])
-        worker.ask(MessageType.STORE, key=0, payload=torch.full((4,), 3.0), version=6)
-        world.start(8, world.shard.durable.capture())
-        again = Worker(world, 0, world_size=1, nonce=worker.nonce)
-        assert again.hello() == "ready"
-        again.take()
-        answer = again.pull(0)
-        assert (answer.version, payload_tensor(answer).tolist()) == (6, [3.0] * 4)
+    def test_a_decision_waits_for_the_contributions_that_it_names(self):
+        world, workers = world_of(3, [spec()], rule=QUORUM)
+        workers[0].push(0, 1, torch.ones(4))
+        workers[2].push(0, 1, torch.ones(4))
+        world.release(workers, 1, contributors=named(1, 0, 1))
+        assert workers[0].waits(0, 1) == [1]
+        workers[1].push(0, 1, torch.full((4,), 3.0))
+        assert workers[0].updates()[1].tolist() == [2.0] * 4
 
-    def test_a_worker_that_was_entering_when_the_snapshot_was_taken_is_waited_for(self):
-        """It has taken part since: the others name it. Else a step would be averaged without it."""
-        world = World()
-        first = Worker(world, 0, world_size=2)
-        first.initialise([spec()])
-        second = Worker(world, 1, world_size=2)
-        assert second.hello() == "ready"
-        second.take()
-        world.shard.jobs.find("demo").membership.demote(1)
-        world.start(8, world.shard.durable.capture())
-        first.members = second.members = [0, 1]
-        assert first.hello() == "ready"
-        assert first.push(0, 7, torch.ones(4)) == []
-        assert second.hello() == "ready"
-        second.push(0, 7, torch.full((4,), 3.0))
-        (answer,) = first.take(MessageType.UPDATED)
-        assert (answer.body["contributors"], payload_tensor(answer).tolist()) == (2, [2.0] * 4)
+    def test_averages_are_kept_for_who_is_late(self):
+        world, workers = world_of(3, [spec()], rule=QUORUM)
+        for step in range(1, 9):
+            push_all(workers[:2], step, torch.full((4,), float(step)))
+            world.release(workers, step, contributors=named(step, 0, 1))
+        for step in range(1, 9):
+            (answer,) = workers[2].push(0, step, None)
+            assert payload_tensor(answer).tolist() == [float(step)] * 4
+        assert rule_of(world).size_bytes() == 2 * 16  # the deposited values, and the last average
+
+    def test_a_decision_of_a_step_that_is_taken_back_is_made_anew(self):
+        world, workers = world_of(3, [spec()], rule=QUORUM)
+        workers[0].push(0, 1, torch.ones(4))
+        world.release(workers, 1, contributors=named(1, 0, 2))
+        world.publish(workers[:2], from_step=1)
+        push_all(workers[:2], 1, torch.ones(4))
+        assert not workers[0].updates()
+        world.release(workers[:2], 1, contributors=named(1, 0, 1))
+        assert workers[0].updates()[1].tolist() == [1.0] * 4
+
+
+def test_deposited_values_come_back():
+    world, (worker,) = world_of(1, [spec()])
+    worker.ask(MessageType.STORE, key=0, payload=torch.full((4,), 3.0), version=6)
+    world.start(8, world.shard.capture())
+    world.publish([worker])
+    answer = worker.pull(0)
+    assert (answer.version, payload_tensor(answer).tolist()) == (6, [3.0] * 4)

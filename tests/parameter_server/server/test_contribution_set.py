@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shard_world import spec
 
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.exchange import Contribution
 from psengine.protocol.layout import ChunkKind
@@ -17,13 +18,18 @@ RANKS = 6
 
 
 def gathering(dtype=torch.float32, numel=NUMEL, kind=ChunkKind.PARAMETER):
-    return ContributionSet(spec(0, numel, dtype, kind), lambda: torch.full((numel,), 7).to(dtype))
+    return ContributionSet(spec(0, numel, dtype, kind))
+
+
+def combined(gathered, dtype=torch.float32, numel=NUMEL):
+    """The average, in memory that nobody has cleared."""
+    return gathered.combine(lambda: Place(torch.full((numel,), 7).to(dtype))).values
 
 
 def contribution(rank, dtype, weight=None, salt=0):
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     values = torch.randn(NUMEL, generator=generator, dtype=torch.float64) * 10.0 ** (rank - 2)
-    return Contribution(rank, 1, 0, values.to(dtype), weight=weight)
+    return Contribution(rank, 50, 1, 0, values.to(dtype), weight=weight)
 
 
 def added_at_the_end(contributions):
@@ -56,7 +62,7 @@ def test_the_bits_are_those_of_adding_at_the_end_whoever_comes_dies_and_returns(
         elif what == "leave":
             live.discard(rank)
     if gathered.by_rank:
-        assert torch.equal(gathered.combine(), added_at_the_end(gathered.by_rank.values()))
+        assert torch.equal(combined(gathered, dtype), added_at_the_end(gathered.by_rank.values()))
 
 
 def test_what_is_lowest_is_added_before_the_others_are_here():
@@ -70,11 +76,11 @@ def test_what_is_lowest_is_added_before_the_others_are_here():
     gathered.remove(1)
     assert gathered.size_bytes == 2 * size
     gathered.add(contribution(2, torch.float32), (0, 2, 3))
-    assert torch.equal(gathered.combine(), added_at_the_end(gathered.by_rank.values()))
+    assert torch.equal(combined(gathered), added_at_the_end(gathered.by_rank.values()))
 
 
 def test_weights_scale_out_of_what_gradients_are_added_in():
     gathered = gathering(numel=4)
     for rank, value, weight in ((0, 1e30, 1e12), (1, -1e30, 5e11)):
-        gathered.add(Contribution(rank, 1, 0, torch.full((4,), value), weight=weight), range(2))
-    assert gathered.combine().tolist() == pytest.approx([1e30 / 3] * 4, rel=1e-6)
+        gathered.add(Contribution(rank, 50, 1, 0, torch.full((4,), value), weight=weight), range(2))
+    assert combined(gathered, numel=4).tolist() == pytest.approx([1e30 / 3] * 4, rel=1e-6)

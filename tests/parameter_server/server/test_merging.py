@@ -1,93 +1,182 @@
-"""The rule "merge": a quorum of workers at their own pace, a grace window, weights by samples, an outer step."""
+"""Rule "merge" through a whole shard: the steps that the coordinator names, weights by samples, an outer step."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from support.shard_world import SGD, Worker, World, rule_of, spec
+from support.shard_world import MERGE, SGD, Worker, World, codes, rule_of, spec, team
 
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.messages import MessageType
+from psengine.protocol.messages import ErrorCode, MessageType
+from psengine.protocol.views import Release
 
 NUMEL = 6
 NESTEROV = SGD | {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def start(size: int, quorum: int = 2, grace: float = 0.25):
-    """Workers of a job with one chunk of ones, all in."""
-    world = World(codec=False)
-    rule = {"name": "merge", "quorum": quorum, "grace": grace}
-    workers = [Worker(world, rank, rule=rule, world_size=size) for rank in range(size)]
-    workers[0].initialise([spec(0, NUMEL)], {0: torch.ones(NUMEL)})
-    workers[0].configure(0, NUMEL, groups=[NESTEROV])
-    for worker in workers[1:]:
-        assert worker.hello() == "ready"
-        worker.take()
-    return world, workers
+def start(size, shards=1):
+    """Workers of a job with one chunk of ones."""
+    world = World(shards=shards)
+    values = {0: torch.ones(NUMEL)}
+    return world, team(world, size, [spec(0, NUMEL)], values=values, rule=MERGE, optimizer={"groups": [NESTEROV]})
 
 
 class Oracle:
     """One process and ``torch.optim``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values = torch.nn.Parameter(torch.ones(NUMEL))
         self.optimizer = torch.optim.SGD([self.values], lr=0.7, momentum=0.9, nesterov=True)
 
-    def merge(self, *pairs: tuple[torch.Tensor, float]) -> torch.Tensor:
+    def merge(self, *pairs):
+        """Of (difference, samples)."""
         self.values.grad = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
         self.optimizer.step()
-        return self.values.detach()
+        return self.values.detach().clone()
 
 
-def difference(rank: int, sequence: int) -> torch.Tensor:
-    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * sequence + rank))
+def difference(rank, step):
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def push(worker: Worker, sequence: int, weight: float = 8.0, version: int = 0) -> None:
-    worker.push(0, sequence, difference(worker.rank, sequence), version=version, body={"weight": weight})
+def push(worker, step, weight=8.0, version=0, **fields):
+    return worker.push(0, step, difference(worker.rank, step), version, body={"weight": weight}, **fields)
 
 
-def answers(*workers: Worker) -> list[tuple[int, int, torch.Tensor]]:
-    """(rank, version, values) of the answers that came."""
-    return [(w.rank, m.version, payload_tensor(m)) for w in workers for m in w.take(MessageType.UPDATED)]
+def test_a_merge_has_the_named_steps_weighted_by_samples():
+    world, workers = start(3)
+    oracle = Oracle()
+    push(workers[0], 1, 8.0)
+    push(workers[1], 1, 2.0)
+    push(workers[2], 4, 4.0)
+    world.release(workers, 1, contributors=((0, 1), (2, 4)))
+    first = oracle.merge((difference(0, 1), 8), (difference(2, 4), 4))
+    for worker, step in ((workers[0], 1), (workers[2], 4)):
+        torch.testing.assert_close(worker.updates()[step], first)
+    assert not workers[1].updates()
+    push(workers[0], 2, 1.0, version=1)
+    world.release(workers, 2, contributors=((0, 2), (1, 1)))
+    second = oracle.merge((difference(0, 2), 1), (difference(1, 1), 2))
+    torch.testing.assert_close(workers[1].updates()[1], second)
+    assert rule_of(world).version == 2
+    assert world.shard.status().jobs["demo"].staleness == {"0": 3, "1": 1}
 
 
-def test_the_outer_state_goes_on_from_a_snapshot():
+def test_merges_are_applied_in_the_order_of_their_releases_once():
     world, workers = start(2)
     oracle = Oracle()
-    for sequence in (1, 2, 3, 4):
-        if sequence == 3:
-            world.start(8, world.shard.durable.capture())
-            for worker in workers:
-                assert worker.hello() == "ready"
-                worker.take()
-        for worker in workers:
-            push(worker, sequence, version=sequence - 1)
-        merged = oracle.merge((difference(0, sequence), 1.0), (difference(1, sequence), 1.0))
-        found = answers(*workers)
-        assert len(found) == 2
-        for _, _, values in found:
-            torch.testing.assert_close(values, merged)
+    push(workers[1], 1)
+    world.release(workers, 1, contributors=((0, 1),))
+    world.release(workers, 2, contributors=((1, 1),))
+    assert workers[1].waits(0, 1) == [0]
+    push(workers[0], 1)
+    first, second = oracle.merge((difference(0, 1), 1)), oracle.merge((difference(1, 1), 1))
+    torch.testing.assert_close(workers[0].updates()[1], first)
+    torch.testing.assert_close(workers[1].updates()[1], second)
+    world.publish(workers, releases=(Release(1, 1, ((0, 1),)), Release(2, 2, ((1, 1),))))
+    assert rule_of(world).version == 2
 
 
-def test_a_difference_that_is_not_finite_is_refused_at_once():
+def test_a_worker_has_one_step_of_a_chunk_under_way():
+    _, workers = start(2)
+    push(workers[0], 1)
+    assert codes(push(workers[0], 2)) == [ErrorCode.CREDIT]
+    assert push(workers[0], 1) == []  # a repeat
+
+
+def test_what_does_not_count_is_answered_at_once_and_not_waited_for():
     world, workers = start(2)
-    workers[0].push(0, 1, torch.full((NUMEL,), torch.nan), body={"weight": 8.0})
-    (answer,) = workers[0].take(MessageType.UPDATED)
-    assert answer.body["refused"] == "non_finite"
-    assert torch.equal(payload_tensor(answer), torch.ones(NUMEL))
-    assert rule_of(world).version == 0
+    (refused,) = workers[0].push(0, 1, torch.full((NUMEL,), torch.nan), body={"weight": 8.0})
+    assert refused.body["refused"] == "non_finite"
+    assert torch.equal(payload_tensor(refused), torch.ones(NUMEL))
+    (idle,) = workers[0].push(0, 2, None)
+    assert idle.body["refused"] == "abstained"
+    push(workers[1], 1)
+    world.release(workers, 1, contributors=((0, 1), (1, 1)))
+    assert list(workers[1].updates()) == [1]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"name": "merge", "quorum": 0, "grace": 0.25},
-        {"name": "merge", "quorum": 2, "grace": -1.0},
-        {"name": "merge", "quorum": 2},
-    ],
-)
-def test_a_wrong_rule_is_refused(rule):
-    worker = Worker(World(), 0, rule=rule)
-    with pytest.raises(Exception, match="rule"):
-        worker.hello()
+def test_a_chunk_that_a_worker_did_not_push_in_the_step_is_merged_without_it():
+    world, workers = start(2)
+    push(workers[1], 1)
+    world.release(workers, 1, contributors=((0, 3), (1, 1)))  # worker 0's step 3 was of other chunks
+    assert not workers[1].updates()
+    push(workers[0], 4)
+    assert list(workers[1].updates()) == [1]
+    assert not workers[0].updates()
+
+
+class TestViews:
+    def test_contributions_of_who_left_are_dropped_unless_a_merge_names_them(self):
+        world, workers = start(3)
+        oracle = Oracle()
+        for worker in workers:
+            push(worker, 1)
+        named = world.release(workers[:1], 1, contributors=((0, 1), (1, 1)), number=1)
+        assert rule_of(world).version == 1
+        world = World()
+        workers = team(
+            world, 3, [spec(0, NUMEL)], values={0: torch.ones(NUMEL)}, rule=MERGE, optimizer={"groups": [NESTEROV]}
+        )
+        for worker in workers:
+            push(worker, 1)
+        world.publish(workers[:1], releases=(named,))  # the release comes with the view
+        torch.testing.assert_close(workers[0].updates()[1], oracle.merge((difference(0, 1), 1), (difference(1, 1), 1)))
+        assert rule_of(world).open_steps() == {}
+
+    def test_a_merge_does_not_wait_for_who_left(self):
+        world, workers = start(2)
+        push(workers[0], 1)
+        world.release(workers, 1, contributors=((0, 1), (1, 1)))
+        assert workers[0].waits(0, 1) == [1]
+        world.publish(workers[:1])
+        torch.testing.assert_close(workers[0].updates()[1], Oracle().merge((difference(0, 1), 1)))
+
+    def test_a_new_process_does_not_bring_what_was_named_of_the_former(self):
+        world, workers = start(2)
+        push(workers[0], 1)
+        world.release(workers, 1, contributors=((0, 1), (1, 7)))
+        new = Worker(world, 1, rule=MERGE, incarnation=99)
+        world.publish([workers[0], new])
+        new.resume()
+        push(new, 1)
+        assert list(workers[0].updates()) == [1]
+        assert not new.updates()
+        world.release([new], 2, contributors=((1, 1),))
+        assert list(new.updates()) == [1]
+
+    def test_who_was_dropped_and_comes_back_pushes_again(self):
+        world, workers = start(2)
+        push(workers[1], 1)
+        world.publish(workers[:1])
+        world.publish(workers)
+        assert workers[1].resume([(0, 1)])["missing"] == [0]
+
+
+def test_all_goes_on_from_a_restart():
+    world, workers = start(2)
+    oracle = Oracle()
+    for step in (1, 2, 3):
+        for worker in workers:
+            push(worker, step, version=step - 1)
+            if step == 2 and worker.rank == 0:
+                world.start(7 + step, world.shard.capture())
+                world.publish(workers)
+                for one in workers:
+                    assert one.resume([(0, 2)] if one.rank == 0 else [])["missing"] == []
+        world.release(workers, step, contributors=((0, step), (1, step)), number=step)
+        merged = oracle.merge((difference(0, step), 1), (difference(1, step), 1))
+        for worker in workers:
+            torch.testing.assert_close(worker.updates()[step], merged)
+
+
+def test_every_shard_merges_the_same_workers():
+    world, workers = start(3, shards=2)
+    for shard in (0, 1):
+        for worker in workers:
+            worker.resume(shard=shard)
+            worker.take()
+            push(worker, 1, shard=shard)
+    world.release(workers, 1, contributors=((0, 1), (2, 1)))
+    found = [[payload_tensor(m) for m in worker.take(MessageType.UPDATED)] for worker in workers]
+    assert [len(one) for one in found] == [2, 0, 2]
+    assert all(torch.equal(one, found[0][0]) for answers in found for one in answers)

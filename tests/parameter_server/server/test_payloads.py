@@ -43,24 +43,24 @@ def test_an_average_is_that_of_decoded_values_and_everybody_gets_the_same_payloa
     gradients = [torch.randn(6, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     decoded = [decode(codec, encode(codec, gradient), 6) for gradient in gradients]
     state = codec.make_state(6, torch.float32, torch.device("cpu"))
-    for sequence in (1, 2, 3):  # with one residual of the server
+    for step in (1, 2, 3):  # with one residual of the server
         for worker, gradient in zip(workers, gradients, strict=True):
-            worker.push(0, sequence, encode(codec, gradient))
-        answers = [worker.updates()[sequence] for worker in workers]
+            worker.push(0, step, encode(codec, gradient))
+        answers = [worker.updates()[step] for worker in workers]
         expected = encode(codec, (decoded[0] + decoded[1]) / 2, state)
         assert all(torch.equal(answer, expected) for answer in answers)
         assert answers[0].dtype is expected.dtype
 
 
-def test_an_exchange_without_gradients_brings_zeros_and_leaves_the_residual():
+def test_a_step_without_gradients_brings_zeros_and_leaves_the_residual():
     codec = OneBit()
     (worker,) = team(World(), 1, [spec(0, 6)], rule=averaging("onebit"))
     gradient = encode(codec, torch.arange(1.0, 7.0))
     average, state = decode(codec, gradient, 6), codec.make_state(6, torch.float32, torch.device("cpu"))
-    for sequence, pushed in enumerate((gradient, None, gradient), 1):
-        worker.push(0, sequence, pushed)
+    for step, pushed in enumerate((gradient, None, gradient), 1):
+        worker.push(0, step, pushed)
         expected = encode(codec, torch.zeros(6)) if pushed is None else encode(codec, average, state)
-        assert torch.equal(worker.updates()[sequence], expected)
+        assert torch.equal(worker.updates()[step], expected)
 
 
 # ---- weights as differences ------------------------------------------------------------------------------------------
@@ -69,7 +69,6 @@ def test_an_exchange_without_gradients_brings_zeros_and_leaves_the_residual():
 def stepping(codec: str, numel: int = 600) -> tuple[World, Worker]:
     world = World()
     (worker,) = team(world, 1, [spec(0, numel)], rule={**APPLY, "compress": codec})
-    worker.configure(0, numel)
     return world, worker
 
 
@@ -81,12 +80,12 @@ def weights_at(worker: Worker, numel: int = 600) -> torch.Tensor:
 def test_weights_are_whole_at_first_and_then_differences_from_what_the_worker_holds(codec):
     _, worker = stepping(repr(codec))
     held, generator = torch.empty(0), torch.Generator().manual_seed(3)
-    for sequence in range(1, 6):
+    for step in range(1, 6):
         gradient = encode(codec, torch.randn(600, generator=generator))
-        body = {} if sequence == 1 else {"held": sequence - 1}
-        worker.push(0, sequence, gradient, body=body)
-        answer, exact = worker.updates()[sequence], weights_at(worker)
-        if sequence == 1:
+        body = {} if step == 1 else {"held": step - 1}
+        worker.push(0, step, gradient, body=body)
+        answer, exact = worker.updates()[step], weights_at(worker)
+        if step == 1:
             assert torch.equal(answer, exact)
             held = answer.clone()
             continue
@@ -102,8 +101,8 @@ def test_a_repeat_of_a_difference_is_the_same_payload_and_counts_once():
     worker.push(0, 2, gradient, body={"held": 1})
     first = worker.updates()[2].clone()
     for _ in range(2):
-        (again,) = worker.repeat(0, 2)
-        assert torch.equal(payload_tensor(again), first)
+        assert worker.resume([(0, 2)])["missing"] == []
+        assert torch.equal(worker.updates()[2], first)
     Int8().decode_add(first, held)
     worker.push(0, 3, gradient, body={"held": 2})
     assert torch.equal(worker.updates()[3], encode(Int8(), weights_at(worker) - held))
@@ -113,8 +112,8 @@ def test_a_repeat_of_a_difference_is_the_same_payload_and_counts_once():
 def test_a_worker_that_holds_something_else_gets_whole_weights(held):
     _, worker = stepping("int8")
     gradient = encode(Int8(), torch.ones(600))
-    for sequence in (1, 2):
-        worker.push(0, sequence, gradient, body={"held": 1} if sequence == 2 else {})
+    for step in (1, 2):
+        worker.push(0, step, gradient, body={"held": 1} if step == 2 else {})
     worker.updates()
     worker.push(0, 3, gradient, body={} if held is None else {"held": held})
     assert torch.equal(worker.updates()[3], weights_at(worker))
@@ -129,21 +128,28 @@ def test_a_worker_that_holds_something_else_gets_whole_weights(held):
     ],
 )
 def test_a_payload_of_another_form_is_refused_and_changes_nothing(payload, got):
-    world, (worker,) = world_of(1, [spec(0, 4)], rule=averaging("bf16"))
-    before = world.state_hash()
+    world, (worker,) = world_of(1, [spec(0, 4)], rule=averaging("bf16"), from_step=2)
+    before = whole(world)
     for kind in (MessageType.PUSH, MessageType.RESULT):
         (answer,) = worker.send(kind, key=0, sequence=1, payload=payload)
         assert answer.body["code"] == ErrorCode.BAD_MESSAGE
         assert "expected 4 elements" in answer.body["text"]
         assert got in answer.body["text"]
-    assert world.state_hash() == before
+    assert whole(world) == before
 
 
 def test_bytes_that_the_codec_does_not_make_are_refused_and_change_nothing():
     world, (worker,) = world_of(1, [spec(0, 4)], rule=averaging("top1"))
-    before = world.state_hash()
+    before = whole(world)
     assert codes(worker.push(0, 1, torch.tensor([17.0, 1.0], dtype=torch.float64))) == [ErrorCode.BAD_MESSAGE]
-    assert world.state_hash() == before
+    assert whole(world) == before
+
+
+def whole(world: World) -> list[object]:
+    """All that the shard would keep, and the sizes of what it has."""
+    chunks = [chunk for job in world.shard.capture() for chunk in job.chunks]
+    kept = [(chunk.meta, {name: tensor.tolist() for name, tensor in chunk.tensors.items()}) for chunk in chunks]
+    return [kept, world.shard.memory_bytes()]
 
 
 def topk_payload(places: list[int], found: list[float]) -> torch.Tensor:
@@ -157,20 +163,17 @@ def topk_payload(places: list[int], found: list[float]) -> torch.Tensor:
 def test_places_that_topk_does_not_write_are_refused_and_change_nothing(places):
     payload = topk_payload(places, [1.0, 2.0])
     world, worker = stepping("topk:ratio=0.003")
-    before = world.state_hash()
+    before = whole(world)
     assert codes(worker.push(0, 1, payload)) == [ErrorCode.BAD_MESSAGE]
-    assert world.state_hash() == before
-    # Nor do they reach others as an average that a worker returns.
+    assert whole(world) == before
+    # Nor do they reach others as an average that a donor returns.
     world = World()
     workers = team(world, 2, [spec(0, 600)], rule=averaging("topk:ratio=0.003"))
-    world.restart(workers, [spec(0, 600)])
-    workers[0].push(0, 2, topk_payload([0, 1], [1.0, 1.0]))
+    world.publish(workers, from_step=2, donor=0)
     workers[1].push(0, 1, topk_payload([0, 1], [1.0, 1.0]))
-    (wanted,) = workers[0].take(MessageType.RESULT_WANTED)
-    before = world.state_hash()
-    answers = workers[0].send(MessageType.RESULT, key=0, sequence=wanted.sequence, payload=payload)
-    assert codes(answers) == [ErrorCode.BAD_MESSAGE]
-    assert world.state_hash() == before
+    before = whole(world)
+    assert codes(workers[0].send(MessageType.RESULT, key=0, sequence=1, payload=payload)) == [ErrorCode.BAD_MESSAGE]
+    assert whole(world) == before
 
 
 def floats(value: float, numel: int) -> torch.Tensor:
@@ -211,7 +214,6 @@ def test_a_payload_that_is_not_finite_when_decoded_is_not_applied(codec, payload
     if codec.startswith("powersgd"):
         matrix = ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 600, (Segment("p0", (24, 25), (25, 1), 0, 600),))
         (worker,) = team(World(), 1, [matrix], rule={**APPLY, "compress": codec})
-        worker.configure(0, 600)
     before = weights_at(worker)
     (answer,) = worker.push(0, 1, payload)
     assert (answer.type, answer.body["refused"]) == (MessageType.UPDATED, "non_finite")
@@ -222,28 +224,24 @@ def test_a_payload_that_is_not_finite_when_decoded_is_not_applied(codec, payload
 def test_an_average_that_is_not_finite_leaves_the_servers_residual_as_it_was(codec):
     (worker,) = team(World(), 1, [spec(0, 600)], rule=averaging(repr(codec)))
     generator, state = torch.Generator().manual_seed(3), codec.make_state(600, torch.float32, torch.device("cpu"))
-    for sequence in range(1, 6):
+    for step in range(1, 6):
         values = torch.randn(600, generator=generator)
-        if sequence == 3:
+        if step == 3:
             values[17] = torch.inf
         payload = encode(codec, values)
-        worker.push(0, sequence, payload)
-        answer = worker.updates()[sequence]
-        if sequence == 3:
+        worker.push(0, step, payload)
+        answer = worker.updates()[step]
+        if step == 3:
             assert not decode(codec, answer, 600).isfinite().all()
         else:
             assert torch.equal(answer, encode(codec, decode(codec, payload, 600), state))
 
 
 def test_a_snapshot_keeps_the_codec():
-    world = World()
-    rule = {**APPLY, "compress": "bf16"}
-    (worker,) = team(world, 1, [spec(0, 4)], rule=rule)
-    worker.configure(0, 4)
-    world.start(8, world.shard.durable.capture())
-    plain = Worker(world, 0, rule=APPLY)
-    assert plain.hello() == ErrorCode.RULE_MISMATCH
-    assert worker.hello(worker.incarnation) == "ready"
+    world, worker = stepping("bf16", 4)
+    world.start(8, world.shard.capture())
+    world.publish([worker])
+    worker.resume()
     worker.push(0, 1, encode(Bfloat16(), torch.ones(4)))
     assert worker.updates()[1].dtype is torch.bfloat16
 
@@ -252,6 +250,6 @@ def test_a_snapshot_keeps_the_codec():
 def test_a_codec_that_the_server_lacks_is_refused_and_makes_no_job(compress):
     world = World()
     worker = Worker(world, 0, rule={**AVERAGE, "compress": compress})
-    assert worker.hello() == ErrorCode.RULE_MISMATCH
+    assert worker.begin() == ErrorCode.RULE_MISMATCH
     assert "--plugins MODULE" in worker.take(MessageType.ERROR)[0].body["text"]
-    assert world.shard.status(0.0).jobs == {}
+    assert world.shard.status().jobs == {}

@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply
@@ -103,11 +104,15 @@ class Merge(Apply):
 
     def _merge_due(self) -> list[Reply]:
         """The merges of which nothing is missing, in the order of their releases."""
-        replies: list[Reply] = []
+        replies, unsent = list[Reply](), list[Place]()
         for number in sorted(self._due):
             if self._missing_from(self._due[number]):
                 break
             replies += self._merge(number, self._due.pop(number))
+            self._place.readers += 1  # the next merge must not write over answers that nobody has sent yet
+            unsent.append(self._place)
+        for place in unsent:
+            place.readers -= 1
         return replies
 
     def _missing_from(self, pairs: tuple[tuple[int, int], ...]) -> list[int]:
@@ -118,9 +123,8 @@ class Merge(Apply):
         view = self.context.view()
         missing = []
         for rank, step in pairs:
-            member = None if view is None else view.member(rank)
-            is_there = rank in self._gathered.by_rank or super().has(rank, step)
-            if member is not None and member.first_step <= step and not is_there:
+            is_member = view is not None and view.member(rank) is not None
+            if is_member and rank not in self._gathered.by_rank and not super().has(rank, step):
                 missing.append(rank)
         return missing
 
