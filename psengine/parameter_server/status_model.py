@@ -144,7 +144,7 @@ class JobCounters:
     """
 
     rule: Mapping[str, Any]
-    sealed: bool = _merged(all)
+    sealed: bool = _merged(all, default=False)
     version_min: int = 0
     version_max: int = 0
     members: int = 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from support.shard_world import AVERAGE, World, spec, team
-from support.statuses import TIMES, shard, worker
+from support.statuses import COSTS, TIMES, shard, worker
 
 from psengine.parameter_server.overview import merge_jobs
 
@@ -39,12 +37,10 @@ def test_counts_are_added_and_extremes_kept():
     assert [(w.pushes, w.refused, w.late) for w in view.workers] == [(12, 2, 1), (10, 0, 0)]
 
 
-def test_a_worker_is_as_bad_as_the_worst_shard_says():
+def test_the_coordinator_says_who_a_worker_is_and_the_shards_whom_it_waits_for():
     view = merged(
-        shard(worker(0), worker(1, waiting_for=(2,)), worker(2)),
-        shard(
-            worker(0, state="silent", silent_s=4.0), worker(1, waiting_for=(0,)), worker(2, state="joining"), index=1
-        ),
+        shard(worker(0, state="silent", silent_s=4.0), worker(1, waiting_for=(2,)), worker(2, state="joining")),
+        shard(worker(0), worker(1, waiting_for=(0,)), worker(3), index=1),
     )
     assert [w.state for w in view.workers] == ["silent", "live", "joining"]
     assert view.workers[0].silent_s == 4.0
@@ -54,7 +50,7 @@ def test_a_worker_is_as_bad_as_the_worst_shard_says():
 
 def test_staleness_percentiles_are_those_of_all_shards_together():
     view = merged(
-        shard(worker(0, staleness={"0": 98})), shard(worker(0, staleness={"10": 1, "9": 1}), index=1), shard(worker(1))
+        shard(worker(0, staleness={"0": 98}), worker(1)), shard(worker(0, staleness={"10": 1, "9": 1}), index=1)
     )
     assert (view.workers[0].staleness_p50, view.workers[0].staleness_p99) == (0, 9)
     assert view.workers[1].staleness_p50 is None
@@ -62,8 +58,8 @@ def test_staleness_percentiles_are_those_of_all_shards_together():
 
 class TestTheSplitOfAStep:
     def split(self, *changes):
-        view = merged(*(shard(worker(0, telemetry=replace(TIMES, **c)), index=i) for i, c in enumerate(changes)))
-        found = view.workers[0]
+        parts = [shard(worker(0, telemetry=TIMES, **COSTS | c), index=i) for i, c in enumerate(changes)]
+        found = merged(*parts).workers[0]
         parts = [found.compute_s, found.apply_s, found.wait_s, found.wire_s]
         assert found.step_s == pytest.approx(sum(parts))
         return parts
@@ -75,19 +71,9 @@ class TestTheSplitOfAStep:
         assert self.split({}, {"apply_s": 0.08, "held_s": 0.1}) == pytest.approx([0.2, 0.08, 0.2, 0.02])
 
 
-def test_the_status_of_shards_as_they_are():
-    """The view of two shards that are driven by hand."""
-    worlds = [World(), World()]
-    specs = [spec(0, 4)]
-    teams = [team(world, 2, specs, rule=AVERAGE) for world in worlds]
-    for workers in teams:
-        workers[0].push(0, 1, torch.ones(4))
-    view = merge_jobs(world.shard.status(world.now_s) for world in worlds)["demo"]
-    assert (view.kind, view.members, view.chunks) == ("sync-server", 2, 2)
-    assert [(w.rank, w.step, w.lag, w.waiting_for) for w in view.workers] == [
-        (0, 1, 0, (1,)),
-        (1, 0, 1, ()),
-    ]
-    worlds[0].advance(3, teams[0][0])
-    view = merge_jobs([world.shard.status(world.now_s) for world in worlds])["demo"]
-    assert [w.state for w in view.workers] == ["live", "silent"]
+def test_a_job_whose_coordinator_was_not_asked_and_one_that_has_no_chunks_yet():
+    view = merged(shard(worker(0), index=1))
+    assert (view.members, view.workers[0].state, view.workers[0].host) == (1, "live", "")
+    led = replace(shard(worker(0)), jobs={})
+    view = merged(led)
+    assert (view.members, view.chunks, view.sealed, view.workers[0].host) == (1, 0, False, "host0")

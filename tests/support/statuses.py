@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.status_model import (
+    CoordinatedJob,
+    CoordinatedWorker,
     Departed,
     MuteShard,
     ServerStatus,
@@ -18,44 +21,58 @@ from psengine.parameter_server.status_model import (
 
 APPLY_RULE = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 # Of a step of half a second: 0.2 s compute, 0.05 s apply, 0.2 s wait, 0.05 s wire.
-TIMES = WorkerTimes(
-    steps=10, loss=0.25, steps_per_s=2.0, samples_per_s=64.0, step_s=0.5, blocked_s=0.3, apply_s=0.05, held_s=0.2
-)
+TIMES = WorkerTimes(steps=10, loss=0.25, steps_per_s=2.0, samples_per_s=64.0, step_s=0.5, blocked_s=0.3)
+COSTS = {"apply_s": 0.05, "held_s": 0.2}
 
 
-def worker(rank: int, **changes: Any) -> ShardWorker:
-    """A live worker in its tenth exchange, of whose steps nothing is known."""
-    fields: dict[str, Any] = {
-        "rank": rank, "incarnation": 1, "state": "live", "host": f"host{rank}", "pid": 100 + rank, "silent_s": 0.1,
-        "pushes": 5, "refused": 0, "late": 0, "clock": 10, "waiting_for": (), "staleness": {},
+class Worker(NamedTuple):
+    """A worker as a shard sees it, and as the coordinator does."""
+
+    here: ShardWorker
+    led: CoordinatedWorker
+
+
+def worker(rank: int, **changes: Any) -> Worker:
+    """A live worker in its tenth step, of whose times nothing is known."""
+    here = {"rank": rank, "incarnation": 1, "pushes": 5, "clock": 10}
+    led = {"rank": rank, "incarnation": 1, "state": "live", "host": f"host{rank}", "pid": 100 + rank, "silent_s": 0.1}
+    return Worker(
+        ShardWorker(**here | _of(ShardWorker, changes)), CoordinatedWorker(**led | _of(CoordinatedWorker, changes))
+    )
+
+
+def shard(*workers: Worker, index: int = 0, name: str = "demo", **changes: Any) -> ShardStatus:
+    """A shard with an asynchronous job of three chunks alone, which the first shard leads; ``changes`` are the job's."""
+    here: dict[str, Any] = {
+        "rule": APPLY_RULE, "sealed": True, "chunks": 3, "values_bytes": 100, "version_min": 4, "version_max": 9,
+        "members": len(workers), "applied": 7, "bytes_in": 10, "bytes_out": 20,
+        "workers": tuple(one.here for one in workers),
     }  # fmt: skip
-    return ShardWorker(**fields | changes)
+    led = {
+        "rule": APPLY_RULE,
+        "started": True,
+        "expected_workers": 2,
+        "workers": tuple(one.led for one in workers),
+    }
+    jobs = {name: ShardJob(**here | _of(ShardJob, changes))}
+    coordinated = {} if index else {name: CoordinatedJob(**led | _of(CoordinatedJob, changes))}
+    sizes = {"memory_bytes": 1, "max_memory_bytes": 1 << 33}
+    return ShardStatus(index=index, epoch=1, transport=Transport(), jobs=jobs, coordinated=coordinated, **sizes)
 
 
-def job(*workers: ShardWorker, **changes: Any) -> ShardJob:
-    """An asynchronous job of three chunks."""
-    fields: dict[str, Any] = {
-        "rule": APPLY_RULE, "sealed": True, "started": True, "expected_workers": 2, "chunks": 3, "values_bytes": 100,
-        "version_min": 4, "version_max": 9, "members": len(workers), "applied": 7, "bytes_in": 10, "bytes_out": 20,
-        "workers": workers,
-    }  # fmt: skip
-    return ShardJob(**fields | changes)
-
-
-def shard(*workers: ShardWorker, index: int = 0, name: str = "demo", **changes: Any) -> ShardStatus:
-    """A shard with that job alone; ``changes`` are the job's."""
-    jobs = {name: job(*workers, **changes)}
-    return ShardStatus(index=index, epoch=1, memory_bytes=1, max_memory_bytes=1 << 33, transport=Transport(), jobs=jobs)
+def _of(model: type, changes: dict[str, Any]) -> dict[str, Any]:
+    names = {one.name for one in fields(model)}
+    return {name: value for name, value in changes.items() if name in names}
 
 
 def server(*shards: ShardStatus | MuteShard, **changes: Any) -> ServerStatus:
     """A healthy server with these shards."""
     answering = [one for one in shards if isinstance(one, ShardStatus)]
-    fields: dict[str, Any] = {"healthy": True, "uptime_s": 1.0, "shards": shards, "jobs": merge_jobs(answering)}
-    return ServerStatus(**fields | changes)
+    given: dict[str, Any] = {"healthy": True, "uptime_s": 1.0, "shards": shards, "jobs": merge_jobs(answering)}
+    return ServerStatus(**given | changes)
 
 
 def departed(rank: int, **changes: Any) -> Departed:
     """A worker that left."""
-    fields: dict[str, Any] = {"rank": rank, "host": "h", "reason": "left", "unix_s": 5.0, "step": 3}
-    return Departed(**fields | changes)
+    given: dict[str, Any] = {"rank": rank, "host": "h", "reason": "left", "unix_s": 5.0, "step": 3}
+    return Departed(**given | changes)
