@@ -1,4 +1,4 @@
-"""Message bodies: one type per message, checked by msgspec; and strict msgpack.
+"""Message bodies: one type per message, checked by msgspec.
 
 A body stays the map that it was; the types only check it. Bounds of a float need care: msgspec 0.22 mixes them up in a
 union with a tuple, so ``hyperparameters.check_groups`` checks those of hyperparameters.
@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Annotated, Any
 
-import msgpack  # type: ignore[import-untyped]
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -42,9 +41,6 @@ from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.protocol.views import Release, View
 
 MAX_TEXT_CHARS = 4000
-# The first bytes of msgpack's arrays and maps.
-_ARRAYS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})
-_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 _MAX_COMPLAINT_CHARS = 300
 
 Kind = Annotated[str, one_of(*(kind.value for kind in ChunkKind))]
@@ -413,7 +409,7 @@ def pack(kind: MessageType, body: dict[str, Any]) -> bytes:
         ProtocolError: the body is none of this type.
         TypeError, ValueError, OverflowError: msgpack has no form for a value.
     """
-    raw: bytes = msgpack.packb(body)
+    raw = msgspec.msgpack.encode(body)
     unpack(kind, raw)
     return raw
 
@@ -476,9 +472,8 @@ def _unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:
             f"{kind.name} body is too large (expected at most {messages.MAX_BODY_BYTES} bytes, got {len(raw)})"
         )
     try:
-        _check_depth(raw)
-        body: dict[str, Any] = msgpack.unpackb(raw, object_pairs_hook=_plain_map)
-    except (ValueError, msgpack.UnpackException) as error:
+        body: dict[str, Any] = msgspec.msgpack.decode(raw)  # allocates by what is there, not by what is declared
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"{kind.name} body is no valid msgpack: {error}") from error
     convert(body, TYPES[kind], f"{kind.name} body")
     return body
@@ -487,38 +482,3 @@ def _unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:
 @lru_cache(maxsize=64)  # most messages repeat a body
 def _remembered(kind: MessageType, raw: bytes) -> dict[str, Any]:
     return _unpack(kind, raw)
-
-
-def _check_depth(raw: bytes) -> None:
-    """Raise ValueError where containers are nested too deeply, before any is allocated.
-
-    msgpack allocates an array by its declared length, bounded by the body's size, at each of up to 1,024 levels.
-    """
-    unpacker = msgpack.Unpacker(max_buffer_size=messages.MAX_BODY_BYTES)
-    unpacker.feed(raw)
-    open_items = [1]  # per level: the values that are still to come
-    while open_items:
-        if not open_items[-1]:
-            open_items.pop()
-            continue
-        open_items[-1] -= 1
-        at = unpacker.tell()
-        first = raw[at] if at < len(raw) else None
-        if first in _ARRAYS:
-            open_items.append(unpacker.read_array_header())
-        elif first in _MAPS:
-            open_items.append(2 * unpacker.read_map_header())
-        else:
-            unpacker.skip()
-        if len(open_items) > messages.MAX_BODY_DEPTH + 1:
-            raise ValueError(f"nested too deeply (expected at most {messages.MAX_BODY_DEPTH} levels)")
-
-
-def _plain_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if type(key) is not str or key in found:
-            problem = "stands twice in a map" if key in found else "is no string"
-            raise ValueError(f"the key {reprlib.repr(key)} {problem}")
-        found[key] = value
-    return found

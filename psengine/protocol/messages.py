@@ -17,7 +17,6 @@ MAGIC = b"PSEN"
 
 # A VIEW names every worker, and a RESUME every open push: thousands.
 MAX_BODY_BYTES = 256 * 1024
-MAX_BODY_DEPTH = 6
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
 MAX_NAME_CHARS = 512
 MAX_SEGMENTS = 512
