@@ -107,7 +107,7 @@ class TestViews:
     def test_a_step_that_somebody_has_used_stays(self):
         world, workers = world_of(3, [spec()])
         push_all(workers, 1, torch.ones(4))
-        first = [worker.updates()[1] for worker in workers][0]
+        first = next(worker.updates()[1] for worker in workers)
         world.publish(workers[:2], from_step=2)
         (again,) = workers[1].push(0, 1, torch.full((4,), 9.0))
         assert equal(payload_tensor(again), first)

@@ -133,10 +133,6 @@ class Apply(ServerWeights):
         return dict(self._waiting)
 
     @override
-    def steps(self) -> dict[int, int]:
-        return {rank: step for rank, (_, step) in self._taken.items()}
-
-    @override
     def to_meta(self) -> dict[str, Any]:
         tables: dict[str, dict[int, Any]] = {"taken": self._taken, "waiting": self._waiting}
         tables["oldest_base"] = self._oldest_base

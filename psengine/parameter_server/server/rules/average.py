@@ -172,10 +172,6 @@ class Average(ChunkRule):
     def open_steps(self) -> dict[int, int]:
         return {rank: step for step in sorted(self._open) for rank in self._open[step].by_rank}
 
-    @override
-    def steps(self) -> dict[int, int]:
-        return {rank: step for rank, (_, step) in self._last.items()}
-
     # ---- the end of a step -------------------------------------------------------------------------------------
 
     def _counted(self, step: int, view: View) -> frozenset[int] | None:

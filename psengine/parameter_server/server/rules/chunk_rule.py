@@ -63,16 +63,6 @@ class ChunkRule(ABC):
         """What PULL reads; None where nobody has brought any."""
 
     @property
-    def is_ready(self) -> bool:
-        """Whether a contribution can be taken in."""
-        return True
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether workers push gradients of it."""
-        return self.spec.kind is ChunkKind.PARAMETER and self.is_ready
-
-    @property
     def remembers_answers(self) -> bool:
         """Whether an answer, or a read by a member, changes what later answers are."""
         return False
@@ -119,10 +109,6 @@ class ChunkRule(ABC):
     @abstractmethod
     def open_steps(self) -> dict[int, int]:
         """By rank, the last step whose contribution is here and not answered."""
-
-    @abstractmethod
-    def steps(self) -> dict[int, int]:
-        """By rank, the last step whose contribution was here; for people."""
 
     def supply_result(self, rank: int, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
         """Member ``rank`` returns the average of a step that was closed before this server started.

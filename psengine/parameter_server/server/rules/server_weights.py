@@ -54,11 +54,6 @@ class ServerWeights(ChunkRule):
 
     @property
     @override
-    def is_ready(self) -> bool:
-        return self.optimizer is not None or not self._is_parameter
-
-    @property
-    @override
     def remembers_answers(self) -> bool:
         return self._compensation is not None or self._held is not None
 
@@ -82,7 +77,7 @@ class ServerWeights(ChunkRule):
     # ---- steps -------------------------------------------------------------------------------------------------
 
     def _check_ready(self) -> None:
-        if not self.is_ready:
+        if self._is_parameter and self.optimizer is None:
             text = f"{self.spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
             raise ProtocolError(text, ErrorCode.NOT_READY)
 
