@@ -1,6 +1,6 @@
 """The records of a shard's log, as bytes: each is checked as a whole, or not believed.
 
-    | header, 48 bytes | up to three frames |
+    | header, 56 bytes | up to three frames |
 
 The header has the record's number, so that a gap is seen; the sizes of its frames; and an xxh3-64 of everything else in
 the record. ``durable`` tells a torn tail from damage: all records below that number were on the disk when
@@ -18,8 +18,8 @@ import xxhash
 
 FORMAT = 2
 MAGIC = b"PSL2"
-# magic, kind, three zero bytes, number, durable, job, sizes of three frames; then the checksum
-_HEADER = struct.Struct("<4sB3sQQIIII")
+# magic, kind, three zero bytes, number, durable, job, sizes of three frames, four bytes of padding; then the checksum
+_HEADER = struct.Struct("<4sB3sQQQIII4x")
 _DIGEST = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size + _DIGEST.size
 MAX_FRAMES = 3

@@ -1,0 +1,259 @@
+"""A log applied to the snapshot that it goes on from is the state that the shard had, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from support.shard_world import APPLY, World, spec, team
+
+from psengine.codecs.registry import resolve_codec
+from psengine.errors import SnapshotError
+from psengine.parameter_server.chunk_codecs import gradient_codec
+from psengine.parameter_server.server.durability.restoring import place_into, recover
+from psengine.parameter_server.server.log.disk import DirectoryDisk
+from psengine.parameter_server.server.log.log import LogStart, SegmentWriter, ShardLog, segment_name
+from psengine.parameter_server.server.log.reading import WITHOUT_LOG, DamagedLogError
+from psengine.parameter_server.server.log.records import Record, RecordKind
+from psengine.parameter_server.server.snapshots.files import ServerState
+from psengine.parameter_server.server.snapshots.generations import Generations
+from psengine.protocol.hyperparameters import wire_groups
+from psengine.protocol.layout import ChunkKind
+from psengine.protocol.messages import MessageType
+
+OPTIMIZERS = {
+    "sgd": ("SGD", {"lr": 0.05}),
+    "nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": ("Adam", {"lr": 0.01, "amsgrad": True}),
+    "adamw": ("AdamW", {"lr": 0.01}),
+    "adagrad": ("Adagrad", {"lr": 0.01}),
+    "rmsprop": ("RMSprop", {"lr": 0.01, "momentum": 0.5, "centered": True}),
+}
+RULES = {
+    "async": APPLY,
+    "stale": APPLY | {"max_staleness": 1},
+    "inverse": APPLY | {"staleness_scaling": "inverse"},
+    "compensated": APPLY | {"max_staleness": 2, "delay_compensation": 0.5},
+    "adaptive": APPLY | {"delay_compensation": 0.5, "compensation_decay": 0.9},
+    "merge": {"name": "merge", "quorum": 2, "grace": 0.5},
+}
+CODECS = ["", "bf16", "int8", "fp4", "onebit", "topk:ratio=0.25"]
+SPECS = [spec(0, 70), spec(1, 33), spec(2, 5, kind=ChunkKind.BUFFER)]
+EPOCH = 7
+
+
+class Logged:
+    """A shard with a log and snapshots on real files, and three workers of one job.
+
+    Attributes:
+        steps: by rank, the last step that it has begun.
+        committed: by rank, the last whose pushes are all at the shard.
+    """
+
+    def __init__(self, directory, rule, optimizer, seed=0):
+        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.world = World(epoch=EPOCH)
+        self.store = Generations(DirectoryDisk(directory))
+        self.store.begin()
+        self.rule, self.optimizer, self.epoch = rule, optimizer, EPOCH
+        self.begin_log(LogStart(0, 1, 0, EPOCH))
+        values = {one.key: self.values(one) for one in SPECS}
+        self.workers = team(self.world, 3, SPECS, values=values, rule=rule, optimizer=self.configured())
+        self.steps, self.committed = [0] * 3, [0] * 3
+        self.merges, self.unmerged = 0, set()
+
+    def begin_log(self, start):
+        self.log, self.writer = ShardLog(start), SegmentWriter(self.store.disk, 0)
+        self.write()
+        self.world.shard.append = self.log.append
+
+    def write(self):
+        while (batch := self.log.pending()) is not None:
+            self.writer.write(batch)
+            self.writer.sync()
+            self.log.synced(batch.upto)
+
+    def snapshot(self):
+        place, states = self.log.cut(), self.world.shard.capture()
+        self.write()
+        assert self.writer.begun == place.segment
+        self.store.save(ServerState([states], {0: place}, {"job": self.log.end}))
+
+    def configured(self):
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]}]
+        name, hyperparameters = self.optimizer
+        return {"name": name, "groups": wire_groups(getattr(torch.optim, name)(groups, **hyperparameters))}
+
+    def values(self, one):
+        return torch.randn(one.numel, generator=self.generator)
+
+    def gradient(self, one):
+        values = self.values(one)
+        if self.random.random() < 0.03:
+            values[0] = float("nan")
+        if "compress" not in self.rule:
+            return values
+        codec = gradient_codec(resolve_codec(self.rule["compress"]), one)
+        form = codec.payload_spec(one.numel, one.dtype)
+        payload = torch.empty(form.numel, dtype=form.dtype)
+        codec.encode(values, payload, None)
+        return payload
+
+    def push(self, worker):
+        """A whole step of one worker."""
+        rank, bound = worker.rank, self.rule.get("max_staleness")
+        if rank in self.unmerged or (bound is not None and self.steps[rank] > min(self.committed) + bound):
+            return  # its last answer is held
+        self.steps[rank] += 1
+        for one in SPECS[:2]:
+            body = {"weight": float(self.random.randint(1, 8))} if self.rule["name"] == "merge" else {}
+            [job] = self.world.shard.jobs.values()
+            version = max(0, job.version - self.random.randint(0, 2))
+            for _ in range(1 + (self.random.random() < 0.1)):  # perhaps once more
+                worker.push(one.key, self.steps[rank], self.gradient(one), version, body=body)
+        floor, self.committed[rank] = min(self.committed), self.steps[rank]
+        if self.rule["name"] == "merge":
+            self.unmerged.add(rank)
+            if len(self.unmerged) == 3 or (len(self.unmerged) == 2 and self.random.random() < 0.5):
+                self.merges += 1
+                named = tuple((one, self.steps[one]) for one in sorted(self.unmerged))
+                self.world.release(self.workers, self.merges, contributors=named)
+                self.unmerged.clear()
+        elif bound is not None and min(self.committed) > floor:
+            self.world.release(self.workers, min(self.committed), floor=min(self.committed))
+
+    def act(self):
+        chance, worker = self.random.random(), self.random.choice(self.workers)
+        if chance < 0.7:
+            self.push(worker)
+        elif chance < 0.8:
+            worker.pull(self.random.choice(SPECS).key)
+        elif chance < 0.85:
+            one = self.random.choice(SPECS)
+            worker.send(MessageType.STORE, key=one.key, payload=self.values(one), version=3)
+        elif chance < 0.9:
+            worker.connect()
+            worker.resume([(one.key, self.steps[worker.rank]) for one in SPECS[:2] if self.steps[worker.rank]])
+        elif chance < 0.93:
+            self.world.publish(self.workers)
+        else:
+            self.snapshot()
+        for one in self.workers:
+            one.take()
+
+
+def assert_same(states, expected):
+    assert [state.name for state in states] == [state.name for state in expected]
+    for state, other in zip(states, expected, strict=True):
+        assert json.dumps(state.meta) == json.dumps(other.meta)
+        assert [chunk.key for chunk in state.chunks] == [chunk.key for chunk in other.chunks]
+        for chunk, twin in zip(state.chunks, other.chunks, strict=True):
+            assert json.dumps(chunk.meta) == json.dumps(twin.meta)
+            assert chunk.tensors.keys() == twin.tensors.keys()
+            for name, tensor in chunk.tensors.items():
+                wanted = twin.tensors[name]
+                assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
+                assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)), (chunk.key, name)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec or "none")
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_and_codec_comes_back_bit_for_bit(tmp_path, rule, codec):
+    """With one optimizer after the other, from the newest generation and from the one before."""
+    for seed, (name, optimizer) in enumerate(OPTIMIZERS.items()):
+        directory = tmp_path / name
+        directory.mkdir()
+        logged = Logged(directory, RULES[rule] | ({"compress": codec} if codec else {}), optimizer, seed)
+        logged.snapshot()
+        for count in range(50):
+            logged.act()
+            if count == 25:
+                logged.snapshot()
+        logged.write()
+        expected = logged.world.shard.capture()
+        assert expected[0].chunks[0].meta["version"] > 0
+        found = recover(logged.store)
+        assert_same(found.shards[0], expected)
+        assert (found.generation, found.ends[0][1], found.notes) == (logged.store.newest, logged.log.end, [])
+        logged.store.disk.delete(f"generation-{found.generation:012d}")
+        assert_same(recover(logged.store).shards[0], expected)
+
+
+@pytest.fixture
+def logged(tmp_path):
+    one = Logged(tmp_path, APPLY, OPTIMIZERS["adam"])
+    one.snapshot()
+    for _ in range(3):
+        one.push(one.workers[0])
+    one.write()
+    return one
+
+
+def test_a_life_goes_on_from_the_last_one_s_end(logged):
+    """Also where its own first generation was damaged: all lives' commands are applied."""
+    found = recover(logged.store)
+    segment, first, before = found.ends[0]
+    logged.world.start(EPOCH + 1, found.shards[0])
+    logged.begin_log(LogStart(0, segment, first, EPOCH + 1, before))
+    logged.snapshot()
+    logged.world.publish(logged.workers)
+    logged.push(logged.workers[1])
+    logged.write()
+    expected = logged.world.shard.capture()
+    assert_same(recover(logged.store).shards[0], expected)
+    logged.store.disk.delete(f"generation-{logged.store.newest:012d}")
+    assert_same(recover(logged.store).shards[0], expected)
+
+
+def test_coordinators_and_dropped_jobs_come_back(logged):
+    for content in (b'{"a":1}', b'{"b":2}'):
+        logged.log.append(Record(RecordKind.COORDINATOR, frames=[content]))
+    logged.world.shard.forget("demo")
+    logged.write()
+    found = recover(logged.store)
+    assert found.coordinators[1:] == [{"a": 1}, {"b": 2}]
+    assert found.shards == [[]]
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "exchanged"])
+def test_a_log_that_is_gone_is_refused_until_somebody_says_that_it_is_lost(logged, tmp_path, damage):
+    name = segment_name(0, logged.log.segment)
+    path = tmp_path / name
+    if damage == "exchanged":
+        other = ShardLog(LogStart(0, logged.log.segment, logged.log.start.first, EPOCH + 5))
+        path.unlink()
+        SegmentWriter(logged.store.disk, 0).write(other.pending())
+    elif damage == "emptied":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    with pytest.raises(DamagedLogError, match=f"(?s){name} .*empty file {tmp_path}/{WITHOUT_LOG}"):
+        recover(logged.store)
+    (tmp_path / WITHOUT_LOG).touch()
+    found = recover(logged.store)
+    assert (found.generation, sum(found.records)) == (1, 0)
+    assert f"there is a file {WITHOUT_LOG}" in found.notes[-1]
+
+
+def test_a_command_that_cannot_be_applied_is_refused_with_its_place(logged):
+    logged.log.append(Record(RecordKind.DROP, 77))
+    logged.write()
+    with pytest.raises(SnapshotError, match=rf"{segment_name(0, 2)}: the record at byte \d+ cannot be applied"):
+        recover(logged.store)
+
+
+def test_what_does_not_fit_the_memory_is_refused(logged):
+    found = recover(logged.store)
+    small = World(max_memory_bytes=100)
+    with pytest.raises(SnapshotError, match=r"Generation 1 does not fit --max-memory-bytes \(expected at most 100"):
+        place_into(found, small.shards, "Generation 1")
+
+
+def test_another_number_of_shards_takes_it_over(logged):
+    found = recover(logged.store)
+    three = World(shards=3)
+    place_into(found, three.shards, "it")
+    keys = [chunk.key for shard in three.shards for job in shard.capture() for chunk in job.chunks]
+    assert sorted(keys) == [0, 1, 2]
