@@ -87,7 +87,7 @@ class ApplyingJob(Job):
         # (epoch, chunk, process, step) -> what a shard says that this worker holds then.
         self._held: dict[tuple[int, int, int, int], Values] = {}
         self._residuals: dict[tuple[int, int], Values] = {}
-        self._views: dict[tuple[int, int], int] = {}  # (chunk, process) -> the view of its last answer
+        self._views: dict[tuple[int, int], tuple[int, int]] = {}  # (chunk, process) -> the view of its last answer
 
     # ---- a worker ----------------------------------------------------------------------------------------------
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation.reference import Values
-
-if TYPE_CHECKING:
-    from simulation.worker import WorkerProcess
 
 # ---- shards --------------------------------------------------------------------------------------------------------
 
@@ -21,9 +17,10 @@ def chunks(shard: Any) -> Iterator[tuple[int, int, Values]]:
             yield key, rule.version, rule.values.numpy().copy()
 
 
-def view_number(shard: Any) -> int:
-    """Of the view that a shard has; 0 without one."""
-    return max((job.view.number for job in shard.jobs.values() if job.view is not None), default=0)
+def view_number(shard: Any) -> tuple[int, int]:
+    """(registration of the job, number of the view) at a shard; 0 without one."""
+    jobs = shard.jobs.values()
+    return max(((job.registration, 0 if job.view is None else job.view.number) for job in jobs), default=(0, 0))
 
 
 def last_merge(shard: Any, key: int) -> int:
@@ -53,14 +50,3 @@ def open_operations(session: Any) -> list[str]:
     core = session.job_connection
     channels = [core.control, *core.links] if getattr(core, "control", None) is not None else core.links
     return [one.describe() for channel in channels for one in channel.open_operations()]
-
-
-def look_into(process: WorkerProcess, link: int, message: Message) -> bool:
-    """Take what a message says of shared memory, as ``Connection``; whether the session gets it."""
-    segments, address = process.segments, process.address_of(link)
-    assert segments is not None
-    if message.type is MessageType.RESUMED:
-        segments.resumed(address, message)
-    elif message.type is MessageType.ERROR and message.body["code"] == ErrorCode.SEGMENT:
-        segments.lost(address, message.body["text"])
-    return not message.in_segment or segments.fetch(address, message)

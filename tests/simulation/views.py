@@ -29,7 +29,7 @@ class Views:
         self._published: dict[tuple[int, int], View] = {}
         self._members_since: list[tuple[float, frozenset[int]]] = []
         self._out_s: dict[int, float] = {}  # by incarnation, when it was dropped from a view
-        self._held: dict[tuple[int, int], int] = {}  # (life of a server, shard) -> the number of its view
+        self._held: dict[tuple[int, int], tuple[int, int]] = {}  # (life of a server, shard) -> its view
         self._epochs: set[int] = set()
         self._processes: dict[tuple[int, int], WorkerProcess] = {}  # (rank, incarnation)
         self._newest: dict[int, tuple[int, int]] = {}  # rank -> its newest process, and that one's incarnation
@@ -82,7 +82,7 @@ class Views:
     def applied(self, server: ServerProcess, shard: Any) -> None:
         """A shard has taken a message."""
         number, place = inspection.view_number(shard), (server.epoch, shard.index)
-        known = self._held.get(place, 0)
+        known = self._held.get(place, (0, 0))
         require(number >= known, "shard {} went from view {} to {}", shard.index, known, number)
         self._held[place] = number
 

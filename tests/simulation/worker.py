@@ -202,10 +202,6 @@ class WorkerProcess:
             self.segments.close()
             self.segments.died()
 
-    def address_of(self, link: int) -> str:
-        """Where a link leads."""
-        return self._addresses[link]
-
     # ---- its transport -----------------------------------------------------------------------------------------
 
     def _connect(self, receiver: Receiver, options: SessionOptions) -> WorkerProcess:
@@ -263,5 +259,20 @@ class WorkerProcess:
         self.world.faults.noticed(message.type.name)
         if message.type is MessageType.WELCOME:
             self.world.views.welcomed(self, message)
-        if self.segments is None or inspection.look_into(self, socket.link, message):
+        if self.segments is None or self._look_into(socket, message):
             self.receiver.received(socket.link, message, self.clock.now_s)
+
+    def _look_into(self, socket: Socket, message: Message) -> bool:
+        """Take what a message says of shared memory, as ``Connection`` does; whether the session gets it."""
+        address = self._addresses[socket.link]
+        assert self.segments is not None
+        if message.type is MessageType.RESUMED:
+            self.segments.resumed(address, message)
+        elif message.type is MessageType.ERROR and message.body["code"] == ErrorCode.SEGMENT:
+            self.segments.lost(address, message.body["text"])
+        if not message.in_segment or self.segments.fetch(address, message):
+            return True
+        self.segments.lost(address, "an answer is not there any more")
+        self.world.network.close(socket)
+        self.receiver.disconnected(socket.link, self.clock.now_s)
+        return False

@@ -83,6 +83,7 @@ class Simulation:
         self.slots = [Slot(rank) for rank in range(scenario.ranks)]
         self.zombies: list[WorkerProcess] = []
         self.disks = [ServerDisk(random.Random(f"disk {index} {scenario.seed}")) for index in range(scenario.servers)]
+        self._wrong_s = [self._rng.choice((-30.0, 0.0, 30.0)) for _ in range(scenario.servers)]
         self.views = Views(self)
         self.faults = Faults(self)
         self.liveness = Liveness(self)
@@ -150,7 +151,7 @@ class Simulation:
     def _make_server(self, index: int) -> ServerProcess:
         scenario = self.scenario
         addresses = [f"tcp://10.0.0.{index}:{shard}" for shard in range(scenario.shards)]
-        server = ServerProcess(self, index, addresses, self._rng.choice((-30.0, 0.0, 0.0, 30.0)))
+        server = ServerProcess(self, index, addresses, self._wrong_s[index])
         if scenario.snapshot_s is not None:
             server.snapshots = Snapshots(server, self.disks[index], self.job, scenario.snapshot_s, self._rng)
         return server

@@ -2,75 +2,80 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
-from psengine.parameter_server.client.pushes import Pushes
-
+from psengine.parameter_server.client.channel import Channel
+from psengine.parameter_server.client.control import Control
+from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.membership import Membership as ClientMembership
-from psengine.parameter_server.server.core import exchanges
+from psengine.parameter_server.client.segments import WorkerSegments
+from psengine.parameter_server.client.steps import Steps
 from psengine.protocol.messages import MessageType
-from simulation.planted.registry import PLANTED, plant
+from simulation.planted.registry import constant, plant
 
 
-def _any_result(send: Any) -> Any:
-    def one(self: ClientMembership, link: Link, message: Any, now_s: float) -> None:
-        last = link.pushes.last_answered(message.key)
-        if last is not None:
-            link.send_result(
-                type(message)(
-                    MessageType.RESULT, key=message.key, sequence=message.sequence, payload=last.result() * 2.0
-                )
-            )
+def _without(kind: MessageType) -> Any:
+    def make(forward: Any) -> Any:
+        return lambda self, message: None if message.type is kind else forward(self, message)
 
-    return one
+    return make
 
 
-plant("a worker returns another average than it had", ClientMembership, "_send_result", _any_result)
-
-
-def _any_answer(find: Any) -> Any:
-    return lambda self, message: self.sent.get(message.key)
-
-
-def _gives_up(receive: Any) -> Any:
-    def one(self: Pushes, message: Any, now_s: float) -> None:
-        if message.type is not MessageType.MISSING:
-            receive(self, message, now_s)
+def _open_nothing(greet: Any) -> Any:
+    def one(self: Link, now_s: float) -> None:
+        sent, self.sent = self.sent, {}
+        greet(self, now_s)
+        self.sent = sent
 
     return one
 
 
-plant("an answer to any push of the chunk is taken", Pushes, "find", _any_answer)
-plant("a client does not send again what is missing", Pushes, "receive_probed", _gives_up)
-plant("a client never asks about a push", Pushes, "tick", lambda tick: lambda self, now_s: None)
-
-
-def _goes_on(stack: ExitStack) -> None:
-    """Two bugs: either side alone keeps the job from this."""
-    resume = ClientMembership.resume
-    stack.enter_context(mock.patch.object(ClientMembership, "resume", lambda self, fenced=None: resume(self, None)))
-    stack.enter_context(mock.patch.object(exchanges, "_check_live"))
-
-
-PLANTED["who has to join goes on with its own state, and its server lets it"] = _goes_on
-
-
-def _keeps_its_epoch(receive: Any) -> Any:
-    def one(self: ClientMembership, link: Link, message: Any, now_s: float) -> None:
-        known = link.epoch
-        receive(self, link, message, now_s)
-        link.epoch = known or link.epoch
+def _commits_at_once(confirm: Any) -> Any:
+    def one(self: JobConnection, step: Any) -> None:
+        if self.options.has_decisions and step.pushes and self.control is not None:
+            self.control.commit("step", step=step.number, abstained=not step.has_values)
 
     return one
 
 
-plant("a client keeps the number of its server's first life", ClientMembership, "_receive", _keeps_its_epoch)
+def _renumbers(begin: Any) -> Any:
+    def one(self: Steps, step: int, *, anew: bool) -> None:
+        begin(self, step, anew=anew)
+        if not anew:
+            self._next += 1
+
+    return one
+
+
+plant("a client does not freeze", JobConnection, "freeze", constant(None))
+plant("a client keeps releases to itself", Link, "forward", _without(MessageType.RELEASE))
+plant("a client keeps views to itself", Link, "forward", _without(MessageType.VIEW))
+plant("a client takes answers that a view took back", JobConnection, "was_taken_back", constant(False))
+plant("a client does not push again what a view took back", Steps, "take_back", constant([]))
+plant("a client commits a step before the shards have it", JobConnection, "_confirm", _commits_at_once)
+plant("a client says after a restart that nothing is open", Link, "greet", _open_nothing)
+plant("a client does not send again what is missing", Link, "requeue", constant(None))
+plant("a client does not tell of a shard's new life", JobConnection, "tell_life", constant(None))
+plant("a donor returns no averages", JobConnection, "_return_results", constant(None))
+plant("a client sends no heartbeats", Control, "beat", constant(None))
 plant(
-    "a client does not look after its requests",
-    Link,
-    "_send_marker",
-    lambda send: lambda self, now_s: None,
+    "a client does not open a connection again",
+    Channel,
+    "disconnected",
+    lambda lost: lambda self, now_s: (lost(self, now_s), setattr(self, "_open_at_s", float("inf"))),
 )
+plant("a client does not hear that another joins", JobConnection, "hear_joiner", constant(None))
+plant(
+    "a client says that it has completed one step more",
+    JobConnection,
+    "prepare",
+    lambda prepare: lambda self, number: _ahead(self, prepare, number),
+)
+plant("a payload's place is written while a shard may read it", WorkerSegments, "note", constant(None))
+plant("a client knows no losses", JobConnection, "_look_for_losses", constant(None))
+
+
+def _ahead(self: JobConnection, prepare: Any, number: int) -> None:
+    self.steps.completed += 1
+    prepare(self, number)
+    self.steps.completed -= 1

@@ -31,6 +31,16 @@ def plant(name: str, owner: Any, attribute: str, make: Callable[[Any], Any]) -> 
     PLANTED[name] = patch
 
 
+def constant(value: Any) -> Callable[[Any], Any]:
+    """What was there is not called; the result is always this."""
+    return lambda _: lambda *arguments, **options: value
+
+
+def after(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The result is changed."""
+    return lambda function: lambda *arguments, **options: change(function(*arguments, **options))
+
+
 def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
     """After how many seeds a planted bug is found, and by what; (0, "") where it is not within ``limit``."""
     with planted(name):

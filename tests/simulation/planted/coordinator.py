@@ -1,0 +1,190 @@
+"""Bugs of coordinators: who takes part, and what is decided."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from psengine.parameter_server.server.coordinator import coordinator as module
+from psengine.parameter_server.server.coordinator.coordinator import Coordinator
+from psengine.parameter_server.server.coordinator.decisions import Bound, Merge, Quorum
+from psengine.parameter_server.server.coordinator.grace import GraceWindow
+from psengine.parameter_server.server.coordinator.workers import Workers
+from psengine.parameter_server.server.transport.shard_thread import ShardThread
+from psengine.protocol.messages import MessageType
+from simulation.planted.registry import after, constant, plant
+
+# ---- who takes part --------------------------------------------------------------------------------------------------
+
+
+def _is_prepared_at_once(send: Any) -> Any:
+    def one(self: Coordinator, worker: Any) -> None:
+        send(self, worker)
+        self._prepared.add(worker.rank)
+
+    return one
+
+
+def _with_view(**changes: Any) -> Any:
+    """Views have other fields: functions of what they had."""
+
+    def make(publish: Any) -> Any:
+        def one(self: Coordinator, newcomers: Any) -> None:
+            view = module.View
+
+            def changed(*arguments: Any, **fields: Any) -> Any:
+                return view(
+                    *arguments, **{**fields, **{name: change(fields[name]) for name, change in changes.items()}}
+                )
+
+            with mock.patch.object(module, "View", changed):
+                publish(self, newcomers)
+
+        return one
+
+    return make
+
+
+def _is_spare_at_once(is_spare: Any) -> Any:
+    return lambda leaver, members: True
+
+
+def _takes_over(hear: Any) -> Any:
+    def one(self: Coordinator, message: Any, sender: Any) -> None:
+        holder = self.workers.by_rank.get(message.body.get("rank"))
+        if holder is not None:
+            holder.nonce = message.body["nonce"]
+        hear(self, message, sender)
+
+    return one
+
+
+def _incarnation_again(new: Any) -> Any:
+    def one(self: Workers, rank: int, message: Any, user_id: str, wall_s: float) -> Any:
+        known = self.by_rank.get(rank)
+        worker = new(self, rank, message, user_id, wall_s)
+        worker.incarnation = worker.incarnation if known is None else known.incarnation
+        return worker
+
+    return one
+
+
+def _forgets_the_joiner(hear: Any) -> Any:
+    def one(self: Coordinator, worker: Any, message: Any) -> None:
+        hear(self, worker, message)
+        if self._donation is not None:
+            self._donation = self._donation[0], self._donation[1] - 1
+
+    return one
+
+
+def _knows_no_life(hear: Any) -> Any:
+    def one(self: Coordinator, worker: Any, message: Any) -> None:
+        hear(self, worker, message)
+        self._has_restarted_shard = False
+
+    return one
+
+
+plant("a view does not wait for what members have completed", Coordinator, "_send_prepare", _is_prepared_at_once)
+plant("a view begins one step too late", Coordinator, "_publish", _with_view(from_step=lambda step: step + 1))
+plant("a view begins one step too early", Coordinator, "_publish", _with_view(from_step=lambda step: max(1, step - 1)))
+plant("nobody returns the average that some lack", Coordinator, "_publish", _with_view(donor=lambda donor: None))
+plant("a view has no decisions", Coordinator, "_publish", _with_view(releases=lambda releases: ()))
+plant("a worker may leave at once", module, "_is_spare", _is_spare_at_once)
+plant("another process is taken for the one that has the rank", Coordinator, "_hello", _takes_over)
+plant("a new process gets its predecessor's number", Workers, "new", _incarnation_again)
+plant("a joiner begins one step too early", Coordinator, "_hear_donated", _forgets_the_joiner)
+plant("no lease ever ends", Workers, "expired", constant([]))
+plant("every lease ends after a pause of the server", ShardThread, "_look_at_time", lambda _: lambda self: _now(self))
+plant(
+    "a claim to a rank is judged at once",
+    Workers,
+    "judged",
+    lambda judged: lambda self, _, now: judged(self, -1.0, now),
+)
+plant("a restarted shard is not heard of", Coordinator, "_hear_life", constant(None))
+plant("a shard's restart takes nobody out", Coordinator, "_hear_life", _knows_no_life)
+plant("who is cut off from a shard stays", Coordinator, "_put_out_cut_off", constant(None))
+plant("no donor is asked", Coordinator, "_ask_donor", constant(None))
+plant(
+    "a joiner may be given state while another reads",
+    Coordinator,
+    "_hear_join",
+    lambda hear: lambda self, worker, message: _read(self, hear(self, worker, message)),
+)
+plant("views do not grow", Coordinator, "_next_number", after(lambda number: max(1, number - 1)))
+plant("a coordinator that resumes begins with whoever is back", Coordinator, "_expect", constant(None))
+
+
+def _now(thread: Any) -> float:
+    from psengine.parameter_server.server.transport import shard_thread
+
+    return shard_thread.time.monotonic()
+
+
+def _read(self: Coordinator, _: None) -> None:
+    for worker in self.workers.members:
+        worker.is_reading = False
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def _quorum(change: int) -> Any:
+    def make(init: Any) -> Any:
+        def one(self: Any, quorum: int, *arguments: Any) -> None:
+            init(self, max(1, quorum + change), *arguments)
+
+        return one
+
+    return make
+
+
+def _fastest(due: Any) -> Any:
+    def one(self: Bound, now_s: float) -> Any:
+        with mock.patch.object(self, "_committed", {0: max(self._committed.values(), default=0)}):
+            return due(self, now_s)
+
+    return one
+
+
+def _counts_absent(commit: Any) -> Any:
+    return lambda self, worker, step, *, abstained, now_s: commit(self, worker, step, abstained=False, now_s=now_s)
+
+
+def _keeps_what_left(adopt: Any) -> Any:
+    def one(self: Merge, *arguments: Any) -> None:
+        pending = dict(self._pending)
+        adopt(self, *arguments)
+        self._pending = pending | self._pending
+
+    return one
+
+
+def _says_it_again(send: Any) -> Any:
+    return lambda self, worker, message: (
+        None if message.type is MessageType.RELEASE and worker.rank else send(self, worker, message)
+    )
+
+
+plant("an average's quorum is one too small", Quorum, "__init__", _quorum(-1))
+plant("a merge's quorum is one too small", Merge, "__init__", _quorum(-1))
+plant("workers without a gradient fill the quorum", Quorum, "commit", _counts_absent)
+plant("workers without a difference are merged", Merge, "commit", _counts_absent)
+plant("the fastest worker is the floor", Bound, "due", _fastest)
+plant("a grace window never ends", GraceWindow, "is_over", constant(False))
+plant("decisions go to worker 0 alone", Coordinator, "_send", _says_it_again)
+plant("contributions of workers that left are pending", Merge, "adopt", _keeps_what_left)
+plant(
+    "a step under a former view counts as committed",
+    Quorum,
+    "adopt",
+    lambda adopt: lambda self, *arguments: _kept(self, adopt, *arguments),
+)
+
+
+def _kept(self: Quorum, adopt: Any, *arguments: Any) -> None:
+    steps = dict(self._steps)
+    adopt(self, *arguments)
+    self._steps = steps
