@@ -185,6 +185,15 @@ class TestQuorum:
                 assert answer.body == {"contributors": 2}
         assert world.shard.status().jobs["demo"].late == 2
 
+    def test_where_all_abstain_nobody_is_late(self):
+        world, workers = world_of(3, [spec()], rule=QUORUM)
+        workers[0].push(0, 1, None)
+        world.release(workers, 1, contributors=())
+        found = workers[0].take(MessageType.UPDATED)
+        found += [answer for worker in workers[1:] for answer in worker.push(0, 1, None)]
+        assert [answer.body for answer in found] == [{"contributors": 0}] * 3
+        assert world.shard.status().jobs["demo"].late == 0
+
     def test_a_decision_waits_for_the_contributions_that_it_names(self):
         world, workers = world_of(3, [spec()], rule=QUORUM)
         workers[0].push(0, 1, torch.ones(4))

@@ -95,6 +95,13 @@ def test_what_does_not_count_is_answered_at_once_and_not_waited_for():
     assert list(workers[1].updates()) == [1]
 
 
+def test_a_step_of_other_chunks_names_what_is_here_of_an_earlier_one():
+    world, workers = start(2)
+    push(workers[0], 1)
+    world.release(workers, 1, contributors=((0, 2),))
+    assert list(workers[0].updates()) == [1]
+
+
 def test_a_chunk_that_a_worker_did_not_push_in_the_step_is_merged_without_it():
     world, workers = start(2)
     push(workers[1], 1)
@@ -135,14 +142,14 @@ class TestViews:
         world, workers = start(2)
         push(workers[0], 1)
         world.release(workers, 1, contributors=((0, 1), (1, 7)))
-        new = Worker(world, 1, rule=MERGE, incarnation=99)
+        new = Worker(world, 1, rule=MERGE, incarnation=99, first_step=8)
         world.publish([workers[0], new])
         new.resume()
-        push(new, 1)
+        push(new, 8)
         assert list(workers[0].updates()) == [1]
         assert not new.updates()
-        world.release([new], 2, contributors=((1, 1),))
-        assert list(new.updates()) == [1]
+        world.release([new], 2, contributors=((1, 8),))
+        assert list(new.updates()) == [8]
 
     def test_who_was_dropped_and_comes_back_pushes_again(self):
         world, workers = start(2)

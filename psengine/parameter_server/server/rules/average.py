@@ -244,7 +244,10 @@ class Average(ChunkRule):
     def _answer_late(self, contribution: Contribution) -> Reply:
         rank, step = contribution.rank, contribution.step
         self._last[rank] = contribution.incarnation, step
-        if self._results[step].ranks is not None:
+        result = self._results[step]
+        if result.ranks is not None and contribution.values is None:
+            self._results[step] = result._replace(ranks=result.ranks | {rank})
+        elif result.ranks is not None:
             self._note_late(contribution)
         answer = self._answer(rank, step)
         self._forget_answered()

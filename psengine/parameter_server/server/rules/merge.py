@@ -118,7 +118,7 @@ class Merge(Apply):
     def _missing_from(self, pairs: tuple[tuple[int, int], ...]) -> list[int]:
         """The ranks whose contribution to this merge is still to come.
 
-        A worker that left brings it no more. One that has another step here did not push this chunk in the step named.
+        A worker that left brings it no more. One that has a later step here did not push this chunk in the step named.
         """
         view = self.context.view()
         missing = []
@@ -132,7 +132,7 @@ class Merge(Apply):
         merged = ContributionSet(self.spec)
         for rank, step in pairs:
             one = self._gathered.by_rank.get(rank)
-            if one is not None and one.step == step:
+            if one is not None and one.step <= step:  # older where this chunk was not part of the step named
                 merged.add(self._gathered.remove(rank), ())
             elif one is None and rank in self._taken:
                 incarnation, last = self._taken[rank]
