@@ -16,22 +16,13 @@ import torch
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
 from psengine.errors import ProtocolError
 from psengine.parameter_server.segments.memory import SegmentMapping, check_segment
-from psengine.parameter_server.segments.offer import (
-    ANSWER_BYTES,
-    LENT_BYTES,
-    LentTable,
-    Offer,
-    answer_text_bytes,
-    lent_rows_bytes,
-    read_lent_table,
-)
+from psengine.parameter_server.segments.offer import PREFIX_BYTES, LentTable, Offer, body_bytes, read_answer, to_bytes
 
 SUFFIX = ".fd"
 # A shard answers at once; one that is busy with a snapshot takes a second.
 ANSWER_S = 2.0
 # A worker's last byte: its payloads travel from now on. It may go on to read what it was told to read.
 END = b"e"
-NO_DESCRIPTOR = "the {} has no file descriptor left to take one (expected room below its limit, see `ulimit -n`)"
 
 
 def passing_path(address: str) -> str | None:
@@ -42,10 +33,48 @@ def passing_path(address: str) -> str | None:
     return os.path.abspath(path) + SUFFIX
 
 
-def peer_uid(stream: socket.socket) -> int:
-    """The user of the process at the other end, by the kernel."""
+def check_user(stream: socket.socket) -> None:
+    """Raise ProtocolError unless the process at the other end is this user's, or root's, by the kernel's word."""
     credentials = stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    uid = int(struct.unpack("3i", credentials)[1])
+    if uid not in (0, os.geteuid()):
+        raise ProtocolError(
+            f"memory is shared with this user's processes (expected user {os.geteuid()} or 0, got {uid})"
+        )
+
+
+def receive(stream: socket.socket, who: str) -> tuple[bytes, int | None]:
+    """A message about a segment, and the descriptor that came with it, which the caller closes.
+
+    Args:
+        stream: blocks.
+        who: reads it, for errors.
+
+    Raises:
+        OSError: the stream has ended, or there is nothing in time.
+        ProtocolError: it is no such message, or came with several descriptors, or there is no room for one.
+    """
+    data, descriptors, expected_bytes = b"", list[int](), PREFIX_BYTES
+    try:
+        while len(data) < expected_bytes:
+            piece, more, flags, _ = socket.recv_fds(stream, expected_bytes - len(data), 1, socket.MSG_CMSG_CLOEXEC)
+            descriptors += more
+            if flags & socket.MSG_CTRUNC and not descriptors:
+                raise ProtocolError(
+                    f"the {who} has no file descriptor left to take one (expected room below its limit: `ulimit -n`)"
+                )
+            if len(descriptors) > 1 or flags & socket.MSG_CTRUNC:
+                raise ProtocolError("a segment comes with one descriptor (got more)")
+            if not piece:
+                raise ConnectionResetError("the other side closed the connection")
+            data += piece
+            if len(data) == PREFIX_BYTES:
+                expected_bytes += body_bytes(data)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return data, descriptors[0] if descriptors else None
 
 
 class Lent(NamedTuple):
@@ -82,52 +111,30 @@ def pass_segment(path: str, offer: Offer, descriptor: int) -> tuple[socket.socke
     try:
         stream.settimeout(ANSWER_S)
         stream.connect(path)
-        uid = peer_uid(stream)
-        if uid not in (0, os.geteuid()):
-            raise ProtocolError(f"another user's process listens there (expected user {os.geteuid()} or 0, got {uid})")
-        data = memoryview(offer.to_bytes())
+        check_user(stream)
+        data = to_bytes(offer)
         with contextlib.suppress(BrokenPipeError):  # a shard that refuses at once has said why before it closed
             sent = socket.send_fds(stream, [data], [descriptor])
             stream.sendall(data[sent:])
-        lent = _read_answer(stream, offer)
+        answer, lent = receive(stream, "worker")
+        try:
+            memory = _map_lent(stream, read_answer(answer, offer), lent)
+        finally:
+            if lent is not None:
+                os.close(lent)
         stream.setblocking(False)
     except BaseException:
         stream.close()
         raise
-    return stream, lent
+    return stream, memory
 
 
-def _read_answer(stream: socket.socket, offer: Offer) -> Lent | None:
-    # Descriptors come with the first bytes.
-    answer, descriptors, flags, _ = socket.recv_fds(stream, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    try:
-        if not answer:
-            raise ProtocolError("the server closed the connection")
-        text_bytes = answer_text_bytes(answer + _read(stream, ANSWER_BYTES - 1))
-        if text_bytes is not None:
-            raise ProtocolError(_read(stream, text_bytes).decode(errors="replace"))
-        header = _read(stream, LENT_BYTES)
-        table = read_lent_table(header + _read(stream, lent_rows_bytes(header)), offer)
-        if not table.offsets:
-            return None
-        if flags & socket.MSG_CTRUNC and not descriptors:
-            raise ProtocolError(NO_DESCRIPTOR.format("worker"))
-        if len(descriptors) != 1:
-            raise ProtocolError(f"a server lends memory by one descriptor (got {len(descriptors)})")
-        check_segment(descriptors[0], table.size_bytes, sys.maxsize)
-        mapping = SegmentMapping(descriptors[0], table.size_bytes, is_written=False)
-        keeper = weakref.finalize(mapping.memory, os.close, os.dup(stream.fileno()))
-        return Lent(mapping.tensor(0, table.size_bytes, torch.uint8), table, keeper)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _read(stream: socket.socket, size_bytes: int) -> bytes:
-    data = b""
-    while len(data) < size_bytes:
-        piece = stream.recv(size_bytes - len(data))
-        if not piece:
-            raise ProtocolError("the server closed the connection")
-        data += piece
-    return data
+def _map_lent(stream: socket.socket, table: LentTable, descriptor: int | None) -> Lent | None:
+    if not table.offsets:
+        return None
+    if descriptor is None:
+        raise ProtocolError("a server lends memory by a descriptor (got none)")
+    check_segment(descriptor, table.size_bytes, sys.maxsize)
+    mapping = SegmentMapping(descriptor, table.size_bytes, is_written=False)
+    keeper = weakref.finalize(mapping.memory, os.close, os.dup(stream.fileno()))
+    return Lent(mapping.tensor(0, table.size_bytes, torch.uint8), table, keeper)

@@ -22,8 +22,8 @@ from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, check_segment, machine_memory_bytes
-from psengine.parameter_server.segments.offer import HEADER_BYTES, offer_bytes, read_offer, refused
-from psengine.parameter_server.segments.passing import END, NO_DESCRIPTOR, passing_path, peer_uid
+from psengine.parameter_server.segments.offer import MAX_TEXT_CHARS, Answer, read_offer, to_bytes
+from psengine.parameter_server.segments.passing import END, check_user, passing_path, receive
 from psengine.parameter_server.server.transport.segments import WorkerSegment
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.tracing.logging_format import RateLimit
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 OFFER_S = 2.0
 ANSWER_S = 60.0
 MAX_STREAMS = 4096
-READ_BYTES = 1 << 16
 
 
 class SegmentListener:
@@ -130,7 +129,7 @@ class SegmentListener:
             self._serve(stream, thread)
         except ProtocolError as error:
             with contextlib.suppress(OSError):
-                stream.send(refused(str(error)))
+                stream.send(to_bytes(Answer(str(error)[:MAX_TEXT_CHARS])))
             self.refused += 1
             self._note(f"a segment was not taken: {error}")
         except OSError:
@@ -143,9 +142,7 @@ class SegmentListener:
                 stream.close()
 
     def _serve(self, stream: socket.socket, thread: ShardThread) -> None:
-        uid = peer_uid(stream)
-        if uid not in (0, os.geteuid()):
-            raise ProtocolError(f"only user {os.geteuid()} and root share memory (got user {uid})")
+        check_user(stream)
         if len(self._streams) > MAX_STREAMS:
             raise ProtocolError(f"too many connections (expected at most {MAX_STREAMS})")
         stream.settimeout(OFFER_S)
@@ -154,7 +151,8 @@ class SegmentListener:
             reason = thread.ask(lambda: segments.attach(thread.shard, segment)).result(ANSWER_S)
             if reason:
                 raise ProtocolError(reason)
-            data, descriptors = segment.accepted()
+            lent, descriptors = segment.lends()
+            data = to_bytes(Answer(lent=lent))
             sent = socket.send_fds(stream, [data], descriptors) if descriptors else 0
             stream.sendall(data[sent:])
             stream.settimeout(None)
@@ -165,29 +163,18 @@ class SegmentListener:
             thread.ask(lambda: segments.forget(segment))
 
     def _receive(self, stream: socket.socket) -> WorkerSegment:
-        data, descriptors, expected_bytes = b"", list[int](), HEADER_BYTES
         try:
-            while len(data) < expected_bytes:
-                piece, more, flags, _ = socket.recv_fds(stream, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-                descriptors += more
-                if flags & socket.MSG_CTRUNC and not descriptors:
-                    raise ProtocolError(NO_DESCRIPTOR.format("server"))
-                if len(descriptors) > 1 or flags & socket.MSG_CTRUNC:
-                    raise ProtocolError("an offer comes with one descriptor (got more)")
-                if not piece:
-                    raise ConnectionResetError
-                data += piece
-                if len(data) >= HEADER_BYTES:
-                    expected_bytes = offer_bytes(data[:HEADER_BYTES])
-            offer = read_offer(data)
-            if not descriptors:
-                raise ProtocolError("an offer comes with one descriptor (got none)")
-            check_segment(descriptors[0], offer.size_bytes, self._most_bytes)
-            return WorkerSegment(offer, SegmentMapping(descriptors[0], offer.size_bytes))
+            data, descriptor = receive(stream, "server")
         except TimeoutError:
             raise ProtocolError(f"no offer came within {OFFER_S:g} s") from None
+        try:
+            offer = read_offer(data)
+            if descriptor is None:
+                raise ProtocolError("a segment comes with one descriptor (got none)")
+            check_segment(descriptor, offer.size_bytes, self._most_bytes)
+            return WorkerSegment(offer, SegmentMapping(descriptor, offer.size_bytes))
         finally:
-            for descriptor in descriptors:
+            if descriptor is not None:
                 os.close(descriptor)
 
     def _note(self, what: str, *, exc_info: bool = False) -> None:

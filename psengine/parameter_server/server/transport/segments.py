@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,7 +27,6 @@ from psengine.parameter_server.segments.offer import (
     LentTable,
     Member,
     Offer,
-    accepted,
     part_of,
 )
 from psengine.parameter_server.server.rules.answer_memory import Place
@@ -51,12 +50,10 @@ class WorkerSegment:
     # By chunk, the last step whose answer was written to its own memory.
     written: dict[int, int] = field(default_factory=dict)
 
-    def accepted(self) -> tuple[bytes, list[int]]:
-        """The answer to the offer, and the descriptors that go with it."""
+    def lends(self) -> tuple[LentTable, list[int]]:
+        """What the worker is lent in turn, and the descriptors of it."""
         table = NOTHING_LENT if self.lent is None else self.lent.table(self.offer)
-        if self.lent is None or not table.offsets:
-            return accepted(), []
-        return accepted(table), [self.lent.descriptor]
+        return table, [] if self.lent is None or not table.offsets else [self.lent.descriptor]
 
     def leave(self, key: int) -> None:
         """The worker does not read the chunk's values any more."""
@@ -108,7 +105,7 @@ class LentMemory:
     def table(self, offer: Offer) -> LentTable:
         """What the worker of this offer is told of it."""
         own = {key: offset for key, offset in self._table.offsets.items() if key in offer.places}
-        return replace(self._table, offsets=own) if own else NOTHING_LENT
+        return LentTable(self._table.part_bytes, self._table.parts, own) if own else NOTHING_LENT
 
     def is_of(self, job: Job) -> bool:
         """Whether the job's chunks are still those that are here."""
