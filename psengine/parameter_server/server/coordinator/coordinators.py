@@ -1,0 +1,205 @@
+"""The jobs that a server leads: a coordinator for each, and what is remembered of those that have ended. Pure.
+
+any message of TO_COORDINATOR ─► handle(message, sender, now) ─► [Outgoing]
+every TICK_S:                        tick(now) ─► [Outgoing], for leases and windows that ran out
+after each of both:          take_changed() ─► what a log has to have before these leave
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Surroundings
+from psengine.parameter_server.server.coordinator.states import JobState
+from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.status_model import CoordinatedJob
+from psengine.protocol.bounds import KEY_BYTES
+from psengine.protocol.layout import job_number
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+
+logger = logging.getLogger(__name__)
+MAX_JOBS = 256
+# How often ``tick`` should be called.
+TICK_S = 0.1
+# Pauses of this process that are worth a line.
+NOTABLE_PAUSE_S = 2.0
+_NO_VALUES = (JobState.NEW, JobState.REGISTERING)
+
+
+class Coordinators:
+    """See the module's text.
+
+    Args:
+        epoch: of this life of the server.
+        note: told of what happens to workers, for people: see ``EventLog.note``.
+        draw_key: makes a job's key.
+
+    Attributes:
+        by_number: the jobs.
+        is_draining: refuse everybody, the server ends.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        settings: ShardSettings,
+        clocks: Clocks,
+        note: Callable[..., None],
+        draw_key: Callable[[], bytes] = lambda: secrets.token_bytes(KEY_BYTES),
+    ) -> None:
+        self.by_number: dict[int, Coordinator] = {}
+        self.is_draining = False
+        self._surroundings = Surroundings(epoch, settings, clocks, note, draw_key)
+        self._is_closed = False
+        self._dropped: list[int] = []
+
+    def handle(self, message: Message, sender: Sender, now_s: float) -> list[Outgoing]:
+        """A worker's message.
+
+        Raises:
+            ProtocolError: it is refused; ``code`` says how to answer.
+        """
+        try:
+            return self._job_of(message, sender).handle(message, sender, now_s)
+        except ProtocolError as error:
+            self._note_refusal(message, error)
+            raise
+
+    def _job_of(self, message: Message, sender: Sender) -> Coordinator:
+        job = self.by_number.get(message.job)
+        if message.type is not MessageType.HELLO:
+            if job is None:
+                raise ProtocolError("this server has restarted since; say HELLO again", ErrorCode.NOT_MEMBER)
+            return job
+        name = message.body["job"]
+        if job_number(name) != message.job:
+            raise ProtocolError(f"the header's job is not the number of {name!r}")
+        if job is not None and job.name != name:
+            raise ProtocolError(f"jobs {job.name!r} and {name!r} have the same number; rename one")
+        if self.is_draining:
+            raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
+        if self._is_closed and (job is None or not job.is_awaited(message, sender.user_id)):
+            raise ProtocolError(
+                "this server lets no more workers in: it was told to drain (psengine admin drain), and ends when the"
+                " last of its workers has left",
+                ErrorCode.SHUTTING_DOWN,
+            )
+        if job is None:
+            self._make_room(name)
+            job = self.by_number[message.job] = Coordinator(name, self._surroundings)
+        return job
+
+    def _make_room(self, name: str) -> None:
+        if len(self.by_number) >= MAX_JOBS:
+            for number, job in list(self.by_number.items()):
+                if not job.workers.present and (job.averages or job.state in _NO_VALUES):
+                    self._drop(number)
+        if len(self.by_number) >= MAX_JOBS:
+            raise ProtocolError(
+                f"this server has its most jobs already (expected at most {MAX_JOBS}, got one more, {name!r}). Fix: end"
+                " one that is no longer needed, by psengine admin forget --job NAME; or use another server.",
+                ErrorCode.MEMORY,
+            )
+
+    def _note_refusal(self, message: Message, error: ProtocolError) -> None:
+        job = self.by_number.get(message.job)
+        worker = message.body.get("rank") if message.type is MessageType.HELLO else message.worker
+        self._surroundings.note(
+            "refused",
+            f"{message.type.name} was refused: {error}",
+            job=job.name if job is not None else "",
+            worker=None if worker == NOBODY else worker,
+            is_stranger=job is None or worker not in job.workers.by_rank,
+        )
+
+    def tick(self, now_s: float) -> list[Outgoing]:
+        """Look at the clock; call it every ``TICK_S``."""
+        return [outgoing for job in list(self.by_number.values()) for outgoing in job.tick(now_s)]
+
+    def stood_still(self, pause_s: float) -> None:
+        """For ``pause_s`` until now the process was stopped, or the clock leapt: no lease ran meanwhile."""
+        for job in self.by_number.values():
+            job.stood_still(pause_s)
+        if pause_s >= NOTABLE_PAUSE_S and any(job.workers.present for job in self.by_number.values()):
+            text = (
+                f"the coordinator stood still for {pause_s:.1f} s: its process was stopped, or short of processor or"
+                " memory, or one task took as long; no worker's lease ran meanwhile"
+            )
+            logger.warning("%s", text)
+            self._surroundings.note("stood_still", text)
+
+    # ---- for operators and people ------------------------------------------------------------------------------
+
+    def find(self, name: str) -> Coordinator | None:
+        """The job of this name."""
+        job = self.by_number.get(job_number(name))
+        return job if job is not None and job.name == name else None
+
+    def evict(self, job: str, rank: int, now_s: float) -> list[Outgoing] | None:
+        """End a worker's lease before its time; None where there is none."""
+        found = self.find(job)
+        return None if found is None else found.evict(rank, now_s)
+
+    def forget(self, job: str) -> int | None:
+        """Drop a job; None where there is none. Workers that it still has keep it: how many."""
+        found = self.find(job)
+        if found is None:
+            return None
+        if not found.workers.present:
+            logger.warning("job %r is forgotten", job)
+            self._drop(found.number)
+        return len(found.workers.present)
+
+    def _drop(self, number: int) -> None:
+        del self.by_number[number]
+        self._dropped.append(number)
+
+    def close(self) -> int:
+        """Let no more workers in, but those of its jobs that come back; how many workers there are."""
+        self._is_closed = True
+        return sum(len(job.workers.present) for job in self.by_number.values())
+
+    def worker_count(self, job: str) -> int | None:
+        """Workers of a job; None where there is no such job."""
+        found = self.find(job)
+        return None if found is None else len(found.workers.present)
+
+    def remembered_count(self) -> int:
+        """Workers of all jobs, with those that were put out lately and may come back."""
+        return sum(job.remembered_count for job in self.by_number.values())
+
+    def training_count(self) -> int:
+        """Workers of all jobs, without those that wait for a job's first values."""
+        return sum(len(job.workers.present) for job in self.by_number.values() if job.state not in _NO_VALUES)
+
+    def status(self, now_s: float) -> dict[str, CoordinatedJob]:
+        """The jobs as they are now, by name."""
+        return {job.name: job.status(now_s) for job in self.by_number.values()}
+
+    # ---- for the disk ------------------------------------------------------------------------------------------
+
+    def to_meta(self) -> dict[str, Any]:
+        """All that a restart has to find, JSON-able."""
+        return {str(number): job.to_meta() for number, job in self.by_number.items()}
+
+    def take_changed(self) -> dict[str, Any] | None:
+        """The same of jobs that have changed since the last call, None of one that is forgotten; None without any."""
+        changed: dict[str, Any] = {str(number): None for number in self._dropped}
+        self._dropped.clear()
+        for number, job in self.by_number.items():
+            if job.is_changed:
+                job.is_changed = False
+                changed[str(number)] = job.to_meta()
+        return changed or None
+
+    def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
+        """Take over what ``to_meta`` gave, and then, in order, what each ``take_changed`` gave."""
+        for number, one in meta.items():
+            self.by_number.pop(int(number), None)
+            if one is not None:
+                job = self.by_number[int(number)] = Coordinator(one["name"], self._surroundings)
+                job.restore(one, now_s)

@@ -1,0 +1,303 @@
+"""What the coordinator decides once a step for all chunks, by counting workers' COMMITs. Pure.
+
+    bound    the floor: the step that every worker has committed; nobody gets answers of steps that are too far above it
+    quorum   whose contributions make the average of a step
+    merge    whose contributions make the next merge
+
+A job without such a rule has ``Decisions``, which decides nothing. Workers are (rank, incarnation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from typing_extensions import override
+
+from psengine.parameter_server.server.coordinator.grace import GraceWindow
+from psengine.parameter_server.server.coordinator.workers import Worker
+from psengine.protocol.views import Release
+
+# With a quorum, nobody is more steps ahead of the slowest member: what shards keep for it is bounded.
+HISTORY = 8
+Identity = tuple[int, int]
+
+
+class Draft(NamedTuple):
+    """A decision; see ``Release``."""
+
+    step: int
+    contributors: tuple[tuple[int, int], ...] | None = None
+    floor: int | None = None
+
+
+class Decisions:
+    """See the module's text.
+
+    Attributes:
+        is_durable: what was decided has to be on the disk; else it is decided anew after a restart.
+    """
+
+    is_durable = False
+
+    def __init__(self) -> None:
+        # By worker of the view: the last step that it committed.
+        self._committed: dict[Identity, int] = {}
+        self._missing = 0
+
+    def adopt(self, members: Iterable[Worker], from_step: int, missing: int) -> None:
+        """A view was published; ``missing``: workers that the job is to have and that never came."""
+        self._missing = missing
+        self._committed = {
+            one.identity: self._committed.get(one.identity, one.first_step - 1) for one in members
+        }
+
+    def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
+        """Every shard has a worker's pushes of a step; said again it changes nothing."""
+
+    def due(self, now_s: float) -> list[Draft]:
+        """What is decided now."""
+        return []
+
+    def first_step(self, worker: Worker) -> int:
+        """Of a worker that comes, where servers hold the weights."""
+        return worker.completed + 1
+
+    def waiting_for(self) -> list[int]:
+        """Ranks without which nothing is decided now."""
+        return []
+
+    def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
+        """Those of these releases that some shard may not have."""
+        return []
+
+    def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
+        """These were decided by a former coordinator."""
+
+    def to_meta(self) -> dict[str, Any]:
+        """For the disk."""
+        return {}
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Inverse of ``to_meta``."""
+
+
+class Bound(Decisions):
+    """Nobody is more than a bound ahead of the slowest worker; one that never came has committed nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.floor = 0
+
+    @override
+    def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
+        known = self._committed.get(worker.identity)
+        if known is not None:
+            self._committed[worker.identity] = max(known, step)
+
+    @override
+    def due(self, now_s: float) -> list[Draft]:
+        least = 0 if self._missing else min(self._committed.values(), default=0)
+        if least <= self.floor:
+            return []
+        self.floor = least
+        return [Draft(least, floor=least)]
+
+    @override
+    def first_step(self, worker: Worker) -> int:
+        return max(worker.completed, self.floor) + 1
+
+    @override
+    def waiting_for(self) -> list[int]:
+        least = min(self._committed.values(), default=0)
+        return [rank for (rank, _), step in self._committed.items() if step == least]
+
+    @override
+    def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
+        return list(releases[-1:])
+
+    @override
+    def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
+        self.floor = max([self.floor, *(one.floor or 0 for one in releases)])
+
+    @override
+    def to_meta(self) -> dict[str, Any]:
+        return {"floor": self.floor}
+
+    @override
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        self.floor = meta["floor"]
+
+
+class Quorum(Decisions):
+    """A step's average has the contributions that ``quorum`` workers committed first."""
+
+    def __init__(self, quorum: int) -> None:
+        super().__init__()
+        self._quorum = quorum
+        self._from_step = 1
+        self._members: dict[Identity, int] = {}  # their first steps
+        # step -> worker -> whether it abstained; of steps that are not decided
+        self._steps: dict[int, dict[Identity, bool]] = {}
+        self._decided: set[int] = set()
+
+    @override
+    def adopt(self, members: Iterable[Worker], from_step: int, missing: int) -> None:
+        """Shards forget steps from ``from_step`` on: workers push and commit them again."""
+        members = list(members)
+        super().adopt(members, from_step, missing)
+        self._from_step = from_step
+        self._members = {one.identity: one.first_step for one in members}
+        # Who lacks an older step has it as good as committed: it was decided without it, or with it.
+        self._committed = {one.identity: min(max(one.completed, one.first_step - 1), from_step - 1) for one in members}
+        self._steps.clear()
+        self._decided = {step for step in self._decided if step < from_step}
+
+    @override
+    def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
+        known = self._committed.get(worker.identity)
+        if known is None:
+            return
+        self._committed[worker.identity] = max(known, step)
+        if step >= self._from_step and step not in self._decided:
+            self._steps.setdefault(step, {})[worker.identity] = abstained
+
+    @override
+    def due(self, now_s: float) -> list[Draft]:
+        slowest = min(self._committed.values(), default=0)
+        drafts = []
+        for step, said in sorted(self._steps.items()):
+            given = sorted(worker for worker, abstained in said.items() if not abstained)
+            are_all = all(worker in said for worker, first_step in self._members.items() if first_step <= step)
+            if (len(given) < self._quorum and not are_all) or step - slowest > HISTORY:
+                continue
+            del self._steps[step]
+            self._decided = {one for one in self._decided if one > slowest} | {step}
+            drafts.append(Draft(step, tuple((rank, step) for rank, _ in given)))
+        return drafts
+
+    @override
+    def waiting_for(self) -> list[int]:
+        step = min(self._steps, default=0)
+        return [rank for (rank, _), committed in self._committed.items() if step and committed < step]
+
+    @override
+    def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
+        least = min((one.completed for one in members), default=0)
+        return [one for one in releases if one.step > least]
+
+
+class Merge(Decisions):
+    """Workers go at their own pace; a merge has what a quorum, and who came in the grace window, brought.
+
+    A worker that abstained last is not waited for until it has brought something again.
+    """
+
+    is_durable = True
+
+    def __init__(self, quorum: int, grace: float) -> None:
+        super().__init__()
+        self._quorum = quorum
+        self._window = GraceWindow(grace)
+        self._pending: dict[Identity, int] = {}  # steps that no merge has yet
+        self._merged: dict[Identity, int] = {}  # by worker, its last step that one has
+        self._idle: set[Identity] = set()
+        self._has_quorum = False
+        self._count = 0
+        self._last_step = 0
+
+    @override
+    def adopt(self, members: Iterable[Worker], from_step: int, missing: int) -> None:
+        before = set(self._committed)
+        super().adopt(members, from_step, missing)
+        for identity in before - set(self._committed):
+            self._window.forget(identity[0])
+            self._pending.pop(identity, None)
+            self._idle.discard(identity)
+
+    @override
+    def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
+        identity = worker.identity
+        if identity not in self._committed or step <= self._merged.get(identity, 0):
+            return
+        if abstained:
+            self._idle.add(identity)
+            self._merged[identity] = step
+        elif self._pending.get(identity, 0) < step:
+            self._idle.discard(identity)
+            self._pending[identity] = step
+            self._window.arrived(worker.rank, now_s)
+
+    def _absent(self) -> list[int]:
+        """Ranks whose contribution may come."""
+        gone = self._pending.keys() | self._idle
+        return [rank for rank, incarnation in self._committed if (rank, incarnation) not in gone]
+
+    @override
+    def due(self, now_s: float) -> list[Draft]:
+        here, absent = [rank for rank, _ in self._pending], self._absent()
+        # Where fewer are left than the quorum, these are all that it can have.
+        if not here or len(here) < min(self._quorum, len(here) + len(absent) + self._missing):
+            self._has_quorum = False
+            return []
+        if not self._has_quorum:
+            self._has_quorum = True
+            self._window.open(here, absent, now_s)
+        if not self._window.is_over(absent, now_s):
+            return []
+        pending, self._pending, self._has_quorum = self._pending, {}, False
+        self._merged |= pending
+        self._count += 1
+        self._last_step = max(self._last_step, *pending.values())
+        return [Draft(self._count, tuple(sorted((rank, step) for (rank, _), step in pending.items())))]
+
+    @override
+    def first_step(self, worker: Worker) -> int:
+        return max(worker.completed, self._last_step) + 1
+
+    @override
+    def waiting_for(self) -> list[int]:
+        return self._absent() if self._pending else []
+
+    @override
+    def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
+        """Shards apply merges in order, so whoever has the answer to one proves that all have it, and all before."""
+        has = {one.rank: one for one in members}
+        taken = 0
+        for release in releases:
+            for rank, step in release.contributors or ():
+                if rank in has and has[rank].first_step <= step <= has[rank].completed:
+                    taken = release.number
+        return [one for one in releases if one.number > taken]
+
+    @override
+    def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
+        identities = {one.rank: one for one in members}
+        for release in releases:
+            self._count = max(self._count, release.step)
+            for rank, step in release.contributors or ():
+                self._last_step = max(self._last_step, step)
+                if rank in identities:
+                    identity = identities[rank].identity
+                    self._merged[identity] = max(step, self._merged.get(identity, 0))
+
+    @override
+    def to_meta(self) -> dict[str, Any]:
+        merged = [[*identity, step] for identity, step in sorted(self._merged.items()) if identity in self._committed]
+        return {"count": self._count, "last_step": self._last_step, "merged": merged}
+
+    @override
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        self._count, self._last_step = meta["count"], meta["last_step"]
+        self._merged = {(rank, incarnation): step for rank, incarnation, step in meta["merged"]}
+
+
+def decisions_of(rule: Mapping[str, Any]) -> Decisions:
+    """What is decided in a job of this rule."""
+    if rule["name"] == "merge":
+        return Merge(rule["quorum"], rule["grace"])
+    if rule["name"] == "average" and rule["quorum"] is not None:
+        return Quorum(rule["quorum"])
+    if rule["name"] == "apply" and rule["max_staleness"] is not None:
+        return Bound()
+    return Decisions()

@@ -1,0 +1,237 @@
+"""The workers of one job: which process has which rank, who is alive, who claims a rank that another holds. Pure.
+
+A rank belongs to one process at a time. The incarnation tells the processes of a rank apart: a process keeps its own for
+life, also where it was evicted and comes back, and a later process of the rank has a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.coordinator.states import WORKER, WorkerEvent, WorkerState, after
+from psengine.parameter_server.server.coordinator.telemetry import WorkerTelemetry
+from psengine.parameter_server.server.interfaces import Sender
+from psengine.protocol.messages import ErrorCode, Message
+from psengine.protocol.views import ViewMember
+
+# Messages that a process sent before it died may still arrive after its successor's first one.
+CLAIM_GRACE_S = 0.5
+# Ranks lie below this: it bounds what is remembered of workers that are gone.
+MAX_WORKERS = 65_536
+
+
+class Leaving(NamedTuple):
+    """A worker wants to leave."""
+
+    completed: int  # the step that all others have to have first
+    request: int  # the id of its LEAVE
+    failed: bool  # its training broke off
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker, as the coordinator knows it."""
+
+    rank: int
+    incarnation: int
+    nonce: int | None  # of its process; None where only a view names it
+    user_id: str  # its CURVE key; "" without CURVE
+    state: WorkerState = WorkerState.WAITING
+    route: bytes = b""  # its newest control connection; b"" while it is expected and has not come back
+    last_heard_s: float = 0.0
+    host: str = "unknown host"
+    pid: int = 0
+    run: str = ""
+    hello: int = 0  # the id of its newest HELLO
+    has_rule: bool = False  # it wants to take part, not only to have a rank
+    first_step: int = 1
+    admitted: int = 0  # number of the view that it came in with; 0 before
+    completed: int = 0  # the last step of which it has all answers, and of all before
+    is_reading: bool = False  # it may still be reading the state that was deposited for it
+    is_blocked: bool = False  # it waits for answers for more than a heartbeat
+    unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
+    cut_s: float | None = None  # since when there are such
+    leaving: Leaving | None = None
+    is_departing: bool = False  # it may leave with the next view
+    why_gone: str = ""  # "left", "evicted" or "fenced"
+    telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Rank and incarnation."""
+        return self.rank, self.incarnation
+
+    def advance(self, event: WorkerEvent) -> None:
+        """Something happens to it."""
+        self.state = after(WORKER, self.state, event)
+
+    def is_process(self, message: Message, user_id: str) -> bool:
+        """Whether a HELLO comes from its process."""
+        if self.user_id != user_id:
+            return False
+        return self.nonce == message.body["nonce"] or (self.nonce is None and self.incarnation == message.incarnation)
+
+    def to_view(self) -> ViewMember:
+        """Its entry in a view."""
+        return ViewMember(self.rank, self.incarnation, self.user_id, self.first_step)
+
+    def to_meta(self) -> list[Any]:
+        """For the disk."""
+        names = "rank", "incarnation", "nonce", "user_id", "host", "pid", "run", "first_step", "admitted", "why_gone"
+        return [*(getattr(self, name) for name in names), self.has_rule, self.state.value]
+
+    @staticmethod
+    def from_meta(meta: list[Any]) -> Worker:
+        """Inverse of ``to_meta``, not heard yet."""
+        rank, incarnation, nonce, user_id, host, pid, run, first_step, admitted, why_gone, has_rule, state = meta
+        worker = Worker(rank, incarnation, nonce, user_id, WorkerState(state), host=host, pid=pid, run=run)
+        worker.first_step, worker.admitted, worker.why_gone = first_step, admitted, why_gone
+        worker.has_rule, worker.completed = has_rule, first_step - 1
+        return worker
+
+
+@dataclass(slots=True)
+class Claim:
+    """A process wants a rank whose holder may be alive."""
+
+    rank: int
+    sender: Sender
+    message: Message
+    since_s: float
+
+
+class Workers:
+    """All that are known of one job, by rank; see the module's text."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, Worker] = {}
+        self.claims: list[Claim] = []
+        self._last_incarnation = 0
+
+    def of(self, *states: WorkerState) -> list[Worker]:
+        """Those in one of these states, by rank."""
+        return sorted((one for one in self.by_rank.values() if one.state in states), key=lambda one: one.rank)
+
+    @property
+    def members(self) -> list[Worker]:
+        """The members, by rank."""
+        return self.of(WorkerState.MEMBER)
+
+    @property
+    def present(self) -> list[Worker]:
+        """All who are not gone, by rank."""
+        return self.of(WorkerState.WAITING, WorkerState.JOINING, WorkerState.MEMBER)
+
+    def rank_for(self, message: Message, user_id: str) -> int:
+        """The rank of a process that says HELLO: the one that it names or had, else the lowest free one."""
+        rank = message.body.get("rank")
+        if rank is None:
+            mine = (one.rank for one in self.by_rank.values() if one.is_process(message, user_id))
+            rank = next(mine, None)
+        if rank is None:
+            taken = {one.rank for one in self.present} | {claim.rank for claim in self.claims}
+            rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
+        if rank >= MAX_WORKERS:
+            raise ProtocolError(f"ranks lie below {MAX_WORKERS} (got {rank})", ErrorCode.BAD_VALUE)
+        return int(rank)
+
+    def new(self, rank: int, message: Message, user_id: str, wall_s: float) -> Worker:
+        """Another process has the rank from here on; one that was known to a former coordinator brings its number."""
+        incarnation = message.incarnation or max(self._last_incarnation + 1, int(wall_s * 1000))
+        return self.add(Worker(rank, incarnation, message.body["nonce"], user_id))
+
+    def add(self, worker: Worker) -> Worker:
+        """A worker has its rank from here on."""
+        self._last_incarnation = max(self._last_incarnation, worker.incarnation)
+        self.by_rank[worker.rank] = worker
+        return worker
+
+    def find(self, message: Message, sender: Sender, job: str) -> Worker:
+        """The worker that a message other than HELLO comes from.
+
+        Raises:
+            ProtocolError: it is none of this job, or not any more.
+        """
+        worker = self.by_rank.get(message.worker)
+        if worker is None or (not worker.route and worker.state is not WorkerState.GONE):
+            raise ProtocolError(
+                f"worker {message.worker} of job {job!r} has not said HELLO to this coordinator", ErrorCode.NOT_MEMBER
+            )
+        is_it = (worker.incarnation, worker.user_id) == (message.incarnation, sender.user_id)
+        if not is_it or (worker.state is WorkerState.GONE and not worker.is_departing):
+            raise ProtocolError(
+                f"worker {message.worker} of job {job!r} was fenced: silent for more than its lease, cut off from a"
+                " server, put out by an operator, or replaced by a newer process. It has to say HELLO again; where that"
+                " happens often, raise --lease-s.",
+                ErrorCode.FENCED,
+            )
+        return worker
+
+    def claim(self, rank: int, sender: Sender, message: Message, now_s: float) -> None:
+        """A process wants a rank that another holds; it gets its answer once ``judged`` says so."""
+        for claim in self.claims:
+            if (claim.rank, claim.message.body["nonce"]) == (rank, message.body["nonce"]):
+                claim.sender, claim.message = sender, message
+                return
+        self.claims.append(Claim(rank, sender, message, now_s))
+
+    def judged(self, patience_s: float, now_s: float) -> Iterator[tuple[Claim, bool]]:
+        """Claims whose time is over, taken out, and whether the holder of the rank is alive."""
+        for claim in list(self.claims):
+            holder = self.by_rank.get(claim.rank)
+            if holder is not None and holder.state is WorkerState.MEMBER and not holder.route:
+                continue  # the job resumes, and it has a lease to come back
+            heard = holder is not None and holder.last_heard_s > claim.since_s + CLAIM_GRACE_S
+            if heard or now_s >= claim.since_s + patience_s + CLAIM_GRACE_S:
+                self.claims.remove(claim)
+                yield claim, heard
+
+    def expired(self, lease_s: float, now_s: float) -> list[Worker]:
+        """Those whose lease ran out."""
+        return [one for one in self.present if now_s - one.last_heard_s > lease_s]
+
+    def stood_still(self, pause_s: float) -> None:
+        """For ``pause_s`` until now nobody listened here: no lease and no claim ran meanwhile."""
+        for worker in self.by_rank.values():
+            worker.last_heard_s += pause_s
+            worker.cut_s = None if worker.cut_s is None else worker.cut_s + pause_s
+        for claim in self.claims:
+            claim.since_s += pause_s
+
+    def to_meta(self) -> dict[str, Any]:
+        """For the disk."""
+        workers = [self.by_rank[rank].to_meta() for rank in sorted(self.by_rank)]
+        return {"workers": workers, "last_incarnation": self._last_incarnation}
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Inverse of ``to_meta``."""
+        for one in meta["workers"]:
+            self.add(Worker.from_meta(one))
+        self._last_incarnation = meta["last_incarnation"]
+
+
+def belongs_to_another_key(job: str, rank: int) -> ProtocolError:
+    """Why a process may not have a rank."""
+    return ProtocolError(f"rank {rank} of job {job!r} belongs to another key", ErrorCode.DUPLICATE_RANK)
+
+
+def replaced(job: str, rank: int) -> ProtocolError:
+    """Why a process may not have its rank again."""
+    return ProtocolError(
+        f"rank {rank} of job {job!r} went to a newer process while this one was silent, so that nobody knows which of"
+        " its updates count (expected one process for each rank). Let this process end; where processes are slow and"
+        " not dead, raise --lease-s.",
+        ErrorCode.DUPLICATE_RANK,
+    )
+
+
+def is_held(job: str, holder: Worker) -> ProtocolError:
+    """Why a process may not have a rank: its process is alive."""
+    return ProtocolError(
+        f"rank {holder.rank} of job {job!r} is held by process {holder.pid} on {holder.host}, which is alive. Every"
+        " worker needs a rank of its own: check RANK, or give this run a job of its own (PSENGINE_JOB).",
+        ErrorCode.DUPLICATE_RANK,
+    )
