@@ -10,10 +10,10 @@ import torch
 from psengine.parameter_server.chunk_codecs import WEIGHT_RULES, gradient_codec
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.parameter_server.client.chunk_map import check_tensors
+from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.operation import Push, Request
-from psengine.protocol.layout import ChunkSpec
+from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import Message, MessageType
 
 
@@ -24,33 +24,27 @@ class ChunkExchanges:
     closed.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-        self._sequences: dict[int, int] = {}
+    def __init__(self, job: JobConnection) -> None:
+        self.job_connection = job
         # By chunk, where the job has a codec: its encoder, and its last push.
         self._encoders: dict[int, ChunkEncoder] = {}
         self._encoded: dict[int, Push] = {}
 
     def version(self, key: int) -> int:
         """The version of the chunk's values that came last, by push or pull; 0 before."""
-        self._membership.chunks.spec(key)
+        self.job_connection.chunks.spec(key)
         return self._link(key).versions.get(key, 0)
 
-    def sequence(self, key: int) -> int:
-        """The number of this worker's last exchange of the chunk; 0 before the first."""
-        return self._sequences.get(key, 0)
-
-    def set_sequence(self, key: int, sequence: int) -> None:
-        """Number the next push of this chunk ``sequence`` + 1: this worker has the values before it."""
-        self._sequences[key] = sequence
-        self._membership.takes_part = self._membership.fenced is None
+    def end_step(self) -> None:
+        """Later pushes belong to the next step. The first wait for a push of a step ends it too."""
+        self.job_connection.steps.end()
 
     def configure(self, key: int, body: Mapping[str, Any]) -> Request:
         """Attach the server-side optimizer to a chunk; ``body`` as in CONFIGURE: optimizer, groups, runs."""
-        spec = self._membership.chunks.spec(key)
-        self._membership.configured[key] = dict(body)
+        spec = self.job_connection.chunks.spec(key)
+        self.job_connection.configured[key] = dict(body)
         message = Message(MessageType.CONFIGURE, key=key, body=dict(body))
-        return self._membership.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
+        return self.job_connection.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
 
     def push(
         self,
@@ -84,17 +78,16 @@ class ChunkExchanges:
         Raises:
             FencedError: see ``rejoin``.
         """
-        membership = self._membership
-        spec = membership.chunks.spec(key)
-        if membership.fenced is not None:
-            raise membership.fenced.with_traceback(None)
+        job = self.job_connection
+        spec = job.chunks.spec(key)
+        if job.fenced is not None:
+            raise job.fenced.with_traceback(None)
         if destinations:
             check_tensors(destinations, spec, "memory for the answer")
         if payload is not None:
             check_tensors([payload], spec, "payload")
-        link = self._link(key)
-        membership.takes_part = True
-        self._sequences[key] = sequence = self._sequences.get(key, 0) + 1
+        link, step = self._link(key), job.steps.step_for(key)
+        step.note(is_trained=spec.kind is ChunkKind.PARAMETER, has_values=payload is not None)
         body: dict[str, Any] = {}
         if groups is not None:
             body["groups"] = [dict(group) for group in groups]
@@ -102,25 +95,30 @@ class ChunkExchanges:
             body["absent"] = list(absent)
         if weight is not None:
             body["weight"] = weight
-        message = Message(MessageType.PUSH, key=key, sequence=sequence, version=link.versions.get(key, 0), body=body)
-        encoder, segments = self._encoder(spec), membership.connection.segments
+        message = Message(MessageType.PUSH, key=key, sequence=step.number, version=link.versions.get(key, 0), body=body)
+        encoder, segments = self._encoder(spec), job.transport.segments
         if encoder is not None and encoder.held is not None:
             body["held"] = encoder.held
         if payload is not None:
             payload = payload.detach() if encoder is None else encoder.encode(payload)
             if segments is not None and encoder is None:
-                payload = segments.stage(link.address, key, payload, membership.chunks, membership.parking.now_s)
+                payload = segments.stage(link.address, key, payload, job.chunks, job.parking.now_s)
             message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
+        averages = job.options.averages
         push = Push(
             message,
-            lambda: f"push {sequence} of {spec.describe()}",
-            membership.parking,
-            membership.options.timeout_s,
+            lambda: f"push {step.number} of {spec.describe()}",
+            job.parking,
+            job.options.timeout_s,
             destinations,
             spec.dtype,
             encoder,
-            keeps_answer=key in membership.kept,
+            step=step,
+            link=link,
+            is_shared=averages,
+            lands_late=averages and encoder is None and payload is not None and _overlaps(payload, destinations),
             reads_in_place=reads_in_place,
+            size_bytes=spec.size_bytes if payload is None else max(spec.size_bytes, payload.nbytes),
         )
         if encoder is not None:
             self._encoded[key] = push
@@ -128,12 +126,12 @@ class ChunkExchanges:
             push.numel = spec.numel
         if segments is not None:
             segments.note(link.address, push)
-        membership.submit(link, push)
+        job.submit(push)
         return push
 
     def encoded(self, spec: ChunkSpec) -> bool:
         """Whether the job's codec encodes the chunk's payloads."""
-        return not gradient_codec(self._membership.options.codec, spec).is_identity
+        return not gradient_codec(self.job_connection.options.codec, spec).is_identity
 
     def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
         """The chunk's encoder, told how its last push ended; None where values travel as they are."""
@@ -143,22 +141,22 @@ class ChunkExchanges:
         if last is not None:
             last.conclude()  # perhaps nobody has waited for it
         if spec.key not in self._encoders:
-            rule = self._membership.options.rule
+            rule = self.job_connection.options.rule
             are_weights = rule is not None and rule["name"] in WEIGHT_RULES
-            self._encoders[spec.key] = ChunkEncoder(spec, self._membership.options.codec, are_weights=are_weights)
+            self._encoders[spec.key] = ChunkEncoder(spec, self.job_connection.options.codec, are_weights=are_weights)
         return self._encoders[spec.key]
 
     # ---- memory shared with servers of this host -------------------------------------------------------------------
 
     def reserve(self, size_bytes: int) -> None:
         """Make memory of this size that servers of this host can share; before ``allocate``."""
-        segments = self._membership.connection.segments
+        segments = self.job_connection.transport.segments
         if segments is not None:
             segments.reserve(size_bytes)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised flat memory for gradients, shared where ``reserve`` made enough."""
-        segments = self._membership.connection.segments
+        segments = self.job_connection.transport.segments
         shared = None if segments is None else segments.allocate(numel, dtype)
         return torch.empty(numel, dtype=dtype) if shared is None else shared
 
@@ -168,7 +166,7 @@ class ChunkExchanges:
         ``answer`` is the destination of all its pushes. Its values may be overwritten as soon as the next exchange has
         ended at the server, even if that answer is lost.
         """
-        segments = self._membership.connection.segments
+        segments = self.job_connection.transport.segments
         if segments is not None:
             segments.adopt(key, gradient, answer)
 
@@ -177,13 +175,13 @@ class ChunkExchanges:
 
         They may need the gradients of that step for the other workers' averages.
         """
-        segments = self._membership.connection.segments
+        segments = self.job_connection.transport.segments
         if segments is not None:
             segments.withdraw()
 
     def residual(self, key: int) -> torch.Tensor | None:
         """What earlier payloads of a chunk left out, for the next one; None where the codec keeps nothing."""
-        encoder = self._encoder(self._membership.chunks.spec(key))
+        encoder = self._encoder(self.job_connection.chunks.spec(key))
         return None if encoder is None or encoder.state is None else encoder.state.residual
 
     def reset_codecs(self) -> None:
@@ -193,13 +191,6 @@ class ChunkExchanges:
             if push is not None:
                 push.conclude()
             encoder.reset()
-
-    def keep_result(self, key: int) -> None:
-        """Promise that the destinations of this chunk's pushes stay as an answer left them until the next answer.
-
-        A server that was restarted may then ask for the last average on behalf of a worker that does not have it.
-        """
-        self._membership.kept.add(key)
 
     def pull(
         self, key: int, destinations: Sequence[torch.Tensor] = (), slot: str | None = None, blob: str | None = None
@@ -216,12 +207,16 @@ class ChunkExchanges:
         """
         message = Message(MessageType.PULL, key=key, body=_given(slot=slot, blob=blob))
         if blob is not None:
-            return self._membership.ask(self._membership.links[0], message, what=f"PULL of piece {key} of {blob!r}")
-        spec = self._membership.chunks.spec(key)
+            return self.job_connection.ask(
+                self.job_connection.links[0], message, what=f"PULL of piece {key} of {blob!r}"
+            )
+        spec = self.job_connection.chunks.spec(key)
         if destinations:
             check_tensors(destinations, spec, "memory for the answer")
         what = f"PULL of {_slot_of(slot)}{spec.describe()}"
-        return self._membership.ask(self._link(key), message, what=what, destinations=destinations, dtype=spec.dtype)
+        return self.job_connection.ask(
+            self._link(key), message, what=what, destinations=destinations, dtype=spec.dtype, size_bytes=spec.size_bytes
+        )
 
     def pull_blob(self, name: str) -> list[torch.Tensor]:
         """All pieces of a blob, in order: 1-D uint8 tensors of their own memory.
@@ -257,16 +252,17 @@ class ChunkExchanges:
         """
         fields = _given(slot=slot, steps=None if steps is None else list(steps), blob=blob, pieces=pieces)
         message = Message(MessageType.STORE, key=key, version=version or 0, body=fields, payload=payload.detach())
-        if blob is not None:
-            return self._membership.ask(self._membership.links[0], message, what=f"STORE of piece {key} of {blob!r}")
-        spec = self._membership.chunks.spec(key)
-        check_tensors([payload], spec, "payload")
-        if version is None:
-            message.version = self.version(key)
-        return self._membership.ask(self._link(key), message, what=f"STORE of {_slot_of(slot)}{spec.describe()}")
+        link, what = self.job_connection.links[0], f"piece {key} of {blob!r}"
+        if blob is None:
+            spec = self.job_connection.chunks.spec(key)
+            check_tensors([payload], spec, "payload")
+            link, what = self._link(key), f"{_slot_of(slot)}{spec.describe()}"
+            if version is None:
+                message.version = self.version(key)
+        return self.job_connection.ask(link, message, what=f"STORE of {what}", size_bytes=payload.nbytes)
 
     def _link(self, key: int) -> Link:
-        return self._membership.links[self._membership.chunks.shard_of[key]]
+        return self.job_connection.links[self.job_connection.chunks.shard_of[key]]
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -275,3 +271,9 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 def _slot_of(slot: str | None) -> str:
     return f"slot {slot!r} of " if slot else ""
+
+
+def _overlaps(payload: torch.Tensor, destinations: Sequence[torch.Tensor]) -> bool:
+    """Whether an answer would overwrite the payload, which may be needed once more."""
+    begin, end = payload.data_ptr(), payload.data_ptr() + payload.nbytes
+    return any(one.data_ptr() < end and begin < one.data_ptr() + one.nbytes for one in destinations)

@@ -1,14 +1,16 @@
-"""Sockets to the shards and the thread that owns them: the ``Transport`` of a client in a process.
+"""Sockets to the servers and the thread that owns them: the ``Transport`` of a client in a process.
 
     workers' threads                        I/O thread
       do(function, argument) ── deque ──►   run the queued tasks ─► poll ─► receive all messages ─► tick every 100 ms
                        └─ wake-up byte, only if it may be asleep ──┘
 
-The thread passes messages to a ``Receiver``, which knows what they mean.
+A socket has one connection in its life; the next connection of a link is another socket. The thread passes messages to
+a ``Receiver``, which knows what they mean.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -21,18 +23,19 @@ from typing import Any
 
 import zmq
 from typing_extensions import override
+from zmq.utils.monitor import recv_monitor_message
 
 from psengine.environment import local_sockets
 from psengine.environment.variables import read_variable
 from psengine.errors import EnvironmentVariableError, ProtocolError, PSEngineError, ServerError
 from psengine.kernels.freed_memory import keep_freed_memory
-from psengine.parameter_server.client.handshake_monitor import HandshakeMonitor
+from psengine.parameter_server.client.handshakes import Handshakes
 from psengine.parameter_server.client.operation import forked_error
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.reachability import watch_first_contact
 from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
 from psengine.parameter_server.client.segments import WorkerSegments
-from psengine.parameter_server.keepalive import KEEPALIVE
+from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.groups import split
@@ -43,12 +46,6 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 HANDSHAKE_MS = 2000
-RECONNECT_MS = 50
-RECONNECT_MOST_MS = 500
-TRANSPORT_HEARTBEAT_MS = 5000
-TRANSPORT_TIMEOUT_MS = 30000
-# Not on connections with payloads: behind these, ZMTP's heartbeats would find a slow link dead.
-HEARTBEATS = {zmq.HEARTBEAT_IVL: TRANSPORT_HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: TRANSPORT_TIMEOUT_MS}
 LINGER_MS = 500
 CLOSE_S = 5.0
 # Below this a copy is cheaper than none: 50 µs a chunk of 64 KiB against 63, of 256 KiB 110 against 85 (measured).
@@ -59,11 +56,94 @@ MAX_FRAMES = 3
 # Pushes whose payload lies in shared memory and that are ready together travel as one frame: a shard answers the first
 # before the last is sent where a step has more.
 PUSHES_PER_GROUP = 8
-_OF_SEGMENTS = frozenset({MessageType.WELCOME, MessageType.ERROR})
+_OF_SEGMENTS = frozenset({MessageType.RESUMED, MessageType.ERROR})
+_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_monitor_numbers = itertools.count()
+
+
+class _Line:
+    """One connection of a link: its socket, and the events of it.
+
+    Attributes:
+        group: messages without a payload frame that leave before the thread waits.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        link: int,
+        address: str,
+        handshakes: Handshakes,
+        lease_s: float,
+        *,
+        uses_local_socket: bool,
+    ) -> None:
+        self.link, self.address, self.handshakes = link, address, handshakes
+        # The Unix socket beside the address, where there is one.
+        self.way = local_sockets.way_to(address) if uses_local_socket else address
+        self.socket = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, LINGER_MS),
+            (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+            (zmq.RECONNECT_IVL, -1),
+            *keep_alive(lease_s).items(),
+            # Credits bound what is in flight. Without a connection nothing is queued.
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.IMMEDIATE, 1),
+            (zmq.IPV6, int("[" in address)),
+        ):
+            self.socket.setsockopt(option, value)
+        if (keys := handshakes.keys_for(self.way)) is not None:
+            self.socket.curve_serverkey = keys.server_public.encode()
+            self.socket.curve_publickey = keys.own.public.encode()
+            self.socket.curve_secretkey = keys.own.secret.encode()
+        # pyzmq would name it by the descriptor, whose number may be in use again.
+        name = f"inproc://psengine-monitor-{next(_monitor_numbers)}"
+        self.socket.monitor(name, _HANDSHAKES | _ENDS)
+        self.events = context.socket(zmq.PAIR)
+        self.events.setsockopt(zmq.LINGER, 0)
+        self.events.connect(name)
+        self.zero_copy = ZeroCopySends(self.socket)
+        self.group: list[bytes] = []
+        self.socket.connect(self.way)
+
+    def read_events(self) -> list[int]:
+        """What happened since."""
+        found = []
+        while self.events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            found.append(int(recv_monitor_message(self.events, zmq.NOBLOCK)["event"]))
+        return found
+
+    def send_group(self) -> bool:
+        """Send what is gathered."""
+        frame = b"".join(self.group)
+        self.group.clear()
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, linger_ms: int) -> None:
+        """End the connection."""
+        try:
+            self.socket.disable_monitor()
+        finally:
+            self.events.close()
+            self.socket.close(linger_ms)
+            self.zero_copy.close()
 
 
 class Connection(Transport):
-    """DEALER sockets and their thread.
+    """Sockets and their thread.
 
     Args:
         receiver: gets the messages.
@@ -91,11 +171,9 @@ class Connection(Transport):
         self.segments = segments or WorkerSegments(is_wanted=False)
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
-        self._sockets: list[Any] = []
-        self._zero_copy: list[ZeroCopySends] = []
-        # By socket, messages without a payload frame that leave before this thread waits.
-        self._groups: list[list[bytes]] = []
-        self._monitors: list[HandshakeMonitor] = []
+        self._lines: dict[int, _Line] = {}
+        self._of_socket: dict[Any, _Line] = {}
+        self._handshakes: dict[str, Handshakes] = {}
         self._poller: Any = zmq.Poller()
         self._tasks: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._wake_reader, self._wake_writer = sockets.socketpair()
@@ -104,8 +182,6 @@ class Connection(Transport):
         self._may_sleep = False
         self._is_stopping = False
         self._failure: PSEngineError | None = None
-        self._indices: dict[Any, int] = {}
-        self._addresses: list[str] = []
         keep_freed_memory()
         self._thread = threading.Thread(target=self._run, name="psengine-client", daemon=True)
         self._thread.start()
@@ -122,54 +198,6 @@ class Connection(Transport):
         if self._may_sleep:
             self._wake()
         self._run_leftovers()
-
-    @override
-    def open(self, address: str, *, carries_payloads: bool = True) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, LINGER_MS),
-            (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES),
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.RECONNECT_IVL, RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS),
-            *(KEEPALIVE if carries_payloads else HEARTBEATS).items(),
-            # Credits bound what is in flight. Without a connection nothing is queued: the link sends again.
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.IMMEDIATE, 1),
-            (zmq.IPV6, int("[" in address)),
-        ):
-            socket.setsockopt(option, value)
-        self._monitors.append(HandshakeMonitor(socket, address, self._keys))
-        self._indices[socket] = len(self._sockets)
-        self._sockets.append(socket)
-        self._zero_copy.append(ZeroCopySends(socket))
-        self._groups.append([])
-        self._poller.register(socket, zmq.POLLIN)
-        self._addresses.append(address)
-        self._take_way(len(self._sockets) - 1)
-
-    def _take_way(self, index: int) -> bool:
-        """Connect to the address or to the Unix socket beside it, whichever is there; whether that is a change."""
-        socket, monitor, address = self._sockets[index], self._monitors[index], self._addresses[index]
-        way = local_sockets.way_to(address) if self._uses_local_socket else address
-        if way == monitor.way:
-            return False
-        if (stranger := monitor.find_stranger(way)) is not None:
-            self._receiver.rejected(index, stranger, time.monotonic())
-            return False
-        keys = monitor.keys_for(way)
-        if keys is None:
-            socket.curve_server = 0  # in the clear; an option counts for the connections made after it
-        else:
-            socket.curve_serverkey = keys.server_public.encode()
-            socket.curve_publickey = keys.own.public.encode()
-            socket.curve_secretkey = keys.own.secret.encode()
-        if monitor.way:
-            socket.disconnect(monitor.way)
-        monitor.way = way
-        socket.connect(way)
-        return True
 
     @property
     @override
@@ -193,35 +221,47 @@ class Connection(Transport):
     # ---- I/O thread --------------------------------------------------------------------------------------------
 
     @override
-    def send(self, index: int, message: Message) -> bool:
-        socket = self._sockets[index]
+    def open(self, link: int, address: str, lease_s: float) -> None:
+        if (former := self._lines.get(link)) is not None:
+            self._drop(former)
+        handshakes = self._handshakes.setdefault(address, Handshakes(address, self._keys))
+        line = _Line(self._context, link, address, handshakes, lease_s, uses_local_socket=self._uses_local_socket)
+        self._lines[link] = line
+        for source in (line.socket, line.events):
+            self._of_socket[source] = line
+            self._poller.register(source, zmq.POLLIN)
+        if (stranger := handshakes.find_stranger(line.way)) is not None:
+            self._drop(line)
+            self._receiver.rejected(link, stranger, time.monotonic())
+
+    def _drop(self, line: _Line) -> None:
+        del self._lines[line.link]
+        for source in (line.socket, line.events):
+            self._poller.unregister(source)
+            del self._of_socket[source]
+        line.close(0)
+
+    @override
+    def send(self, link: int, message: Message) -> bool:
+        line = self._lines.get(link)
+        if line is None:
+            return False
         if message.type is MessageType.PUSH:
-            self.segments.place(self._addresses[index], message)
+            self.segments.place(line.address, message)
         *frames, last = encode(message, checksum=self._checksum)
-        group = self._groups[index]
+        group = line.group
         if message.in_segment:
             group.extend((*frames, last))
-            return len(group) < 2 * PUSHES_PER_GROUP or self._send_group(index)
+            return len(group) < 2 * PUSHES_PER_GROUP or line.send_group()
         if group:
-            self._send_group(index)  # a connection keeps its order
+            line.send_group()  # a connection keeps its order
         try:
             for frame in frames:
-                socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+                line.socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
             if len(last) < ZERO_COPY_BYTES:
-                socket.send(last, zmq.NOBLOCK)
+                line.socket.send(last, zmq.NOBLOCK)
             else:
-                self._zero_copy[index].send(last)
-        except zmq.Again:
-            return False
-        return True
-
-    def _send_group(self, index: int) -> bool:
-        """Send what is gathered; without a connection it is lost, and the link asks once there is one."""
-        group = self._groups[index]
-        frame = b"".join(group)
-        group.clear()
-        try:
-            self._sockets[index].send(frame, zmq.NOBLOCK)
+                line.zero_copy.send(last)
         except zmq.Again:
             return False
         return True
@@ -263,13 +303,11 @@ class Connection(Transport):
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
-                self._read_monitors(now_s)
-                for zero_copy in self._zero_copy:
-                    zero_copy.release()
+                self._look_at_sent(now_s)
                 self._receiver.tick(now_s)
-            for index, group in enumerate(self._groups):
-                if group:
-                    self._send_group(index)
+            for sender in self._lines.values():
+                if sender.group:
+                    sender.send_group()
             # Set before the deque is looked at: who appends after that look sees it set, and wakes this thread.
             self._may_sleep = True
             timeout_ms = 0 if tasks or self._is_stopping else max(0, int((next_tick_s - now_s) * 1000) + 1)
@@ -278,8 +316,19 @@ class Connection(Transport):
             for source, _ in ready:
                 if source == wake_descriptor:
                     self._drain_wake_ups()
+                elif (line := self._of_socket.get(source)) is None:
+                    continue  # it has been closed
+                elif source is line.socket:
+                    self._receive(line, RECEIVES_PER_TURN)
                 else:
-                    self._receive(source)
+                    self._read_events(line)
+
+    def _look_at_sent(self, now_s: float) -> None:
+        for line in tuple(self._lines.values()):
+            unsent_bytes = line.zero_copy.unread_bytes()
+            line.zero_copy.release()
+            if line.zero_copy.unread_bytes() < unsent_bytes:
+                self._receiver.moved(line.link, now_s)
 
     def _drain_wake_ups(self) -> None:
         try:
@@ -287,57 +336,67 @@ class Connection(Transport):
         except BlockingIOError:
             return
 
-    def _receive(self, socket: Any) -> None:
-        index = self._indices[socket]
-        for _ in range(RECEIVES_PER_TURN):
+    def _receive(self, line: _Line, most: int | None = None) -> None:
+        """Receive what is there, at most so many messages."""
+        for _ in itertools.count() if most is None else range(most):
+            if self._lines.get(line.link) is not line:
+                return
             try:
-                frame = socket.recv(zmq.NOBLOCK, copy=False)
+                frame = line.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             frames = [frame.buffer]
             while frame.more:
-                frame = socket.recv(copy=False)
+                frame = line.socket.recv(copy=False)
                 frames[MAX_FRAMES:] = [frame.buffer]  # one too many is enough for ``decode`` to refuse them
             now_s = time.monotonic()
             for part in split(frames):
                 try:
                     message = decode(part)
                 except ProtocolError as error:
-                    self._receiver.garbled(index, error, now_s)
+                    self._receiver.garbled(line.link, error, now_s)
                 else:
-                    if not (message.in_segment or message.type in _OF_SEGMENTS) or self._look_into(index, message):
-                        self._receiver.received(index, message, now_s)
+                    if not (message.in_segment or message.type in _OF_SEGMENTS) or self._look_into(line, message):
+                        self._receiver.received(line.link, message, now_s)
 
-    def _look_into(self, index: int, message: Message) -> bool:
+    def _look_into(self, line: _Line, message: Message) -> bool:
         """Take what a message says of shared memory; whether the receiver gets it."""
-        address = self._addresses[index]
-        if message.type is MessageType.WELCOME:
-            self.segments.welcomed(address, message)
+        if message.type is MessageType.RESUMED:
+            self.segments.resumed(line.address, message)
         elif message.type is MessageType.ERROR and message.body["code"] == ErrorCode.SEGMENT:
-            self.segments.lost(address, message.body["text"])
-            message.type, message.body = MessageType.MISSING, {}  # the bytes never came
-        return not message.in_segment or self.segments.fetch(address, message)
+            self.segments.lost(line.address, message.body["text"])
+        if not message.in_segment or self.segments.fetch(line.address, message):
+            return True
+        # On another connection the shard answers by bytes.
+        self.segments.lost(line.address, "an answer lies in memory that this process does not have")
+        self._end(line)
+        return False
 
-    def _read_monitors(self, now_s: float) -> None:
-        for index, monitor in enumerate(self._monitors):
-            error = monitor.read(now_s)
-            if monitor.is_new:
-                monitor.is_new = False
-                self._receiver.connected(index, now_s)
-            # A client that is refused at a TCP address may have been too early for the socket beside it.
-            if not monitor.has_succeeded and self._take_way(index):
-                error = None
-            if error is not None:
-                self._receiver.rejected(index, error, now_s)
+    def _read_events(self, line: _Line) -> None:
+        for event in line.read_events():
+            now_s = time.monotonic()
+            if event & _HANDSHAKES and (error := line.handshakes.ended(event, line.way, now_s)) is not None:
+                # A client that is refused at a TCP address may have been too early for the socket beside it.
+                is_early = self._uses_local_socket and local_sockets.way_to(line.address) != line.way
+                if line.handshakes.has_succeeded or not is_early:
+                    self._receiver.rejected(line.link, error, now_s)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                line.socket.getsockopt(zmq.EVENTS)  # else a send may not see the connection yet
+                self._receiver.connected(line.link, now_s)
+            elif event & _ENDS:
+                self._receive(line)  # what came before the end
+                self._end(line)
+                return
+
+    def _end(self, line: _Line) -> None:
+        if self._lines.get(line.link) is line:
+            self._drop(line)
+            self._receiver.disconnected(line.link, time.monotonic())
 
     def _close_sockets(self) -> None:
-        for monitor in self._monitors:
-            monitor.close()
-        for socket in self._sockets:
-            socket.close()
+        for line in self._lines.values():
+            line.close(LINGER_MS)
         self._context.term()  # waits for the linger of the sockets
-        for zero_copy in self._zero_copy:
-            zero_copy.close()
         self._wake_reader.close()
         self._wake_writer.close()
         self.segments.close()

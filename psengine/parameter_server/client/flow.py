@@ -2,7 +2,7 @@
 
 ::
 
-    request = membership.ask(link, message)
+    request = job.ask(link, message)
     yield [request]                 until all of these are answered; the first failure is raised here
     answer = request.reply()
     yield 0.1                       for so many seconds

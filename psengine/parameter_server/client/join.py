@@ -1,9 +1,9 @@
-"""How a worker takes part, and leaves: it gives the job its values, compares models, or joins a job under way.
+"""How a worker enters a job and leaves it: it gives the job its values, compares models, or joins a job under way.
 
-lead says     what follows
-initialise    REGISTER every chunk at its shard, SEAL every shard, the lead last
-ready         LIST every shard, compare the model
-join          JOIN every shard; answered once another worker has deposited its state; then as ready
+WELCOME says   what follows
+initialise     REGISTER every chunk at its shard, COMMIT "registered", VIEW
+wait, ready    VIEW, LIST every shard, compare the model
+join           LIST, compare, COMMIT "join"; VIEW once another worker has deposited its state
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 import torch
 
-from psengine.errors import PSEngineError, ReplicaMismatchError, ServerRefusedError
+from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchError, ServerRefusedError
 from psengine.parameter_server.client.chunk_map import check_tensors
 from psengine.parameter_server.client.flow import Flow
-from psengine.parameter_server.client.handshake import WAIT_S, enter
+from psengine.parameter_server.client.job_connection import JobConnection, StateRequest
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.membership import Membership
 from psengine.parameter_server.client.operation import Request
-from psengine.parameter_server.client.state_requests import StateRequest
 from psengine.protocol.layout import ChunkSpec, balance, first_difference, layout_fingerprint
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
@@ -31,76 +30,151 @@ logger = logging.getLogger(__name__)
 REGISTERS_UNDER_WAY = 16
 # An embedded server ends with its training: who leaves does not wait longer for it.
 EMBEDDED_LEAVE_S = 10.0
+# How long who leaves waits where nobody needs its averages.
+GOODBYE_S = 1.0
 # A worker that waits longer than this before it may leave logs that.
 QUIET_LEAVE_S = 2.0
 LEAVE_POLL_S = 0.002
-JOIN_POLL_S = 0.02
+
+
+def start(job: JobConnection) -> Flow[str]:
+    """Say HELLO, and connect to every shard; see ``WorkerSession.start``."""
+    options = job.options
+    if job.control is not None:
+        wait_s = min(options.connect_timeout_s, options.timeout_s)
+        welcome = job.control.expect(f"HELLO to job {options.job!r}", wait_s)
+        job.begin()
+        yield [welcome]
+    yield from _connect(job)
+    if job.control is None:
+        return "ready" if any(link.resumed["chunks"] for link in job.links) else "wait"
+    return job.state
+
+
+def _connect(job: JobConnection) -> Flow[None]:
+    """Connect to all shards of all servers: each server's first shard lists the others."""
+    addresses = job.options.addresses
+    yield [_greeting(job, job.open(address)) for address in addresses]
+    known: dict[int, str] = {}
+    others: list[str] = []
+    for link in job.first_links():
+        if link.epoch in known:
+            raise ConfigurationError(
+                f"server addresses must name different servers (got {known[link.epoch]} and {link.address} of the"
+                " same process). Name each server's first address once."
+            )
+        known[link.epoch] = link.address
+        others += shard_addresses(link.address, link.resumed["shards"])
+    job.server_sizes = [len(link.resumed["shards"]) for link in job.first_links()]
+    yield [_greeting(job, job.open(address)) for address in others]
+
+
+def _greeting(job: JobConnection, link: Link) -> Request:
+    """A question that is answered after the link's greeting."""
+    wait_s = min(job.options.connect_timeout_s, job.options.timeout_s)
+    message = Message(MessageType.ECHO, payload=torch.empty(0, dtype=torch.uint8))
+    return job.ask(link, message, what=f"RESUME of job {job.options.job!r}", timeout_s=wait_s)
 
 
 def take_part(
-    membership: Membership,
-    state: str,
-    layout: Sequence[ChunkSpec],
-    initial: Callable[[ChunkSpec], torch.Tensor],
+    job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
 ) -> Flow[str]:
-    """Do what the lead's ``state`` asks for; see ``WorkerSession.enter``."""
+    """Do what the coordinator asks for until a view has this worker; see ``WorkerSession.enter``."""
+    assert job.control is not None
     layout = sorted(layout, key=lambda spec: spec.key)
-    if state == "join":
-        state = yield from join(membership)
-    if state == "initialise":
-        yield from initialise(membership, layout, initial)
-        membership.takes_part = True
+    given = -1
+    while True:
+        seen = job.news
+        if job.is_member:
+            break
+        if job.state == "initialise" and given != job.registration_number:
+            given = job.registration_number
+            if not (yield from _initialise(job, layout, initial)):
+                given = -1
+                continue
+        elif job.state == "join":
+            compare(job, layout, (yield from fetch_layout(job)))
+            yield from _want_state(job)
+        yield [job.control.expect(f"the values of job {job.options.job!r}", job.options.timeout_s, seen)]
+    job.check_servers()
+    if job.state == "initialise":
         return "initialised"
-    compare(membership, layout, (yield from fetch_layout(membership)))
-    return state
+    if job.state == "join":
+        return "joined"
+    compare(job, layout, (yield from fetch_layout(job)))
+    return "ready"
 
 
-def rejoin(membership: Membership) -> Flow[str]:
+def rejoin(job: JobConnection) -> Flow[str]:
     """Take part again with another worker's state; see ``WorkerSession.rejoin``."""
-    state = "join"
-    if membership.fenced is None:
-        membership.pause()
-        state = (yield from enter(membership)).state
-    if state == "join":
-        state = yield from join(membership)
-    if state == "initialise":
-        raise ServerRefusedError(
-            f"job {membership.options.job!r} begins anew: no worker with its state was left. Fix: start this worker"
-            " again, from a checkpoint.",
-            ErrorCode.STATE_LOST,
-        )
-    membership.fenced = None
-    yield from fetch_layout(membership)
-    membership.takes_part = state != "joined"
-    return state
+    assert job.control is not None
+    while True:
+        seen = job.news
+        if job.is_member:
+            break
+        if job.state == "initialise":
+            raise ServerRefusedError(
+                f"job {job.options.job!r} begins anew: no worker with its state was left. Fix: start this worker"
+                " again, from a checkpoint.",
+                ErrorCode.STATE_LOST,
+            )
+        if job.state == "join":
+            yield from _want_state(job)
+        yield [job.control.expect(f"the state of job {job.options.job!r}", job.options.timeout_s, seen)]
+    job.fenced = None
+    return "joined" if job.state == "join" else "ready"
 
 
-def initialise(
-    membership: Membership, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
-) -> Flow[None]:
-    """Give the job its values."""
-    membership.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(membership.links)))
+def _want_state(job: JobConnection) -> Flow[None]:
+    """COMMIT "join". Where the coordinator does not know this worker any more, another WELCOME follows."""
+    assert job.control is not None
+    try:
+        yield [job.control.commit("join")]
+    except ServerRefusedError as error:
+        if error.code not in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE):
+            raise
+        logger.warning("joining job %r again: %s", job.options.job, error)
+
+
+def _initialise(
+    job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
+) -> Flow[bool]:
+    """Give the job its values; False where a server restarted meanwhile."""
+    assert job.control is not None
+    job.transport.do(job.begin_registration)
+    yield [_greeting(job, link) for link in job.links]
+    epochs = [link.epoch for link in job.links]
+    job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
     under_way: deque[Request] = deque()
     for spec in layout:
         values = initial(spec)
         check_tensors([values], spec, "tensor of initial values")
-        link = membership.links[membership.chunks.shard_of[spec.key]]
-        under_way.append(membership.register(link, spec, values.detach()))
+        link = job.links[job.chunks.shard_of[spec.key]]
+        under_way.append(job.register(link, spec, values.detach()))
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way
-    # The lead last: it tells other workers that the job has values.
-    yield [membership.seal(link) for link in membership.links[1:]]
-    yield [membership.seal(membership.links[0])]
+    chunks = [len(job.chunks.at(link.index)) for link in job.links]
+    number, fingerprint = job.registration_number, job.chunks.fingerprint
+    try:
+        yield [
+            job.control.commit("registered", registration=number, epochs=epochs, fingerprint=fingerprint, chunks=chunks)
+        ]
+    except ServerRefusedError as error:
+        if error.code != ErrorCode.STALE:
+            raise
+        logger.warning("registering the chunks of job %r once more: %s", job.options.job, error)
+        return False
+    return True
 
 
-def fetch_layout(membership: Membership) -> Flow[list[ChunkSpec]]:
-    """The job's chunks by key, as the servers list them; also placed in ``membership.chunks``."""
+def fetch_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
+    """The job's chunks by key, as the servers list them; also placed in ``job.chunks``."""
     found: list[tuple[ChunkSpec, int]] = []
-    for link in membership.links:
+    for link in job.links:
         after, more = -1, True
         while more:
-            request = membership.ask(link, Message(MessageType.LIST, body={"after": after}))
+            request = job.ask(link, Message(MessageType.LIST, body={"after": after}))
             yield [request]
             reply = request.reply()
             page = [ChunkSpec.from_body(entry) for entry in reply.body["chunks"]]
@@ -109,119 +183,72 @@ def fetch_layout(membership: Membership) -> Flow[list[ChunkSpec]]:
             after = max([after, *(spec.key for spec in page)])
     found.sort(key=lambda place: place[0].key)
     specs = [spec for spec, _ in found]
-    membership.chunks.place(specs, [index for _, index in found])
+    job.chunks.place(specs, [index for _, index in found])
     return specs
 
 
-def compare(membership: Membership, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
+def compare(job: JobConnection, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
     """Raise ReplicaMismatchError, naming the first parameter that differs, unless the models are the same."""
     if layout_fingerprint(mine) == layout_fingerprint(theirs):
         return
     raise ReplicaMismatchError(
-        f"job {membership.options.job!r} holds another model than this worker's: {first_difference(mine, theirs)}."
+        f"job {job.options.job!r} holds another model than this worker's: {first_difference(mine, theirs)}."
         " Every worker of a job needs the same model; another model needs another job (PSENGINE_JOB), or servers that"
         " were started anew."
     )
 
 
-def join(membership: Membership) -> Flow[str]:
-    """Wait until another worker has deposited its state, and every shard lets us take part.
+def donate(job: JobConnection, joiner: StateRequest) -> Flow[None]:
+    """The joiner's state is deposited: let it take part from this worker's next step on."""
+    assert job.control is not None
+    epochs = [link.epoch for link in job.links]
+    step = job.steps.completed
+    yield [job.control.commit("donated", rank=joiner.rank, incarnation=joiner.incarnation, step=step, epochs=epochs)]
 
-    Returns:
-        "joined", or "ready" or "initialise" where all others went away meanwhile.
+
+def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:
+    """Say LEAVE. Where servers average, wait until every live worker has the averages that this one has.
+
+    Until then this worker may be the only one with the average of its last step, and a server that dies needs it from
+    here. A worker that is in the middle of a step, or failed in one, has no such average and waits for nobody.
     """
-    options, now_s = membership.options, membership.runtime.now_s
-    deadline_s = now_s() + options.timeout_s
-    while True:
-        what = f"JOIN of worker {membership.identity.worker} to job {options.job!r}"
-        timeout_s = deadline_s - now_s()
-        requests = [
-            membership.ask(link, Message(MessageType.JOIN), what=what, timeout_s=timeout_s, handles_refusal=True)
-            for link in membership.links
-        ]
-        try:
-            if (yield from _await_all_or_none(membership, requests)):
-                for link in membership.links:
-                    link.ledger.forget()
-                return "joined"
-            logger.warning("joining job %r again: some shards have let this worker in, others have not", options.job)
-        except ServerRefusedError as error:
-            lost_meanwhile = error.code in (ErrorCode.NOT_MEMBER, ErrorCode.FENCED)
-            if not lost_meanwhile or now_s() >= deadline_s:
-                raise
-            logger.warning("joining job %r again: %s", options.job, error)
-        for request in requests:
-            request.abandon()  # a shard that takes it after the next JOIN would answer it, and not that one
-        membership.pause()
-        yield WAIT_S
-        welcome = yield from enter(membership)
-        if "join" not in welcome.states:
-            return welcome.state
-
-
-def _await_all_or_none(membership: Membership, requests: Sequence[Request]) -> Flow[bool]:
-    """Wait for the answers to JOIN; False where a lease after the first of them others are missing.
-
-    A shard that did not know this worker when ADMIT came does not let it in. At the shards that did, the donor's step
-    waits for this worker; and the donor lets nobody in before its next step.
-    """
-    first_s: float | None = None
-    while not _have_ended(requests):
-        if first_s is None and any(request.is_done for request in requests):
-            first_s = membership.runtime.now_s()
-        if first_s is not None and membership.runtime.now_s() - first_s > membership.lease_s:
-            return False
-        yield JOIN_POLL_S
-    yield requests
-    return True
-
-
-def admit(membership: Membership, joiner: StateRequest) -> Flow[None]:
-    """The joiner's state is deposited: let it take part from this worker's next exchange on."""
-    body = {"rank": joiner.rank, "incarnation": joiner.incarnation}
-
-    def ask(link: Link) -> Request:
-        return membership.ask(link, Message(MessageType.ADMIT, body=body), what=f"ADMIT of worker {joiner.rank}")
-
-    yield [ask(link) for link in membership.links[1:]]
-    yield [ask(membership.links[0])]  # the lead last
-
-
-def leave(membership: Membership) -> Flow[None]:
-    """Where servers average: wait until every live worker has the averages that this one has.
-
-    Until then this worker may be the only one with the average of its last step. A server that dies and comes back
-    would let the others average that step without this worker, to another result. A worker that is in the middle of a
-    step, or failed in one, has no such average and leaves at once.
-    """
-    options, links = membership.options, membership.links
-    takes_part = membership.takes_part and membership.fenced is None and membership.fatal is None
-    if not options.averages or not takes_part or max(len(membership.members), membership.contributors) < 2:
+    options, control = job.options, job.control
+    if control is None or not control.is_up or job.fatal is not None:
         return
-    if not all(link.is_level or not membership.chunks.at(link.index) for link in links):
-        return
-    timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
+    steps, members = job.steps, () if job.view is None else job.view.members
+    is_needed = job.is_member and options.averages and len(members) > 1 and not (steps.open or steps.has_failed)
+    timeout_s = GOODBYE_S
+    if is_needed and not failed:
+        timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
+    job.is_leaving = True
+    body = {"completed": steps.completed, **({"failed": True} if failed else {})}
     try:
-        asked = []
-        for link in links:
-            membership.connection.do(link.tell_progress)
-            asked.append(membership.ask(link, Message(MessageType.LEAVE), timeout_s=timeout_s))
-        quiet_s = membership.runtime.now_s() + QUIET_LEAVE_S
-        while not _have_ended(asked) and membership.runtime.now_s() < quiet_s:
+        asked = job.ask(control, Message(MessageType.LEAVE, body=body), timeout_s=timeout_s)
+        quiet_s = job.runtime.now_s() + QUIET_LEAVE_S
+        while not asked.is_done and job.runtime.now_s() < quiet_s:
             yield LEAVE_POLL_S
-        if not _have_ended(asked):
+        if not asked.is_done:
             logger.warning(
                 "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",
-                membership,
+                job,
                 timeout_s,
             )
-        yield asked
+        yield [asked]
     except ServerRefusedError as error:
-        logger.debug("%s leaves at once: %s", membership, error)
+        logger.debug("%s leaves at once: %s", job, error)
     except PSEngineError as error:
-        logger.error("%s leaves, and other workers may lack the averages of its last step: %s", membership, error)
+        level = logging.ERROR if timeout_s > GOODBYE_S else logging.DEBUG
+        logger.log(level, "%s leaves, and other workers may lack the averages of its last step: %s", job, error)
 
 
-def _have_ended(requests: Sequence[Request]) -> bool:
-    """Whether all have an answer, or one has failed."""
-    return all(request.is_done for request in requests) or any(request.error for request in requests)
+def shard_addresses(known: str, listed: Sequence[str]) -> list[str]:
+    """The addresses of a server's other shards; a wildcard host stands for the host in ``known``, its first address."""
+    host = urlsplit(known).hostname or ""
+    addresses = []
+    for address in listed[1:]:
+        parts = urlsplit(address)
+        if parts.scheme == "tcp" and parts.hostname in ("*", "0.0.0.0", "::"):
+            addresses.append(f"tcp://[{host}]:{parts.port}" if ":" in host else f"tcp://{host}:{parts.port}")
+        else:
+            addresses.append(address)
+    return addresses

@@ -1,7 +1,7 @@
-"""One question to a shard, from the thread that asks to the answer it gets.
+"""One question to a server, from the thread that asks to the answer it gets.
 
-    a worker's thread   push() ───────────────────────── wait() ░░░░░░░░ result
-    the I/O thread           send ── (resend, probe) ── copy the answer into the destinations, release the waiter
+    a worker's thread   push() ───────── wait() ░░░░░░░░░░░░░░░░░░░░░░ result
+    the I/O thread           send ── copy the answer into the destinations ── release the waiter
 
 A worker's thread makes an operation; the I/O thread owns it until ``is_done``. Each waiting thread has one lock: a step
 has a hundred chunks and one thread that waits for them.
@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -23,8 +23,12 @@ from typing_extensions import override
 from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
+from psengine.parameter_server.client.steps import Step
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import Message, MessageType
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.link import Link
 
 # The I/O thread ends every operation at its deadline; waiters give it this much longer.
 WAITER_PATIENCE_S = 10.0
@@ -127,7 +131,7 @@ class Operation:
     """Base of requests and pushes.
 
     Args:
-        message: the question; the link fills in job, epoch, worker and incarnation when it sends it.
+        message: the question; the link fills in job, epoch, view, worker and incarnation when it sends it.
         describe: returns the operation's name for error messages.
         parking: the client's.
         timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
@@ -138,8 +142,7 @@ class Operation:
 
     Attributes:
         numel: of the answer's payload; 0 where none is wanted.
-        unanswered: questions about it since the last answer to one.
-        next_at_s: when the link asks about it next.
+        size_bytes: what counts for the server's credit.
         last_refusal: why the server did not take it last time.
     """
 
@@ -150,8 +153,7 @@ class Operation:
     destinations: Sequence[torch.Tensor] = ()
     dtype: torch.dtype | None = None
     reads_in_place: bool = field(default=False, kw_only=True)
-    unanswered: int = field(default=0, init=False)
-    next_at_s: float = field(default=0.0, init=False)
+    size_bytes: int = field(default=0, kw_only=True)
     is_sent: bool = field(default=False, init=False)
     is_done: bool = field(default=False, init=False)
     error: PSEngineError | None = field(default=None, init=False)
@@ -166,27 +168,30 @@ class Operation:
         self.submitted_s = self.parking.now_s()
         self.deadline_s = self.submitted_s + self.timeout_s
 
-    @property
-    def is_of_a_live_worker(self) -> bool:
-        """Whether a worker that has to rejoin may not ask it: it would pass on a state that misses updates."""
-        return self.message.type in (MessageType.PUSH, MessageType.STORE, MessageType.ADMIT)
-
-    def finish(self, answer: Message, now_s: float) -> PSEngineError | None:
-        """I/O thread: take the answer and copy its payload; return why that is not possible."""
-        problem = self._take_payload(answer) if self.numel else None
-        if problem is not None:
-            self.fail(problem)
-            return problem
-        self.message.payload = None  # frames that are still being sent keep the memory alive
+    def finish(self, answer: Message, now_s: float) -> None:
+        """I/O thread: take the answer, with its payload; an answer that does not fit fails the operation."""
+        if self.numel:
+            if (problem := self._misfit(answer)) is not None:
+                self.fail(problem)
+                return
+            if self._targets:
+                self._land(answer)
         self.answer = answer
         self.seconds = now_s - self.submitted_s
+        self._end()
+
+    def _end(self) -> None:
+        self.message.payload = None  # frames that are still being sent keep the memory alive
         self.is_done = True
+        self.wake()
+
+    def wake(self) -> None:
+        """I/O thread: it is done."""
         for lock in self.waiters:
             release(lock)
-        return None
 
     def abandon(self) -> None:
-        """Nobody waits for it any more: its link drops it at the next tick."""
+        """Nobody waits for it any more: its channel drops it at the next tick."""
         self.timeout_s = self.deadline_s = -math.inf
 
     def fail(self, error: PSEngineError) -> None:
@@ -197,26 +202,34 @@ class Operation:
         self.is_done = True
         self.parking.wake_all()
 
-    def _take_payload(self, answer: Message) -> ProtocolError | None:
-        if answer.payload is None or answer.numel != self.numel or answer.dtype is not self.dtype:
-            got = f"{answer.numel} of {answer.dtype}" if answer.payload is not None else "no values"
-            return ProtocolError(
-                f"the answer to {self.describe()} does not fit (expected {self.numel} of {self.dtype}, got {got})"
-            )
-        if not self._targets or self._stays(answer):
+    def _misfit(self, answer: Message) -> ProtocolError | None:
+        if answer.payload is not None and answer.numel == self.numel and answer.dtype is self.dtype:
             return None
-        source = payload_tensor(answer)
-        address = source.data_ptr()
+        got = f"{answer.numel} of {answer.dtype}" if answer.payload is not None else "no values"
+        return ProtocolError(
+            f"the answer to {self.describe()} does not fit (expected {self.numel} of {self.dtype}, got {got})"
+        )
+
+    def _land(self, answer: Message) -> None:
+        """Copy the payload to the destinations."""
+        if self._stays(answer):
+            return
+        address = payload_tensor(answer).data_ptr()
         # memmove runs without the GIL, and without torch's thread pool, which belongs to the training.
         for target, size_bytes in self._targets:
             if target != address:  # the server may have written it there
                 ctypes.memmove(target, address, size_bytes)
             address += size_bytes
+        self._release_payload(answer)
+
+    def _release_payload(self, answer: Message) -> None:
         answer.payload = None
-        return None
 
     def _stays(self, answer: Message) -> bool:
         return self.reads_in_place and answer.in_segment and "place" in answer.body
+
+    def begin_wait(self) -> None:
+        """A thread is about to wait for it."""
 
     def conclude(self) -> None:
         """A worker's thread: do what remains once it is done; idempotent."""
@@ -229,30 +242,20 @@ class Operation:
             ServerRefusedError: the server refused it; ``FencedError`` where this worker lost its membership.
             AuthenticationError, ProtocolError, ServerError: see there.
         """
-        if not self.is_done:
-            self.parking.park(self, (self,))
-        self.conclude()
-        if self.error is not None:
-            raise self.error.with_traceback(None)
+        wait_all((self,))
 
 
 @dataclass(eq=False)
 class Request(Operation):
-    """A question with an id; the link sends it again where it or its answer was lost.
+    """A question with an id; it is asked again on a new connection where its answer did not come.
 
     Attributes:
-        is_urgent: it belongs to the handshake, and is sent while everything else is held.
-        handles_refusal: any ERROR ends it; for other operations "fenced" and "not_member" start a recovery.
-        mark: the first marker of its link that follows it; see ``Link``.
+        then: called on the I/O thread with the answer, or the failure.
+        follows_pushes: it is sent behind the pushes of its link.
     """
 
-    is_urgent: bool = field(default=False, kw_only=True)
-    handles_refusal: bool = field(default=False, kw_only=True)
-    mark: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.handles_refusal = self.handles_refusal or self.is_urgent
+    then: Callable[[Message | PSEngineError], None] | None = field(default=None, kw_only=True)
+    follows_pushes: bool = field(default=False, kw_only=True)
 
     def reply(self) -> Message:
         """Wait for the answer and return it as it came. Raises like ``settle``."""
@@ -266,53 +269,55 @@ class Request(Operation):
         values = None if reply.payload is None else payload_tensor(reply)
         return Answer(reply.version, reply.body, values, reply.key)
 
+    @override
+    def _end(self) -> None:
+        super()._end()
+        if self.then is not None and self.answer is not None:
+            self.then(self.answer)
+
+    @override
+    def fail(self, error: PSEngineError) -> None:
+        was_done = self.is_done
+        super().fail(error)
+        if self.then is not None and not was_done:
+            self.then(error)
+
 
 @dataclass(eq=False)
 class Push(Operation):
-    """A chunk's exchange; see ``WorkerSession.push``.
+    """A chunk's part in a step; see ``WorkerSession.push``.
 
     Attributes:
+        step, link: of which it is, and where it goes.
         encoder: makes the chunk's payloads, where the job has a codec.
-        keeps_answer: keep the encoded answer after it was decoded.
-        round: how often the push, or its answer, was sent.
-        asked_s: when the first of the unanswered probes was sent.
-        arrived_bytes: bytes of this exchange that the server has from all workers, by its last PENDING.
-        waiting_for: the workers that the server waits for, where its last word was PENDING; else None.
+        is_shared: servers average: the answer counts once all of the step's are there.
+        lands_late: then it lands when it was waited for; the destinations may share the payload's memory.
+        waiting_for: the workers that the server waits for, where it said so; else None.
     """
 
+    step: Step = field(kw_only=True)
+    link: Link = field(kw_only=True)
     encoder: ChunkEncoder | None = None
-    keeps_answer: bool = field(default=False, kw_only=True)
-    fenced_count: int = field(default=0, init=False)
-    round: int = field(default=1, init=False)
-    asked_s: float = field(default=0.0, init=False)
-    arrived_bytes: int = field(default=-1, init=False)
+    is_shared: bool = field(default=False, kw_only=True)
+    lands_late: bool = field(default=False, kw_only=True)
     waiting_for: list[int] | None = field(default=None, init=False)
+    asked_s: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        encoder, message = self.encoder, self.message
-        self._is_concluded = encoder is None
+        encoder = self.encoder
+        self._is_concluded = encoder is None and not self.lands_late
         if encoder is not None and encoder.decodes:
             # The training's threads decode, when they wait; until then the answer stays encoded.
             self._targets = []
             is_wanted = self.destinations or encoder.answers_differences
             self.numel, self.dtype = encoder.answer.numel if is_wanted else 0, encoder.answer.dtype
-        self.size_bytes = message.numel * message.dtype.itemsize if message.dtype is not None else 0
+        self._late_targets, self._targets = (self._targets, []) if self.lands_late else ([], self._targets)
 
     @property
     def key(self) -> int:
         """The chunk."""
         return self.message.key
-
-    @property
-    def sequence(self) -> int:
-        """The number of the exchange."""
-        return self.message.sequence
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the server has it and waits for others, by its answer to the last question."""
-        return self.waiting_for is not None and not self.unanswered
 
     def wait(self) -> PushResult:
         """Wait until the answer is in the destinations. Raises like ``settle``."""
@@ -324,32 +329,57 @@ class Push(Operation):
         return PushResult(self.answer.version, body.get("contributors"), body.get("refused"), outcome, self.seconds)
 
     @override
-    def _take_payload(self, answer: Message) -> ProtocolError | None:
-        if (
-            self.encoder is not None
-            and answer.payload is not None
-            and self.encoder.is_whole(answer.dtype, answer.numel)
-        ):
+    def begin_wait(self) -> None:
+        if not self.step.is_ended:
+            self.step.end()
+
+    @override
+    def _end(self) -> None:
+        if not self.is_shared:
+            super()._end()
+
+    def complete(self) -> None:
+        """I/O thread: the step is complete; ``wake`` follows once all its pushes know."""
+        self.message.payload = None
+        self.is_done = True
+
+    def forget(self) -> None:
+        """I/O thread: the servers take the answer back."""
+        self.answer = None
+        self.waiting_for = None
+
+    @override
+    def _misfit(self, answer: Message) -> ProtocolError | None:
+        encoder = self.encoder
+        if encoder is not None and answer.payload is not None and encoder.is_whole(answer.dtype, answer.numel):
             return None
-        return super()._take_payload(answer)
+        return super()._misfit(answer)
+
+    @override
+    def _release_payload(self, answer: Message) -> None:
+        if not self.is_shared:  # a server that restarts may need an average from here
+            answer.payload = None
 
     @override
     def conclude(self) -> None:
         if self._is_concluded or not self.is_done:
             return
         self._is_concluded = True
-        assert self.encoder is not None
-        outcome = self._outcome()
+        encoder, answer, outcome = self.encoder, self.answer, self._outcome()
+        if encoder is None:
+            if answer is not None and self._late_targets:
+                self._targets = self._late_targets
+                self._land(answer)
+            return
         if self.message.dtype is not None and outcome is not None:  # the push had a payload
-            self.encoder.end(outcome)
-        if self.encoder.decodes and self.numel and self.answer is not None:
-            self.encoder.decode(payload_tensor(self.answer), self.destinations, self.sequence)
-            if not self.keeps_answer:
-                self.answer.payload = None
+            encoder.end(outcome)
+        if encoder.decodes and self.numel and answer is not None:
+            encoder.decode(payload_tensor(answer), self.destinations, self.step.number)
+            self._release_payload(answer)
 
     def _outcome(self) -> ExchangeOutcome | None:
         """None: the push failed, and nobody knows whether the servers have it."""
-        if self.answer is None:
+        if self.error is not None or self.answer is None:
             return ExchangeOutcome.FENCED if isinstance(self.error, FencedError) else None
         body = self.answer.body
         if body.get("refused", "abstained") != "abstained":
@@ -367,19 +397,23 @@ class Push(Operation):
         """The answer's values, 1-D, to be read until the chunk's next push; once. For a push without destinations."""
         assert self.answer is not None
         values = payload_tensor(self.answer)
-        self.answer.payload = None  # a frame's memory ends with the values
+        self._release_payload(self.answer)  # a frame's memory ends with the values
         return values
 
-    def result(self) -> torch.Tensor:
-        """A copy of the answer's values as they travelled."""
+    def result(self) -> Message:
+        """The average as it came, as RESULT."""
         assert self.answer is not None
-        if self.answer.payload is not None:
-            return payload_tensor(self.answer).clone()
-        return torch.cat([destination.detach().view(-1) for destination in self.destinations])
+        came = self.answer
+        body = {"contributors": came.body.get("contributors", 0)}
+        result = Message(MessageType.RESULT, key=self.key, sequence=self.step.number, body=body, payload=came.payload)
+        result.dtype, result.numel, result.version = came.dtype, came.numel, came.version
+        return result
 
 
 def wait_all(operations: Sequence[Operation]) -> None:
     """Wait for all of them; the first failure of any is raised at once. Raises like ``Operation.settle``."""
+    for operation in operations:
+        operation.begin_wait()
     # From the back: the last question is mostly answered last, so this mostly waits once.
     for operation in reversed(operations):
         if not operation.is_done:
@@ -389,12 +423,3 @@ def wait_all(operations: Sequence[Operation]) -> None:
     for operation in operations:
         if operation.error is not None:
             raise operation.error.with_traceback(None)
-
-
-def says_hello_again(operation: Operation | None, code: str) -> bool:
-    """Whether a refusal means that this worker lost its membership, so that a recovery has to follow."""
-    if isinstance(operation, Request) and operation.handles_refusal:
-        return False
-    if operation is not None and operation.message.type is MessageType.ADMIT and code == ErrorCode.NOT_READY:
-        return True  # the server knows this worker, and exchanges do not wait for it any more
-    return code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)

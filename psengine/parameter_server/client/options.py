@@ -63,10 +63,10 @@ class SessionOptions:
         return (self.rule or READER_RULE)["name"] == "average"
 
     @property
-    def has_answers_held(self) -> bool:
-        """Whether an answer may wait for other workers, chunk by chunk."""
+    def has_decisions(self) -> bool:
+        """Whether the coordinator decides something about a step, and hears when its pushes are at the shards."""
         rule = self.rule or READER_RULE
-        return rule["name"] == "merge" or rule.get("max_staleness") is not None
+        return any(rule.get(name) is not None for name in ("quorum", "max_staleness"))
 
     @property
     def whole_rule(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Operation, Push
 from psengine.tracing.observers import Observer
 
@@ -38,18 +38,18 @@ class StallWatch:
         self._what = ""
 
     @Observer("in the log, what this client waits for")
-    def look(self, who: object, links: Sequence[Link], now_s: float) -> None:
+    def look(self, who: object, channels: Sequence[Channel], now_s: float) -> None:
         """Log where a stall began, lasts or has ended.
 
         Args:
             who: the client; lines begin with its ``str``, such as "worker 1 of job 'default'".
-            links: to all shards.
+            channels: to the coordinator, and to all shards.
             now_s: the time.
         """
         if not self._stall_s or (now_s < self._next_look_s and not self._what):
             return
         self._next_look_s = now_s + self._look_s
-        waits = [(link, operation) for link in links if (operation := link.oldest()) is not None]
+        waits = [(link, operation) for link in channels if (operation := link.oldest()) is not None]
         late = [wait for wait in waits if now_s - wait[1].submitted_s >= self._stall_s]
         if not late:
             if self._what:
@@ -79,13 +79,13 @@ class StallWatch:
         )
 
 
-def _reason(link: Link, operation: Operation, now_s: float) -> str:
-    if isinstance(operation, Push) and operation.waiting_for:
-        return f"The server has it, and waits for workers {operation.waiting_for}: are they stuck, dead or slow?"
+def _reason(link: Channel, operation: Operation, now_s: float) -> str:
+    if whom := link.waits_for(operation):
+        return f"The server has it, and waits for {whom}: are they stuck, dead or slow?"
     if link.last_heard_s is None:
         return "The server was never heard from: is it running, and reachable from this host?"
-    if link.is_paused:
-        return "This worker is introducing itself to the servers again."
+    if not link.is_up:
+        return "There is no connection to the server, or it has not answered on a new one."
     if isinstance(operation, Push) and not operation.is_sent:
-        return "It could not be sent yet: there is no connection, or too much is in flight to that server."
+        return "It could not be sent yet: the coordinator has not said who takes part, or too much is in flight."
     return f"The server was last heard from {now_s - link.last_heard_s:.1f} s ago."

@@ -1,7 +1,7 @@
 """A worker's life with its servers: enter, exchange chunks, leave. Strategies and ``Client`` are built on it.
 
-with WorkerSession(options) as session:                      HELLO
-    session.enter(layout, initial)                           REGISTER and SEAL | LIST and compare | JOIN
+with WorkerSession(options) as session:                      HELLO, RESUME
+    session.enter(layout, initial)                           REGISTER | LIST and compare | COMMIT "join"; VIEW
     push = session.push(key, gradient, [weights])            PUSH ─► UPDATED
     push.wait()
 """
@@ -11,21 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from psengine.errors import ConfigurationError, FencedError, ProtocolError, PSEngineError, ServerRefusedError
-from psengine.parameter_server.client import handshake, join
+from psengine.errors import ConfigurationError, FencedError, ProtocolError, ServerRefusedError
+from psengine.parameter_server.client import join
 from psengine.parameter_server.client.chunk_exchanges import ChunkExchanges
 from psengine.parameter_server.client.connection import PROCESS
 from psengine.parameter_server.client.flow import Flow, run
-from psengine.parameter_server.client.membership import Membership
+from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.operation import Answer, Push, PushResult, Request, wait_all
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.recovery import recover
 from psengine.parameter_server.client.runtime import Runtime
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
@@ -34,8 +34,6 @@ from psengine.tracing.telemetry import Telemetry
 __all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "WorkerSession", "wait_all"]
 
 logger = logging.getLogger(__name__)
-GOODBYE_S = 1.0
-
 T = TypeVar("T")
 
 
@@ -47,8 +45,9 @@ class WorkerSession(ChunkExchanges):
         runtime: the clock, randomness and sockets; a simulation has its own.
 
     Attributes:
-        state: what the servers first said: "initialise" (give the job its values), "ready", or "join" (an averaging job
-            is under way); for a reader also "wait" (the job has no values yet).
+        state: what the coordinator first said: "initialise" (give the job its values), "wait" (another worker does),
+            "ready", or "join" (an averaging job is under way). For a reader "ready", or "wait": the job has no values.
+        job_connection: the client's core.
 
     A context manager; ``close`` is idempotent, and is called at interpreter exit for sessions left open.
     """
@@ -57,33 +56,33 @@ class WorkerSession(ChunkExchanges):
         options.check()
         self.options = options
         self.state = ""
-        super().__init__(Membership(options, runtime, recover))
+        super().__init__(JobConnection(options, runtime))
         # Called at exit too; it holds no reference to this object, so that a forgotten session is collected.
-        self._finalizer = weakref.finalize(self, _say_goodbye, self._membership, os.getpid())
+        self._finalizer = weakref.finalize(self, _say_goodbye, self.job_connection, os.getpid())
 
     def __enter__(self) -> WorkerSession:
         if not self.state:
             self.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.close(failed=kind is not None)
 
     # ---- entering and leaving ----------------------------------------------------------------------------------
 
     def start(self) -> str:
-        """Say HELLO to all servers; wait until the job has values, or this worker is to give them. Returns ``state``.
+        """Say HELLO, and connect to all servers. Returns ``state``.
 
         Raises:
-            ServerLostError: a server does not answer within ``connect_timeout_s``, or the job got no values within
-                ``timeout_s``.
-            ServerRefusedError: the job has another rule ("rule_mismatch"), the rank is taken ("duplicate_rank"), ...
+            ServerLostError: a server does not answer within ``connect_timeout_s``.
+            ServerRefusedError: the job has another rule ("rule_mismatch"), the rank is taken ("duplicate_rank"), this
+                run of the job has ended ("ended"), ...
             AuthenticationError: a CURVE key is wrong or missing.
         """
         try:
-            self.state = self._run(handshake.enter(self._membership)).state
+            self.state = self._run(join.start(self.job_connection))
         except BaseException:
-            self.close()
+            self.close(failed=True)
             raise
         return self.state
 
@@ -96,24 +95,26 @@ class WorkerSession(ChunkExchanges):
 
         Returns:
             "initialised" (the servers have this worker's values), "ready" (pull the servers' values) or "joined" (pull
-            them, and the depositor's state, and go on from its exchange numbers).
+            them, and the donor's state).
 
         Raises:
             ReplicaMismatchError: the job's model is another one; names the first parameter that differs.
-            ServerLostError, ServerRefusedError: see ``start``.
+            ConfigurationError: the job's other workers have other servers, or another order of them.
+            ServerLostError: see ``start``; or the job got no values, or no state, within ``timeout_s``.
+            ServerRefusedError: see ``start``.
         """
-        return self._run(join.take_part(self._membership, self.state, layout, initial))
+        return self._run(join.take_part(self.job_connection, layout, initial))
 
     def rejoin(self) -> str:
         """After FencedError: take part again with another worker's state; pull it as after "joined".
 
         Returns:
-            "joined", or "ready" where all other workers went away: then this worker's own state is the job's.
+            "joined", or "ready" where this worker's own state is still the job's.
 
         Raises:
             ServerLostError, ServerRefusedError: see ``start``.
         """
-        state = self._run(join.rejoin(self._membership))
+        state = self._run(join.rejoin(self.job_connection))
         self.reset_codecs()
         return state
 
@@ -123,10 +124,10 @@ class WorkerSession(ChunkExchanges):
         Raises:
             ServerRefusedError: the job has no values yet ("not_ready").
         """
-        return self._run(join.fetch_layout(self._membership))
+        return self._run(join.fetch_layout(self.job_connection))
 
     def _run(self, flow: Flow[T]) -> T:
-        return run(flow, self._membership.closing)
+        return run(flow, self.job_connection.closing)
 
     def serve_joiner(self, deposit: Callable[[], None]) -> None:
         """Where a worker waits for this worker's state: deposit it, and let that worker take part.
@@ -137,18 +138,19 @@ class WorkerSession(ChunkExchanges):
         Raises:
             ServerLostError, ServerRefusedError: the joiner could not be admitted; it asks again.
         """
-        request = self._membership.state_requests.take()
+        job = self.job_connection
+        request = job.state_request
         if request is None:
             return
         try:
             deposit()
-            self._run(join.admit(self._membership, request))
+            self._run(join.donate(job, request))
         except ServerRefusedError as error:
-            if error.code != ErrorCode.NOT_READY:
+            if error.code not in (ErrorCode.NOT_READY, ErrorCode.STALE):
                 raise
             logger.debug("worker %d asks for state again: %s", request.rank, error)
         finally:
-            self._membership.state_requests.forget(request)  # the same worker may come back and ask again
+            job.state_request = None  # who still waits is named again
 
     def await_stores(self, stores: Sequence[Request]) -> None:
         """Wait for the STOREs of a deposit. Where one fails none is sent again: it could come after a later deposit's.
@@ -163,12 +165,14 @@ class WorkerSession(ChunkExchanges):
                 store.abandon()
             raise
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Leave, and end the thread; everything under way fails.
 
         Where servers average, this waits until every other live worker has the averages of this worker's last step: a
-        server that dies meanwhile may need them from here. ``timeout_s`` bounds the wait.
+        server that dies meanwhile may need them from here. ``timeout_s`` bounds the wait. A worker whose training has
+        ``failed`` waits for nobody, and its job is not over.
         """
+        self.job_connection.has_failed = self.job_connection.has_failed or failed
         self._finalizer()
 
     # ---- state -------------------------------------------------------------------------------------------------
@@ -176,7 +180,7 @@ class WorkerSession(ChunkExchanges):
     @property
     def rank(self) -> int:
         """Rank of this worker; 0xFFFFFFFF for readers."""
-        return self._membership.identity.worker
+        return self.job_connection.identity.worker
 
     @property
     def job(self) -> str:
@@ -185,23 +189,24 @@ class WorkerSession(ChunkExchanges):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks of the live workers, as of the last heartbeat."""
-        return self._membership.members
+        """Ranks of the workers that take part, by the view."""
+        view = self.job_connection.view
+        return () if view is None else tuple(member.rank for member in view.members)
 
     @property
     def shard_count(self) -> int:
         """Shards of all servers together."""
-        return len(self._membership.links)
+        return len(self.job_connection.links)
 
     @property
     def fenced(self) -> FencedError | None:
         """Why exchanges need a ``rejoin`` first; None where they go on."""
-        return self._membership.fenced
+        return self.job_connection.fenced
 
     @property
     def telemetry(self) -> Telemetry:
         """The counters in this worker's heartbeats; strategies fill them."""
-        return self._membership.telemetry
+        return self.job_connection.telemetry
 
     # ---- for people --------------------------------------------------------------------------------------------
 
@@ -213,16 +218,17 @@ class WorkerSession(ChunkExchanges):
             ServerLostError: nothing came back in time.
             ProtocolError: the answer has other bytes.
         """
-        links = self._membership.links
+        links = self.job_connection.links
         if not 0 <= shard < len(links):
             raise ConfigurationError(f"there is no shard {shard} (expected 0 to {len(links) - 1})")
         link = links[shard]
-        most_bytes = min(MAX_PAYLOAD_BYTES, link.pushes.credit_bytes)
-        if not 1 <= size_bytes <= most_bytes:
-            raise ConfigurationError(f"size_bytes is out of bounds (expected 1 to {most_bytes}, got {size_bytes})")
+        if not 1 <= size_bytes <= MAX_PAYLOAD_BYTES:
+            raise ConfigurationError(
+                f"size_bytes is out of bounds (expected 1 to {MAX_PAYLOAD_BYTES}, got {size_bytes})"
+            )
         payload = torch.frombuffer(bytearray(os.urandom(size_bytes)), dtype=torch.uint8)
         what = f"ECHO of {size_bytes} bytes"
-        request = self._membership.ask(link, Message(MessageType.ECHO, payload=payload), what=what)
+        request = self.job_connection.ask(link, Message(MessageType.ECHO, payload=payload), what=what)
         answer = request.wait()
         if answer.values is None or not torch.equal(answer.values, payload):
             raise ProtocolError(f"{link.address} sent other bytes back than it got ({what})")
@@ -230,8 +236,8 @@ class WorkerSession(ChunkExchanges):
 
     def status(self) -> list[dict[str, Any]]:
         """Every shard's status report."""
-        links = self._membership.links
-        requests = [self._membership.ask(link, Message(MessageType.STATUS)) for link in links]
+        links = self.job_connection.links
+        requests = [self.job_connection.ask(link, Message(MessageType.STATUS)) for link in links]
         reports = [json.loads(bytes(request.reply().payload)) for request in requests]
         return [{"address": link.address, **report} for link, report in zip(links, reports, strict=True)]
 
@@ -241,9 +247,7 @@ class WorkerSession(ChunkExchanges):
         Raises:
             ServerRefusedError: a server could not ("snapshot_failed").
         """
-        membership = self._membership
-        requests = [membership.ask(link, Message(MessageType.SNAPSHOT)) for link in membership.first_links()]
-        return [int(request.wait().body.get("generation", 0)) for request in requests]
+        return [int(answer.get("generation", 0)) for answer in self._order({"action": "snapshot"})]
 
     def administer(self, order: dict[str, Any]) -> list[str]:
         """Give every server an order, the body of an ADMIN; their answers.
@@ -251,33 +255,26 @@ class WorkerSession(ChunkExchanges):
         Raises:
             ServerRefusedError: a server does not obey this client ("not_allowed"), or could not do it.
         """
-        membership = self._membership
-        requests = [membership.ask(link, Message(MessageType.ADMIN, body=order)) for link in membership.first_links()]
-        return [str(request.wait().body.get("text", "")) for request in requests]
+        return [str(answer.get("text", "")) for answer in self._order(order)]
+
+    def _order(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        job = self.job_connection
+        requests = [job.ask(link, Message(MessageType.ADMIN, body=dict(body))) for link in job.first_links()]
+        return [request.wait().body for request in requests]
 
 
-def _say_goodbye(membership: Membership, process_id: int) -> None:
-    """LEAVE and BYE where a server hears them, then end the I/O thread."""
+def _say_goodbye(job: JobConnection, process_id: int) -> None:
+    """LEAVE where the coordinator hears it, then end the I/O thread."""
     if os.getpid() != process_id:
-        membership.closing.set()
+        job.closing.set()
         return
-    connection = membership.connection
-    # The garbage collector may close a forgotten session on the I/O thread, which must not wait.
-    may_wait = not connection.is_own_thread
+    failed = job.has_failed or getattr(sys, "last_value", None) is not None  # at exit
     try:
-        if may_wait:
-            run(join.leave(membership), membership.closing)
+        if not job.transport.is_own_thread:
+            run(join.leave(job, failed=failed), job.closing)
+        elif job.control is not None:
+            # The garbage collector may close a forgotten session on the I/O thread, which must not wait.
+            job.control.send(Message(MessageType.LEAVE, body={"completed": job.steps.completed}))
     finally:
-        membership.closing.set()
-        try:
-            goodbyes = [
-                membership.ask(link, Message(MessageType.BYE), timeout_s=GOODBYE_S, handles_refusal=True)
-                for link in membership.links
-                if link.last_heard_s is not None and not link.is_paused and membership.fatal is None
-            ]
-            if may_wait:
-                wait_all(goodbyes)
-        except PSEngineError as error:
-            logger.debug("no answer to BYE: %s", error)
-        finally:
-            connection.close()
+        job.closing.set()
+        job.transport.close()

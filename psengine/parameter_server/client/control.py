@@ -1,0 +1,202 @@
+"""A worker's connection to its job's coordinator. Pure; runs on the client's I/O thread.
+
+    connected ── HELLO ── WELCOME ── COMMITs without an answer ── HEARTBEAT, HEARTBEAT, ...
+    the coordinator says PREPARE, VIEW, RELEASE and STATE_WANTED by itself
+
+A coordinator that says nothing for a lease is looked for on a new connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from typing_extensions import override
+
+from psengine.errors import PSEngineError
+from psengine.parameter_server.client.channel import Channel
+from psengine.parameter_server.client.operation import Operation, Request
+from psengine.parameter_server.client.runtime import CONTROL
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.views import release_of, view_of
+from psengine.version import __version__
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.job_connection import JobConnection
+
+# A server that drains takes no HELLO; the next one may.
+HELLO_AGAIN_S = 1.0
+_REASONS = {
+    "register": "to register the model",
+    "begin": "to come",
+    "join": "to give their state",
+    "release": "to take the step",
+}
+
+
+class Control(Channel):
+    """See the module's text.
+
+    Attributes:
+        epoch: the coordinator's life; 0 none yet.
+        expected: what a thread waits for, which comes by itself: WELCOME, or VIEW.
+    """
+
+    def __init__(self, job: JobConnection, address: str) -> None:
+        super().__init__(job, CONTROL, address)
+        self.epoch = 0
+        self.expected: Request | None = None
+        self._hello = self._heartbeat = 0
+        self._next_beat_s = 0.0
+        self._hello_at_s: float | None = None
+        self._waiting_for = ""
+
+    # ---- asking ------------------------------------------------------------------------------------------------
+
+    @override
+    def greet(self, now_s: float) -> None:
+        """HELLO."""
+        job, options = self.job, self.job.options
+        rank = options.rank if job.identity.worker == NOBODY else job.identity.worker
+        body: dict[str, Any] = {
+            "job": options.job,
+            "run": options.run,
+            "nonce": job.nonce,
+            "host": job.runtime.host()[:255],
+            "pid": job.runtime.process_id(),
+            "software": __version__,
+            "servers": list(options.addresses),
+            "world_size": options.world_size,
+            "rule": options.whole_rule,
+        }
+        if rank is not None:
+            body["rank"] = rank
+        if job.view_message is not None and job.key is not None:
+            job.freeze()
+            releases = [msgspec.to_builtins(release_of(release.body)) for release in job.releases]
+            view = msgspec.to_builtins(view_of(job.view_message.body))
+            body["view"] = [*view[:-1], [*view[-1], *releases]]
+            body |= {"key": job.key, "completed": job.steps.completed, "unreachable": job.unreachable(now_s)}
+            body["versions"] = [min(link.versions.values(), default=0) for link in job.links]
+        self.is_up, self._hello, self._hello_at_s = False, job.next_id(), None
+        self.send(Message(MessageType.HELLO, sequence=self._hello, body=body))
+
+    @override
+    def send(self, message: Message) -> bool:
+        if message.type is not MessageType.COMMIT:  # which is about the view that it was made under
+            message.view = self.job.view_number
+        return super().send(message)
+
+    def commit(
+        self, what: str, then: Callable[[Message | PSEngineError], None] | None = None, **fields: Any
+    ) -> Request:
+        """Begin a COMMIT; any thread."""
+        message = Message(MessageType.COMMIT, view=self.job.view_number, body={"what": what, **fields})
+        return self.job.ask(self, message, what=f"COMMIT {what!r} of {self.job}", then=then)
+
+    def expect(self, what: str, timeout_s: float, seen: int = 0) -> Request:
+        """Begin to wait for news after ``seen`` of them, a WELCOME or a view that has this worker; any thread."""
+        job = self.job
+        request = Request(Message(MessageType.HELLO), lambda: what, job.parking, timeout_s)
+        job.transport.do(self._expect, request, seen)
+        return request
+
+    def _expect(self, request: Request, seen: int) -> None:
+        if self.job.fatal is not None:
+            request.fail(self.job.fatal)
+            return
+        self.expected = request
+        if self.job.news != seen:
+            self.met(request.message, self.job.runtime.now_s())
+
+    def met(self, message: Message, now_s: float) -> None:
+        """What was expected has come."""
+        expected, self.expected = self.expected, None
+        if expected is not None:
+            expected.finish(message, now_s)
+
+    def beat(self, now_s: float) -> None:
+        """Send a HEARTBEAT."""
+        if not self.is_up:
+            return
+        job = self.job
+        self._next_beat_s = now_s + job.heartbeat_s
+        late_s = now_s - job.heartbeat_s
+        is_blocked = any(push.submitted_s <= late_s for link in job.links for push in link.sent.values())
+        body = job.telemetry.to_body() | {"completed": job.steps.completed, "blocked": is_blocked}
+        self._heartbeat = job.next_id()
+        body["unreachable"] = job.unreachable(now_s)
+        self.send(Message(MessageType.HEARTBEAT, sequence=self._heartbeat, body=body))
+
+    # ---- time --------------------------------------------------------------------------------------------------
+
+    @override
+    def tick(self, now_s: float) -> None:
+        super().tick(now_s)
+        if self._hello_at_s is not None and now_s >= self._hello_at_s and self.is_connected:
+            self.greet(now_s)
+        if self.is_connected and now_s - max(self.connected_s, self.last_heard_s or 0.0) >= self.job.lease_s:
+            self.open(now_s)
+        elif now_s >= self._next_beat_s:
+            self.beat(now_s)
+
+    # ---- what comes --------------------------------------------------------------------------------------------
+
+    def receive(self, message: Message, now_s: float) -> None:
+        """Take a message."""
+        self.heard(now_s)
+        job, kind = self.job, message.type
+        if kind is MessageType.WELCOME:
+            is_same, self.epoch = message.epoch == self.epoch, message.epoch
+            job.welcomed(message, now_s, is_same=is_same)
+            self.greeted(now_s)
+        elif kind is MessageType.VIEW:
+            job.receive_view(message, now_s)
+        elif kind is MessageType.RELEASE:
+            job.receive_release(message)
+        elif kind is MessageType.PREPARE:
+            job.prepare(message.view)
+        elif kind is MessageType.STATE_WANTED:
+            job.hear_joiner(message.body["rank"], message.body["incarnation"])
+        elif kind is MessageType.ERROR:
+            self._receive_error(message, now_s)
+        elif kind is MessageType.OK and message.sequence == self._heartbeat:
+            ranks, why = message.body.get("waiting_for", []), message.body.get("why", "")
+            self._waiting_for = f"workers {ranks} {_REASONS.get(why, why)}".rstrip() if ranks else ""
+        else:
+            self.receive_answer(message, now_s)
+
+    def _receive_error(self, message: Message, now_s: float) -> None:
+        code, request = message.body["code"], self.requests.get(message.sequence)
+        is_lost = code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
+        if message.sequence == self._hello and code == ErrorCode.SHUTTING_DOWN:
+            self.last_problem = message.body["text"]
+            self._hello_at_s = now_s + HELLO_AGAIN_S
+        elif message.sequence == self._hello or code in (ErrorCode.STATE_LOST, ErrorCode.ENDED, ErrorCode.VERSION):
+            self.job.fail(self.refusal(self.expected, message))
+        elif is_lost and (request is None or request.message.type is not MessageType.LEAVE):
+            if request is not None:
+                self.fail(request, self.refusal(request, message))
+            if self.is_up:  # else it says HELLO already
+                self.last_problem = message.body["text"]
+                self.greet(now_s)
+        elif request is not None:
+            self.fail(request, self.refusal(request, message))
+        else:
+            self.last_problem = f"it refused a message ({code}): {message.body['text']}"
+
+    @override
+    def open_operations(self) -> list[Operation]:
+        expected = [] if self.expected is None else [self.expected]
+        return [*super().open_operations(), *expected]
+
+    @override
+    def fail(self, operation: Operation, error: PSEngineError) -> None:
+        if operation is self.expected:
+            self.expected = None
+        super().fail(operation, error)
+
+    @override
+    def waits_for(self, operation: Operation) -> str:
+        return self._waiting_for

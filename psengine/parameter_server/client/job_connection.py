@@ -1,0 +1,608 @@
+"""A client's part in a job: who it is, its connections to the coordinator and the shards, and the view it holds.
+
+    any thread       ask(channel, message) ── do ──►  the I/O thread: channel.begin
+    the transport    received, connected, tick ─────► channels
+    the coordinator  PREPARE ─► freeze ─ COMMIT       VIEW ─► adopt, forward to every shard, push again what is open
+
+Pure: clock, randomness and sockets come with the ``Runtime``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from psengine.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    FencedError,
+    ProtocolError,
+    PSEngineError,
+    ServerLostError,
+    ServerRefusedError,
+)
+from psengine.parameter_server.client.channel import Channel
+from psengine.parameter_server.client.chunk_map import ChunkMap
+from psengine.parameter_server.client.control import Control
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.operation import Operation, Parking, Push, Request
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.runtime import Runtime, Transport
+from psengine.parameter_server.client.stalls import StallWatch
+from psengine.parameter_server.client.steps import Step, Steps
+from psengine.protocol.layout import ChunkSpec, job_number
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.views import View, view_of
+from psengine.tracing.stall_inspector import stall_after_s
+from psengine.tracing.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+# Request ids lie above any step, so that an ERROR's sequence tells which of the two it is about.
+FIRST_REQUEST = 1 << 40
+# After so long without a connection a client looks whether its embedded server is still there.
+EMBEDDED_SILENCE_S = 2.0
+# Decisions since the view, for shards that a new connection is made to: a shard has taken earlier ones.
+KEPT_RELEASES = 64
+
+
+@dataclass(slots=True)
+class Identity:
+    """Who this client is: its job's number, its rank (NOBODY for readers and before WELCOME), which process it is."""
+
+    job: int
+    worker: int = NOBODY
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    """A joiner wants the state of this worker."""
+
+    rank: int
+    incarnation: int
+
+
+class JobConnection:
+    """See the module's text. The ``Receiver`` of its transport.
+
+    Args:
+        options: of the session.
+        runtime: the clock, randomness and sockets.
+
+    Attributes:
+        identity: who this client is.
+        nonce: tells the coordinator this client from others that claim its rank.
+        control: the connection to the coordinator; None for a reader.
+        links: one per shard, the lead's first.
+        server_sizes: number of shards of each server, in the order of addresses.
+        chunks: where the job's chunks are.
+        state: what WELCOME said last; see ``WorkerSession.state``.
+        key, registration_number: the job's, by WELCOME.
+        view, view_number, view_message: the view that this worker is in; None, 0 before.
+        releases: the decisions that came since.
+        is_member: whether that view counts.
+        is_leaving, has_failed: LEAVE was said; the training broke off.
+        news: grows with each WELCOME and each view.
+        steps: what this worker exchanges.
+        configured: chunk's key -> CONFIGURE's body, sent again to a server whose snapshot is older.
+        lease_s, heartbeat_s: as the coordinator said.
+        telemetry: the counters in this worker's heartbeats.
+        fenced: why exchanges need a rejoin first; None while they go on.
+        fatal: why nothing can go on; None while it can.
+        state_request: a joiner that waits for this worker's state.
+        closing: set when the session ends.
+    """
+
+    transport: Transport
+
+    def __init__(self, options: SessionOptions, runtime: Runtime) -> None:
+        self.options = options
+        self.runtime = runtime
+        self.identity = Identity(job_number(options.job))
+        self.nonce = runtime.draw_nonce() if options.nonce is None else options.nonce
+        self.links: list[Link] = []
+        self.server_sizes: list[int] = []
+        self.chunks = ChunkMap()
+        self.state = ""
+        self.key: bytes | None = None
+        self.registration_number = 0
+        self.view: View | None = None
+        self.view_number = 0
+        self.view_message: Message | None = None
+        self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
+        self.is_member = self.is_leaving = self.has_failed = False
+        self.news = 0
+        self.configured: dict[int, dict[str, Any]] = {}
+        self.lease_s, self.heartbeat_s = 5.0, 1.0
+        self.telemetry = Telemetry(runtime.now_s)
+        self.fenced: FencedError | None = None
+        self.fatal: PSEngineError | None = None
+        self.parking = Parking(runtime.now_s)
+        self.state_request: StateRequest | None = None
+        self.closing = threading.Event()
+        self.steps = Steps(self._hand_over, is_shared=options.averages)
+        self._preparing = False  # PREPARE came, and the view did not yet
+        self._ids = itertools.count(FIRST_REQUEST)
+        self._stalls = StallWatch(stall_after_s())
+        self._next_look_s = 0.0
+        self.control = None if options.role == "reader" else Control(self, options.addresses[0])
+        self.transport = runtime.connect(self, options)
+
+    def __str__(self) -> str:
+        """Who this is, for the log."""
+        rank = self.identity.worker
+        return f"{'a reader' if rank == NOBODY else f'worker {rank}'} of job {self.options.job!r}"
+
+    # ---- asking; any thread ------------------------------------------------------------------------------------
+
+    def next_id(self) -> int:
+        """A request's id."""
+        return next(self._ids)
+
+    def begin(self) -> None:
+        """Connect to the coordinator."""
+        assert self.control is not None
+        self._watch(self.control)
+
+    def open(self, address: str) -> Link:
+        """Connect to one more shard."""
+        link = Link(self, len(self.links), address)
+        self.links.append(link)
+        self._watch(link)
+        return link
+
+    def _watch(self, channel: Channel) -> None:
+        self.transport.do(lambda: channel.open(self.runtime.now_s()))
+        self.runtime.watch(channel, self.closing, min(self.options.connect_timeout_s, self.options.timeout_s))
+
+    def first_links(self) -> list[Link]:
+        """Each server's first shard; the other shards' links follow all of these."""
+        return self.links[: len(self.options.addresses)]
+
+    def submit(self, push: Push) -> None:
+        """Hand a push to the I/O thread.
+
+        Raises:
+            PSEngineError: the session has failed or is closed.
+        """
+        if self.fatal is not None:
+            raise self.fatal.with_traceback(None)
+        self.transport.do(self._begin_push, push)
+
+    def _begin_push(self, push: Push) -> None:
+        error = self.fatal or self.fenced
+        if error is not None:
+            push.fail(error)
+        else:
+            push.link.begin_push(push, self.runtime.now_s())
+
+    def ask(
+        self,
+        channel: Channel,
+        message: Message,
+        *,
+        what: str | None = None,
+        timeout_s: float | None = None,
+        destinations: Sequence[torch.Tensor] = (),
+        dtype: torch.dtype | None = None,
+        size_bytes: int = 0,
+        then: Callable[[Message | PSEngineError], None] | None = None,
+        follows_pushes: bool = False,
+    ) -> Request:
+        """Begin a request; its id is set here. See ``Request``.
+
+        Raises:
+            PSEngineError: the session has failed or is closed.
+        """
+        if self.fatal is not None:
+            raise self.fatal.with_traceback(None)
+        message.sequence = self.next_id()
+        name = what or message.type.name
+        request = Request(
+            message,
+            lambda: name,
+            self.parking,
+            self.options.timeout_s if timeout_s is None else timeout_s,
+            destinations,
+            dtype,
+            size_bytes=size_bytes,
+            then=then,
+            follows_pushes=follows_pushes,
+        )
+        self.transport.do(self._begin, channel, request)
+        return request
+
+    def _begin(self, channel: Channel, request: Request) -> None:
+        if self.fatal is not None:
+            request.fail(self.fatal)
+        elif self.fenced is not None and request.message.type is MessageType.STORE:
+            request.fail(self.fenced)
+        else:
+            channel.begin(request, self.runtime.now_s())
+
+    def register(self, link: Link, spec: ChunkSpec, values: torch.Tensor | None, **options: Any) -> Request:
+        """Begin to REGISTER a chunk; without values only what it is."""
+        described = spec.to_body()
+        body = {"kind": described["kind"], "segments": described["segments"]}
+        message = Message(MessageType.REGISTER, key=spec.key, body=body, payload=values)
+        message.dtype, message.numel = spec.dtype, spec.numel
+        size_bytes = 0 if values is None else spec.size_bytes
+        return self.ask(link, message, what=f"REGISTER of {spec.describe()}", size_bytes=size_bytes, **options)
+
+    def begin_registration(self) -> None:
+        """Show the job's key to all shards; the I/O thread."""
+        for link in self.links:
+            link.is_registrar = True
+            link.greet(self.runtime.now_s())
+
+    def registration(self) -> dict[str, Any]:
+        """RESUME's body of who registers chunks."""
+        body = {"job": self.options.job, "rule": self.options.whole_rule}
+        return {**body, "registration": self.registration_number, "key": self.key}
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, step: Step) -> None:
+        self.transport.do(self._close_step, step)
+
+    def _close_step(self, step: Step) -> None:
+        step.is_closed = True
+        self._confirm(step)
+        self.steps.advance()
+
+    def _confirm(self, step: Step) -> None:
+        """Tell the coordinator, where it decides, once every shard has what this worker pushed."""
+        if not self.options.has_decisions or not step.pushes or step.has_failed:
+            return
+        step.attempt += 1
+        attempt, links = step.attempt, {push.link.index: push.link for push in step.pushes}
+        missing = set(links)
+
+        def taken(index: int, answer: Message | PSEngineError) -> None:
+            missing.discard(index)
+            if not missing and not isinstance(answer, PSEngineError) and attempt == step.attempt and self.control:
+                self.control.commit("step", step=step.number, abstained=not step.has_values)
+
+        for index, link in links.items():
+            message = Message(MessageType.ECHO, payload=torch.empty(0, dtype=torch.uint8), sequence=self.next_id())
+            then, timeout_s = partial(taken, index), self.options.timeout_s
+            request = Request(message, step.describe, self.parking, timeout_s, then=then, follows_pushes=True)
+            link.begin_behind(request, self.runtime.now_s())
+
+    def was_taken_back(self, answer: Message) -> bool:
+        """Whether an answer to a push is of an earlier view, and of a step that the view begins anew."""
+        view = self.view
+        if view is None or not self.options.averages:
+            return False
+        return answer.view < view.number and answer.sequence >= view.from_step
+
+    def fail_push(self, push: Push, error: PSEngineError) -> None:
+        """End a push without an answer, and what depends on it."""
+        if push.is_done:
+            return
+        push.link.end(push, error)
+        for other in self.steps.failed(push):
+            other.link.end(other, error)
+
+    # ---- membership; the I/O thread ----------------------------------------------------------------------------
+
+    def welcomed(self, message: Message, now_s: float, *, is_same: bool) -> None:
+        """The coordinator lets this client in; ``is_same``: the same life of it as before."""
+        body = message.body
+        self.identity.worker, self.identity.incarnation = message.worker, message.incarnation
+        self.lease_s, self.heartbeat_s = body["lease_s"], body["heartbeat_s"]
+        self.state = body["state"]
+        self.key = body.get("key", self.key)
+        self.registration_number = body.get("registration", self.registration_number)
+        self.news += 1
+        if self.state in ("join", "initialise") and self.is_member and self.options.averages:
+            self._fence()
+        elif is_same and not self._preparing:
+            self.steps.is_frozen = False
+            self.steps.advance()
+        assert self.control is not None
+        self.control.met(message, now_s)
+
+    def freeze(self) -> None:
+        """Where servers average: complete no step, because the others may take this one back."""
+        self.steps.is_frozen = self.options.averages
+
+    def prepare(self, number: int) -> None:
+        """PREPARE: a view will come."""
+        if self.is_member and self.control is not None:
+            self._preparing = True
+            self.freeze()
+            self.control.commit("prepared", view=number, completed=self.steps.completed)
+
+    def receive_view(self, message: Message, now_s: float) -> None:
+        """VIEW: adopt it, and forward it to every shard."""
+        view = view_of(message.body)
+        me = view.member(self.identity.worker)
+        is_mine = me is not None and me.incarnation == self.identity.incarnation
+        is_new = view.number > self.view_number
+        if view.number < self.view_number or not (is_mine or self.is_member) or (self.fenced and not is_new):
+            return
+        assert self.control is not None
+        if not is_mine:
+            for link in self.links:  # who leaves tells the shards
+                link.forward(message)
+            if not self.is_leaving and self.options.averages:
+                self._fence()
+                self.control.greet(now_s)
+            return
+        assert me is not None
+        self.view, self.view_number, self.view_message = view, view.number, message
+        self._preparing = self.steps.is_frozen = False
+        if not self.is_member:
+            self.is_member = True
+            self.steps.begin_at(me.first_step, anew=self.options.averages or self.steps.completed == 0)
+        elif not self.options.averages:
+            self.steps.begin_at(me.first_step, anew=False)
+        if is_new:
+            self.releases.clear()
+            self._adopt(view, now_s)
+        self.steps.advance()
+        self.news += 1
+        self.control.met(message, now_s)
+
+    def _adopt(self, view: View, now_s: float) -> None:
+        """Tell every shard of a new view, and who this worker is in it."""
+        if self.options.averages:
+            for link in self.links:
+                link.clear()
+            for push in self.steps.take_back(view.from_step):
+                push.link.waiting.append(push)
+        for link in self.links:
+            link.is_registrar = link.is_registrar and not self._is_named(link)
+            link.greet(now_s)
+        for step in self.steps.open:
+            if step.is_closed:
+                self._confirm(step)
+
+    def check_servers(self) -> None:
+        """Raise ConfigurationError where this worker has other servers than the job, or another order; any thread."""
+        view, epochs = self.view, [link.epoch for link in self.links]
+        assert view is not None
+        if len(epochs) != len(view.shards) or (sorted(epochs) == sorted(view.shards) and epochs != [*view.shards]):
+            raise ConfigurationError(
+                f"{self} names other servers than the job's other workers, or in another order (expected"
+                f" {len(view.shards)} shards, got {len(epochs)}: {', '.join(link.address for link in self.links)})."
+                " Fix: give every worker the same PSENGINE_SERVERS."
+            )
+
+    def _return_results(self, link: Link) -> None:
+        """Give a restarted shard the averages that it lost, where the view names this worker for that."""
+        view, kept = self.view, self.steps.kept
+        if view is None or view.donor != self.identity.worker or kept is None or kept.number != view.from_step - 1:
+            return
+        for push in kept.pushes if link.may_push else ():
+            answer = push.answer
+            if push.link is link and answer is not None and answer.payload is not None and answer.epoch != link.epoch:
+                link.send(push.result())
+
+    def receive_release(self, message: Message) -> None:
+        """RELEASE: forward it to every shard."""
+        self.releases.append(message)
+        for link in self.links:
+            link.forward(message)
+
+    def hear_joiner(self, rank: int, incarnation: int) -> None:
+        """STATE_WANTED."""
+        self.state_request = StateRequest(rank, incarnation)
+
+    def _fence(self) -> None:
+        self.is_member, self.state = False, "join" if self.state == "join" else ""
+        self._preparing = self.steps.is_frozen = False
+        self.fenced = FencedError(
+            f"{self} was away for longer than its lease, and the others went on without it. It has to take over their"
+            " state first (rejoin). Where that happens often, raise the servers' --lease-s.",
+            ErrorCode.FENCED,
+        )
+        for link in self.links:
+            link.may_push = False
+            for operation in reversed(link.open_operations()):
+                if operation.message.type in (MessageType.PUSH, MessageType.STORE, MessageType.ECHO):
+                    link.fail(operation, self.fenced)
+
+    # ---- shards; the I/O thread --------------------------------------------------------------------------------
+
+    def resumed(self, link: Link, former_epoch: int, now_s: float) -> None:
+        """A shard has answered RESUME; ``former_epoch`` is that of its life before."""
+        if former_epoch not in (0, link.epoch):
+            link.is_reborn = True
+            self._look_for_losses(link)
+            self._check_size(link)
+        if self.fatal is not None:
+            return
+        if self.is_member and not self._is_named(link):
+            self._restore(link, now_s)
+            return
+        self._refresh(now_s)
+        if link.may_push:
+            self._return_results(link)
+            if link.is_reborn:
+                self._configure(link)
+        link.pump(now_s)
+
+    def _check_size(self, link: Link) -> None:
+        """A server is to come back with as many shards as it had."""
+        expected, got = self.server_sizes[link.index : link.index + 1], len(link.resumed["shards"])
+        if expected and expected[0] != got:
+            self.fail(
+                ServerRefusedError(
+                    f"{link.address} came back with another number of shards (expected {expected[0]}, got {got}). Start"
+                    f" it with --shards {expected[0]}, or start the workers again.",
+                    ErrorCode.STATE_LOST,
+                )
+            )
+
+    def _is_named(self, link: Link) -> bool:
+        """Whether the view knows this life of the shard."""
+        shards = () if self.view is None else self.view.shards
+        return link.index < len(shards) and link.epoch == shards[link.index]
+
+    def _restore(self, link: Link, now_s: float) -> None:
+        """A shard has begun a new life: tell the coordinator, once the shard knows its chunks where it averages."""
+        specs = self.chunks.at(link.index)
+        if not self.options.averages or link.resumed["chunks"] >= len(specs):
+            self.tell_life(link)
+            return
+        if not link.is_registrar:
+            link.is_registrar = True
+            link.greet(now_s)
+            return
+        logger.warning("registering %d chunks of job %r at %s again", len(specs), self.options.job, link.address)
+        missing, epoch = {spec.key for spec in specs}, link.epoch
+
+        def registered(key: int, answer: Message | PSEngineError) -> None:
+            missing.discard(key)
+            if not missing and link.epoch == epoch and not isinstance(answer, PSEngineError):
+                self.tell_life(link)
+
+        for spec in specs:
+            self.register(link, spec, None, then=partial(registered, spec.key))
+
+    def tell_life(self, link: Link, view: int = 0) -> None:
+        """COMMIT "life": the shard has another epoch than the view names, or that view's number from elsewhere."""
+        held = max(view, link.resumed.get("view", 0))
+        told = (link.epoch, held, self.view_number)
+        if told == link.told_life or self.control is None or not link.epoch:
+            return
+        link.told_life = told
+        chunks, version = len(self.chunks.at(link.index)), link.resumed.get("version") or 0
+        if not self.options.averages:
+            chunks = link.resumed["chunks"]
+        self.control.commit("life", shard=link.index, epoch=link.epoch, chunks=chunks, version=version, view=held)
+
+    def _configure(self, link: Link) -> None:
+        """A server may come back with a snapshot that is older than its optimizers."""
+        link.is_reborn = False
+        for key, body in self.configured.items():
+            if self.chunks.shard_of[key] == link.index:
+                message = Message(MessageType.CONFIGURE, key=key, body=body)
+                self.ask(link, message, what=f"CONFIGURE of chunk {key}")
+
+    def _look_for_losses(self, link: Link) -> None:
+        version, kept = link.resumed.get("version"), link.resumed.get("durability")
+        known = min(link.versions.values(), default=0)
+        if self.options.averages or version is None or not known or version >= known:
+            return
+        lost = known - version
+        link.versions.clear()
+        text = (
+            f"{link.address} came back with version {version} of job {self.options.job!r}, where {self} knew of {known}"
+        )
+        if kept == "log":
+            self.fail(
+                ServerRefusedError(
+                    f"{text}: its log lacks updates that it had acknowledged. Is --snapshot-dir the directory that the"
+                    " server had before? Fix: start it with that one; or start the job anew.",
+                    ErrorCode.STATE_LOST,
+                )
+            )
+        else:
+            logger.warning("%s: %d updates of each chunk are lost", text, lost)
+
+    def _refresh(self, now_s: float) -> None:
+        """Where pushes may go now."""
+        heard_s = None if self.control is None else self.control.last_heard_s
+        is_led = self.is_member and heard_s is not None and now_s - heard_s < self.lease_s
+        may_push = is_led and not self.steps.is_frozen
+        for link in self.links:
+            link.may_push = may_push and link.is_up and self._is_named(link)
+
+    def _pump(self, now_s: float) -> None:
+        for link in self.links:
+            link.pump(now_s)
+
+    def unreachable(self, now_s: float) -> list[int]:
+        """The shards that this client could not reach for a lease."""
+        return [link.index for link in self.links if now_s - link.down_since_s >= self.lease_s]
+
+    # ---- endings -----------------------------------------------------------------------------------------------
+
+    @property
+    def channels(self) -> list[Channel]:
+        """All connections."""
+        return [*self.links] if self.control is None else [self.control, *self.links]
+
+    def fail(self, error: PSEngineError) -> None:
+        """Nothing can go on: every operation ends with ``error``."""
+        if self.fatal is None:
+            self.fatal = error
+        for channel in self.channels:
+            channel.fail_all(self.fatal)
+
+    # ---- called by the transport -------------------------------------------------------------------------------
+
+    def _channel(self, link: int) -> Any:
+        return self.links[link - 1] if link else self.control
+
+    def received(self, link: int, message: Message, now_s: float) -> None:
+        """A message came."""
+        if self.fatal is None:
+            self._channel(link).receive(message, now_s)
+
+    def garbled(self, link: int, error: ProtocolError, now_s: float) -> None:
+        """Something came that is no message."""
+        channel = self._channel(link)
+        logger.warning("%s sent what is no message: %s", channel.address, error)
+        channel.receive_garbled(error)
+
+    def connected(self, link: int, now_s: float) -> None:
+        """A connection is there."""
+        self._channel(link).connected(now_s)
+
+    def disconnected(self, link: int, now_s: float) -> None:
+        """A connection has ended."""
+        self._channel(link).disconnected(now_s)
+
+    def moved(self, link: int, now_s: float) -> None:
+        """Bytes of payloads have left."""
+        self._channel(link).moved(now_s)
+
+    def rejected(self, link: int, error: AuthenticationError, now_s: float) -> None:
+        """A server does not let this client in."""
+        self.fail(error)
+
+    def tick(self, now_s: float) -> None:
+        """100 ms have passed."""
+        if self.fatal is None:
+            for channel in self.channels:
+                channel.tick(now_s)
+        self._refresh(now_s)
+        self._pump(now_s)
+        if self.options.is_embedded and now_s >= self._next_look_s:
+            self._next_look_s = now_s + EMBEDDED_SILENCE_S
+            self._look_for_embedded(now_s)
+        self._stalls.look(self, self.channels, now_s)
+
+    def _look_for_embedded(self, now_s: float) -> None:
+        """An embedded server that ended does not come back: nobody waits for its answers until a deadline."""
+        for channel in self.channels:
+            asked: Operation | None = channel.oldest()
+            if asked is None or max(asked.submitted_s, channel.down_since_s) > now_s - EMBEDDED_SILENCE_S:
+                continue
+            with suppress(OSError):  # such as no free descriptor to look with
+                if self.runtime.is_listening(channel.address):
+                    continue
+                text = (
+                    f"the embedded parameter server at {channel.address} is gone (expected an answer to"
+                    f" {asked.describe()}): rank 0, which started it, failed or closed its strategy. See its output."
+                )
+                self.fail(ServerLostError(text))
+
+    def crashed(self, error: PSEngineError) -> None:
+        """The transport has ended."""
+        self._stalls.look(str(self), self.channels, self.runtime.now_s())  # the end of a stall may be unseen yet
+        self.fail(error)
