@@ -127,7 +127,7 @@ class HandWorker:
                 body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, one.numel, 0]]}
                 self.tell(shard, MessageType.CONFIGURE, key=one.key, body=body)
         body = {"what": "registered", "registration": welcome["registration"], "fingerprint": 5}
-        body |= {"epochs": [shard.epoch for shard in self.hand.shards], "chunks": [1, 1]}
+        body |= {"epochs": [shard.epoch for shard in self.hand.shards], "chunks": 2}
         self.say(MessageType.COMMIT, body=body)
 
     def _on_prepare(self, message):
