@@ -156,7 +156,6 @@ class Server:
                 coordinators=None if shard.index else coordinators,
                 facts=None if shard.index else self.facts,
                 on_admin=self._on_admin,
-                note=self._events.note,
             )
             thread.segments.is_open = shard.index in segments.shards
             self._shards.threads.append(thread)

@@ -179,7 +179,9 @@ class ShardGroup:
 
         def count(thread: ShardThread) -> int:
             led = thread.coordinators
-            known = 0 if led is None else led.remembered_count() if remembers else led.training_count()
+            known = 0
+            if led is not None:
+                known = led.remembered_count(time.monotonic()) if remembers else led.training_count()
             return max(known, thread.shard.members_connected())
 
         try:

@@ -63,6 +63,7 @@ class FakeCoordinators:
     heard: list[str] = field(default_factory=list)
     changed: dict[str, Any] | None = None
     pauses: list[float] = field(default_factory=list)
+    is_draining: bool = False
 
     def handle(self, message: Message, sender: Sender, now_s: float) -> list[Outgoing]:
         self.heard.append(message.type.name)
@@ -77,9 +78,6 @@ class FakeCoordinators:
     def take_changed(self) -> dict[str, Any] | None:
         changed, self.changed = self.changed, None
         return changed
-
-    def remembered_count(self) -> int:
-        return 1
 
     def status(self, now_s: float) -> dict[str, CoordinatedJob]:
         return {"a job": CoordinatedJob(rule=RULE, phase="OPEN")}
@@ -98,7 +96,6 @@ class World:
 
     def __init__(self, context: zmq.Context[Any], index: int = 0) -> None:
         self.shard, self.coordinators, self.log = FakeShard(index), FakeCoordinators(), FakeLog()
-        self.notes: list[str] = []
         endpoint = Endpoint(context, "tcp://127.0.0.1:*")
         self.thread = ShardThread(
             self.shard,  # type: ignore[arg-type]
@@ -107,7 +104,6 @@ class World:
             coordinators=None if index else self.coordinators,  # type: ignore[arg-type]
             facts=None if index else lambda: ServerFacts(host="here"),
             on_admin=lambda *order: None,
-            note=lambda kind, text: self.notes.append(kind),
         )
         self.thread.answers.log = self.log  # type: ignore[assignment]
         self.thread.append_coordinator = self._append
@@ -206,11 +202,11 @@ def test_the_coordinators_are_told_of_a_pause(worlds):
     world.thread.ask(lambda: time.sleep(2.5)).result(10.0)
     eventually(lambda: world.coordinators.pauses)
     assert 2.0 < world.coordinators.pauses[0] < 5.0
-    assert world.notes == ["stood_still"]
 
 
 def test_nobody_is_let_in_while_the_server_ends(worlds):
     world = worlds()
     world.thread.drain()
     assert world.shard.is_draining
+    assert world.coordinators.is_draining
     assert world.thread.drained.wait(5.0)

@@ -82,11 +82,16 @@ class ShardLog:
         self.end = start.first
         self.durable = start.first
         self.written_bytes = 0  # of this life, synced or not
-        self.segment = start.segment - 1  # the one that records go to; the first cut begins the first
+        self._place: Place | None = None  # of the segment that records go to
         # Records that wait, with the segment they go to.
         self._waiting: deque[tuple[int, Record]] = deque()
         self._handed = start.first  # number of the next record to hand over
         self.cut()
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment that the next record goes to."""
+        return self.start.segment - 1 if self._place is None else self._place.segment
 
     @property
     def is_empty(self) -> bool:
@@ -103,20 +108,14 @@ class ShardLog:
         self._waiting.append((self.segment, record))
 
     def cut(self) -> Place:
-        """Records from here on go to a new segment."""
-        self.segment += 1
+        """Records from here on go to a new segment; to the same, where it has none yet."""
         start = self.start
-        before = start.before if self.segment == start.segment else start.epoch
-        content = {
-            "format": FORMAT,
-            "shard": start.shard,
-            "segment": self.segment,
-            "first": self.end,
-            "epoch": start.epoch,
-            "before": before,
-        }
-        self._add(Record(RecordKind.SEGMENT, frames=[json.dumps(content).encode()]))
-        return Place(self.segment, self.end, start.epoch)
+        if self._place is None or self._place.first != self.end:
+            before = start.before if self._place is None else start.epoch
+            self._place = Place(self.segment + 1, self.end, start.epoch)
+            content = {"format": FORMAT, "shard": start.shard, "before": before, **self._place._asdict()}
+            self._add(Record(RecordKind.SEGMENT, frames=[json.dumps(content).encode()]))
+        return self._place
 
     def pending(self) -> Batch | None:
         """Records to write, which are handed over by this; None where there are none."""

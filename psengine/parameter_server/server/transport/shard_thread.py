@@ -44,8 +44,6 @@ _Result = TypeVar("_Result")
 # How often the coordinators look at the time. A leap of it counts as one of these: if it counted as nothing, a server
 # that is always short of processor would never find a worker dead.
 TICK_S = 0.1
-# Shorter leaps are ordinary, such as the copy of a large model for a snapshot, and not reported.
-NOTABLE_PAUSE_S = 2.0
 DRAIN_MESSAGES = 64
 # Answers in shared memory travel together while messages are waiting: few, so that the worker copies the first values
 # while the next chunks are stepped.
@@ -85,7 +83,6 @@ class ShardThread(threading.Thread):
         coordinators: of the jobs that the server leads; None but at its first shard.
         facts: what the server says of itself; None but at its first shard.
         on_admin: called with an operator's ADMIN, the route, and who sent it; answers through ``answer``.
-        note: told of what people may want to know, see ``EventLog.note``.
 
     Attributes:
         last_tick_s: monotonic time of the last tick.
@@ -104,7 +101,6 @@ class ShardThread(threading.Thread):
         coordinators: Coordinators | None = None,
         facts: Callable[[], ServerFacts] | None = None,
         on_admin: Callable[[ShardThread, bytes, Message, str], None],
-        note: Callable[..., None],
     ) -> None:
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
@@ -118,7 +114,6 @@ class ShardThread(threading.Thread):
         self._addresses = list(addresses)
         self._facts = facts
         self._on_admin = on_admin
-        self._note = note
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # A worker's answers without a payload frame that leave together, and its route.
         self._group: list[bytes] = []
@@ -175,6 +170,8 @@ class ShardThread(threading.Thread):
     def drain(self) -> None:
         """Let nobody in, answer queued messages, then take no more; sets ``drained``."""
         self.shard.is_draining = True
+        if self.coordinators is not None:
+            self.coordinators.is_draining = True
         self._drain_until_s = time.monotonic() + LAST_MESSAGES_S
 
     def end(self) -> None:
@@ -255,13 +252,6 @@ class ShardThread(threading.Thread):
         # A lease outlasts several heartbeats: a pause shorter than one harms nobody.
         if self.coordinators is not None and passed_s > max(self.shard.settings.heartbeat_s, 2 * TICK_S):
             self.coordinators.stood_still(passed_s - TICK_S)
-            if passed_s >= NOTABLE_PAUSE_S and self.coordinators.remembered_count():
-                text = (
-                    f"the server stood still for {passed_s:.1f} s: its process was stopped, or short of processor or"
-                    " memory, or one task took as long; no worker's lease ran meanwhile"
-                )
-                logger.warning("%s", text)
-                self._note("stood_still", text)
         return now_s
 
     def _receive(self, wait_s: float) -> None:
@@ -311,8 +301,6 @@ class ShardThread(threading.Thread):
         if kind in TO_COORDINATOR:
             if self.coordinators is None:
                 raise ProtocolError(f"{kind.name} goes to the first shard of the job's first server")
-            if kind is MessageType.HELLO and self._drain_until_s is not None:
-                raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
             outgoing = self.coordinators.handle(message, sender, self._look_at_time())
             self._send_decided(outgoing, is_heartbeat=kind is MessageType.HEARTBEAT)
         elif kind is MessageType.STATUS:
