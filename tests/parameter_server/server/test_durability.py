@@ -2,200 +2,329 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import threading
 import time
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from support.server_process import Peer, ServerFailedError, running_server
-from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, spec, team
+from support.server_process import ServerFailedError, running_server
+from support.shard_world import APPLY, Worker, World, spec, team
 from support.waiting import eventually
+from typer.testing import CliRunner
 
+from psengine.cli.server import _serve, build_app
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.interfaces import ShardSettings
-from psengine.parameter_server.server.core.shard import Shard
-from psengine.parameter_server.server.durability import snapshot_thread as durability
-from psengine.parameter_server.server.durability.restoring import restore
-from psengine.parameter_server.server.snapshots.store import SnapshotStore
+from psengine.parameter_server.server.durability import tier
+from psengine.parameter_server.server.durability.inspection import back_up, inspect
+from psengine.parameter_server.server.durability.tier import Durability
+from psengine.parameter_server.server.log import disk as disks
+from psengine.parameter_server.server.log.reading import WITHOUT_LOG
 from psengine.protocol.messages import MessageType
 
-INTERVAL_S = 0.1
-# Longer than any test: nobody is evicted, which would be a change.
-LEASE_S = 120.0
+INTERVAL_S = 0.05
+DEADLINE_S = 20.0
 
 
-def generations(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.glob("generation-*"))
+class Coordinators:
+    """What a server keeps of them."""
+
+    def __init__(self):
+        self.restored = []
+
+    def to_meta(self):
+        return {"jobs": len(self.restored)}
+
+    def restore(self, meta, now_s):
+        self.restored.append(meta)
 
 
-def wait_out(server, intervals=2):
-    """So many times it has written a snapshot on its interval, or found that it need not."""
-    ages = []
+class Thread:
+    """In the place of a shard's thread: calls what it is asked at once, in whoever asks."""
 
-    def began_anew():
-        ages.append(server.status()["snapshot"]["age_s"])
-        return len(ages) > 1 and ages[-1] is not None and (ages[-2] is None or ages[-1] < ages[-2])
+    ident = None
 
-    for _ in range(intervals):
-        eventually(began_anew)
+    def __init__(self, shard, coordinators):
+        self.shard, self.coordinators, self.answers = shard, coordinators, self
+        self.lock = threading.Lock()
+        self.failure = ""
+
+    @property
+    def changes(self):
+        return self.shard.changes
+
+    def ask(self, function):
+        future = Future()
+        with self.lock:
+            future.set_result(function())
+        return future
+
+    def wake(self):
+        pass
+
+    def fail(self, reason):
+        self.failure = reason
+
+
+class Server:
+    """Shards without sockets, over a directory."""
+
+    def __init__(self, directory, *, keeps_log=False, interval_s=0.0, shards=1, epoch=7, **settings):
+        self.stack, self.events = ExitStack(), []
+        self.world = World(shards=shards, epoch=epoch, **settings)
+        self.durability = Durability(
+            directory,
+            self.stack,
+            keeps_log=keeps_log,
+            interval_s=interval_s,
+            note=lambda *event: self.events.append(event),
+        )
+        self.coordinators = Coordinators()
+        try:
+            self.line = self.durability.restore(self.world.shards, self.coordinators)
+            self.threads = [Thread(shard, None if shard.index else self.coordinators) for shard in self.world.shards]
+            self.durability.start(self.threads, epoch)
+        except BaseException:
+            self.stack.close()
+            raise
+        for thread in self.threads:
+            thread.ident = 1
+
+    @property
+    def snapshots(self):
+        return self.durability.snapshots
+
+    def snapshot(self):
+        return self.snapshots.begin().result(DEADLINE_S)
+
+    def settle(self):
+        """Until all that happened may be acknowledged."""
+        eventually(lambda: all(log.log.durable == log.log.end for log in self.durability.logs))
+
+    def end(self):
+        """The process has died: nothing more is written, and its locks go."""
+        self.durability.end_snapshots()
+        self.durability.end_logs()
+        self.stack.close()
+
+    @property
+    def version(self):
+        return max((job.version for shard in self.world.shards for job in shard.jobs.values()), default=None)
+
+
+@contextmanager
+def server(directory, **options):
+    one = Server(directory, **options)
+    try:
+        yield one
+    finally:
+        one.end()
+
+
+def with_job(one, rule=APPLY, numel=10):
+    return team(one.world, 1, [spec(0, numel)], rule=rule)[0]
+
+
+def push(worker, *steps):
+    for step in steps:
+        worker.push(0, step, torch.ones(10))
+
+
+def generations(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("generation-")) for path in directory.glob("generation-*"))
 
 
 # ---- nothing changes, nothing is written -----------------------------------------------------------------------------
 
 
 def test_an_idle_server_writes_nothing(tmp_path):
-    options = {"snapshot_dir": tmp_path / "s", "snapshot_interval_s": INTERVAL_S, "lease_s": LEASE_S}
-    with running_server(**options) as server:
-        with Peer(server.addresses[0]) as peer, Peer(server.addresses[0]) as onlooker:
-            peer.make_job(torch.zeros(10))
-            generation = peer.request("SNAPSHOT").body["generation"]
-            assert onlooker.hello(role="reader").type.name == "WELCOME"
-            for _ in range(2):
-                assert peer.request("HEARTBEAT").type.name == "HEARTBEAT_ACK"
-                assert peer.request("LIST", body={"after": -1}).type.name == "CHUNKS"
-                wait_out(server, 1)
-            assert server.status()["snapshot"]["generation"] == generation
-            assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
-            eventually(lambda: server.status()["snapshot"]["generation"] == generation + 1)
-            wait_out(server)
-            # Nor on wish: what is durable already is the answer.
-            assert [peer.request("SNAPSHOT").body["generation"] for _ in range(3)] == [generation + 1] * 3
-        server.kill()
-    with running_server(**options) as server:
-        wait_out(server)
-        assert server.status()["snapshot"]["generation"] == generation + 1
+    with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
+        worker = with_job(one)
+        eventually(lambda: one.snapshots.generation is not None and one.snapshots._is_current())
+        generation = one.snapshots.generation
+        worker.pull(0)
+        Worker(one.world).resume()
+        time.sleep(4 * INTERVAL_S)
+        assert one.snapshot().generation == generation  # nor on wish
+        push(worker, 1)
+        eventually(lambda: one.snapshots.generation == generation + 1)
+        assert one.snapshot().generation == generation + 1
+        assert one.world.shard.generation == generation + 1
+    with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
+        time.sleep(4 * INTERVAL_S)
+        assert one.snapshots.generation == generation + 1
+        assert one.coordinators.restored == [{"jobs": 0}]
 
 
-def slow_commits():
+def test_all_who_ask_while_a_snapshot_is_written_share_the_next_one(tmp_path, monkeypatch):
     rename = os.rename
 
     def slow(source, target, **options):
         time.sleep(0.3)
         rename(source, target, **options)
 
-    os.rename = slow
-
-
-def test_all_who_ask_while_a_snapshot_is_written_share_the_next_one(tmp_path):
-    options = {"snapshot_dir": tmp_path / "s", "snapshot_interval_s": 0.0, "sabotage": slow_commits}
-    with running_server(**options) as server, Peer(server.addresses[0]) as peer:
-        peer.make_job(torch.zeros(10))
-        asked = []
-        for count in range(1, 101):
-            peer.send(peer.message("PUSH", key=0, sequence=count, payload=torch.ones(10)))
-            peer.send(peer.message("SNAPSHOT", sequence=1000 + count))
-            asked.append(1000 + count)
-        answers = [peer.receive() for _ in range(200)]
-        told = {one.sequence: one.body["generation"] for one in answers if one.type.name == "OK"}
-        assert sorted(told) == asked
-        assert told[1001] == 1
-        last = told[asked[-1]]
-        assert set(told.values()) <= {1, 2}  # the first may begin before the others are read
-        assert last == max(told.values())
-        server.kill()
-    with running_server(**options) as server:
-        assert server.lines[1].endswith(f"generation {last} (job version 100)")
-
-
-def slow_commits_for_a_few():
-    slow_commits()
-    durability.MAX_WISHES = 50
-
-
-def test_wishes_that_wait_do_not_hold_up_the_end(tmp_path):
-    """Many more than the server remembers; those beyond are refused at once."""
-    options = {"snapshot_dir": tmp_path / "s", "snapshot_interval_s": 0.0, "sabotage": slow_commits_for_a_few}
-    with running_server(**options) as server, Peer(server.addresses[0]) as peer:
-        peer.make_job(torch.zeros(10))
-        for _ in range(1000):
-            peer.send(peer.message("PULL", key=0))
-            peer.send(peer.message("SNAPSHOT"))
-        refused = 0
-        while not refused:
-            answer = peer.receive()
-            refused += answer.type.name == "ERROR" and "too many wait for a snapshot" in answer.body["text"]
-        server.terminate()
-        assert server.wait(10) == 0
-        assert len(list((tmp_path / "s").glob("generation-*"))) <= 2
-        assert server.log().count("after 0.") <= 4
-
-
-def ready(world, rule=APPLY):
-    workers = team(world, 2, [spec(0, 4)], rule=rule)
-    if rule is not AVERAGE:
-        workers[0].configure(0, 4)
-    return workers
-
-
-def store_slot(world, workers):
-    body = {"slot": "momentum_buffer", "steps": [1.0]}
-    assert workers[0].ask(MessageType.STORE, key=0, payload=torch.ones(4), body=body).type is MessageType.OK
+    monkeypatch.setattr(os, "rename", slow)
+    with server(tmp_path / "s") as one:
+        worker = with_job(one)
+        wishes = []
+        for step in range(1, 101):
+            push(worker, step)
+            wishes.append(one.snapshots.begin())
+        told = [wish.result(DEADLINE_S).generation for wish in wishes]
+        assert told[0] == 1
+        assert told[-1] == max(told) == 2
+    with server(tmp_path / "s") as one:
+        assert one.line.endswith("generation 2 (demo version 100)")
 
 
 CHANGES = {
-    "PUSH": lambda world, workers: workers[0].push(0, 1, torch.ones(4)),
-    "a slot": store_slot,
-    "HELLO": lambda world, workers: Worker(world, 7, rule=APPLY).hello(),
-    "BYE": lambda world, workers: workers[1].send(MessageType.BYE),
-    "a lease that ran out": lambda world, workers: world.advance(6, workers[0]),
-    "a lease ended by hand": lambda world, workers: world.shard.evict("demo", 1, world.now_s),
+    "PUSH": lambda world, worker: worker.push(0, 1, torch.ones(10)),
+    "STORE": lambda world, worker: worker.ask(MessageType.STORE, key=0, payload=torch.ones(10), version=1),
+    "VIEW": lambda world, worker: world.publish([], forwarded_by=[worker]),
+    "forget": lambda world, worker: world.shard.forget("demo"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_snapshot_keeps_counts_as_a_change(change):
-    world = World()
-    workers = ready(world)
-    before = world.state_hash()  # captures
-    assert world.shard.durable.has_changed()  # captured is not durable
-    world.shard.durable.note(1)
-    for worker in workers:
-        worker.heartbeat()
-    Worker(world, role="reader").hello()
-    assert (world.shard.durable.has_changed(), world.state_hash()) == (False, before)
-    CHANGES[change](world, workers)
-    assert world.shard.durable.has_changed()
-    assert world.state_hash() != before
-
-
-def test_a_change_during_the_write_is_one_still():
-    world = World()
-    workers = ready(world)
-    world.shard.durable.capture()
-    workers[0].push(0, 1, torch.ones(4))
-    world.shard.durable.note(1)
-    assert world.shard.durable.has_changed()
-
-
-def test_a_job_that_ends_is_a_change():
-    world = World()
-    ready(world, AVERAGE)
-    world.advance(6)
-    assert len(world.shard.durable.capture()) == 1
-    world.shard.durable.note(1)
-    assert not world.shard.durable.has_changed()
-    world.advance(6)  # nobody is remembered any more, and nothing was said
-    assert world.shard.durable.has_changed()
-    assert world.shard.durable.capture() == []
+def test_what_a_snapshot_keeps_counts_as_a_change(tmp_path, change):
+    with server(tmp_path / "s") as one:
+        worker = with_job(one)
+        assert one.snapshot().generation == 1
+        assert one.snapshot().generation == 1
+        CHANGES[change](one.world, worker)
+        assert one.snapshot().generation == 2
 
 
 def test_a_server_without_jobs_says_so_to_the_next(tmp_path):
-    options = {"snapshot_dir": tmp_path / "s", "snapshot_interval_s": 0.0}
-    with running_server(**options) as server:
-        with Peer(server.addresses[0]) as peer:
-            assert peer.hello(rule=AVERAGE).body["state"] == "initialise"
-            body = {"kind": "parameter", "segments": [["weight", [4], [1], 0, 4]]}
-            assert peer.request("REGISTER", key=0, payload=torch.zeros(4), body=body).type.name == "OK"
-            assert peer.request("SEAL", body={"chunks": 1, "fingerprint": 1}).type.name == "OK"
-            assert peer.request("SNAPSHOT").body == {"generation": 1}
-            assert peer.request("BYE").type.name == "OK"
-        server.terminate()
-        assert server.wait() == 0
-    with running_server(**options) as server:
-        assert server.lines[1].endswith("generation 2 (no job)")
-        assert server.status()["jobs"] == {}
+    with server(tmp_path / "s") as one:
+        assert one.snapshot().is_empty
+        assert generations(tmp_path / "s") == []
+        with_job(one)
+        assert one.snapshot().generation == 1
+        one.world.shard.forget("demo")
+        assert one.snapshot().generation == 2
+    with server(tmp_path / "s") as one:
+        assert one.line.endswith("generation 2 (no job)")
+
+
+# ---- a log -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_life_with_a_log_goes_on_from_a_generation_of_its_own(tmp_path):
+    for life in range(3):
+        with server(tmp_path / "s", keeps_log=True, epoch=10 + life, shards=1 + life % 2) as one:
+            assert generations(tmp_path / "s")[-1] == life + 1
+            assert one.version == (None if life == 0 else 3 * life)
+            if life == 0:
+                with_job(one)
+            elif life == 1:
+                assert len(one.world.shards) == 2
+            worker = Worker(one.world, 0, rule=APPLY)
+            one.world.publish([worker], number=life + 2)
+            shard = next(s.index for s in one.world.shards if s.jobs and next(iter(s.jobs.values())).chunks.rules)
+            for step in range(3):
+                worker.push(0, 3 * life + step + 1, torch.ones(10), shard=shard)
+            one.threads[0].append_coordinator({"life": life})
+            one.settle()
+        assert len(list((tmp_path / "s").glob("log-000-*"))) == min(life + 1, 2)
+    with server(tmp_path / "s") as one:  # of a lower tier
+        assert one.version == 9
+        assert one.coordinators.restored[-1] == {"life": 2}
+
+
+def test_a_copy_of_a_running_server_is_one_to_start_from_and_is_shown(tmp_path):
+    directory = tmp_path / "s"
+    with server(directory, keeps_log=True) as one:
+        worker = with_job(one)
+        push(worker, 1, 2)
+        assert one.snapshot().generation == 2
+        push(worker, 3, 4, 5)
+        one.settle()
+        said = "\n".join(back_up(directory, tmp_path / "copy"))
+        push(worker, 6)
+        one.settle()
+        assert "a server would start from generation 2 and these records of the log: 3 of shard 0" in said
+        assert "job 'demo': async, 1 workers, 1 chunks, versions 5 to 5" in said
+        shown = "\n".join(inspect(directory))
+        assert "versions 6 to 6" in shown
+        assert "segment log-000-000000000002: 1 KiB, from record " in shown
+        assert f"generation 2: {directory}/generation-000000000002, " in shown
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
+        "generation-000000000002",
+        "log-000-000000000002",
+    ]
+    with server(tmp_path / "copy", epoch=8) as one:
+        assert one.version == 5
+    with server(directory, keeps_log=True, epoch=8) as one:
+        assert one.version == 6
+
+
+def test_a_log_that_is_gone_ends_the_start_until_somebody_says_that_it_is_lost(tmp_path):
+    directory = tmp_path / "s"
+    with server(directory, keeps_log=True) as one:
+        push(with_job(one), 1, 2)
+        assert one.snapshot().generation == 2
+        push(Worker(one.world, 0), 3)
+    newest = max(directory.glob("log-*"))
+    newest.unlink()
+    for begin in (lambda: list(inspect(directory)), lambda: Server(directory, keeps_log=True, epoch=8)):
+        with pytest.raises(SnapshotError, match=f"{newest.name} .*the file is missing"):
+            begin()
+    (directory / WITHOUT_LOG).touch()
+    with server(directory, keeps_log=True, epoch=8) as one:
+        assert one.version == 2
+        assert "is lost" in dict(one.events)["snapshot_failed"]
+    assert not (directory / WITHOUT_LOG).exists()
+    with server(directory, keeps_log=True, epoch=9) as one:
+        assert one.version == 2
+
+
+def test_a_full_disk_goes_on_once_a_snapshot_has_freed_it(tmp_path, monkeypatch):
+    """The log leaves room for a generation, whose predecessor and whose log then go."""
+    disk_bytes = 8 << 20
+
+    def free_bytes(disk):
+        return disk_bytes - sum(path.stat().st_size for path in disk.directory.iterdir())
+
+    monkeypatch.setattr(disks.DirectoryDisk, "free_bytes", free_bytes)
+    monkeypatch.setattr("psengine.parameter_server.server.durability.log_thread.LOOK_S", 0.02)
+    numel = 100_000
+    with server(tmp_path / "s", keeps_log=True) as one:
+        worker = with_job(one, numel=numel)
+        for step in range(1, 61):
+            worker.push(0, step, torch.ones(numel))
+            one.settle()
+        kinds = [kind for kind, _ in one.events]
+        assert "log_full" in kinds
+        assert kinds.count("snapshot") > 3
+        assert kinds.index("log_low") < kinds.index("log_room")
+    with server(tmp_path / "s", keeps_log=True, epoch=8) as one:
+        assert one.version == 60
+
+
+def test_a_start_on_a_full_disk_says_what_it_needs(tmp_path, monkeypatch):
+    directory = tmp_path / "s"
+    with server(directory, keeps_log=True) as one:
+        push(with_job(one), 1)
+        one.settle()
+
+    def full(self, pieces):
+        raise OSError(errno.ENOSPC, "No space left on device", self._path)
+
+    monkeypatch.setattr(disks.DirectoryFile, "append", full)
+    monkeypatch.setattr(disks.DirectoryDisk, "free_bytes", lambda self: 0)
+    monkeypatch.setattr(tier, "START_S", 0.3)
+    words = r"cannot begin segment 2: its disk is full. .*expected room for \d+ bytes in .*, got 0\). Fix: delete other"
+    with pytest.raises(SnapshotError, match=words):
+        Server(directory, keeps_log=True, epoch=8)
+    monkeypatch.undo()
+    with server(directory, keeps_log=True, epoch=9) as one:
+        assert one.version == 1
 
 
 # ---- the directory of a live server ----------------------------------------------------------------------------------
@@ -203,93 +332,88 @@ def test_a_server_without_jobs_says_so_to_the_next(tmp_path):
 
 def test_what_is_gone_is_not_what_a_server_is_durable_to(tmp_path):
     directory = tmp_path / "s"
-    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0, shards=2) as server:
-        with Peer(server.addresses[0]) as peer:
-            peer.make_job(torch.zeros(10))
-            assert peer.request("SNAPSHOT").body == {"generation": 1}
-            assert peer.request("HEARTBEAT").body["durable_version"] == 0
-            shutil.rmtree(directory)
-            refused = peer.request("SNAPSHOT")
-            assert refused.body["code"] == "snapshot_failed"
-            assert "No such file or directory" in refused.body["text"]
-            assert "there is no older one" in refused.body["text"]
-            assert server.status()["snapshot"]["generation"] is None
-            assert [shard["durable_generation"] for shard in server.status()["shards"]] == [None, None]
-            assert peer.request("HEARTBEAT").body["durable_version"] is None
-            directory.mkdir()
-            generation = peer.request("SNAPSHOT").body["generation"]
-            assert generations(directory) == [f"generation-{generation:012d}"]
-        with (
-            pytest.raises(ServerFailedError, match=rf"exit code 4(.|\n)*held by process {server.pid}\)"),
-            running_server(snapshot_dir=directory),
-        ):
-            pass
-
-        def last_told():
-            return [event["text"] for event in server.status()["events"] if event["kind"] == "snapshot"][-1]
-
-        eventually(lambda: last_told() == f"generation {generation} is written")
-        assert "generation None" not in str(server.status()["events"])
-        server.terminate()
-        assert server.wait() == 0
+    with server(directory, shards=2) as one:
+        with_job(one)
+        assert one.snapshot().generation == 1
+        shutil.rmtree(directory)
+        outcome = one.snapshot()
+        assert "No such file or directory" in outcome.error
+        assert "there is no older one" in outcome.error
+        assert one.snapshots.generation is None
+        assert [shard.generation for shard in one.world.shards] == [None, None]
+        directory.mkdir()
+        generation = one.snapshot().generation
+        assert generations(directory) == [generation]
+        with pytest.raises(SnapshotError, match=rf"held by process {os.getpid()}\)"):
+            Server(directory)
 
 
 def test_two_servers_in_one_place_leave_each_other_s_generations_alone(tmp_path):
     directory = tmp_path / "s"
-    options = {"snapshot_dir": directory, "snapshot_interval_s": 0.0}
-    with running_server(**options) as first, Peer(first.addresses[0]) as peer:
-        peer.make_job(torch.zeros(10))
-        assert peer.request("SNAPSHOT").body == {"generation": 1}
+    with server(directory) as first:
+        worker = with_job(first)
+        assert first.snapshot().generation == 1
         shutil.rmtree(directory)
-        with running_server(**options) as second, Peer(second.addresses[0]) as other:
-            other.make_job(torch.zeros(10))
-            for generation in (1, 2):
-                other.change()
-                assert other.request("SNAPSHOT").body == {"generation": generation}
-                refused = peer.request("SNAPSHOT")
-                assert f"held by process {second.pid})" in refused.body["text"]
-                assert first.status()["snapshot"]["generation"] is None
-            assert len(generations(directory)) == 2
-            second.terminate()
-            assert second.wait() == 0
-        # Numbers go on above those of the other, which have gone once two of the first's are there.
-        for generation in (4, 5):
-            peer.change()
-            assert peer.request("SNAPSHOT").body == {"generation": generation}
-        assert generations(directory) == ["generation-000000000004", "generation-000000000005"]
+        with server(directory, epoch=8) as second:
+            other = with_job(second)
+            for step in (1, 2):
+                push(other, step)
+                assert second.snapshot().generation == step
+                assert "held by process" in first.snapshot().error
+            assert generations(directory) == [1, 2]
+        # Numbers go on above those of the other.
+        for step in (1, 2):
+            push(worker, step)
+            assert first.snapshot().generation == 2 + step
+        assert generations(directory) == [3, 4]
+
+
+def test_a_directory_of_another_kind_and_an_unreadable_one_are_refused_plainly(tmp_path):
+    empty, there = tmp_path / "empty", tmp_path / "there"
+    empty.mkdir()
+    there.mkdir()
+    for source, text in (
+        (tmp_path / "absent", "is no directory"),
+        (empty, "has no generation and no log"),
+    ):
+        for lines in (inspect(source), back_up(source, tmp_path / "copy")):
+            with pytest.raises(SnapshotError, match=f"{source} {text}"):
+                list(lines)
+        assert not (tmp_path / "copy").exists()
+    unreadable = tmp_path / "unreadable"
+    (unreadable / "log-000-000000000001").mkdir(parents=True)
+    with pytest.raises(SnapshotError, match="there is there already"):
+        list(back_up(unreadable, there))
+    with pytest.raises(SnapshotError, match="log-000-000000000001: Is a directory"):
+        CliRunner().invoke(build_app(_serve), ["inspect", str(unreadable)], catch_exceptions=False)
+    with pytest.raises(SnapshotError, match="log-000-000000000001 cannot be read: Is a directory"):
+        Server(unreadable, keeps_log=True)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_that_does_not_fit_the_memory_is_refused(tmp_path):
-    directory = tmp_path / "s"
-    with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
-        with Peer(server.addresses[0]) as peer:
-            peer.make_job(torch.zeros(1000))
-        server.terminate()
-        assert server.wait() == 0
-    words = r"exit code 4(.|\n)*Generation 1 in .*--max-memory-bytes \(expected at most 3999 bytes.*, got 4000\)"
-    with pytest.raises(ServerFailedError, match=words), running_server(snapshot_dir=directory, max_memory_bytes=3999):
-        pass
-    with running_server(snapshot_dir=directory, max_memory_bytes=4000) as server:
-        assert server.lines[1].endswith("generation 1 (job version 0)")
+    with server(tmp_path / "s") as one:
+        with_job(one, rule=APPLY, numel=1000)
+        assert one.snapshot().generation == 1
+    words = r"Generation 1 in .*--max-memory-bytes \(expected at most 3999 bytes.*, got 4000\)"
+    with pytest.raises(SnapshotError, match=words):
+        Server(tmp_path / "s", max_memory_bytes=3999)
+    with server(tmp_path / "s", max_memory_bytes=4000) as one:
+        assert one.line.endswith("generation 1 (demo version 0)")
 
 
 def test_backups_beyond_the_memory_do_not_keep_a_server_from_starting_again(tmp_path):
-    # Of the 64 bytes values and one slot need 32, CONFIGURE asks for two slots more, and eight backups for nothing.
-    world = World(max_memory_bytes=64)
-    workers = team(world, 8, [spec(0, 4)], rule=APPLY | {"delay_compensation": 0.04})
-    workers[0].configure(0, 4, groups=[SGD | {"momentum": 0.9}])
-    for worker in workers:
-        worker.pull(0)
-    assert world.shard.jobs.memory_bytes() == 160
-    with SnapshotStore(tmp_path / "s") as store:
-        store.save([world.shard.durable.capture()])
-        restore(store, [shard := Shard(0, 8, ShardSettings(max_memory_bytes=64), world.clocks)])
-        assert shard.jobs.memory_bytes() == 160
-        with pytest.raises(SnapshotError, match=r"expected at most 31 bytes at shard 0, its share, got 32\)"):
-            restore(store, [Shard(0, 9, ShardSettings(max_memory_bytes=31), world.clocks)])
+    rule = APPLY | {"delay_compensation": 0.04}
+    with server(tmp_path / "s", max_memory_bytes=64) as one:
+        workers = team(one.world, 8, [spec(0, 4)], rule=rule)
+        for worker in workers:
+            worker.pull(0)
+        assert one.world.shard.memory_bytes() > 64
+        assert one.snapshot().generation == 1
+    with server(tmp_path / "s", max_memory_bytes=64) as one:
+        assert one.world.shard.memory_bytes() > 64
 
 
 # ---- ipc paths -------------------------------------------------------------------------------------------------------
@@ -313,6 +437,3 @@ def test_a_file_at_an_ipc_path_stays(tmp_path, kind):
         pass
     assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
     assert target.read_text() == "mine"
-
-
-# ---- the service manager ---------------------------------------------------------------------------------------------
