@@ -206,6 +206,7 @@ def _server_main(setup: _Setup, sender: Any, stdin: Any) -> None:
 class Peer:
     """A client without manners: one DEALER socket, and whatever the test wants to say.
 
+    It is control and data connection in one. VIEW and RELEASE it forwards by itself, and answers PREPARE.
     Without keys it goes to the Unix socket beside ``address``, where there is one, as clients do; not ``over_tcp``.
     """
 
@@ -221,9 +222,11 @@ class Peer:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public.encode())
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.own.public.encode())
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, curve.own.secret.encode())
+        self.address = address
         self.socket.connect(address if curve is not None or over_tcp else way_to(address))
         self.job = "job"
-        self.rank = self.incarnation = self.epoch = 0
+        self.rank = self.incarnation = self.epoch = self.view = 0
+        self.token = ""  # for shared memory
         self.nonce = int.from_bytes(os.urandom(7), "little")
         self._requests = 0
         self._parts: list[Any] = []  # of a group that came
@@ -240,7 +243,14 @@ class Peer:
         self.socket.send_multipart(encode(message))
 
     def receive(self, timeout_s: float = 5.0) -> Any:
-        """The next message; None where none comes in time."""
+        """The next message but VIEW, RELEASE and PREPARE; None where none comes in time."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            message = self._next(max(0.0, until_s - time.monotonic()))
+            if message is None or not self._is_of_views(message):
+                return message
+
+    def _next(self, timeout_s: float) -> Any:
         from psengine.protocol.frames import decode
         from psengine.protocol.groups import split
 
@@ -249,6 +259,17 @@ class Peer:
                 return None
             self._parts = split(self.socket.recv_multipart())
         return decode(self._parts.pop(0))
+
+    def _is_of_views(self, message: Any) -> bool:
+        """Whether this is the coordinator's word to all; it is obeyed."""
+        kind = message.type.name
+        if kind == "VIEW":
+            self.view = message.view = message.body["view"][0]
+        if kind in ("VIEW", "RELEASE"):
+            self.send(message)
+        elif kind == "PREPARE":
+            self.send(self.message("COMMIT", body={"what": "prepared", "view": message.view, "completed": 0}))
+        return kind in ("VIEW", "RELEASE", "PREPARE")
 
     def request(self, kind: str, *, timeout_s: float = 5.0, **fields: Any) -> Any:
         """Send a message as the worker that said hello, and return the answer."""
@@ -261,7 +282,7 @@ class Peer:
 
         self._requests += 1
         given = {"sequence": self._requests, "worker": self.rank, "incarnation": self.incarnation, **fields}
-        return Message(MessageType[kind], job=job_number(self.job), epoch=self.epoch, **given)
+        return Message(MessageType[kind], job=job_number(self.job), epoch=self.epoch, view=self.view, **given)
 
     def hello(self, *, rank: int = 0, world_size: int = 1, rule: dict[str, Any] | None = None, **body: Any) -> Any:
         """Say HELLO as a worker; remembers rank, incarnation and epoch of the WELCOME."""
@@ -269,8 +290,9 @@ class Peer:
 
         full = {
             "job": self.job,
-            "role": "worker",
+            "run": "",
             "nonce": self.nonce,
+            "servers": [self.address],
             "rank": rank,
             "world_size": world_size,
             "rule": rule or APPLY,
@@ -284,13 +306,32 @@ class Peer:
             self.rank, self.incarnation, self.epoch = answer.worker, answer.incarnation, answer.epoch
         return answer
 
-    def change(self, key: int = 0) -> None:
-        """Make the next SNAPSHOT write: what is durable already is not written again."""
-        assert self.request("PULL", key=key).type.name == "VALUES"
+    def enter(self, **hello: Any) -> Any:
+        """HELLO to a job that is open, and RESUME under the view that has this worker; RESUMED."""
+        welcome = self.hello(**hello)
+        assert welcome.body["state"] in ("ready", "join"), welcome
+        return self.resume()
+
+    def resume(self) -> Any:
+        """Await a view, and say RESUME; RESUMED."""
+        until_s = time.monotonic() + 5.0
+        while not self.view:
+            message = self._next(max(0.0, until_s - time.monotonic()))
+            assert message is not None, "no view came"
+            assert self._is_of_views(message), message
+        resumed = self.request("RESUME", body={"open": []})
+        assert resumed.type.name == "RESUMED", resumed
+        self.token = resumed.body.get("local", "")
+        return resumed
 
     def make_job(self, values: Any, *, key: int = 0, lr: float = 1.0) -> None:
-        """HELLO as rank 0 of one, REGISTER one chunk, SEAL, CONFIGURE plain SGD, HELLO again: a job that is ready."""
-        assert self.hello().body["state"] == "initialise"
+        """HELLO as rank 0 of one, REGISTER one chunk, CONFIGURE plain SGD, COMMIT: a job that is open, under a view."""
+        welcome = self.hello()
+        assert welcome.body["state"] == "initialise", welcome
+        registration, job_key = welcome.body["registration"], welcome.body["key"]
+        registrar = {"job": self.job, "rule": APPLY, "registration": registration, "key": job_key}
+        resumed = self.request("RESUME", body=registrar)
+        assert resumed.type.name == "RESUMED", resumed
         numel = values.numel()
         segments = [["weight", [numel], [1], 0, numel]]
         body = {"kind": "parameter", "segments": segments}
@@ -299,9 +340,14 @@ class Peer:
         runs = {"optimizer": "SGD", "groups": [{**SGD, "lr": lr}], "runs": [[0, numel, 0]]}
         configured = self.request("CONFIGURE", key=key, body=runs)
         assert configured.type.name == "OK", configured
-        sealed = self.request("SEAL", body={"chunks": 1, "fingerprint": 1})
-        assert sealed.type.name == "OK", sealed
-        assert self.hello().body["state"] == "ready"
+        commit = {"what": "registered", "registration": registration, "epochs": [self.epoch]}
+        committed = self.request("COMMIT", body={**commit, "fingerprint": 1, "chunks": 1})
+        assert committed.type.name == "OK", committed
+        self.resume()
+
+    def leave(self) -> Any:
+        """Say LEAVE; the answer."""
+        return self.request("LEAVE", body={"completed": 0})
 
 
 SGD = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
