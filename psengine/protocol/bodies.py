@@ -158,12 +158,17 @@ class Commit(Body, tag_field="what"):
 
 
 class Registered(Commit, tag="registered"):
-    """Every shard has its chunks of a new job. ``epochs``: of the shards, as the registrar met them."""
+    """Every shard has its chunks of a new job: its epoch as the registrar met it, and how many chunks, by shard."""
 
     registration: Unsigned64
     epochs: list[Unsigned64]
     fingerprint: Unsigned64
-    chunks: Unsigned
+    chunks: list[Unsigned]
+
+    def __post_init__(self) -> None:
+        """Check that each shard is there twice."""
+        if len(self.epochs) != len(self.chunks):
+            raise ValueError("`epochs` and `chunks` are of the same shards")
 
 
 class Prepared(Commit, tag="prepared"):
