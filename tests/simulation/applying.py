@@ -98,6 +98,7 @@ class ApplyingJob(Job):
         while self.steps_done[rank] < self.scenario.steps_of(rank):
             yield self.think_s()
             pushes = [self._push(process, spec.key, weights[spec.key]) for spec in self.specs]
+            process.session.end_step()
             yield pushes
             for push in pushes:
                 self._check_answer(process, push, weights[push.key])
@@ -155,7 +156,7 @@ class ApplyingJob(Job):
         require(result.refused in may_be, "a push of chunk {} was refused: {}", key, result.refused)
         if answer.epoch != chunk.epoch:
             return  # of a life of the server that has ended
-        update = process.number, push.sequence
+        update = process.number, push.message.sequence
         if result.refused is None:
             is_there = update in chunk.versions[chunk.version].updates
             require(is_there, "push {} of chunk {} was acknowledged, and is not there", update, key)

@@ -120,6 +120,7 @@ class AveragingJob(Job):
                     yield from process.serve_joiner(lambda: self._deposit(process, replica))
                 is_out = False
                 pushes = [self._push(process, replica, spec.key, landings[spec.key], sits_out) for spec in self.specs]
+                process.session.end_step()
                 yield pushes
                 break
             except FencedError:

@@ -45,6 +45,11 @@ def forget_at_exit(session: Any) -> None:
     session._finalizer.detach()
 
 
+def waits_since_s(program: Any) -> float:
+    """When a flow began to wait for what it waits for."""
+    return program._since_s  # type: ignore[no-any-return]
+
+
 def open_operations(session: Any) -> list[str]:
     """What a session waits for."""
     core = session.job_connection

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -212,3 +213,8 @@ def place_of(address: str) -> tuple[int, int]:
     """(server, shard) of an address."""
     host, _, shard = address.removeprefix("tcp://10.0.0.").partition(":")
     return int(host), int(shard)
+
+
+def copied(frames: Iterable[Any]) -> list[Any]:
+    """Frames in memory of their own, writable as those of pyzmq."""
+    return [memoryview(bytearray(frame)) for frame in frames]

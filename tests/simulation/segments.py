@@ -17,14 +17,7 @@ from psengine.codecs.base import Codec
 from psengine.errors import ProtocolError
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.segments.memory import SegmentMapping
-from psengine.parameter_server.segments.offer import (
-    ANSWER_BYTES,
-    LENT_BYTES,
-    Offer,
-    answer_text_bytes,
-    read_lent_table,
-    read_offer,
-)
+from psengine.parameter_server.segments.offer import Answer, Offer, read_answer, read_offer, to_bytes
 from psengine.parameter_server.segments.passing import END, Lent
 from psengine.parameter_server.server.transport.segments import WorkerSegment
 from simulation.clock import Clock
@@ -107,19 +100,17 @@ class SimulatedSegments(WorkerSegments):
         server = self._world.network.servers[index]
         if not server.is_up or server.is_paused:
             raise TimeoutError("timed out")
-        offer_there = read_offer(offer.to_bytes())
+        offer_there = read_offer(to_bytes(offer))
         segment = WorkerSegment(offer_there, SegmentMapping(descriptor, offer_there.size_bytes))
         reason = server.threads[shard].segments.attach(server.shards[shard], segment)
         if reason:
             raise ProtocolError(reason)
         stream = Stream(self._world.clock, server, shard, segment)
         self._streams.append(stream)
-        data, descriptors = segment.accepted()
-        assert answer_text_bytes(data[:ANSWER_BYTES]) is None
-        table = read_lent_table(data[ANSWER_BYTES:], offer)
+        lent, descriptors = segment.lends()
+        table = read_answer(to_bytes(Answer(lent=lent)), offer)
         if not descriptors:
             return stream, None  # type: ignore[return-value]
-        assert len(data) > ANSWER_BYTES + LENT_BYTES
         copy = os.dup(descriptors[0])
         try:
             mapping = SegmentMapping(copy, table.size_bytes, is_written=False)
@@ -129,5 +120,5 @@ class SimulatedSegments(WorkerSegments):
         # A strong reference here would keep the whole simulation for ever.
         keeper = weakref.finalize(mapping.memory, _end_reading, weakref.ref(stream))
         keeper.atexit = False
-        lent = Lent(mapping.tensor(0, table.size_bytes, torch.uint8), table, keeper)  # type: ignore[arg-type]
-        return stream, lent  # type: ignore[return-value]
+        lent_memory = Lent(mapping.tensor(0, table.size_bytes, torch.uint8), table, keeper)  # type: ignore[arg-type]
+        return stream, lent_memory  # type: ignore[return-value]

@@ -7,6 +7,7 @@ methods are called here, and it never runs.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from psengine.parameter_server.server.transport import shard_thread
 from psengine.parameter_server.server.transport.endpoint import Received
 from psengine.parameter_server.server.transport.held_answers import LogFailedError
 from psengine.protocol.frames import decode
+from psengine.protocol.groups import split
 from psengine.protocol.messages import Message, MessageType
-from simulation.network import DOWN, Connection
+from simulation.network import DOWN, Connection, copied
 from simulation.violation import Violation
 
 if TYPE_CHECKING:
@@ -150,7 +152,8 @@ class ServerProcess:
     def transmit(self, route: bytes, frames: list[Any]) -> None:
         """A message leaves: from here on its worker may know what it says."""
         if frames[0][_TYPE_OFFSET] == MessageType.UPDATED:
-            self.world.job.told(self, decode(frames))
+            for part in split(frames):
+                self.world.job.told(self, decode(part))
         connection = self.connections.get(route)
         if connection is not None:
             self.world.network.carry(connection, DOWN, frames)
@@ -167,7 +170,6 @@ class SimulatedThread(shard_thread.ShardThread):
             addresses,
             coordinators=server.coordinators if shard.index == 0 else None,
             on_admin=_ignore,
-            note=_ignore,
         )
         shard.apply = self._watched(shard.apply)  # type: ignore[method-assign]
 
@@ -212,7 +214,10 @@ class SimulatedThread(shard_thread.ShardThread):
         super()._send_decided(outgoing, is_heartbeat=is_heartbeat)
 
     def _report_failure(self, what: str) -> None:
-        raise Violation(f"the server failed on {what}")
+        error = sys.exc_info()[1]
+        if isinstance(error, Violation):
+            raise error
+        raise Violation(f"the server failed on {what}: {error!r}") from error
 
 
 class _Endpoint:
@@ -223,8 +228,8 @@ class _Endpoint:
         self.peers = SimpleNamespace(look=lambda: None)
 
     def send(self, route: bytes, frames: Any, *, copies: bool = True) -> None:
-        frames = [bytes(frame) for frame in frames]
-        self._server.clock.note("sent", route, frames[0][:72])
+        frames = copied(frames)
+        self._server.clock.note("sent", route, bytes(frames[0][:72]))
         self._server.transmit(route, frames)
 
 

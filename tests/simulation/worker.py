@@ -21,7 +21,7 @@ from psengine.protocol.groups import split
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation import inspection
-from simulation.network import UP, Socket, place_of
+from simulation.network import UP, Socket, copied, place_of
 from simulation.segments import SimulatedSegments
 from simulation.violation import require
 
@@ -93,9 +93,12 @@ class WorkerProcess:
         return f"worker {self.rank} ({self.number}) since {self.waits_since_s:.2f} s for {waits}"
 
     def _life(self) -> Flow[None]:
-        yield from self.world.job.program(self)
+        try:
+            yield from self.world.job.program(self)
+        except PSEngineError:
+            yield from join.leave(self.receiver, failed=True)
+            raise
         yield from join.leave(self.receiver)
-        self.receiver.closing.set()
 
     # ---- what programs do ----------------------------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ class WorkerProcess:
 
     def serve_joiner(self, deposit: Callable[[], Flow[None]]) -> Flow[None]:
         """As ``WorkerSession.serve_joiner``."""
-        request = self.receiver.state_requests.take()
+        request = self.receiver.state_request
         if request is None:
             return
         try:
@@ -122,7 +125,7 @@ class WorkerProcess:
             if error.code not in (ErrorCode.NOT_READY, ErrorCode.STALE):
                 raise
         finally:
-            self.receiver.state_requests.forget(request)
+            self.receiver.state_request = None
 
     def land(self, push: Any, landing: torch.Tensor) -> None:
         """Copy an answer that is in the server's memory; it must stay as it is until ``check_lent``."""
@@ -183,8 +186,8 @@ class WorkerProcess:
     def _step(self) -> None:
         """Let the program go on as far as it can."""
         program = self._program
-        if program.step(self.clock.now_s):
-            self.waits_since_s = self.clock.now_s
+        program.step(self.clock.now_s)
+        self.waits_since_s = max(self.waits_since_s, inspection.waits_since_s(program))
         if not program.is_over or self.is_dead:
             return
         self.is_dead = True
@@ -236,7 +239,7 @@ class WorkerProcess:
             return False
         if self.segments is not None and message.type is MessageType.PUSH:
             self.segments.place(self._addresses[link], message)
-        self.world.network.carry(socket.connection, UP, [bytes(frame) for frame in encode(message)])
+        self.world.network.carry(socket.connection, UP, copied(encode(message)))
         return True
 
     def close(self) -> None:
