@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.server_process import ServerFailedError, running_server
+from support.full_disk import fill_up
+from support.server_process import Peer, ServerFailedError, running_server
 from support.shard_world import APPLY, Worker, World, spec, team
 from support.waiting import eventually
 from typer.testing import CliRunner
@@ -25,7 +26,7 @@ from psengine.parameter_server.server.durability.inspection import back_up, insp
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.log import disk as disks
 from psengine.parameter_server.server.log.reading import WITHOUT_LOG
-from psengine.protocol.messages import MessageType
+from psengine.protocol.messages import NOBODY, MessageType
 
 INTERVAL_S = 0.05
 DEADLINE_S = 20.0
@@ -414,6 +415,88 @@ def test_backups_beyond_the_memory_do_not_keep_a_server_from_starting_again(tmp_
         assert one.snapshot().generation == 1
     with server(tmp_path / "s", max_memory_bytes=64) as one:
         assert one.world.shard.memory_bytes() > 64
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def logging_server(directory, **options):
+    given = {"snapshot_dir": directory, "durability": "log", "snapshot_interval_s": 0.0, "lease_s": 30.0, **options}
+    return running_server(**given)
+
+
+def acknowledged(peer, *steps):
+    for step in steps:
+        answer = peer.request("PUSH", key=0, sequence=step, payload=torch.ones(10))
+        assert (answer.type.name, answer.version) == ("UPDATED", step)
+
+
+def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_path):
+    flag = tmp_path / "full"
+    options = {"environment": {"FULL": str(flag)}, "sabotage": fill_up}
+    with logging_server(tmp_path / "s", **options) as one, Peer(one.addresses[0]) as peer:
+        peer.make_job(torch.zeros(10))
+        acknowledged(peer, 1)
+        flag.touch()
+        assert peer.request("PUSH", key=0, sequence=2, payload=torch.ones(10), timeout_s=0.3) is None
+        eventually(lambda: one.status()["logs"][0]["is_full"])
+        assert any(event["kind"] == "log_full" for event in one.status()["events"])
+        with Peer(one.addresses[0]) as reader:  # says nothing of what is not durable
+            reader.rank = NOBODY
+            assert reader.request("RESUME", body={}).type.name == "RESUMED"
+            assert reader.request("STATUS").type.name == "STATUS_REPORT"
+        flag.unlink()
+        answer = peer.receive(10.0)
+        assert (answer.type.name, answer.version) == ("UPDATED", 2)
+        eventually(lambda: not one.status()["logs"][0]["is_full"])
+
+
+def fail_syncs():
+    def fail(descriptor):
+        if os.path.exists(flag):
+            raise OSError(5, "Input/output error")
+        real(descriptor)
+
+    real, os.fdatasync, flag = os.fdatasync, fail, os.environ["FAIL_SYNCS"]
+
+
+@pytest.mark.parametrize("how", ["a sync fails", "the directory is removed", "the directory is made anew"])
+def test_a_log_that_fails_ends_the_server_and_acknowledges_nothing(tmp_path, how):
+    flag, directory = tmp_path / "fail", tmp_path / "s"
+    options = {"environment": {"FAIL_SYNCS": str(flag)}, "sabotage": fail_syncs}
+    with logging_server(directory, **options) as one, Peer(one.addresses[0]) as peer:
+        peer.make_job(torch.zeros(10))
+        acknowledged(peer, 1)
+        if how == "a sync fails":
+            flag.touch()
+        else:
+            shutil.rmtree(directory)
+        if how == "the directory is made anew":
+            directory.mkdir()
+        assert peer.request("PUSH", key=0, sequence=2, payload=torch.ones(10), timeout_s=1.0) is None
+        assert one.wait() == 5
+        assert "the log of shard 0 cannot be written any more" in one.log()
+
+
+def test_what_was_acknowledged_is_there_after_a_kill(tmp_path):
+    with logging_server(tmp_path / "s", shards=2) as one, Peer(one.addresses[0]) as peer:
+        peer.make_job(torch.zeros(10))
+        acknowledged(peer, 1, 2, 3)
+        one.kill()
+    with logging_server(tmp_path / "s", shards=2) as one:
+        assert "(job version 3)" in one.lines[1]
+        one.kill()
+    [segment, *_] = sorted((tmp_path / "s").glob("log-000-*"))
+    segment.unlink()
+    with logging_server(tmp_path / "s") as one:  # only the older generation goes on in it
+        assert "(job version 3)" in one.lines[1]
+        one.terminate()
+        assert one.wait() == 0
+    newest = max((tmp_path / "s").glob("log-000-*"))
+    newest.unlink()
+    refusal = rf"exit code 4[\s\S]*{newest.name} is damaged at byte 0: the file is missing"
+    with pytest.raises(ServerFailedError, match=refusal), logging_server(tmp_path / "s"):
+        pass
 
 
 # ---- ipc paths -------------------------------------------------------------------------------------------------------
