@@ -111,7 +111,7 @@ class Overview:
             elif not report.facts.healthy:
                 found.append(f"{address} answers, but a shard of it does not work")
             found += [
-                f"{address}: the disk of shard {log.shard}'s log is full: nothing is acknowledged until there is room"
+                f"{address}: no room for the log of shard {log.shard}: nothing is acknowledged until its disk has some"
                 for log in report.facts.logs
                 if log.is_full
             ]

@@ -216,7 +216,7 @@ def test_what_is_a_problem():
         shard=0, records=3, durable_records=2, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=True, error=""
     )
     (full,) = overview(ServerFacts(logs=(log,))).problems
-    assert "the disk of shard 0's log is full" in full
+    assert "no room for the log of shard 0" in full
     assert "a shard of it does not work" in overview(ServerFacts(healthy=False)).problems[0]
 
 
