@@ -155,8 +155,9 @@ class Coordinator:
     def _send(self, worker: Worker, message: Message) -> None:
         if worker.route:
             view = message.view or (self.view.number if self.view is not None else 0)
-            to = {"epoch": self._around.epoch, "worker": worker.rank, "incarnation": worker.incarnation, "view": view}
-            self._outgoing.append(Outgoing(worker.route, replace(message, **to)))
+            rank, incarnation = worker.identity
+            sent = replace(message, epoch=self._around.epoch, worker=rank, incarnation=incarnation, view=view)
+            self._outgoing.append(Outgoing(worker.route, sent))
 
     def _answer(self, route: bytes, request: Message, body: dict[str, Any] | None = None) -> None:
         """OK, or the ERROR that ``body`` describes."""
@@ -609,8 +610,8 @@ class Coordinator:
         for worker in members:
             shards = worker.unreachable - by_nobody
             if shards and worker.cut_s is not None and self._now_s - worker.cut_s > self._lease_s:
-                text = f"it cannot reach {'shards' if len(shards) > 1 else 'shard'} {', '.join(map(str, sorted(shards)))}"
-                self._put_out(worker, "evicted", f"{text}, and others do, and wait for it")
+                names = ", ".join(map(str, sorted(shards)))
+                self._put_out(worker, "evicted", f"it cannot reach shards {names}, which others reach, who wait for it")
 
     def evict(self, rank: int, now_s: float) -> list[Outgoing] | None:
         """An operator ends a worker's lease; None where there is no such worker."""
@@ -946,7 +947,8 @@ class Coordinator:
 
 
 _DURABLE = (
-    "world_size", "servers", "runs", "ended_runs", "registration", "epochs", "chunks", "least_number", "lost", "evicted",
+    "world_size", "servers", "runs", "ended_runs", "evicted", "lost",
+    "registration", "epochs", "chunks", "least_number",
 )  # fmt: skip
 _COMMITS: dict[str, Callable[[Coordinator, Worker, Message], None]] = {
     "registered": Coordinator._hear_registered,

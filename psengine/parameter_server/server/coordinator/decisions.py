@@ -48,9 +48,7 @@ class Decisions:
     def adopt(self, members: Iterable[Worker], from_step: int, missing: int) -> None:
         """A view was published; ``missing``: workers that the job is to have and that never came."""
         self._missing = missing
-        self._committed = {
-            one.identity: self._committed.get(one.identity, one.first_step - 1) for one in members
-        }
+        self._committed = {one.identity: self._committed.get(one.identity, one.first_step - 1) for one in members}
 
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
         """Every shard has a worker's pushes of a step; said again it changes nothing."""

@@ -111,8 +111,9 @@ def after(table: Mapping[_State, Mapping[_Event, _State]], state: _State, event:
 
 def drawn(table: Mapping[_State, Mapping[_Event, _State]]) -> str:
     """The table as Markdown: a row for each state, a column for each event; empty cells cannot happen."""
-    events = list(dict.fromkeys(event for row in table.values() for event in row))
+    events: dict[_Event, None] = {event: None for row in table.values() for event in row}
     lines = [["", *(event.value for event in events)], ["---"] * (len(events) + 1)]
     for state, row in table.items():
-        lines.append([f"**{state.value}**", *(row[event].value if event in row else "" for event in events)])
+        cells = [row[event].value if event in row else "" for event in events]
+        lines.append([f"**{state.value}**", *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

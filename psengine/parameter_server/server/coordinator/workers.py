@@ -1,7 +1,7 @@
 """The workers of one job: which process has which rank, who is alive, who claims a rank that another holds. Pure.
 
-A rank belongs to one process at a time. The incarnation tells the processes of a rank apart: a process keeps its own for
-life, also where it was evicted and comes back, and a later process of the rank has a larger one.
+A rank belongs to one process at a time. The incarnation tells the processes of a rank apart: a process keeps its own
+for life, also where it was evicted and comes back, and a later process of the rank has a larger one.
 """
 
 from __future__ import annotations

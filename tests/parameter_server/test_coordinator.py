@@ -1,0 +1,1058 @@
+"""The coordinator alone: workers are written by hand, and so is the clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.coordinator.coordinators import TICK_S, Coordinators
+from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState, drawn
+from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.protocol import bodies
+from psengine.protocol.layout import job_number
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.views import Release, View, check_digest, release_of, view_of
+
+AVERAGE = {"name": "average", "quorum": None}
+QUORUM = {"name": "average", "quorum": 2}
+MERGE = {"name": "merge", "quorum": 2, "grace": 1.0}
+ASYNC = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
+BOUND = {**ASYNC, "max_staleness": 2}
+LEASE_S, HEARTBEAT_S = 5.0, 1.0
+SERVERS = ["tcp://a:1", "tcp://b:1"]
+
+
+@dataclass
+class Bench:
+    """A server's coordinators, the clock, and everything that they sent."""
+
+    rule: dict[str, Any]
+    world_size: int = 2
+    now_s: float = 100.0
+    epoch: int = 7
+    durability: str = "memory"
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    workers: list[Hand] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.restart(with_disk=False)
+
+    def restart(self, *, with_disk: bool) -> None:
+        """The server's process dies, and another begins."""
+        meta = json.loads(json.dumps(self.coordinators.to_meta())) if with_disk else {}
+        self.epoch += 1
+        self.now_s += 0.5
+        settings = ShardSettings(lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S, durability=self.durability)
+        clocks = Clocks(wall_s=lambda: 1e6 + self.now_s, measure_s=lambda: self.now_s)
+        keys = iter(bytes([self.epoch, number]) * 16 for number in range(100))
+        self.coordinators = Coordinators(self.epoch, settings, clocks, self._note, lambda: next(keys))
+        if meta:
+            self.coordinators.restore(meta, self.now_s)
+
+    def _note(self, kind: str, text: str, **_: Any) -> None:
+        self.notes.append((kind, text))
+
+    def worker(self, rank: int | None = None, **fields: Any) -> Hand:
+        """A new process."""
+        worker = Hand(self, rank, nonce=1000 + len(self.workers), **fields)
+        self.workers.append(worker)
+        return worker
+
+    def deliver(self, outgoing: list[Outgoing]) -> None:
+        for one in outgoing:
+            bodies.pack(one.message.type, one.message.body)  # each is a legal message
+            for worker in self.workers:
+                if worker.route == one.route:
+                    worker.receive(one.message)
+
+    def wait(self, seconds: float, *alive: Hand) -> None:
+        """Time passes; these send heartbeats."""
+        end_s, next_s = self.now_s + seconds, self.now_s
+        while self.now_s < end_s - 1e-9:
+            self.now_s += TICK_S
+            self.deliver(self.coordinators.tick(self.now_s))
+            if self.now_s >= next_s:
+                next_s += HEARTBEAT_S
+                for worker in alive:
+                    worker.heartbeat()
+
+    @property
+    def job(self) -> Any:
+        return self.coordinators.by_number[job_number("job")]
+
+    @property
+    def view(self) -> View:
+        view = self.job.view
+        assert isinstance(view, View)
+        return view
+
+    @property
+    def ranks(self) -> list[int]:
+        return [one.rank for one in self.view.members]
+
+    def team(self, count: int) -> list[Hand]:
+        """Workers 0 to ``count`` - 1, in the first view."""
+        team = [self.worker(rank) for rank in range(count)]
+        for worker in team:
+            worker.hello()
+        team[0].register()
+        assert self.ranks == list(range(count))
+        return team
+
+
+@dataclass
+class Hand:
+    """A worker's process: it says what the test has it say, and adopts views."""
+
+    bench: Bench
+    rank: int | None
+    nonce: int
+    run: str = "run"
+    user_id: str = ""
+    servers: list[str] = field(default_factory=lambda: list(SERVERS))
+    incarnation: int = 0
+    completed: int = 0
+    welcome: dict[str, Any] = field(default_factory=dict)
+    view_body: dict[str, Any] = field(default_factory=dict)
+    view: View | None = None
+    inbox: list[Message] = field(default_factory=list)
+    connection: int = 0
+    requests: int = 0
+    obeys: bool = True  # answers PREPARE at once
+    releases: list[Release] = field(default_factory=list)
+
+    @property
+    def route(self) -> bytes:
+        return f"{self.nonce}/{self.connection}".encode()
+
+    def say(self, type: MessageType, body: dict[str, Any], **header: Any) -> list[Message]:
+        """What comes back."""
+        self.requests += 1
+        bodies.pack(type, body)
+        fields = {
+            "epoch": self.bench.epoch if type is not MessageType.HELLO else 0,
+            "worker": NOBODY if self.rank is None else self.rank,
+            "incarnation": self.incarnation,
+            "view": 0 if self.view is None else self.view.number,
+            "sequence": self.requests,
+        }
+        message = Message(type, job_number("job"), body=body, **{**fields, **header})
+        before = len(self.inbox)
+        sender = Sender(self.route, self.user_id)
+        self.bench.deliver(self.bench.coordinators.handle(message, sender, self.bench.now_s))
+        return self.inbox[before:]
+
+    def hello(self, **fields: Any) -> str:
+        """The state that WELCOME says; "" where no answer came yet."""
+        body = {
+            "job": "job", "run": self.run, "nonce": self.nonce, "host": "here", "pid": 1, "software": "0",
+            "servers": self.servers, "world_size": self.bench.world_size, "rule": self.bench.rule,
+        }  # fmt: skip
+        if self.rank is not None:
+            body["rank"] = self.rank
+        if self.view is not None:
+            view = msgspec.to_builtins(self.view)
+            body |= {"view": view, "key": self.welcome["key"], "completed": self.completed}
+        body |= fields
+        self.welcome = {**self.welcome, "state": ""}
+        self.say(MessageType.HELLO, {name: value for name, value in body.items() if value is not None})
+        return str(self.welcome["state"])
+
+    def reconnect(self, **fields: Any) -> str:
+        """The connection broke, and what was on it is lost."""
+        self.connection += 1
+        return self.hello(**fields)
+
+    def heartbeat(self, **fields: Any) -> dict[str, Any]:
+        try:
+            heard = self.say(MessageType.HEARTBEAT, {"completed": self.completed, **fields})
+        except ProtocolError as error:
+            return {"code": error.code}
+        return next(message.body for message in heard if message.type is MessageType.OK)
+
+    def commit(self, what: str, **fields: Any) -> list[MessageType]:
+        header = {"view": fields.pop("under")} if "under" in fields else {}
+        return [one.type for one in self.say(MessageType.COMMIT, {"what": what, **fields}, **header)]
+
+    def register(self) -> None:
+        registration = self.welcome["registration"]
+        self.commit("registered", registration=registration, epochs=[7, 9], fingerprint=1, chunks=[3, 2])
+
+    def step(self, step: int, *, abstained: bool = False) -> None:
+        self.commit("step", step=step, abstained=abstained)
+
+    def life(self, shard: int, epoch: int, *, chunks: int = 0, view: int = 0) -> None:
+        self.commit("life", shard=shard, epoch=epoch, chunks=chunks, version=0, view=view)
+
+    def leave(self, **fields: Any) -> list[MessageType]:
+        return [one.type for one in self.say(MessageType.LEAVE, {"completed": self.completed, **fields})]
+
+    def donate(self, **header: Any) -> list[MessageType]:
+        wanted = self.last(MessageType.STATE_WANTED).body
+        return self.commit("donated", step=self.completed, epochs=list(self.bench.view.shards), **wanted, **header)
+
+    def last(self, type: MessageType) -> Message:
+        return [one for one in self.inbox if one.type is type][-1]
+
+    def count(self, type: MessageType) -> int:
+        return sum(one.type is type for one in self.inbox)
+
+    def receive(self, message: Message) -> None:
+        self.inbox.append(message)
+        if message.type is MessageType.WELCOME:
+            self.rank, self.incarnation, self.welcome = message.worker, message.incarnation, message.body
+        elif message.type is MessageType.VIEW:
+            view = view_of(message.body)
+            if self.view is None or (view.number, view.epoch) != (self.view.number, self.view.epoch):
+                if view.members:
+                    check_digest(message, self.welcome["key"], view)
+                self.view = view
+        elif message.type is MessageType.RELEASE:
+            release = release_of(message.body)
+            check_digest(message, self.welcome["key"], release)
+            self.releases.append(release)
+        elif message.type is MessageType.PREPARE and self.obeys:
+            self.prepare(message.view)
+
+    def prepare(self, number: int) -> None:
+        self.commit("prepared", view=number, completed=self.completed)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        call()
+    return caught.value.code
+
+
+def join(joiner: Hand, donor: Hand) -> None:
+    assert joiner.hello() == "join"
+    joiner.commit("join")
+    donor.donate()
+    joiner.completed = donor.completed
+
+
+# ---- beginning ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_worker_registers_and_the_view_comes_when_all_are_here() -> None:
+    bench = Bench(AVERAGE)
+    second, first = bench.worker(1), bench.worker(0)
+    assert second.hello() == "wait"  # rank 0 gives the values
+    assert first.hello() == "initialise"
+    first.register()
+    assert bench.view.members[0].incarnation == first.incarnation
+    assert (bench.ranks, bench.view.shards, bench.view.from_step) == ([0, 1], (7, 9), 1)
+    assert second.view == first.view == bench.view
+
+
+def test_an_averaging_job_waits_for_its_world_size_and_says_for_whom() -> None:
+    bench = Bench(AVERAGE)
+    first = bench.worker(0)
+    first.hello()
+    first.register()
+    assert bench.job.view is None
+    assert first.heartbeat() == {"why": "begin", "waiting_for": [1]}
+    bench.worker(1).hello()
+    assert bench.ranks == [0, 1]
+
+
+def test_hello_said_again_gets_the_same_answer() -> None:
+    bench = Bench(AVERAGE)
+    first = bench.worker(0)
+    assert first.hello() == "initialise"
+    before = dict(first.welcome)
+    incarnation = first.incarnation
+    assert first.reconnect() == "initialise"
+    assert (first.welcome, first.incarnation) == (before, incarnation)
+
+
+def test_workers_without_a_rank_get_the_lowest_free_one_and_keep_it() -> None:
+    bench = Bench(ASYNC)
+    first, second = bench.worker(), bench.worker()
+    first.hello(rule=None, world_size=None)
+    second.hello(rule=None, world_size=None)
+    assert (first.rank, second.rank, first.welcome["state"]) == (0, 1, "reserved")
+    second.rank = None
+    second.hello(rule=None, world_size=None)
+    assert second.rank == 1
+    assert first.hello() == "initialise"  # the same nonce takes the reservation over
+
+
+def test_a_registrar_that_dies_is_followed_by_its_successor_or_the_next() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.worker(0), bench.worker(1)
+    first.hello()
+    second.hello()
+    registration, key = first.welcome["registration"], first.welcome["key"]
+    bench.wait(LEASE_S + 1, second)
+    assert second.welcome["state"] == "initialise"  # unasked
+    assert second.welcome["registration"] > registration
+    assert second.welcome["key"] != key
+    assert refusal(first.register) == ErrorCode.FENCED
+
+
+def test_registering_under_an_older_registration_is_stale() -> None:
+    bench = Bench(ASYNC, world_size=1)
+    first = bench.worker(0)
+    first.hello()
+    body = {"registration": 1, "epochs": [7, 9], "fingerprint": 1, "chunks": [3, 2]}
+    assert refusal(lambda: first.commit("registered", **body)) == ErrorCode.STALE
+    first.register()
+    first.register()  # its OK was lost
+    assert bench.ranks == [0]
+
+
+def test_another_rule_and_another_order_of_servers_are_refused() -> None:
+    bench = Bench(AVERAGE)
+    bench.team(2)
+    assert refusal(lambda: bench.worker(2).hello(rule=QUORUM)) == ErrorCode.RULE_MISMATCH
+    assert refusal(lambda: bench.worker(2, servers=SERVERS[::-1]).hello()) == ErrorCode.BAD_VALUE
+    assert refusal(lambda: bench.worker(2).hello(rule={**AVERAGE, "durability": "log"})) == ErrorCode.RULE_MISMATCH
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_to_the_rank_of_a_living_process_is_refused() -> None:
+    bench = Bench(AVERAGE)
+    team = bench.team(2)
+    other = bench.worker(1)
+    assert other.hello() == ""
+    bench.wait(3.0, *team)
+    assert other.last(MessageType.ERROR).body["code"] == ErrorCode.DUPLICATE_RANK
+    assert bench.ranks == [0, 1]
+
+
+def test_a_claim_to_the_rank_of_a_dead_process_replaces_it() -> None:
+    bench = Bench(AVERAGE)
+    first, dead = bench.team(2)
+    other = bench.worker(1)
+    other.hello()
+    bench.wait(3.0, first)
+    assert other.welcome["state"] == "join"
+    assert other.incarnation > dead.incarnation
+    assert bench.ranks == [0]
+    assert refusal(dead.reconnect) == ErrorCode.DUPLICATE_RANK
+    assert refusal(lambda: dead.leave()) == ErrorCode.FENCED
+
+
+def test_a_rank_belongs_to_the_key_of_its_process() -> None:
+    bench = Bench(ASYNC, world_size=1)
+    first = bench.worker(0, user_id="A" * 40)
+    first.hello()
+    first.register()
+    assert refusal(lambda: bench.worker(0, user_id="B" * 40).hello()) == ErrorCode.DUPLICATE_RANK
+    first.user_id = "B" * 40
+    assert first.heartbeat() == {"code": ErrorCode.FENCED}
+
+
+# ---- leases ------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_worker_is_evicted_and_comes_back_with_its_incarnation() -> None:
+    bench = Bench(ASYNC)
+    first, second = bench.team(2)
+    bench.wait(LEASE_S + 1, first)
+    assert bench.ranks == [0]
+    assert second.heartbeat() == {"code": ErrorCode.FENCED}
+    incarnation = second.incarnation
+    assert second.hello() == "ready"
+    assert (bench.ranks, second.incarnation) == ([0, 1], incarnation)
+
+
+def test_no_lease_runs_while_the_process_stands_still() -> None:
+    bench = Bench(ASYNC)
+    bench.team(2)
+    bench.now_s += 60.0
+    bench.coordinators.stood_still(60.0)
+    bench.wait(1.0)
+    assert bench.ranks == [0, 1]
+    assert bench.notes[-1][0] == "stood_still"
+
+
+def test_an_operator_evicts_and_forgets() -> None:
+    bench = Bench(ASYNC)
+    first, second = bench.team(2)
+    assert bench.coordinators.evict("job", 5, bench.now_s) is None
+    bench.deliver(bench.coordinators.evict("job", 1, bench.now_s) or [])
+    assert (bench.ranks, first.view) == ([0], bench.view)
+    assert bench.coordinators.forget("job") == 1
+    first.leave()
+    assert bench.coordinators.forget("job") == 0
+    assert bench.coordinators.forget("job") is None
+    assert bench.coordinators.take_changed() == {str(job_number("job")): None}
+    assert second.heartbeat() == {"code": ErrorCode.NOT_MEMBER}
+
+
+def test_who_cannot_reach_a_shard_that_others_reach_is_put_out_until_it_does() -> None:
+    bench = Bench(AVERAGE, world_size=3)
+    first, second, third = bench.team(3)
+    for _ in range(7):
+        third.heartbeat(unreachable=[1])
+        second.heartbeat(unreachable=[1], blocked=True)
+        first.heartbeat(blocked=True)
+        bench.wait(1.0)
+    assert bench.ranks == [0]
+    assert third.hello(unreachable=[1]) == "join"
+    third.commit("join")
+    assert first.count(MessageType.STATE_WANTED) == 0
+    third.heartbeat(unreachable=[])
+    first.donate()
+    assert bench.ranks == [0, 2]
+
+
+def test_nobody_is_put_out_for_a_shard_that_nobody_reaches_or_waits_at() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    for _ in range(8):
+        first.heartbeat(unreachable=[1], blocked=True)
+        second.heartbeat(unreachable=[1], blocked=True)
+        bench.wait(1.0)
+    for _ in range(8):
+        first.heartbeat(unreachable=[], blocked=False)
+        second.heartbeat(unreachable=[1], blocked=True)
+        bench.wait(1.0)
+    assert bench.ranks == [0, 1]
+
+
+# ---- changes of view ---------------------------------------------------------------------------------------------
+
+
+def test_a_change_prepares_all_and_begins_after_the_last_step_that_anybody_has() -> None:
+    bench = Bench(AVERAGE, world_size=3)
+    first, second, third = bench.team(3)
+    first.completed, second.completed, third.completed = 5, 4, 5
+    bench.wait(LEASE_S + 1, first, second)
+    assert (bench.ranks, bench.view.from_step, bench.view.oldest, bench.view.donor) == ([0, 1], 6, 4, 0)
+    assert first.count(MessageType.PREPARE) == second.count(MessageType.PREPARE) == 1
+
+
+def test_a_step_that_only_the_dead_had_is_done_again() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    first.completed, second.completed = 4, 5
+    second.heartbeat()
+    bench.wait(LEASE_S + 1, first)
+    assert (bench.view.from_step, bench.view.donor) == (5, None)
+
+
+def test_a_member_that_dies_while_it_is_prepared_does_not_hold_the_change() -> None:
+    bench = Bench(AVERAGE, world_size=3)
+    first, second, third = bench.team(3)
+    number = bench.view.number
+    second.obeys = False
+    bench.wait(3.0, first, second)
+    bench.wait(LEASE_S - 2, first)
+    assert bench.view.number == number  # waits for worker 1
+    assert first.heartbeat() == {"why": "prepare", "waiting_for": [1]}
+    bench.wait(LEASE_S + 1, first)
+    assert bench.ranks == [0]
+    assert (first.count(MessageType.PREPARE), third.view) != (0, bench.view)
+
+
+def test_prepare_is_said_again_on_a_new_connection_after_the_view() -> None:
+    bench = Bench(AVERAGE, world_size=3)
+    first, second, _ = bench.team(3)
+    second.obeys = False
+    bench.wait(LEASE_S + 1, first, second)
+    second.inbox.clear()
+    assert second.reconnect() == "ready"
+    kinds = [one.type for one in second.inbox]
+    assert kinds == [MessageType.WELCOME, MessageType.VIEW, MessageType.PREPARE]
+    second.completed = 3
+    second.prepare(second.last(MessageType.PREPARE).view)
+    assert (bench.ranks, bench.view.from_step) == ([0, 1], 4)
+
+
+def test_several_causes_during_a_change_end_in_one_view() -> None:
+    bench = Bench(AVERAGE, world_size=4)
+    first, second, _, _ = bench.team(4)
+    number = bench.view.number
+    second.obeys = False
+    bench.deliver(bench.coordinators.evict("job", 2, bench.now_s) or [])
+    bench.deliver(bench.coordinators.evict("job", 3, bench.now_s) or [])
+    first.life(1, 11, chunks=2)
+    second.prepare(second.last(MessageType.PREPARE).view)
+    assert (bench.ranks, bench.view.shards, bench.view.number) == ([0, 1], (7, 11), number + 1)
+
+
+def test_jobs_whose_servers_hold_the_weights_change_views_at_once() -> None:
+    bench = Bench(ASYNC)
+    first, _ = bench.team(2)
+    third = bench.worker(2)
+    assert third.hello() == "ready"
+    assert (bench.ranks, first.count(MessageType.PREPARE)) == ([0, 1, 2], 0)
+
+
+def test_commits_under_an_older_view_change_nothing() -> None:
+    bench = Bench(QUORUM, world_size=3)
+    first, second, _ = bench.team(3)
+    old = bench.view.number
+    bench.deliver(bench.coordinators.evict("job", 2, bench.now_s) or [])
+    first.commit("step", step=1, abstained=False, under=old)
+    second.commit("step", step=1, abstained=False, under=old)
+    assert first.releases == []
+    first.step(1)
+    second.step(1)
+    assert [one.contributors for one in first.releases] == [((0, 1), (1, 1))]
+
+
+# ---- joining -----------------------------------------------------------------------------------------------------
+
+
+def test_a_joiner_takes_part_after_its_donors_step() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    first.completed = second.completed = 8
+    third = bench.worker(2)
+    join(third, first)
+    assert bench.ranks == [0, 1, 2]
+    assert bench.view.member(2).first_step == 9  # type: ignore[union-attr]
+    assert bench.view.from_step == 9
+
+
+def test_prepare_reaches_the_donor_before_its_ok() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    first.obeys = second.obeys = False
+    joiner = bench.worker(2)
+    joiner.hello()
+    joiner.commit("join")
+    assert first.donate() == [MessageType.PREPARE, MessageType.OK]
+
+
+def test_a_donor_that_dies_before_the_view_is_followed_by_another() -> None:
+    bench = Bench(AVERAGE, world_size=3)
+    first, second, third = bench.team(3)
+    first.completed = 4
+    second.completed = third.completed = 3
+    second.obeys = False
+    joiner = bench.worker(3)
+    joiner.hello()
+    joiner.commit("join")
+    first.donate()
+    bench.deliver(bench.coordinators.evict("job", 0, bench.now_s) or [])
+    second.prepare(second.last(MessageType.PREPARE).view)
+    assert (bench.ranks, bench.view.from_step) == ([1, 2], 4)  # step 4 is done again, so its state is of no use
+    second.obeys = True
+    second.donate()
+    assert bench.view.member(3).first_step == 4  # type: ignore[union-attr]
+
+
+def test_a_donation_under_an_older_view_is_stale_and_asked_again() -> None:
+    bench = Bench(AVERAGE, world_size=3)
+    first, *_ = bench.team(3)
+    joiner = bench.worker(3)
+    joiner.hello()
+    joiner.commit("join")
+    old = bench.view.number
+    bench.deliver(bench.coordinators.evict("job", 2, bench.now_s) or [])
+    assert refusal(lambda: first.donate(under=old)) == ErrorCode.STALE
+    assert first.count(MessageType.STATE_WANTED) == 2
+    first.donate()
+    assert bench.ranks == [0, 1, 3]
+
+
+def test_state_is_wanted_again_with_each_heartbeat_until_it_is_donated() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    joiner = bench.worker(2)
+    joiner.hello()
+    joiner.commit("join")
+    first.heartbeat()
+    second.heartbeat()
+    assert (first.count(MessageType.STATE_WANTED), second.count(MessageType.STATE_WANTED)) == (2, 0)
+    first.donate()
+    first.donate()  # its OK was lost
+    first.heartbeat()
+    assert (first.count(MessageType.STATE_WANTED), bench.ranks) == (2, [0, 1, 2])
+
+
+def test_a_joiner_that_dies_is_forgotten() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    joiner = bench.worker(2)
+    joiner.hello()
+    joiner.commit("join")
+    bench.wait(LEASE_S + 1, first, second)
+    first.donate()
+    assert bench.ranks == [0, 1]
+
+
+def test_join_said_again_is_a_repetition_until_the_joiner_knows_its_view() -> None:
+    bench = Bench(AVERAGE)
+    first, _ = bench.team(2)
+    joiner = bench.worker(2)
+    join(joiner, first)
+    held, joiner.view = joiner.view, None  # the connection broke before VIEW came
+    assert joiner.reconnect() == "join"
+    joiner.commit("join", under=0)
+    assert (bench.ranks, joiner.view) == ([0, 1, 2], held)
+
+
+def test_a_joiner_that_lacks_a_piece_is_taken_out_and_served_again() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    joiner = bench.worker(2)
+    join(joiner, first)
+    joiner.commit("join")
+    assert bench.ranks == [0, 1]
+    first.donate()
+    assert bench.ranks == [0, 1, 2]
+    assert second.view == bench.view
+
+
+def test_nobody_is_served_while_another_may_still_read_its_state() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    join(bench.worker(2), first)
+    wanted = first.count(MessageType.STATE_WANTED)
+    last = bench.worker(3)
+    last.hello()
+    last.commit("join")
+    first.heartbeat()
+    assert first.count(MessageType.STATE_WANTED) == wanted
+    bench.workers[2].completed += 1
+    bench.workers[2].heartbeat()
+    first.donate()
+    assert bench.ranks == [0, 1, 2, 3]
+    assert second.view == bench.view
+
+
+# ---- servers that restart ----------------------------------------------------------------------------------------
+
+
+def test_a_restarted_shard_gets_a_view_that_names_its_life_once() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    first.completed, second.completed = 6, 5
+    first.life(1, 11)
+    number = bench.view.number
+    assert (bench.view.shards, bench.view.donor, bench.view.from_step) == ((7, 11), 0, 7)
+    second.life(1, 11)
+    second.life(1, 9)  # said late
+    assert (bench.view.number, bench.view.shards) == (number, (7, 11))
+
+
+def test_who_lacks_more_than_the_last_step_is_put_out_when_a_shard_restarts() -> None:
+    bench = Bench(QUORUM, world_size=3)
+    first, second, third = bench.team(3)
+    first.completed, second.completed, third.completed = 6, 5, 3
+    first.life(1, 11)
+    assert bench.ranks == [0, 1]
+    assert third.heartbeat() == {"code": ErrorCode.FENCED}
+
+
+def test_a_shard_with_a_view_of_another_coordinator_gets_a_higher_one() -> None:
+    bench = Bench(ASYNC)
+    first, second = bench.team(2)
+    first.life(1, 9, chunks=2, view=40)
+    second.life(1, 9, chunks=2, view=40)
+    assert bench.view.number == 41
+
+
+def test_a_server_that_comes_back_without_weights_loses_the_job() -> None:
+    bench = Bench(ASYNC)
+    first, second = bench.team(2)
+    first.life(1, 11, chunks=2)
+    assert bench.ranks == [0, 1]
+    first.life(1, 12, chunks=1)
+    assert second.last(MessageType.ERROR).body["code"] == ErrorCode.STATE_LOST
+    assert refusal(second.reconnect) == ErrorCode.STATE_LOST
+    assert bench.worker(0, run="another").hello() == "initialise"
+
+
+@pytest.mark.parametrize("with_disk", [False, True])
+def test_a_restarted_coordinator_waits_for_its_members_and_goes_on(with_disk: bool) -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    first.completed, second.completed = 6, 5
+    key, number = first.welcome["key"], bench.view.number
+    bench.restart(with_disk=with_disk)
+    assert first.heartbeat() == {"code": ErrorCode.NOT_MEMBER}
+    assert first.reconnect() == "wait"
+    assert first.heartbeat() == {"why": "resume", "waiting_for": [1]}
+    assert second.reconnect() == "wait"
+    assert (bench.ranks, bench.view.number, bench.view.from_step) == ([0, 1], number + 1, 7)
+    assert first.welcome["key"] == key
+    assert bench.view.member(0).incarnation == first.incarnation  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("with_disk", [False, True])
+def test_a_resuming_job_goes_on_after_a_lease_without_who_is_dead(with_disk: bool) -> None:
+    bench = Bench(AVERAGE)
+    first, _ = bench.team(2)
+    bench.restart(with_disk=with_disk)
+    first.reconnect()
+    newcomer = bench.worker(2)
+    assert newcomer.hello() == "wait"
+    bench.wait(LEASE_S + 1, first, newcomer)
+    assert bench.ranks == [0]
+    assert newcomer.welcome["state"] == "join"  # unasked
+
+
+def test_a_newcomer_that_registers_at_a_restarted_coordinator_gives_way_to_survivors() -> None:
+    bench = Bench(AVERAGE)
+    _, survivor = bench.team(2)
+    bench.restart(with_disk=False)
+    newcomer = bench.worker(0)
+    assert newcomer.hello() == "initialise"
+    registration = newcomer.welcome["registration"]
+    assert survivor.reconnect() == "wait"
+    assert survivor.welcome["registration"] > registration
+    assert refusal(newcomer.register) == ErrorCode.STALE
+    assert bench.ranks == [1]
+    assert newcomer.welcome["state"] == "join"
+
+
+def test_the_highest_view_that_members_bring_counts() -> None:
+    bench = Bench(AVERAGE, world_size=3)
+    first, second, third = bench.team(3)
+    third.obeys = False
+    bench.wait(LEASE_S + 1, first, second)  # the third knows only the older view
+    number = bench.view.number
+    bench.restart(with_disk=False)
+    assert third.reconnect() == "wait"
+    assert first.reconnect() == "wait"
+    assert second.reconnect() == "wait"
+    assert (bench.ranks, bench.view.number) == ([0, 1], number + 1)
+    assert third.heartbeat() == {"code": ErrorCode.FENCED}
+
+
+def test_weights_that_only_the_lead_held_are_lost_with_it() -> None:
+    bench = Bench(ASYNC)
+    first, _ = bench.team(2)
+    bench.restart(with_disk=False)
+    assert refusal(first.reconnect) == ErrorCode.STATE_LOST
+    assert bench.worker(0).hello() == "initialise"
+
+
+def test_a_restarted_coordinator_with_a_disk_goes_on_with_the_weights() -> None:
+    bench = Bench(BOUND)
+    first, second = bench.team(2)
+    bench.restart(with_disk=True)
+    assert [first.reconnect(), second.reconnect()] == ["wait", "wait"]
+    first.life(0, 8, chunks=3)
+    assert (bench.ranks, bench.view.shards) == ([0, 1], (8, 9))
+
+
+def test_what_changed_is_all_that_a_restart_needs() -> None:
+    bench = Bench(ASYNC)
+    metas = []
+
+    def take() -> None:
+        meta = bench.coordinators.take_changed()
+        metas.extend([json.loads(json.dumps(meta))] if meta is not None else [])
+
+    bench.team(2)
+    take()
+    bench.worker(2).hello()
+    take()
+    bench.workers[0].heartbeat()
+    take()
+    whole = json.loads(json.dumps(bench.coordinators.to_meta()))
+    assert len(metas) == 2
+    bench.restart(with_disk=False)
+    for meta in metas:
+        bench.coordinators.restore(meta, bench.now_s)
+    restored = json.loads(json.dumps(bench.coordinators.to_meta()))
+    number = str(job_number("job"))
+    assert restored[number].pop("state") == "resuming"
+    assert whole[number].pop("state") == "open"
+    assert restored == whole
+
+
+# ---- all are gone ------------------------------------------------------------------------------------------------
+
+
+def test_members_that_were_all_silent_come_back_and_resume() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    first.completed = second.completed = 9
+    bench.wait(3 * LEASE_S)
+    assert bench.job.state is JobState.RESUMING
+    assert first.reconnect() == "wait"
+    assert second.reconnect() == "wait"
+    assert (bench.ranks, bench.view.from_step) == ([0, 1], 10)
+
+
+def test_new_processes_begin_an_abandoned_averaging_job_anew() -> None:
+    bench = Bench(AVERAGE)
+    first, _ = bench.team(2)
+    number = bench.view.number
+    bench.wait(LEASE_S + 1)
+    new = [bench.worker(0), bench.worker(1)]
+    assert [one.hello() for one in new] == ["wait", "wait"]  # the old ones may come back
+    bench.wait(LEASE_S + 1, *new)
+    assert new[0].welcome["state"] == "initialise"
+    # Shards have to forget the old members before they let anybody register.
+    empty = new[0].last(MessageType.VIEW)
+    assert (view_of(empty.body).members, view_of(empty.body).number) == ((), number + 1)
+    check_digest(empty, first.welcome["key"], view_of(empty.body))
+    new[0].register()
+    assert (bench.ranks, bench.view.number) == ([0, 1], number + 2)
+    assert refusal(first.reconnect) == ErrorCode.DUPLICATE_RANK
+
+
+def test_a_job_without_workers_keeps_weights_that_servers_hold() -> None:
+    bench = Bench(ASYNC)
+    bench.team(2)
+    bench.wait(LEASE_S + 1)
+    assert bench.ranks == []
+    assert bench.worker(0).hello() == "ready"
+    assert bench.ranks == [0]
+
+
+# ---- leaving -----------------------------------------------------------------------------------------------------
+
+
+def test_who_leaves_an_averaging_job_waits_until_all_have_its_averages() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    first.completed, second.completed = 10, 9
+    assert first.leave() == []
+    assert first.reconnect() == "ready"
+    assert first.leave() == []
+    second.completed = 10
+    second.heartbeat()
+    assert first.inbox[-2:] == [first.last(MessageType.VIEW), first.last(MessageType.OK)]
+    assert (bench.ranks, first.view, second.view) == ([1], bench.view, bench.view)
+    assert first.leave() == [MessageType.OK]  # its OK was lost
+
+
+def test_a_leaver_is_no_stranger_while_others_prepare() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    second.obeys = False
+    assert first.leave() == []
+    assert first.heartbeat() == {"why": "prepare", "waiting_for": [1]}
+    second.prepare(second.last(MessageType.PREPARE).view)
+    assert first.last(MessageType.OK).sequence == first.requests - 1
+
+
+def test_a_job_whose_last_worker_left_has_ended_for_its_run() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    waiting = bench.worker(2)
+    waiting.hello()
+    first.leave()
+    second.leave()
+    assert bench.job.state is JobState.ENDED
+    assert bench.ranks == []
+    assert waiting.last(MessageType.ERROR).body["code"] == ErrorCode.ENDED
+    assert refusal(lambda: bench.worker(0).hello()) == ErrorCode.ENDED
+    bench.restart(with_disk=True)
+    assert refusal(lambda: bench.worker(0).hello(rule=None, world_size=None)) == ErrorCode.ENDED
+    assert bench.worker(0, run="another").hello() == "initialise"
+    assert refusal(lambda: bench.worker(1).hello()) == ErrorCode.ENDED
+
+
+def test_a_job_whose_last_worker_failed_has_not_ended() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    first.completed = 3
+    assert first.leave(failed=True)[-1] is MessageType.OK  # at once
+    second.leave(failed=True)
+    assert bench.worker(0).hello() == "initialise"
+
+
+def test_a_run_ends_where_servers_hold_the_weights_and_another_goes_on_with_them() -> None:
+    bench = Bench(ASYNC)
+    first, second = bench.team(2)
+    assert first.leave() == [MessageType.VIEW, MessageType.OK]
+    assert bench.worker(0).hello() == "ready"
+    bench.workers[-1].leave()
+    second.leave()
+    assert refusal(lambda: bench.worker(0).hello()) == ErrorCode.ENDED
+    assert bench.worker(0, run="another").hello() == "ready"
+
+
+def test_a_run_of_which_some_never_came_has_not_ended() -> None:
+    bench = Bench(ASYNC)
+    first = bench.worker(0)
+    first.hello()
+    first.register()
+    first.leave()
+    assert bench.worker(1).hello() == "ready"
+
+
+def test_a_draining_server_lets_in_only_who_comes_back() -> None:
+    bench = Bench(ASYNC)
+    first, _ = bench.team(2)
+    assert bench.coordinators.close() == 2
+    assert refusal(lambda: bench.worker(2).hello()) == ErrorCode.SHUTTING_DOWN
+    assert first.reconnect() == "ready"
+    assert (bench.coordinators.training_count(), bench.coordinators.remembered_count()) == (2, 2)
+
+
+# ---- decisions ---------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_is_the_step_that_all_have_committed_and_waits_for_all() -> None:
+    bench = Bench(BOUND)
+    first = bench.worker(0)
+    first.hello()
+    first.register()
+    first.step(1)
+    assert first.releases == []  # worker 1 never came
+    second = bench.worker(1)
+    second.hello()
+    for step in (1, 2, 3):
+        first.step(step)
+    second.step(1)
+    second.step(2)
+    second.step(2)
+    assert [one.floor for one in first.releases] == [1, 2]
+    assert [one.number for one in first.releases] == sorted({one.number for one in first.releases})
+    third = bench.worker(2)
+    third.hello()
+    assert bench.view.member(2).first_step == 3  # type: ignore[union-attr]
+    assert [one.floor for one in bench.view.releases] == [2]
+    bench.wait(LEASE_S + 1, first)
+    assert first.releases[-1].floor == 3  # nobody waits for the dead
+
+
+def test_a_quorum_names_the_contributors_of_a_step_once() -> None:
+    bench = Bench(QUORUM, world_size=3)
+    first, second, third = bench.team(3)
+    third.step(1)
+    third.step(1)
+    assert first.releases == []
+    second.step(1, abstained=True)
+    assert first.releases == []
+    first.step(1)
+    assert [(one.step, one.contributors) for one in first.releases] == [(1, ((0, 1), (2, 1)))]
+    assert third.releases == first.releases
+
+
+def test_a_quorum_does_not_run_away_from_the_slowest() -> None:
+    bench = Bench(QUORUM, world_size=3)
+    first, second, third = bench.team(3)
+    for step in range(1, 11):
+        first.step(step)
+        second.step(step)
+    assert [one.step for one in first.releases] == list(range(1, 9))
+    third.step(1)
+    assert first.releases[-1].step == 9
+
+
+def test_a_quorum_decides_anew_what_a_view_dropped() -> None:
+    bench = Bench(QUORUM, world_size=3)
+    first, second, third = bench.team(3)
+    second.step(1)
+    third.step(1)
+    assert first.releases[-1].contributors == ((1, 1), (2, 1))
+    bench.deliver(bench.coordinators.evict("job", 2, bench.now_s) or [])
+    assert bench.view.releases == ()
+    first.step(1)
+    second.step(1)
+    assert first.releases[-1].contributors == ((0, 1), (1, 1))
+
+
+def test_releases_are_shown_again_on_a_new_connection() -> None:
+    bench = Bench(QUORUM, world_size=3)
+    first, second, third = bench.team(3)
+    third.connection += 1  # what is sent to it now is lost
+    first.step(1)
+    second.step(1)
+    assert third.releases == []
+    third.hello()
+    assert third.releases == first.releases
+
+
+def test_a_merge_waits_for_its_quorum_and_the_grace_window() -> None:
+    bench = Bench(MERGE, world_size=3)
+    first, second, third = bench.team(3)
+    team = first, second, third
+    first.step(1)
+    assert first.releases == []
+    second.step(1)
+    third.step(1)
+    bench.wait(4.0, *team)
+    first.step(2)
+    second.step(2)
+    assert [one.contributors for one in first.releases] == [((0, 1), (1, 1)), ((0, 2), (2, 1))]
+    bench.wait(4.0, *team)
+    third.step(2)
+    assert len(first.releases) == 2  # worker 0 comes each 4 seconds
+    first.step(3)
+    assert first.releases[-1].contributors == ((0, 3), (1, 2), (2, 2))
+    second.step(3)
+    third.step(3)
+    assert len(first.releases) == 3
+    bench.wait(10.0, *team)
+    assert first.releases[-1].contributors == ((1, 3), (2, 3))
+
+
+def test_a_merge_does_not_wait_for_who_abstained_or_died() -> None:
+    bench = Bench(MERGE, world_size=3)
+    first, second, third = bench.team(3)
+    third.step(1, abstained=True)
+    first.step(1)
+    assert first.releases == []
+    second.step(1)
+    assert first.releases[-1].contributors == ((0, 1), (1, 1))
+    third.step(2)
+    bench.wait(LEASE_S + 1, first)
+    first.step(2)
+    assert first.releases[-1].contributors == ((0, 2),)
+
+
+def test_a_merge_that_some_shard_may_lack_stands_in_the_next_view() -> None:
+    bench = Bench(MERGE)
+    first, second = bench.team(2)
+    first.step(1)
+    second.step(1)
+    assert len(first.releases) == 1
+    bench.deliver(bench.coordinators.evict("job", 1, bench.now_s) or [])
+    assert bench.view.releases == tuple(first.releases)
+    first.completed = 1
+    first.heartbeat()
+    second.hello()
+    assert bench.view.releases == ()
+
+
+def test_a_restarted_coordinator_knows_what_was_merged() -> None:
+    bench = Bench(MERGE)
+    first, second = bench.team(2)
+    first.step(1)
+    second.step(1)
+    bench.restart(with_disk=True)
+    first.reconnect()
+    second.reconnect()
+    assert [one.contributors for one in bench.view.releases] == [((0, 1), (1, 1))]
+    first.step(1)
+    second.step(1)
+    assert len(first.releases) == 1
+    first.step(2)
+    second.step(2)
+    assert first.releases[-1].number > first.releases[0].number
+    assert first.releases[-1].step == 2
+
+
+# ---- for people --------------------------------------------------------------------------------------------------
+
+
+def test_status_says_who_takes_part() -> None:
+    bench = Bench(AVERAGE)
+    first, _ = bench.team(2)
+    bench.worker(2).hello()
+    bench.wait(3.0, first)
+    status = bench.coordinators.status(bench.now_s)["job"]
+    assert [one.state for one in status.workers] == ["live", "silent", "joining"]
+    assert (status.phase, status.expected_workers) == ("open", 2)
+    bench.wait(LEASE_S + 1, first)
+    status = bench.coordinators.status(bench.now_s)["job"]
+    assert sorted(one.rank for one in status.departed) == [1, 2]
+    assert status.evicted == 1
+
+
+def test_the_tables_can_be_drawn() -> None:
+    assert drawn(JOB).splitlines()[0].startswith("|  | begun |")
+    assert len(drawn(WORKER).splitlines()) == len(WORKER) + 2
