@@ -39,12 +39,16 @@ class Hand:
         self.interfaces = settings, clocks, lambda *arguments, **options: None
         self.rule, self.world_size = rule, workers
         self.coordinators = Coordinators(1 << 40, *self.interfaces)
-        self.shards = [Shard(0, 11 + index, *self.interfaces, bool) for index in range(2)]
+        self.shards = [Shard(0, 11 + index, *self.interfaces, self.is_connected) for index in range(2)]
         self.workers = [HandWorker(self, rank) for rank in range(workers)]
+
+    def is_connected(self, route):
+        """Workers that are not here any more have died."""
+        return any(route == worker.data(shard) for worker in self.workers for shard in range(2))
 
     def restart_shard(self, index, states=()):
         """The server of a shard is killed, and starts again from these states; its connections are new ones."""
-        self.shards[index] = Shard(0, self.shards[index].epoch + 100, *self.interfaces, bool)
+        self.shards[index] = Shard(0, self.shards[index].epoch + 100, *self.interfaces, self.is_connected)
         self.shards[index].restore(states)
         for worker in self.workers:
             worker.resume(index)
@@ -432,8 +436,14 @@ def test_a_shard_restarts_with_its_weights_and_takes_nothing_twice(rule):
 @pytest.mark.parametrize(
     ("rule", "has_disk"),
     # Without a disk the lead's weights are gone with it.
-    [(AVERAGE, False), (QUORUM, False), (AVERAGE, True), (QUORUM, True), ({**APPLY, "max_staleness": 0}, True)]
-    + [(MERGE, True)],
+    [
+        (AVERAGE, False),
+        (QUORUM, False),
+        (AVERAGE, True),
+        (QUORUM, True),
+        ({**APPLY, "max_staleness": 0}, True),
+        (MERGE, True),
+    ],
     ids=["average", "quorum", "average from disk", "quorum from disk", "bound from disk", "merge from disk"],
 )
 def test_coordinators_that_restart_go_on(rule, has_disk):
