@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_training import assert_equal, batches, build, state_of, train, use, wrap
+from support.waiting import eventually
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
@@ -48,20 +50,22 @@ def test_separate_jobs_meet_at_the_servers(server):
     assert status["members"] == 0
 
 
-def numbered(rank: int, world_size: int, address: str) -> Any:
+def numbered(rank: int, world_size: int, address: str, directory: Path) -> Any:
     """The servers number a worker in ``init``, so that samplers made before the model deal out its own share."""
     use(address)
     os.environ["PSENGINE_JOB"] = "numbered"
     with psengine.init() as context:
         number = context.worker
+        (directory / str(rank)).touch()
+        eventually(lambda: len(list(directory.iterdir())) == world_size)  # or a number may be free again
         wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy="async")
         found = number, context.worker, wrapped.strategy.session.rank
         wrapped.leave()
     return found
 
 
-def test_init_asks_the_servers_which_worker_this_is(server):
-    found = run_ranks(numbered, 3, server.addresses[0], init_group=False)
+def test_init_asks_the_servers_which_worker_this_is(server, tmp_path):
+    found = run_ranks(numbered, 3, server.addresses[0], tmp_path, init_group=False)
     assert sorted(found) == [(rank, rank, rank) for rank in range(3)]
 
 
