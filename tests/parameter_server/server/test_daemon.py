@@ -5,23 +5,35 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
 import torch
 import zmq
 from support.command_process import running_server_command
-from support.server_process import APPLY, AVERAGE_RULE, Peer, ServerFailedError, running_server
+from support.server_process import AVERAGE_RULE, Peer, ServerFailedError, running_server
 from support.waiting import eventually
 
+from psengine.environment.local_sockets import way_to
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY
 
 MANY_BYTES = os.urandom(4096)
+
+
+def push(peer, step, numel=10):
+    assert peer.request("PUSH", key=0, sequence=step, payload=torch.ones(numel)).type.name == "UPDATED"
+
+
+def snapshot(peer):
+    """What the operator is told, over the Unix socket."""
+    return peer.request("ADMIN", body={"action": "snapshot"}).body["text"]
 
 
 def get(url, timeout_s=5.0):
@@ -41,13 +53,14 @@ def test_start_up_says_where_and_how_durable():
         assert server.lines[-1] == f"psengine-server ready {' '.join(server.addresses)}"
         for line in server.lines:
             assert line in server.log()
-        with Peer(server.addresses[0]) as peer:
-            welcome = peer.hello()
-        assert welcome.type.name == "WELCOME"
-        assert welcome.body["shards"] == server.addresses
-        assert welcome.body["shard_index"] == 0
+        for index, address in enumerate(server.addresses):
+            with Peer(address) as reader:
+                resumed = reader.request("RESUME", worker=NOBODY)
+                assert resumed.type.name == "RESUMED"
+                assert resumed.body["shards"] == server.addresses
+                assert resumed.body["index"] == index
         with Peer(server.addresses[1]) as peer:
-            assert peer.hello().body["shard_index"] == 1
+            assert "the first shard of the job's first server" in peer.hello().body["text"]
 
 
 def test_ipc_paths_are_for_their_owner_and_are_not_taken_over(tmp_path):
@@ -61,7 +74,7 @@ def test_ipc_paths_are_for_their_owner_and_are_not_taken_over(tmp_path):
         ):
             pass
         with Peer(server.addresses[1]) as peer:
-            assert peer.hello().type.name == "WELCOME"
+            assert peer.request("RESUME", worker=NOBODY).type.name == "RESUMED"
         server.kill()
     assert path.exists()  # left behind by the kill
     with running_server(bind=f"ipc://{path}") as server, Peer(server.addresses[0]) as peer:
@@ -146,8 +159,9 @@ def test_sigterm_snapshots_what_was_acknowledged(tmp_path):
         assert server.lines[1] == f"durability snapshot: durable to {tmp_path / 's'}, generation 1 (job version 3)"
         assert server.status()["snapshot"]["generation"] == 1
         with Peer(server.addresses[0]) as peer:
-            assert peer.hello().body["durable_version"] == 3
-            values = peer.request("PULL", key=0)
+            resumed = peer.request("RESUME", worker=NOBODY)
+            assert resumed.body["durable_version"] == 3
+            values = peer.request("PULL", worker=NOBODY, key=0)
             assert payload_tensor(values).tolist() == [-2.0, -1.0, 0.0]
 
 
@@ -169,46 +183,35 @@ def test_pushes_under_way_at_sigterm_are_either_acknowledged_and_kept_or_neither
         assert server.job("job")[0]["version_max"] == acknowledged
 
 
-def slow_heartbeats():
-    from psengine.parameter_server.server.core.shard import Shard
+def slow_echoes():
+    from psengine.parameter_server.server.transport.shard_thread import ShardThread
 
-    handle = Shard.handle
+    handle = ShardThread._handle
 
-    def slow(self, sender, message, now_s):
-        if message.type.name == "HEARTBEAT":
+    def slow(self, sender, message):
+        if message.type.name == "ECHO":
             time.sleep(0.01)
-        return handle(self, sender, message, now_s)
+        handle(self, sender, message)
 
-    Shard.handle = slow
+    ShardThread._handle = slow
 
 
 def test_the_end_answers_what_is_queued_and_refuses_newcomers():
     with (
-        running_server(sabotage=slow_heartbeats) as server,
+        running_server(sabotage=slow_echoes) as server,
         Peer(server.addresses[0]) as busy,
         Peer(server.addresses[0]) as late,
     ):
         busy.make_job(torch.zeros(1))
-        assert late.request("HELLO", body=_hello_body(late)).type.name == "WELCOME"
+        assert late.request("RESUME", worker=NOBODY).type.name == "RESUMED"
         for _ in range(100):
-            busy.send(busy.message("HEARTBEAT"))
+            busy.send(busy.message("ECHO", payload=torch.zeros(1)))
         server.terminate()
         time.sleep(0.4)
-        assert late.request("HELLO", body=_hello_body(late)).body["code"] == "shutting_down"
+        assert late.request("RESUME", worker=NOBODY).body["code"] == "shutting_down"
+        assert late.hello(rank=1).body["code"] == "shutting_down"
         assert sum(busy.receive(1.0) is not None for _ in range(100)) == 100
         assert server.wait() == 0
-
-
-def _hello_body(peer):
-    return {
-        "job": peer.job,
-        "role": "reader",
-        "nonce": 1,
-        "host": "test",
-        "pid": 1,
-        "software": "test",
-        "rule": APPLY,
-    }
 
 
 def slow_commit():
@@ -228,10 +231,10 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path, 
     with running_server(snapshot_dir=directory, snapshot_interval_s=0.0, sabotage=slow_commit) as server:
         with Peer(server.addresses[0]) as peer:
             peer.make_job(torch.zeros(1000))
-            assert peer.request("SNAPSHOT").body == {"generation": 1}
+            assert snapshot(peer) == "Durable to generation 1."
             assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(1000)).type.name == "UPDATED"
         server.signal(number)
-        eventually((directory / "unfinished-000000000002" / "manifest.json").exists)
+        eventually((directory / "unfinished-000000000002").exists)
         assert server.is_alive
         server.signal(number)
         started_s = time.monotonic()
@@ -253,16 +256,14 @@ def test_snapshots_on_an_interval_and_on_request(tmp_path):
         assert server.status()["snapshot"]["generation"] is None  # there is nothing to keep yet
         assert server.status()["snapshot"]["failures"] == 0
         with Peer(server.addresses[0]) as peer:
-            assert peer.hello().type.name == "WELCOME"
-            refused = peer.request("SNAPSHOT")
-            assert refused.body["code"] == "snapshot_failed"
+            assert "no job with values" in snapshot(peer)
             peer.make_job(torch.zeros(10))
             eventually(lambda: server.status()["snapshot"]["generation"] is not None)
-            peer.change()
-            generation = peer.request("SNAPSHOT").body["generation"]
+            push(peer, 1)
+            generation = int(re.search(r"generation (\d+)", snapshot(peer))[1])
             assert generation >= 2
-            heard = peer.request("HEARTBEAT")
-            assert heard.body["durable_version"] == 0
+            resumed = peer.request("RESUME", worker=NOBODY)
+            assert resumed.body["durable_version"] == 1
         server.kill()
     with running_server(snapshot_dir=tmp_path / "s") as server:
         assert int(re.search(r"generation (\d+)", server.lines[1])[1]) >= generation
@@ -270,8 +271,7 @@ def test_snapshots_on_an_interval_and_on_request(tmp_path):
 
 def test_a_snapshot_without_a_directory_is_refused():
     with running_server() as server, Peer(server.addresses[0]) as peer:
-        peer.hello()
-        answer = peer.request("SNAPSHOT", sequence=77)
+        answer = peer.request("ADMIN", body={"action": "snapshot"}, sequence=77)
         assert (answer.type.name, answer.body["code"], answer.sequence) == ("ERROR", "snapshot_failed", 77)
         assert "--snapshot-dir" in answer.body["text"]
 
@@ -281,17 +281,17 @@ def test_a_damaged_generation_is_named_and_the_older_one_taken(tmp_path):
     with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server, Peer(server.addresses[0]) as peer:
         peer.make_job(torch.zeros(10))
         for generation in (1, 2):
-            peer.change()
-            assert peer.request("SNAPSHOT").body == {"generation": generation}
+            push(peer, generation)
+            assert snapshot(peer) == f"Durable to generation {generation}."
         server.kill()
-    (directory / "generation-000000000002" / "manifest.json").write_text("{")
+    (directory / "generation-000000000002").write_text("{")
     with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
         assert "generation 2 is skipped" in server.log()
         (event,) = (event for event in server.status()["events"] if event["kind"] == "snapshot_failed")
-        assert event["text"].startswith("generation 2 is skipped: ")
-        assert any("generation 1 (job version 0)" in line for line in server.lines)
+        assert "generation 2 is skipped: " in event["text"]
+        assert any("generation 1 (job version 1)" in line for line in server.lines)
         server.kill()
-    for path in directory.glob("generation-*/manifest.json"):
+    for path in directory.glob("generation-*"):
         path.write_text("{")
     with running_server_command(["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", str(directory)]) as command:
         assert command.wait() == 4
@@ -323,7 +323,7 @@ def test_an_embedded_server_ends_when_stdin_closes_and_nobody_is_left():
             os.close(writer)
             for _ in range(8):
                 time.sleep(0.2)
-                peer.request("HEARTBEAT")
+                peer.request("HEARTBEAT", body={"completed": 0, "blocked": False})
                 assert server.is_alive
         assert server.wait(5.0) == 0  # by the end of the lease
 
@@ -368,10 +368,9 @@ def test_health_status_and_metrics(tmp_path):
         with Peer(server.addresses[0]) as peer:
             peer.make_job(torch.zeros(10))
             assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10)).type.name == "UPDATED"
-            peer.send(peer.message("PUSH", key=0, sequence=1, payload=torch.ones(10)))  # a repeat, and ignored
-            assert peer.request("PROBE", key=0, sequence=1).type.name == "SENT"
-            assert peer.request("REPEAT", key=0, sequence=1).type.name == "UPDATED"
-            assert peer.request("SNAPSHOT").type.name == "OK"
+            peer.send(peer.message("PUSH", key=0, sequence=1, payload=torch.ones(10)))  # a repeat
+            assert peer.receive().type.name == "UPDATED"
+            assert snapshot(peer) == "Durable to generation 1."
             assert get(f"{server.status_url}/healthz") == (200, "ok\n")
             status = server.status()
             assert status["healthy"]
@@ -384,7 +383,7 @@ def test_health_status_and_metrics(tmp_path):
             'psengine_applied_total{shard="0",training_job="job"} 1.0',
             'psengine_duplicates_total{shard="0",training_job="job"} 1.0',
             'psengine_workers{shard="0",training_job="job"} 1.0',
-            'psengine_pushes_total{shard="0",training_job="job",worker="0"} 2.0',
+            'psengine_pushes_total{shard="0",training_job="job",worker="0"} 1.0',
             'psengine_staleness_bucket{le="0.0",shard="0",training_job="job"} 1.0',
             "psengine_snapshot_generation 1.0",
             "psengine_snapshot_failures_total 0.0",
@@ -399,7 +398,7 @@ def test_health_status_and_metrics(tmp_path):
 
 def is_served(server):
     with Peer(server.addresses[0]) as peer:
-        return peer.request("STATUS", worker=2**32 - 1).type.name == "STATUS_REPORT"
+        return peer.request("STATUS", worker=NOBODY).type.name == "STATUS_REPORT"
 
 
 def test_garbage_is_answered_by_errors_and_logged_sparingly():
@@ -435,21 +434,39 @@ def test_a_frame_that_is_too_large_costs_the_connection_only():
         assert is_served(server)
 
 
-def test_a_peer_that_never_reads_does_not_block_the_others():
+def test_a_peer_that_never_reads_loses_its_connection_and_does_not_block_the_others():
     with running_server() as server, Peer(server.addresses[0]) as peer, Peer(server.addresses[0], deaf=True) as deaf:
         peer.make_job(torch.zeros(1_000_000))
         for _ in range(400):
-            deaf.send(deaf.message("PULL", worker=2**32 - 1, key=0))
+            deaf.send(deaf.message("PULL", worker=NOBODY, key=0))
 
-        def some_were_dropped():
+        def it_was_closed():
             started_s = time.monotonic()
-            assert peer.request("HEARTBEAT").type.name == "HEARTBEAT_ACK"
+            assert peer.request("HEARTBEAT", body={"completed": 0, "blocked": False}).type.name == "OK"
             assert time.monotonic() - started_s < 2
             transport = server.status()["shards"][0]["transport"]
-            assert transport["backlog_bytes"] <= 64 * 2**20
-            return transport["dropped"] > 0
+            assert transport["unread_bytes"] <= 128 * 2**20
+            return transport["closed"] > 0
 
-        eventually(some_were_dropped)
+        eventually(it_was_closed)
+        server.terminate()
+        assert server.wait() == 0
+
+
+def test_two_thousand_idle_connections(tmp_path):
+    """The server serves, writes a snapshot and ends as without them."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with running_server(snapshot_dir=tmp_path, snapshot_interval_s=0.0) as server, ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        context.set(zmq.MAX_SOCKETS, 4096)
+        for _ in range(2000):
+            idle = stack.enter_context(context.socket(zmq.DEALER))
+            idle.setsockopt(zmq.LINGER, 0)
+            idle.connect(server.addresses[0] if _ % 2 else way_to(server.addresses[0]))
+        with Peer(server.addresses[0]) as peer:
+            peer.make_job(torch.zeros(10))
+            push(peer, 1)
+            assert snapshot(peer) == "Durable to generation 1."
         server.terminate()
         assert server.wait() == 0
 
@@ -458,16 +475,16 @@ def test_a_peer_that_never_reads_does_not_block_the_others():
 
 
 def fail_on_status():
-    from psengine.parameter_server.server.core.shard import Shard
+    from psengine.parameter_server.server.transport.shard_thread import ShardThread
 
-    handle = Shard.handle
+    handle = ShardThread._handle
 
-    def fail(self, sender, message, now_s):
+    def fail(self, sender, message):
         if message.type.name == "STATUS":
             raise RuntimeError("sabotage of STATUS")
-        return handle(self, sender, message, now_s)
+        handle(self, sender, message)
 
-    Shard.handle = fail
+    ShardThread._handle = fail
 
 
 def test_a_failing_shard_says_so_and_serves_on():
