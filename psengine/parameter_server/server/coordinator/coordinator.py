@@ -673,18 +673,14 @@ class Coordinator:
         members = self.workers.members
         if self.state is not JobState.OPEN:
             return
-        for worker in [one for one in members if one.leaving is not None and self._may_leave(one, members)]:
+        for worker in [
+            one for one in members if one.leaving is not None and (not self.averages or _is_spare(one, members))
+        ]:
             assert worker.leaving is not None
             self._departing.append((worker, worker.leaving))
             why = "its training broke off" if worker.leaving.failed else "it is done"
             worker.is_departing = True
             self._put_out(worker, "left", why)
-
-    def _may_leave(self, leaver: Worker, members: list[Worker]) -> bool:
-        """Whether all others have every average that a worker has which wants to leave."""
-        assert leaver.leaving is not None
-        step, _, failed = leaver.leaving
-        return not self.averages or failed or all(one.completed >= step for one in members if one is not leaver)
 
     def _newcomers(self) -> list[tuple[Worker, int]]:
         """Who comes in with the next view, and its first step."""
@@ -964,3 +960,10 @@ def _may_return(worker: Worker, incarnation: int) -> bool:
     """Whether this is the worker of a view that was put out for its silence."""
     is_it = worker.incarnation == incarnation
     return is_it and worker.state is WorkerState.GONE and worker.why_gone == "evicted"
+
+
+def _is_spare(leaver: Worker, members: list[Worker]) -> bool:
+    """Whether all others have every average that a worker has which wants to leave."""
+    assert leaver.leaving is not None
+    step, _, failed = leaver.leaving
+    return failed or all(one.completed >= step for one in members if one is not leaver)

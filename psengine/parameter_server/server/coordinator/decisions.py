@@ -48,7 +48,9 @@ class Decisions:
     def adopt(self, members: Iterable[Worker], from_step: int, missing: int) -> None:
         """A view was published; ``missing``: workers that the job is to have and that never came."""
         self._missing = missing
-        self._committed = {one.identity: self._committed.get(one.identity, one.first_step - 1) for one in members}
+        known = self._committed
+        # What a worker has the answers to, it has committed, perhaps to a former coordinator.
+        self._committed = {one.identity: known.get(one.identity, _least_committed(one)) for one in members}
 
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
         """Every shard has a worker's pushes of a step; said again it changes nothing."""
@@ -147,7 +149,7 @@ class Quorum(Decisions):
         self._from_step = from_step
         self._members = {one.identity: one.first_step for one in members}
         # Who lacks an older step has it as good as committed: it was decided without it, or with it.
-        self._committed = {one.identity: min(max(one.completed, one.first_step - 1), from_step - 1) for one in members}
+        self._committed = {one.identity: min(_least_committed(one), from_step - 1) for one in members}
         self._steps.clear()
         self._decided = {step for step in self._decided if step < from_step}
 
@@ -299,3 +301,7 @@ def decisions_of(rule: Mapping[str, Any]) -> Decisions:
     if rule["name"] == "apply" and rule["max_staleness"] is not None:
         return Bound()
     return Decisions()
+
+
+def _least_committed(worker: Worker) -> int:
+    return max(worker.first_step - 1, worker.completed)
