@@ -1,4 +1,4 @@
-"""When a snapshot is written and what is restored: the thread, and who waits for one.
+"""When a log and snapshots are written, and what is restored from them: the threads, and who waits for them.
 
-May import ``transport``, ``core``, ``rules``, ``snapshots`` and ``errors``.
+May import ``transport``, ``coordinator``, ``shard``, ``snapshots``, ``log`` and ``errors``.
 """

@@ -72,8 +72,7 @@ class LogThread(threading.Thread):
         self._written = start.first  # number after the last record that was written
         self._has_unsynced = False
         self._looked_s = self._told_low_s = float("-inf")
-        self.syncs = 0
-        self.sync_s = 0.0
+        self.syncs, self.sync_s = 0, 0.0
         self.is_full = False
         self.free_bytes: int | None = None  # when the room was looked at last
         self.error = ""
@@ -156,17 +155,20 @@ class LogThread(threading.Thread):
             loop()
         except Exception as error:
             text = f"the log of shard {self.log.start.shard} cannot be written any more: {error}"
-            logger.critical(
-                "%s. Nothing is acknowledged, and the server ends: what was not durable may be gone, so that a second"
-                " try could lie. Look at the disk, then start the server again.",
-                text,
-                exc_info=not isinstance(error, OSError),
+            self._tell(
+                logging.CRITICAL,
+                "log_failed",
+                f"{text}. Nothing is acknowledged, and the server ends: what was not durable may be gone, so that a"
+                " second try could lie. Look at the disk, then start the server again",
             )
-            self._note("log_failed", text)
             with self._changed:
                 self.error, self._ends = text, True
                 self._changed.notify_all()
             self._answers.fail(text)
+
+    def _tell(self, level: int, kind: str, text: str) -> None:
+        logger.log(level, "%s", text)
+        self._note(kind, text)
 
     def _write_all(self) -> None:
         marked = -1
@@ -239,8 +241,8 @@ class LogThread(threading.Thread):
             else:
                 if self.is_full:
                     self.is_full = False
-                    logger.warning("the log's disk has room again; shard %d goes on", self.log.start.shard)
-                    self._note("log_room", f"the log's disk has room again: shard {self.log.start.shard} goes on")
+                    text = f"the log's disk has room again: shard {self.log.start.shard} goes on"
+                    self._tell(logging.WARNING, "log_room", text)
                 return True
         return False
 
@@ -265,8 +267,7 @@ class LogThread(threading.Thread):
         with self._changed:
             self.is_full = True
             self._changed.notify_all()
-        logger.critical("%s", text)
-        self._note("log_full", text)
+        self._tell(logging.CRITICAL, "log_full", text)
         self._want_snapshot()
 
     def _look(self) -> None:
@@ -287,6 +288,5 @@ class LogThread(threading.Thread):
                 f"the log's disk is almost full (expected {low_bytes >> 20} MiB of room, got {free_bytes >> 20}): once"
                 " it is full, nothing is acknowledged. A snapshot is written now, after which older segments go"
             )
-            logger.error("%s", text)
-            self._note("log_low", text)
+            self._tell(logging.ERROR, "log_low", text)
             self._want_snapshot()

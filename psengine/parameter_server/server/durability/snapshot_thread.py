@@ -86,20 +86,19 @@ class SnapshotThread(threading.Thread):
         # When ``generation`` was last known to be all that the shards hold.
         self._current_s: float | None = None
         self._changed = threading.Condition()
-        # Wishes that no snapshot has been begun for.
-        self._wishes: list[Future[SnapshotOutcome]] = []
+        self._wish: Future[SnapshotOutcome] | None = None  # of all for whom no snapshot has been begun
         self._has_ended = False
 
     def begin(self) -> Future[SnapshotOutcome]:
         """Make durable what is there now, or later. Callable from any thread."""
-        wish: Future[SnapshotOutcome] = Future()
         with self._changed:
             if self._has_ended:
-                wish.set_result(SnapshotOutcome(self.generation, "the server ends"))
-            else:
-                self._wishes.append(wish)
-                self._changed.notify()
-        return wish
+                refused: Future[SnapshotOutcome] = Future()
+                refused.set_result(SnapshotOutcome(self.generation, "the server ends"))
+                return refused
+            self._wish = self._wish or Future()
+            self._changed.notify()
+            return self._wish
 
     def end(self) -> None:
         """Write one more snapshot if one was wished for, then end; join afterwards."""
@@ -125,14 +124,14 @@ class SnapshotThread(threading.Thread):
         while True:
             with self._changed:
                 timeout_s = max(0.0, due_s - time.monotonic()) if self._interval_s else None
-                self._changed.wait_for(lambda: self._wishes or self._has_ended, timeout_s)
-                wishes, self._wishes = self._wishes, []
-                if self._has_ended and not wishes:
+                self._changed.wait_for(lambda: self._wish or self._has_ended, timeout_s)
+                wish, self._wish = self._wish, None
+                if self._has_ended and wish is None:
                     return
             outcome = SnapshotOutcome(self.generation) if self._is_current() else self.write()
-            if not wishes:
+            if wish is None:
                 due_s = time.monotonic() + self._interval_s
-            for wish in wishes:
+            else:
                 wish.set_result(outcome)
 
     def _changes(self) -> int:

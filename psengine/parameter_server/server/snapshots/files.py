@@ -26,8 +26,6 @@ from psengine.protocol.frames import buffer_of
 from psengine.protocol.messages import DTYPES
 
 FORMAT = 3
-# Written or read at once: small tensors share a write, and a piece is hashed while the processor's cache holds it.
-_PIECE_BYTES = 1024 * 1024
 _MAX_LINE_BYTES = 128
 _DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -96,18 +94,12 @@ def write_generation(file: DiskFile, generation: int, state: ServerState) -> Non
     shards = [[_describe(job) for job in jobs] for jobs in state.shards]
     content = {"format": FORMAT, "generation": generation, "shards": shards, "log": state.places}
     manifest = json.dumps(content | {"coordinators": state.coordinators}, separators=(",", ":")).encode()
+    file.append([_first_line(manifest), manifest])
     digest = xxhash.xxh3_64()
-    waiting: list[Any] = [_first_line(manifest), manifest]
-    waiting_bytes = len(manifest)
-    for tensor in state.tensors():
-        for piece in _pieces(tensor.contiguous()):
-            digest.update(piece)
-            waiting.append(piece)
-            waiting_bytes += len(piece)
-            if waiting_bytes >= _PIECE_BYTES:
-                file.append(waiting)
-                waiting, waiting_bytes = [], 0
-    file.append([*waiting, digest.digest()])
+    for elements in map(buffer_of, map(torch.Tensor.contiguous, state.tensors())):
+        digest.update(elements)
+        file.append([elements])
+    file.append([digest.digest()])
     file.sync()
 
 
@@ -170,18 +162,14 @@ def _read_tensors(
     if (size_bytes := disk.size_bytes(name)) != expected_bytes:
         raise DamagedFileError(disk, name, f"size (expected {expected_bytes} bytes, got {size_bytes})")
     tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in specs]
-    read = memoryview(b"")
-    for rest in map(buffer_of, tensors):
-        while rest:
-            if not read:
-                read = memoryview(disk.read(name, offset, min(_PIECE_BYTES, size_bytes - digest.digest_size - offset)))
-                if not read:
-                    raise DamagedFileError(disk, name, "the file ended while it was being read")
-                digest.update(read)
-                offset += len(read)
-            piece = read[: len(rest)]
-            rest[: len(piece)] = piece
-            rest, read = rest[len(piece) :], read[len(piece) :]
+    for elements in map(buffer_of, tensors):
+        read = disk.read(name, offset, len(elements))
+        if len(read) != len(elements):
+            raise DamagedFileError(disk, name, "the file ended while it was being read")
+        digest.update(read)
+        if read:  # a tensor without elements has no memory to write to
+            elements[:] = read
+        offset += len(read)
     if disk.read(name, offset, digest.digest_size) != digest.digest():
         raise DamagedFileError(disk, name, "the xxh3-64 of its tensors is not the one at its end: damaged")
     return tensors
@@ -197,10 +185,3 @@ def _describe(job: JobState) -> dict[str, Any]:
 
 def _first_line(manifest: bytes) -> bytes:
     return json.dumps({"bytes": len(manifest), "xxh3_64": xxhash.xxh3_64_hexdigest(manifest)}).encode() + b"\n"
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor itself, in order."""
-    whole = buffer_of(tensor)
-    for start in range(0, len(whole), _PIECE_BYTES):
-        yield whole[start : start + _PIECE_BYTES]
