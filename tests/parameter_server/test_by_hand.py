@@ -224,7 +224,7 @@ class HandWorker:
             return
         if message.epoch != self.view.shards[shard]:
             body = {name: message.body[name] for name in ("chunks", "version", "view")}
-            if self.averages and not body["chunks"]:
+            if self.averages:
                 self.register_at(shard)
                 body["chunks"] = 1
             self.commit("life", shard=shard, epoch=message.epoch, **body)

@@ -7,7 +7,6 @@ import torch
 from support.shard_world import (
     APPLY,
     AVERAGE,
-    KEY,
     ErrorCode,
     Worker,
     World,
@@ -98,13 +97,14 @@ def test_nobody_reads_or_pushes_before_the_first_view():
 
 def test_a_later_registration_takes_the_place_of_one_that_nobody_is_at_work_with():
     world, (member,) = world_of(1, [spec()], rule=APPLY)
-    other = Worker(world, 0, incarnation=99, rule=APPLY)
-    answer = other.send(MessageType.RESUME, body={"job": "demo", "rule": APPLY, "registration": 2, "key": KEY})[0]
+    other, key = Worker(world, 0, incarnation=99, rule=APPLY), bytes(32)
+    answer = other.send(MessageType.RESUME, body={"job": "demo", "rule": APPLY, "registration": 2, "key": key})[0]
     assert answer.body["code"] == ErrorCode.FENCED
     assert "psengine admin forget --job demo" in answer.body["text"]
     member.connect()
-    assert other.begin(1, key=bytes(32)) == ErrorCode.FENCED  # the same attempt is not another's
-    assert other.begin(2)["chunks"] == 0
+    assert other.begin(1, key=key) == ErrorCode.FENCED  # the same attempt is not another's
+    assert other.begin(2)["chunks"] == 1  # who has the key goes on
+    assert other.begin(3, key=key)["chunks"] == 0
     assert world.shard.jobs[job_number("demo")].view is None
 
 

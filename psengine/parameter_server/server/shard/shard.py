@@ -202,7 +202,9 @@ class Shard:
         name, rule, registration, key = body["job"], body["rule"], body["registration"], body["key"]
         if job is not None and job.name != name:
             raise ProtocolError(f"jobs {job.name!r} and {name!r} have the same number; rename one")
-        if job is not None and (job.registration, job.key) == (registration, key):
+        if job is not None and job.key == key:
+            # A coordinator that restarted goes on with the key, and counts registrations anew.
+            job.registration = max(job.registration, registration)
             job.registrars.add(sender.route)
             return
         if job is not None and (job.registration >= registration or self._connected(job)):
