@@ -97,6 +97,8 @@ class Coordinator:
         self._registrar: tuple[int, int] | None = None
         self._epochs: list[int] = []  # of the shards
         self._former_epochs: list[int] = []
+        self._lossy_epochs: list[int] = []  # lives of shards of which it was told what they lost
+        self._lost_updates = 0
         self._chunks: list[int] = []  # of each shard; [] where they are not known
         # The change of view that is under way.
         self._least_number = 0  # every view's number is above
@@ -528,6 +530,7 @@ class Coordinator:
         body, shard, number = message.body, message.body["shard"], message.body["view"]
         if shard >= len(self._epochs) or self.state not in (JobState.OPEN, JobState.RESUMING):
             return
+        self._hear_loss(body["epoch"], shard, body.get("lost", 0))
         if body["epoch"] != self._epochs[shard]:
             if body["epoch"] in self._former_epochs:
                 return  # said late
@@ -540,6 +543,13 @@ class Coordinator:
                 self._lose(shard, body["chunks"])
         elif self.view is not None and number >= self.view.number:
             self._least_number, self._is_wanted = max(self._least_number, number), True
+
+    def _hear_loss(self, epoch: int, shard: int, lost: int) -> None:
+        """A shard has gone back to a snapshot: workers know how many updates it lacks; said once a life."""
+        if lost and epoch not in self._lossy_epochs:
+            self._lossy_epochs = [*self._lossy_epochs, epoch][-MAX_REMEMBERED:]
+            self._lost_updates += lost
+            self._record.lost(lost, shard)
 
     def _lose(self, shard: int, chunks: int) -> None:
         self._lost = (

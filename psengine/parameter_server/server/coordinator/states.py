@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 
 class JobState(Enum):
@@ -109,11 +109,10 @@ def after(table: Mapping[_State, Mapping[_Event, _State]], state: _State, event:
     return table[state][event]
 
 
-def drawn(table: Mapping[_State, Mapping[_Event, _State]]) -> str:
+def drawn(table: Mapping[Any, Mapping[Any, Enum]]) -> str:
     """The table as Markdown: a row for each state, a column for each event; empty cells cannot happen."""
-    events: dict[_Event, None] = {event: None for row in table.values() for event in row}
+    events = list(dict.fromkeys(event for row in table.values() for event in row))
     lines = [["", *(event.value for event in events)], ["---"] * (len(events) + 1)]
     for state, row in table.items():
-        cells = [row[event].value if event in row else "" for event in events]
-        lines.append([f"**{state.value}**", *cells])
+        lines.append([f"**{state.value}**", *(row[event].value if event in row else "" for event in events)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
