@@ -1,4 +1,4 @@
 """Generations of a server's state on disk; nothing that is read is believed unchecked.
 
-May import ``log.disk``, ``protocol`` and ``errors``.
+May import ``log``, ``protocol`` and ``errors``.
 """
