@@ -297,6 +297,19 @@ def test_a_registrar_that_dies_is_followed_by_its_successor_or_the_next() -> Non
     assert refusal(first.register) == ErrorCode.FENCED
 
 
+def test_a_registrar_that_was_put_out_begins_again() -> None:
+    bench = Bench(AVERAGE, world_size=1)
+    first = bench.worker(0)
+    first.hello()
+    registration = first.welcome["registration"]
+    bench.wait(LEASE_S + 1)
+    assert refusal(first.register) == ErrorCode.FENCED
+    assert first.hello() == "initialise"
+    assert first.welcome["registration"] > registration
+    first.register()
+    assert bench.ranks == [0]
+
+
 def test_registering_under_an_older_registration_is_stale() -> None:
     bench = Bench(ASYNC, world_size=1)
     first = bench.worker(0)

@@ -124,8 +124,8 @@ class JobRecord:
     def lost(self, updates: int, shard: int) -> None:
         """A server went back to a snapshot that lacks what workers know was acknowledged."""
         text = (
-            f"{updates} updates of each chunk of shard {shard} are lost: workers had them acknowledged, and the snapshot"
-            " that its server started from is older"
+            f"{updates} updates of each chunk of shard {shard} are lost: workers had them acknowledged, and the"
+            " snapshot that its server started from is older"
         )
         logger.warning("job %r: %s", self._job, text)
         self._note_event("lost", text, job=self._job)

@@ -209,7 +209,7 @@ class Coordinator:
             worker.advance(WorkerEvent.CAME)
         worker.route, worker.last_heard_s, worker.nonce = sender.route, self._now_s, body["nonce"]
         worker.host, worker.pid, worker.run, worker.hello = body["host"], body["pid"], body["run"], message.sequence
-        worker.is_departing = False
+        worker.is_departing, worker.why_gone = False, ""
         # A joiner that does not know the view which has it says how far it was before.
         if not self.averages or ("view" in body and view_of(body).number >= worker.admitted):
             worker.completed = max(worker.completed, body.get("completed", 0))
@@ -645,6 +645,8 @@ class Coordinator:
         if worker.state is WorkerState.MEMBER:
             self._is_wanted = True
             self._evicted += reason != "left"
+        elif worker.identity == self._registrar:
+            self._registrar = None  # if it comes back it begins again
         worker.advance(WorkerEvent.WENT)
         worker.why_gone, worker.leaving, worker.is_reading = reason, None, False
         self._prepared.discard(worker.rank)

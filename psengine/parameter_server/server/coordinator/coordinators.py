@@ -163,11 +163,6 @@ class Coordinators:
         self._is_closed = True
         return sum(len(job.workers.present) for job in self.by_number.values())
 
-    def worker_count(self, job: str) -> int | None:
-        """Workers of a job; None where there is no such job."""
-        found = self.find(job)
-        return None if found is None else len(found.workers.present)
-
     def remembered_count(self) -> int:
         """Workers of all jobs, with those that were put out lately and may come back."""
         return sum(job.remembered_count for job in self.by_number.values())
