@@ -214,7 +214,8 @@ class Operation:
         """Copy the payload to the destinations."""
         if self._stays(answer):
             return
-        address = payload_tensor(answer).data_ptr()
+        source = payload_tensor(answer)  # perhaps a copy, which lives as long as this name
+        address = source.data_ptr()
         # memmove runs without the GIL, and without torch's thread pool, which belongs to the training.
         for target, size_bytes in self._targets:
             if target != address:  # the server may have written it there
