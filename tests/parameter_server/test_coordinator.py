@@ -355,6 +355,17 @@ def test_a_claim_to_the_rank_of_a_dead_process_replaces_it() -> None:
     assert refusal(lambda: dead.leave()) == ErrorCode.FENCED
 
 
+def test_a_claim_to_the_rank_of_a_process_that_leaves_gets_it() -> None:
+    bench = Bench(ASYNC)
+    team = bench.team(2)
+    other = bench.worker(1)
+    other.hello()
+    bench.wait(0.4, *team)
+    team[1].leave()
+    bench.wait(0.2, team[0])
+    assert (other.welcome["state"], bench.ranks) == ("ready", [0, 1])
+
+
 def test_a_rank_belongs_to_the_key_of_its_process() -> None:
     bench = Bench(ASYNC, world_size=1)
     first = bench.worker(0, user_id="A" * 40)
@@ -744,6 +755,17 @@ def test_weights_that_only_the_lead_held_are_lost_with_it() -> None:
     bench.restart(with_disk=False)
     assert refusal(first.reconnect) == ErrorCode.STATE_LOST
     assert bench.worker(0).hello() == "initialise"
+
+
+def test_what_a_server_lost_is_noted_once_a_life() -> None:
+    bench = Bench(ASYNC)
+    first, second = bench.team(2)
+    for worker in (first, second):
+        body = {"what": "life", "shard": 1, "epoch": 11, "chunks": 2, "version": 5, "view": 0, "lost": 3}
+        header = {"epoch": bench.epoch, "worker": worker.rank, "incarnation": worker.incarnation}
+        message = Message(MessageType.COMMIT, job_number("job"), body=body, **header)
+        bench.deliver(bench.coordinators.handle(message, Sender(worker.route), bench.now_s))
+    assert [kind for kind, _ in bench.notes].count("lost") == 1
 
 
 def test_a_restarted_coordinator_with_a_disk_goes_on_with_the_weights() -> None:

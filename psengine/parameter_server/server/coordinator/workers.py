@@ -184,8 +184,9 @@ class Workers:
             holder = self.by_rank.get(claim.rank)
             if holder is not None and holder.state is WorkerState.MEMBER and not holder.route:
                 continue  # the job resumes, and it has a lease to come back
-            heard = holder is not None and holder.last_heard_s > claim.since_s + CLAIM_GRACE_S
-            if heard or now_s >= claim.since_s + patience_s + CLAIM_GRACE_S:
+            is_gone = holder is None or holder.state is WorkerState.GONE
+            heard = holder is not None and not is_gone and holder.last_heard_s > claim.since_s + CLAIM_GRACE_S
+            if heard or is_gone or now_s >= claim.since_s + patience_s + CLAIM_GRACE_S:
                 self.claims.remove(claim)
                 yield claim, heard
 
