@@ -167,9 +167,9 @@ def test_every_rule_and_codec_comes_back_bit_for_bit(tmp_path, rule, codec):
         directory.mkdir()
         logged = Logged(directory, RULES[rule] | ({"compress": codec} if codec else {}), optimizer, seed)
         logged.snapshot()
-        for count in range(50):
+        for count in range(30):
             logged.act()
-            if count == 25:
+            if count == 15:
                 logged.snapshot()
         logged.write()
         expected = logged.world.shard.capture()
