@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from psengine.cli import main
 from psengine.cli.run_arguments import torchrun_options
+from psengine.parameter_server.server.coordinator.states import JOB, WORKER, drawn
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -41,6 +42,12 @@ def test_the_program_of_the_quick_start_learns():
     (program,) = blocks(DOCS / "quickstart.md", "python")
     losses = run_ranks(run_program, 2, program.replace("psengine.shutdown()", ""))
     assert losses[0] == losses[1] < 0.5
+
+
+def test_the_tables_of_states_on_the_page_are_the_code_s():
+    page = (DOCS / "design.md").read_text()
+    for table in (drawn(JOB), drawn(WORKER)):
+        assert table in page, f"docs/design.md has another table; the code's:\n{table}"
 
 
 def options_of(command) -> set[str]:
