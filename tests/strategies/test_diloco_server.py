@@ -5,22 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks, run_ranks_to_any_end
 from support.server_process import running_server
-from support.shard_world import SGD, spec
-from support.worker_sessions import entered
 from torch import nn
 
 import psengine
 from psengine.errors import ConfigurationError
-from psengine.parameter_server.client.operation import Push, wait_all
-from psengine.parameter_server.client.worker_session import WorkerSession
 
 # The outer step that averages parameters.
 AVERAGES = "outer_lr=1,outer_momentum=0"
@@ -69,40 +63,6 @@ def test_the_others_go_on_after_a_worker_was_killed(name):
         first, last, updates = result.value
         assert last < first / 2
         assert updates >= 12
-
-
-def test_workers_that_are_stuck_in_different_merges_go_on():
-    """Without faults: two servers hear workers in another order. Nobody could bring what another one waited for."""
-    rule = {"name": "merge", "quorum": 2, "grace": 0.0}
-    specs = [spec(key, 4) for key in range(3)]
-    with ExitStack() as stack:
-        servers = [stack.enter_context(running_server(lease_s=1.0)) for _ in range(2)]
-        addresses = tuple(server.addresses[0] for server in servers)
-        sessions = [
-            stack.enter_context(entered(addresses, rank, specs, rule=rule, world_size=3, timeout_s=60.0))
-            for rank in range(3)
-        ]
-        body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, 4, 0]]}
-        wait_all([session.configure(key, body) for session in sessions for key in range(3)])
-        with ThreadPoolExecutor(3) as pool:
-            pushes: list[list[Push]] = [[], [], []]
-            for key in range(3):
-                for rank in (key, (key + 1) % 3):
-                    pushes[rank].append(sessions[rank].push(key, torch.ones(4), [torch.zeros(4)], weight=1.0))
-                wait_all([pushes[rank][-1] for rank in (key, (key + 1) % 3)])
-            for rank in range(3):
-                pushes[rank].append(sessions[rank].push((rank + 1) % 3, torch.ones(4), [torch.zeros(4)], weight=1.0))
-            time.sleep(0.5)
-            assert not any(push.is_done for _, _, push in pushes)
-            ends = [pool.submit(blocked, session, own) for session, own in zip(sessions, pushes, strict=True)]
-            for end in ends:
-                end.result(timeout=60)
-
-
-def blocked(session: WorkerSession, pushes: list[Push]) -> None:
-    with session.telemetry.blocked():
-        wait_all(pushes)
-    session.close()  # the others may wait for what it brings next
 
 
 def weighed_and_encoded(rank: int, world_size: int, address: str) -> None:

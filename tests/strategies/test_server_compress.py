@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,14 @@ def test_a_server_imports_plugins(tmp_path):
         _import_plugins(["no_such_module"])
 
 
+@contextmanager
+def both(address: str, job: str, rule: dict[str, Any] = AVERAGE) -> Iterator[list[WorkerSession]]:
+    """Two workers, who wait for each other."""
+    with ThreadPoolExecutor(2) as pool, ExitStack() as context:
+        sessions = [pool.submit(enter, address, job, rank, TopOne(), rule) for rank in range(2)]
+        yield [context.enter_context(closing(session.result())) for session in sessions]
+
+
 # ---- residuals -------------------------------------------------------------------------------------------------------
 
 
@@ -117,10 +126,7 @@ def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server)
     gradient = torch.arange(1.0, 9.0)
     without_top = [*range(1, 8), 0]
     with ExitStack() as context:
-        first, second = (
-            context.enter_context(closing(enter(server.addresses[0], "late", rank, TopOne(), rule)))
-            for rank in range(2)
-        )
+        first, second = context.enter_context(both(server.addresses[0], "late", rule))
         outcomes = []
         for worker in (first, second, second, first):
             outcomes.append(worker.push(0, gradient, [landing]).wait().outcome)
@@ -149,9 +155,7 @@ def test_what_a_refused_gradient_brought_of_the_residual_goes_with_the_next(serv
 def test_what_a_fenced_worker_sent_does_not_count():
     """It is silent for longer than its lease; what it sent before it noticed is not in the others' average."""
     with running_server(sabotage=register, lease_s=0.5) as short, ExitStack() as context:
-        first, second = (
-            context.enter_context(closing(enter(short.addresses[0], "fenced", rank, TopOne()))) for rank in range(2)
-        )
+        first, second = context.enter_context(both(short.addresses[0], "fenced"))
         gradient, landings = torch.arange(1.0, 9.0), [torch.zeros(NUMEL), torch.zeros(NUMEL)]
         pushes = [w.push(0, gradient, [landing]) for w, landing in zip((first, second), landings, strict=True)]
         assert [push.wait().outcome for push in pushes] == [ExchangeOutcome.AVERAGED] * 2
