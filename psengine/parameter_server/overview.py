@@ -66,6 +66,7 @@ def _merge_job(led: CoordinatedJob | None, parts: Sequence[ShardJob]) -> JobStat
         started=led.started,
         expected_workers=led.expected_workers,
         evicted=led.evicted,
+        lost_updates=led.lost_updates,
         departed=led.departed,
         workers=workers,
         **{

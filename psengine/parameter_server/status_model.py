@@ -128,7 +128,8 @@ class CoordinatedJob:
     phase: str = ""
     started: bool = False
     expected_workers: int = 1
-    evicted: int = 0
+    evicted: int = _counter("Workers removed: their lease ran out or was ended by hand, or they were too far behind.")
+    lost_updates: int = _counter("Acknowledged updates of each chunk that a restart from an older snapshot lost.")
     departed: tuple[Departed, ...] = ()
     workers: tuple[CoordinatedWorker, ...] = ()
 
@@ -156,7 +157,7 @@ class JobCounters:
     late: int = _total("Contributions that came after their exchange had ended.")
     abstained: int = _total("Exchanges a worker took part in without a gradient.")
     non_finite: int = _total("Contributions with NaN or infinity that an average passed on.")
-    lost_updates: int = _total("Acknowledged pushes that a restart from an older snapshot lost.")
+    lost_updates: int = 0
     bytes_in: int = _total("Payload bytes received from workers: pushes, registered and stored values.")
     bytes_out: int = _total("Payload bytes sent to workers and readers.")
     staleness_sum: int = _total()

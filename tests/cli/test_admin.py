@@ -212,7 +212,7 @@ def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, tmp_pa
 def test_drain_waits_for_the_end(admin):
     with running_server() as server, Peer(server.addresses[0]) as peer:
         peer.make_job(torch.zeros(4))
-        leaving = threading.Timer(1.0, lambda: peer.request("BYE"))
+        leaving = threading.Timer(1.0, peer.leave)
         leaving.start()
         try:
             code, said = admin("drain", "--wait-s", "30", server=server)

@@ -102,7 +102,7 @@ def test_a_server_that_is_away_is_named_and_the_others_are_shown(capsys):
         assert found["jobs"]["default"]["applied"] == 3
         (problem,) = found["problems"]
         assert dead in problem
-        assert "did not answer HELLO for 2" in problem
+        assert "did not answer RESUME of job" in problem
 
 
 def test_keys_come_from_the_environment(capsys, tmp_path, monkeypatch):

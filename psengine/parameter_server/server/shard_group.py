@@ -181,7 +181,7 @@ class ShardGroup:
             led = thread.coordinators
             known = 0
             if led is not None:
-                known = led.remembered_count(time.monotonic()) if remembers else led.training_count()
+                known = led.remembered_count() if remembers else led.training_count()
             return max(known, thread.shard.members_connected())
 
         try:

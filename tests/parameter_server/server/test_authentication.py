@@ -257,7 +257,7 @@ def test_a_server_with_keys_serves_its_clients_and_tests_its_locks(keys):
         status = server.status()
         assert status["refused_connections"] >= 2
         assert keys["stranger"].own.public in server.log()
-        assert sum(shard["transport"]["received_messages"] for shard in status["shards"]) == 6
+        assert sum(shard["transport"]["received_messages"] for shard in status["shards"]) == 8
 
 
 def try_to_speak(peer):

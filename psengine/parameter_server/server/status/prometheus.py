@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from psengine.parameter_server.overview import owns_weights
 from psengine.parameter_server.status_model import (
+    CoordinatedJob,
     JobCounters,
     JobStatus,
     LogStatus,
@@ -83,9 +84,9 @@ def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
     yield _counter("refused", "Pushes refused.", [*by_job, "reason"], refused)
     for name, text in _counters_of(JobCounters):
         yield _counter(name, text, by_job, [(labels, getattr(job, name)) for labels, job in jobs])
-    evicted = [([name, str(shard.index)], job.evicted) for shard in shards for name, job in shard.coordinated.items()]
-    text = "Workers removed: their lease ran out or was ended by hand, or they were too far behind."
-    yield _counter("evicted", text, by_job, evicted)
+    led = [([name, str(shard.index)], job) for shard in shards for name, job in shard.coordinated.items()]
+    for name, text in _counters_of(CoordinatedJob):
+        yield _counter(name, text, by_job, [(labels, getattr(job, name)) for labels, job in led])
     yield _histogram("staleness", "Updates between a push's weights and its application.", jobs)
     yield _histogram("lead", "Steps an answered worker was ahead of the slowest.", jobs)
 
