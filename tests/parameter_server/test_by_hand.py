@@ -181,7 +181,8 @@ class HandWorker:
 
     def register_at(self, shard, **fields):
         body = {name: self.welcome[name] for name in ("registration", "key")}
-        self.tell(shard, MessageType.RESUME, body={"job": JOB, "rule": self.hand.rule} | body)
+        body |= {"job": JOB, "rule": self.hand.rule}
+        self.tell(shard, MessageType.RESUME, body=body, sequence=1 << 50)
         one = SPECS[shard]
         body = {name: value for name, value in one.to_body().items() if name in ("kind", "segments")}
         self.tell(shard, MessageType.REGISTER, key=one.key, body=body, dtype=one.dtype, numel=one.numel, **fields)
@@ -220,7 +221,7 @@ class HandWorker:
         self.tell(shard, MessageType.RESUME, body={"open": pushes})
 
     def _on_resumed(self, message, shard):
-        if self.view is None:
+        if self.view is None or message.sequence == 1 << 50:
             return
         if message.epoch != self.view.shards[shard]:
             body = {name: message.body[name] for name in ("chunks", "version", "view")}

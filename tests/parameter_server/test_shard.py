@@ -126,7 +126,7 @@ def test_registering_again_changes_nothing_once_there_is_a_view():
 def test_a_view_is_signed():
     world, (member,) = world_of(1, [spec()])
     forged = message_of(View(9, 1, (), (7,)), bytes(32), job_number("demo"))
-    assert codes(member.send(MessageType.VIEW, body=forged.body)) == [ErrorCode.BAD_MESSAGE]
+    assert codes(member.send(MessageType.VIEW, body=forged.body)) == [ErrorCode.STALE]
     assert world.shard.jobs[job_number("demo")].view.number == 1
 
 
@@ -194,7 +194,7 @@ def test_a_release_is_of_its_view_and_taken_once():
     assert job.floor == 0
     first.view = 1
     forged = message_of(Release(1, 1, floor=1), bytes(32), job_number("demo"))
-    assert codes(first.send(MessageType.RELEASE, body=forged.body)) == [ErrorCode.BAD_MESSAGE]
+    assert codes(first.send(MessageType.RELEASE, body=forged.body)) == [ErrorCode.STALE]
     world.release([first, second], 1, floor=1)
     assert list(first.updates()) == [1]
     assert (job.floor, job.taken) == (1, 1)

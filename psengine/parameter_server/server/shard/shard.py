@@ -27,7 +27,7 @@ from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import encode, payload_tensor
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, NOBODY, ErrorCode, Message, MessageType
-from psengine.protocol.views import check_digest, release_of, view_of
+from psengine.protocol.views import Release, View, check_digest, release_of, view_of
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class Shard:
 
     def _view(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         view, known = view_of(message.body), job.view
-        check_digest(message, job.key, view)
+        self._check_digest(job, message, view)
         if known is not None and view.number <= known.number:
             if view.epoch == known.epoch:
                 return []
@@ -263,9 +263,16 @@ class Shard:
             job.workers[message.worker].heard(sender.route)
         return self._outgoing(job, replies)
 
+    def _check_digest(self, job: Job, message: Message, value: View | Release) -> None:
+        try:
+            check_digest(message, job.key, value)
+        except ProtocolError as error:
+            # Perhaps another registrar was here: who forwards it has to present the job's key first.
+            raise ProtocolError(str(error), ErrorCode.STALE) from None
+
     def _release(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         release = release_of(message.body)
-        check_digest(message, job.key, release)
+        self._check_digest(job, message, release)
         # What a former view's releases still decide stands in the view.
         if job.view is None or message.view != job.view.number or release.number <= job.taken:
             return []
