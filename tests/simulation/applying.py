@@ -89,6 +89,10 @@ class ApplyingJob(Job):
         self._residuals: dict[tuple[int, int], Values] = {}
         self._views: dict[tuple[int, int], tuple[int, int]] = {}  # (chunk, process) -> the view of its last answer
 
+    def begin_anew(self) -> None:
+        """See ``Job``."""
+        self.steps_done.clear()
+
     # ---- a worker ----------------------------------------------------------------------------------------------
 
     def program(self, process: WorkerProcess) -> Flow[None]:
@@ -260,6 +264,8 @@ class ApplyingJob(Job):
             return
         self._views[key, process.number] = inspection.view_number(shard)
         update = process.number, message.sequence
+        if update not in chunk.pushed:
+            return  # it answers the process before this one, and nobody waits for it
         if self._has_differences:
             held = inspection.held_weights(shard, key, message.worker)
             if held is not None:
@@ -299,8 +305,9 @@ class ApplyingJob(Job):
                 require(is_known, "chunk {} came back as version {} with values that it never had", key, version)
                 chunk.versions = {number: one for number, one in chunk.versions.items() if number <= version}
                 chunk.epoch, restored[key] = server.epoch, version
-                for update, taken in self.taken.items():
-                    if update not in chunk.versions[version].updates:
+                for (number, step_), taken in self.taken.items():
+                    process = self.world.all_processes[number]
+                    if not inspection.knows(shard, key, process.rank, process.incarnation, step_):
                         taken.discard(key)
         for key, version in self._promised[server.index].items():
             is_there = restored.get(key, -1) >= version

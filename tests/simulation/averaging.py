@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from psengine.errors import FencedError
+from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client.flow import Flow
+from psengine.protocol.messages import ErrorCode
 from simulation.job import Job
 from simulation.reference import Values, average, layout, numbers
 from simulation.violation import require
@@ -81,6 +82,10 @@ class AveragingJob(Job):
         # (step, rank) -> the models that its processes have contributed from.
         self._given: dict[tuple[int, int], set[bytes]] = defaultdict(set)
 
+    def begin_anew(self) -> None:
+        """See ``Job``."""
+        self._finished.clear()
+
     # ---- a worker; follows strategies/servers/sync.py ---------------------------------------------------------------
 
     def program(self, process: WorkerProcess) -> Flow[None]:
@@ -92,11 +97,23 @@ class AveragingJob(Job):
             require(not held, "worker {} begins a job anew that others are in", process.rank)
             self._finished.clear()
         else:
-            yield from self._take_values(process, replica, whole=state == "joined")
+            yield from self._receive(process, replica, state)
         while replica.step < self.scenario.steps_of(process.rank):
             yield self.think_s()
             yield from self._step(process, replica)
             process.has_state = True  # before its first step it is one of those that need another's
+
+    def _receive(self, process: WorkerProcess, replica: Replica, state: str) -> Flow[None]:
+        for attempt in range(1 + MAX_REJOINS):
+            try:
+                if attempt:
+                    state = yield from process.rejoin()
+                yield from self._take_values(process, replica, whole=state == "joined")
+            except ServerRefusedError as error:
+                if attempt == MAX_REJOINS or not _may_join_again(error):
+                    raise
+            else:
+                return
 
     def _take_values(self, process: WorkerProcess, replica: Replica, *, whole: bool) -> Flow[None]:
         yield [process.session.pull(spec.key, [replica.values[spec.key]]) for spec in self.specs]
@@ -123,9 +140,9 @@ class AveragingJob(Job):
                 process.session.end_step()
                 yield pushes
                 break
-            except FencedError:
+            except ServerRefusedError as error:
                 rejoins += 1
-                if rejoins > MAX_REJOINS:
+                if rejoins > MAX_REJOINS or not _may_join_again(error):
                     raise
                 is_out = True
         results = [push.wait() for push in pushes]
@@ -237,6 +254,10 @@ class AveragingJob(Job):
         givers = [rank for rank in least if one.base in self._given[step, rank]]
         missing = [rank for rank in givers if rank not in one.contributors]
         require(not missing, "step {} has workers {} and not {}", step, one.contributors, missing)
+
+
+def _may_join_again(error: ServerRefusedError) -> bool:
+    return isinstance(error, FencedError) or error.code in (ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY)
 
 
 def _are_equal(some: list[Values], others: list[Values]) -> bool:

@@ -28,6 +28,18 @@ def last_merge(shard: Any, key: int) -> int:
     return next((job.chunks.rules[key]._merged for job in shard.jobs.values() if key in job.chunks.rules), 0)
 
 
+def knows(shard: Any, key: int, rank: int, incarnation: int, step: int) -> bool:
+    """Whether a chunk that servers step has this worker's contribution, waiting or taken."""
+    for job in shard.jobs.values():
+        rule = job.chunks.rules[key]
+        process, last = rule._taken.get(rank, (0, 0))
+        if process == incarnation and step <= last:
+            return True
+        waiting = rule._gathered.by_rank.get(rank) if hasattr(rule, "_gathered") else None
+        return waiting is not None and (waiting.incarnation, waiting.step) == (incarnation, step)
+    return False
+
+
 def held_weights(shard: Any, key: int, rank: int) -> Values | None:
     """What a worker holds of a chunk, by its shard's word, where answers are differences."""
     for job in shard.jobs.values():

@@ -38,6 +38,9 @@ class Job:
         """How long a worker computes."""
         return self.scenario.think_s * self._rng.random()
 
+    def begin_anew(self) -> None:
+        """All workers begin their training once more."""
+
     def program(self, process: WorkerProcess) -> Flow[None]:
         """What a worker does, from its start until it may leave."""
         raise NotImplementedError

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
-
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport import shard_thread
@@ -164,6 +163,7 @@ class SimulatedThread(shard_thread.ShardThread):
 
     def __init__(self, server: ServerProcess, shard: Shard, addresses: list[str]) -> None:
         self._server = server
+        self._asked_by: Message | None = None
         super().__init__(
             shard,
             _Endpoint(server, addresses[shard.index]),  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class SimulatedThread(shard_thread.ShardThread):
 
     def tick(self) -> None:
         """Some time has passed."""
-        self._asked_by: Message | None = None
+        self._asked_by = None
         self._tick()
         self.segments.keep_members(self.shard)
         self._send_group()

@@ -87,6 +87,17 @@ class WorkerProcess:
         """Whether it waits for another worker's state, or lost its place and has to get it again."""
         return not self.has_state or self.session.fenced is not None
 
+    @property
+    def incarnation(self) -> int:
+        """As the coordinator gave it."""
+        return self.receiver.identity.incarnation  # type: ignore[no-any-return]
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it trains, with state that counts."""
+        is_out = self.world.views.was_out(self, 0.0)
+        return not (self.is_dead or self.is_stopped or self.needs_state or is_out)
+
     def describe(self) -> str:
         """For people."""
         waits = inspection.open_operations(self.session)

@@ -205,6 +205,7 @@ class Simulation:
             addresses=[f"tcp://10.0.0.{index}:0" for index in range(scenario.servers)],
             job="job",
             rule=self.job.rule,
+            run=f"run {self.counts['started anew']}",
             codec=only_gradients(codec) if scenario.rule == "merge" else codec,
             rank=slot.rank,
             world_size=scenario.workers,
@@ -221,6 +222,7 @@ class Simulation:
         """Look after processes that have ended."""
         for slot in self.slots:
             process = slot.process
+            slot.is_done |= any(zombie.rank == slot.rank and zombie.has_finished for zombie in self.zombies)
             if slot.is_done or (process is None and slot.rest_s is None):
                 continue
             if process is not None and not process.is_dead:
@@ -233,6 +235,9 @@ class Simulation:
                 if process.error is not None and self._must_begin_anew(process.error):
                     self._start_anew()
                     break
+                if self._has_ended(process):
+                    slot.is_done = True
+                    continue
             rests_s, slot.rest_s = slot.rest_s or REST_S, None
             self.clock.after(rests_s, self._start_if_needed, slot)
         self._end_training()
@@ -249,6 +254,14 @@ class Simulation:
         require(not is_kept, "servers with logs have lost the job's state: {}", error)
         return True
 
+    def _has_ended(self, process: WorkerProcess) -> bool:
+        """Whether a worker came to a job that has ended; then nobody is in it."""
+        if not isinstance(process.error, ServerRefusedError) or process.error.code != ErrorCode.ENDED:
+            return False
+        others = [one.rank for one in self.processes if one.takes_part]
+        require(not others, "worker {} hears that the job has ended, and workers {} are in it", process.rank, others)
+        return True
+
     def _start_if_needed(self, slot: Slot) -> None:
         if not slot.is_done and slot.process is None:
             self._start_worker(slot)
@@ -260,7 +273,9 @@ class Simulation:
             if not process.is_dead:
                 process.kill()
         for slot in self.slots:
-            slot.process, slot.rest_s = None, REST_S
+            slot.process, slot.rest_s, slot.is_done = None, REST_S, False
+        self.zombies.clear()
+        self.job.begin_anew()
         for server in self.network.servers:
             if server.is_up:
                 self.kill_server(server.index, 0.1)
