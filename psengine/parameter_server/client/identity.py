@@ -21,7 +21,7 @@ from psengine.parameter_server.client.connection import PROCESS
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import CONTROL, Receiver, Runtime
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -118,9 +118,9 @@ class Reservation(Receiver):
         self._transport.open(CONTROL, self.options.addresses[0], self._lease_s)
 
     def _say(self, kind: MessageType, body: dict[str, object]) -> None:
-        rank = {} if self.options.rank is None else {"worker": self.options.rank}
-        job = job_number(self.options.job)
-        self._transport.send(CONTROL, Message(kind, job=job, incarnation=self._incarnation, body=body, **rank))
+        worker = NOBODY if self.options.rank is None else self.options.rank
+        message = Message(kind, job_number(self.options.job), worker=worker, incarnation=self._incarnation, body=body)
+        self._transport.send(CONTROL, message)
 
     def connected(self, link: int, now_s: float) -> None:
         """Ask for a rank, or for the same one again."""
