@@ -9,14 +9,15 @@ from ways_of_training.ranks import Cell, Ranks
 from ways_of_training.rows import ROWS
 from ways_of_training.table import SYNC, WITH_THREE_WORKERS, oracle_of
 
-from psengine.parameter_server.server.core import shard_jobs
+from psengine.parameter_server.server.coordinator import coordinators
+from psengine.parameter_server.server.shard import shard
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def hold_many_jobs() -> None:
     """In a server's process: an asynchronous job stays when its worker has left, and there is one for each cell."""
-    shard_jobs.MAX_JOBS = 4096
+    shard.MAX_JOBS = coordinators.MAX_JOBS = 4096
 
 
 def cells_of(columns: tuple[str, ...]) -> list[ParameterSet]:
