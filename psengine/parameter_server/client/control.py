@@ -30,6 +30,8 @@ HELLO_AGAIN_S = 1.0
 _REASONS = {
     "register": "to register the model",
     "begin": "to come",
+    "resume": "to come back",
+    "prepare": "to agree on who takes part",
     "join": "to give their state",
     "release": "to take the step",
 }

@@ -89,6 +89,7 @@ class JobConnection:
         state: what WELCOME said last; see ``WorkerSession.state``.
         key, registration_number: the job's, by WELCOME.
         view, view_number, view_message: the view that this worker is in; None, 0 before.
+        empty_view: a view without workers, with which a job begins anew.
         releases: the decisions that came since.
         is_member: whether that view counts.
         is_leaving, has_failed: LEAVE was said; the training broke off.
@@ -119,6 +120,7 @@ class JobConnection:
         self.view: View | None = None
         self.view_number = 0
         self.view_message: Message | None = None
+        self.empty_view: Message | None = None
         self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
         self.is_member = self.is_leaving = self.has_failed = False
         self.news = 0
@@ -329,19 +331,23 @@ class JobConnection:
         view = view_of(message.body)
         me = view.member(self.identity.worker)
         is_mine = me is not None and me.incarnation == self.identity.incarnation
+        if not view.members:
+            self.empty_view = message
+            for link in self.links:
+                link.forward(message)
         is_new = view.number > self.view_number
         if view.number < self.view_number or not (is_mine or self.is_member) or (self.fenced and not is_new):
             return
         assert self.control is not None
         if not is_mine:
-            for link in self.links:  # who leaves tells the shards
+            for link in self.links if view.members else ():  # who leaves tells the shards
                 link.forward(message)
             if not self.is_leaving and self.options.averages:
                 self._fence()
                 self.control.greet(now_s)
             return
         assert me is not None
-        self.view, self.view_number, self.view_message = view, view.number, message
+        self.view, self.view_number, self.view_message, self.empty_view = view, view.number, message, None
         self._preparing = self.steps.is_frozen = False
         if not self.is_member:
             self.is_member = True
@@ -400,6 +406,12 @@ class JobConnection:
         """STATE_WANTED."""
         self.state_request = StateRequest(rank, incarnation)
 
+    def begin_again(self) -> None:
+        """Join once more, though the view has this worker: it lacks state; the I/O thread."""
+        self._fence()
+        self.state = "join"
+        self.news += 1
+
     def _fence(self) -> None:
         self.is_member, self.state = False, "join" if self.state == "join" else ""
         self._preparing = self.steps.is_frozen = False
@@ -453,13 +465,14 @@ class JobConnection:
 
     def _restore(self, link: Link, now_s: float) -> None:
         """A shard has begun a new life: tell the coordinator, once the shard knows its chunks where it averages."""
-        specs = self.chunks.at(link.index)
-        if not self.options.averages or link.resumed["chunks"] >= len(specs):
-            self.tell_life(link)
-            return
-        if not link.is_registrar:
+        specs, resumed = self.chunks.at(link.index), link.resumed
+        is_missing = resumed["chunks"] < len(specs)
+        if not link.is_registrar and (is_missing or not resumed["view"]) and (self.options.averages or not specs):
             link.is_registrar = True
             link.greet(now_s)
+            return
+        if not (is_missing and self.options.averages):
+            self.tell_life(link)
             return
         logger.warning("registering %d chunks of job %r at %s again", len(specs), self.options.job, link.address)
         missing, epoch = {spec.key for spec in specs}, link.epoch
@@ -476,7 +489,7 @@ class JobConnection:
         """COMMIT "life": the shard has another epoch than the view names, or that view's number from elsewhere."""
         held = max(view, link.resumed.get("view", 0))
         told = (link.epoch, held, self.view_number)
-        if told == link.told_life or self.control is None or not link.epoch:
+        if told == link.told_life or self.control is None or not link.epoch or not self.is_member:
             return
         link.told_life = told
         chunks, version = len(self.chunks.at(link.index)), link.resumed.get("version") or 0

@@ -35,6 +35,9 @@ GOODBYE_S = 1.0
 # A worker that waits longer than this before it may leave logs that.
 QUIET_LEAVE_S = 2.0
 LEAVE_POLL_S = 0.002
+LAYOUT_AGAIN_S = 0.1
+# Refusals of a COMMIT after which this worker begins again; where it is not known any more, with the next WELCOME.
+_BEGIN_AGAIN = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE)
 
 
 def start(job: JobConnection) -> Flow[str]:
@@ -87,27 +90,38 @@ def take_part(
         seen = job.news
         if job.is_member:
             break
-        if job.state == "initialise" and given != job.registration_number:
-            given = job.registration_number
-            if not (yield from _initialise(job, layout, initial)):
-                given = -1
+        try:
+            if job.state == "initialise" and given != job.registration_number:
+                given = job.registration_number
+                yield from _initialise(job, layout, initial)
+            elif job.state == "join":
+                compare(job, layout, (yield from _await_layout(job)))
+                yield [job.control.commit("join")]
+        except ServerRefusedError as error:
+            if error.code not in _BEGIN_AGAIN:
+                raise
+            logger.warning("entering job %r again: %s", job.options.job, error)
+            given = -1
+            if error.code == ErrorCode.STALE:
                 continue
-        elif job.state == "join":
-            compare(job, layout, (yield from fetch_layout(job)))
-            yield from _want_state(job)
         yield [job.control.expect(f"the values of job {job.options.job!r}", job.options.timeout_s, seen)]
     job.check_servers()
     if job.state == "initialise":
         return "initialised"
     if job.state == "join":
         return "joined"
-    compare(job, layout, (yield from fetch_layout(job)))
+    compare(job, layout, (yield from _await_layout(job)))
     return "ready"
 
 
 def rejoin(job: JobConnection) -> Flow[str]:
     """Take part again with another worker's state; see ``WorkerSession.rejoin``."""
     assert job.control is not None
+    what, timeout_s = f"the state of job {job.options.job!r}", job.options.timeout_s
+    if job.fenced is None:  # a server restarted before this worker had read all of its state
+        seen = job.news
+        job.transport.do(job.begin_again)
+        yield [job.control.expect(what, timeout_s, seen)]
     while True:
         seen = job.news
         if job.is_member:
@@ -118,32 +132,26 @@ def rejoin(job: JobConnection) -> Flow[str]:
                 " again, from a checkpoint.",
                 ErrorCode.STATE_LOST,
             )
-        if job.state == "join":
-            yield from _want_state(job)
-        yield [job.control.expect(f"the state of job {job.options.job!r}", job.options.timeout_s, seen)]
+        try:
+            if job.state == "join":
+                yield [job.control.commit("join")]
+        except ServerRefusedError as error:
+            if error.code not in _BEGIN_AGAIN:
+                raise
+            logger.warning("joining job %r again: %s", job.options.job, error)
+        yield [job.control.expect(what, timeout_s, seen)]
     job.fenced = None
     return "joined" if job.state == "join" else "ready"
 
 
-def _want_state(job: JobConnection) -> Flow[None]:
-    """COMMIT "join". Where the coordinator does not know this worker any more, another WELCOME follows."""
-    assert job.control is not None
-    try:
-        yield [job.control.commit("join")]
-    except ServerRefusedError as error:
-        if error.code not in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE):
-            raise
-        logger.warning("joining job %r again: %s", job.options.job, error)
-
-
 def _initialise(
     job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
-) -> Flow[bool]:
-    """Give the job its values; False where a server restarted meanwhile."""
+) -> Flow[None]:
+    """Give the job its values."""
     assert job.control is not None
     job.transport.do(job.begin_registration)
     yield [_greeting(job, link) for link in job.links]
-    epochs = [link.epoch for link in job.links]
+    number, epochs = job.registration_number, [link.epoch for link in job.links]
     job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
     under_way: deque[Request] = deque()
     for spec in layout:
@@ -155,17 +163,20 @@ def _initialise(
             yield [under_way.popleft()]
     yield under_way
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
-    number, fingerprint = job.registration_number, job.chunks.fingerprint
-    try:
-        yield [
-            job.control.commit("registered", registration=number, epochs=epochs, fingerprint=fingerprint, chunks=chunks)
-        ]
-    except ServerRefusedError as error:
-        if error.code != ErrorCode.STALE:
-            raise
-        logger.warning("registering the chunks of job %r once more: %s", job.options.job, error)
-        return False
-    return True
+    facts = {"registration": number, "epochs": epochs, "fingerprint": job.chunks.fingerprint, "chunks": chunks}
+    yield [job.control.commit("registered", None, **facts)]
+
+
+def _await_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
+    """``fetch_layout``; a shard that has restarted has no layout before it knows the view."""
+    ends_s = job.runtime.now_s() + job.options.timeout_s
+    while True:
+        try:
+            return (yield from fetch_layout(job))
+        except ServerRefusedError as error:
+            if error.code != ErrorCode.NOT_READY or job.runtime.now_s() >= ends_s:
+                raise
+        yield LAYOUT_AGAIN_S
 
 
 def fetch_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:

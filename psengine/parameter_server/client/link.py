@@ -68,6 +68,8 @@ class Link(Channel):
         if not self.is_connected:
             return
         if self.is_registrar:
+            if job.empty_view is not None:
+                self.send(job.empty_view)
             body = job.registration()
         elif job.view_message is not None and job.is_member:
             for message in (job.view_message, *job.releases):
