@@ -782,7 +782,7 @@ class Coordinator:
 
     def _tell_joiners(self) -> None:
         """Workers that waited for an averaging job which goes on without them have to join it."""
-        for worker in self.workers.of(WorkerState.WAITING) if self.averages else ():
+        for worker in self.workers.of(WorkerState.WAITING, WorkerState.JOINING) if self.averages else ():
             if worker.has_rule:
                 self._welcome(worker)
 
