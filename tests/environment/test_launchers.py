@@ -10,6 +10,7 @@ import torch
 
 from psengine.environment.devices import choose_device
 from psengine.environment.launchers import detect, first_host, read_worker
+from psengine.environment.variables import launched_run
 from psengine.errors import EnvironmentVariableError
 
 TORCHRUN = {
@@ -163,3 +164,23 @@ def test_an_independent_worker_takes_the_device_of_its_place_on_the_host():
     assert detect(SLURM | {"PSENGINE_WORKER": "2"}).device_index == 1
     assert detect({"PSENGINE_WORKER": "2"}).device_index == 0
     assert read_worker({"PSENGINE_WORKER": " ", "PSENGINE_WORKERS": ""}) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "run"),
+    [
+        ({}, ""),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ""),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, "7.0"),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "7.2"),
+        ({"TORCHELASTIC_RUN_ID": "mine", "SLURM_JOB_ID": "7"}, "mine"),
+        ({"PSENGINE_RUN_ID": "ours", "TORCHELASTIC_RUN_ID": "mine"}, "ours"),
+        ({"PSENGINE_RUN_ID": "", "TORCHELASTIC_RUN_ID": "x" * 300}, "x" * 200),
+    ],
+)
+def test_a_launch_has_the_name_that_its_launcher_gave(monkeypatch, variables, run):
+    for name in ("PSENGINE_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launched_run() == run
