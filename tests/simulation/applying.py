@@ -84,6 +84,7 @@ class ApplyingJob(Job):
         self._promised: dict[int, dict[int, int]] = defaultdict(dict)
         # (process, step) -> chunks of which a shard has taken it in its present life.
         self.taken: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._brought: dict[tuple[int, int], set[int]] = defaultdict(set)  # the same, in any life
         # (epoch, chunk, process, step) -> what a shard says that this worker holds then.
         self._held: dict[tuple[int, int, int, int], Values] = {}
         self._residuals: dict[tuple[int, int], Values] = {}
@@ -221,6 +222,7 @@ class ApplyingJob(Job):
         is_same = (known is None) == (values is None) and (known is None or np.array_equal(known, values))
         require(is_same, "push {} of chunk {} came with other values than before", update, push.key)
         self.taken[update].add(push.key)
+        self._brought[update].add(push.key)
 
     def _decoded(self, push: Message) -> Values:
         return decoded(self.scenario.codec, push.payload, self.specs[push.key].numel)
@@ -288,7 +290,7 @@ class ApplyingJob(Job):
         if process is None:
             return math.inf
         done = first_step - 1
-        while len(self.taken.get((process.number, done + 1), ())) == len(self.specs):
+        while len(self._brought[process.number, done + 1]) == len(self.specs):
             done += 1
         return done
 

@@ -150,7 +150,7 @@ class Snapshots:
 
     def kill(self) -> None:
         """The process ends, perhaps while it writes a snapshot."""
-        if self._captured is not None and self._written_s is not None:
+        if self._captured is not None and self._written_s is not None and self._have_logs_begun():
             self.disk.files.state.calls_left = self._rng.randrange(CALLS_PER_SNAPSHOT)
             with suppress(Killed, SnapshotError):
                 self._save(self._captured)
