@@ -721,6 +721,19 @@ def test_a_resuming_job_goes_on_after_a_lease_without_who_is_dead(with_disk: boo
     assert newcomer.welcome["state"] == "join"  # unasked
 
 
+def test_survivors_come_before_a_newcomer_that_has_registered_already() -> None:
+    bench = Bench(AVERAGE)
+    _, survivor = bench.team(2)
+    survivor.completed = 4
+    bench.restart(with_disk=False)
+    newcomer = bench.worker(0)
+    newcomer.hello()
+    newcomer.register()
+    survivor.reconnect()
+    assert (bench.ranks, bench.view.from_step) == ([1], 5)
+    assert newcomer.welcome["state"] == "join"
+
+
 def test_a_newcomer_that_registers_at_a_restarted_coordinator_gives_way_to_survivors() -> None:
     bench = Bench(AVERAGE)
     _, survivor = bench.team(2)

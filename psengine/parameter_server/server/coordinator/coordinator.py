@@ -283,7 +283,9 @@ class Coordinator:
             return
         if (member.incarnation, member.user_id) != (message.incarnation, sender.user_id):
             return
+        # A job that newcomers have begun, and whose others are still to come, may be an older one.
         is_unknown = self.state in (JobState.NEW, JobState.REGISTERING)
+        is_unknown = is_unknown or (self.state is JobState.OPEN and self.view is None)
         if key != self._key:
             self._least_number = max(self._least_number, view.number)
             if owns_weights(rule):
@@ -902,6 +904,7 @@ class Coordinator:
             started=any(one.completed for one in self.workers.members),
             expected_workers=self._world_size,
             evicted=self._evicted,
+            lost_updates=self._lost_updates,
             departed=tuple(self._record.departed),
             workers=tuple(
                 CoordinatedWorker(

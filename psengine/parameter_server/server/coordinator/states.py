@@ -60,6 +60,7 @@ JOB: dict[JobState, dict[JobEvent, JobState]] = {
         JobEvent.TOLD: JobState.RESUMING,
     },
     JobState.OPEN: {
+        JobEvent.TOLD: JobState.RESUMING,
         JobEvent.RESTARTED: JobState.RESUMING,
         JobEvent.ABANDONED: JobState.RESUMING,
         JobEvent.ENDED: JobState.ENDED,
