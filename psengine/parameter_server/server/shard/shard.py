@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.overview import owns_weights
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.log.records import Record, RecordKind
 from psengine.parameter_server.server.rules.exchange import Reply
@@ -233,13 +232,6 @@ class Shard:
         made.registration, made.key = registration, key
         made.registrars.add(sender.route)
         self._changed(made, message)
-        if self.settings.warns_of_loss and self.index == 0 and owns_weights(rule):
-            logger.warning(
-                "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the model of job"
-                " %r is LOST. Fix: start it with --snapshot-dir DIRECTORY, and --durability log where no acknowledged"
-                " update may be lost",
-                name,
-            )
 
     def _make(self, name: str, rule: dict[str, Any]) -> Job:
         return Job(name, JobRule(rule), self._take_memory, self._note, self._clocks.measure_s)
