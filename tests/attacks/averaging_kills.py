@@ -27,7 +27,7 @@ def average_for_a_while(
 ) -> list[list[tuple[float, ...]]]:
     """``steps`` averages of every chunk; from ``deaf_step`` on none arrives before the server has another epoch."""
     session, rank = enter(address, AVERAGE)
-    epochs, receive, step = {link.index: link.epoch for link in session.links}, Link.receive, 0
+    epochs, receive, step = {link.index: link.epoch for link in session.job_connection.links}, Link.receive, 0
 
     def hear(link: Link, message: Message, now_s: float) -> None:
         is_deaf = deaf_step is not None and step >= deaf_step and message.epoch == epochs[link.index]

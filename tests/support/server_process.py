@@ -90,6 +90,11 @@ class ServerProcess:
         """One job's status at each shard that knows it."""
         return [shard["jobs"][name] for shard in self.status()["shards"] if name in shard["jobs"]]
 
+    def coordinated(self, name: str) -> dict[str, Any]:
+        """What the coordinator of a job says of it and its workers."""
+        result: dict[str, Any] = self.status()["shards"][0]["coordinated"][name]
+        return result
+
 
 @contextmanager
 def running_server(
