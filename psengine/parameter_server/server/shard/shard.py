@@ -108,7 +108,7 @@ class Shard:
                 return self._resume(message, sender)
             if job is None and message.type in _FOR_ANY_LIFE:
                 return []  # its sender learns by RESUMED that this shard has nothing
-            if job is None or (role is Role.READER and job.view is None and message.type not in _FOR_ANY_LIFE):
+            if job is None or (job.view is None and message.type in (MessageType.LIST, MessageType.PULL)):
                 named = sorted(known.name for known in self.jobs.values() if known.view is not None)
                 raise ProtocolError(
                     f"there are no values of the job yet (jobs with values here: {named or 'none'}). Name another"
