@@ -85,8 +85,8 @@ class _Line:
         uses_local_socket: bool,
     ) -> None:
         self.link, self.address, self.handshakes = link, address, handshakes
-        # The Unix socket beside the address, where there is one.
-        self.way = local_sockets.way_to(address) if uses_local_socket else address
+        # The Unix socket beside the address, where there is one; a server that restarts listens there a moment later.
+        self.way = handshakes.way or (local_sockets.way_to(address) if uses_local_socket else address)
         self.socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, LINGER_MS),
@@ -378,7 +378,7 @@ class Connection(Transport):
             if event & _HANDSHAKES and (error := line.handshakes.ended(event, line.way, now_s)) is not None:
                 # A client that is refused at a TCP address may have been too early for the socket beside it.
                 is_early = self._uses_local_socket and local_sockets.way_to(line.address) != line.way
-                if line.handshakes.has_succeeded or not is_early:
+                if line.handshakes.way or not is_early:
                     self._receiver.rejected(line.link, error, now_s)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 line.socket.getsockopt(zmq.EVENTS)  # else a send may not see the connection yet

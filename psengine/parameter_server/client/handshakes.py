@@ -23,12 +23,15 @@ class Handshakes:
 
     Once a handshake has succeeded, handshakes that are cut most likely mean a restarting server behind a tunnel, a
     proxy or a load balancer, which take connections and drop them: the client goes on trying.
+
+    Attributes:
+        way: where the last one succeeded; "" before.
     """
 
     def __init__(self, address: str, keys: CurveClientKeys | None) -> None:
         self._address = address
         self._keys = keys
-        self.has_succeeded = False
+        self.way = ""
         self._cut_off = 0
         self._first_cut_s = self._last_cut_s = 0.0
 
@@ -52,7 +55,7 @@ class Handshakes:
         """A handshake ended; why this client is not let in, None where that is not known."""
         keys = self.keys_for(way)
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.has_succeeded, self._cut_off = True, 0
+            self.way, self._cut_off = way, 0
             return self.find_stranger(way)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return refusals.refused(self._address, way, keys)
@@ -72,4 +75,4 @@ class Handshakes:
         if self._cut_off < MAX_CUT_HANDSHAKES or now_s - self._first_cut_s < CUT_HANDSHAKES_S:
             return False
         self._cut_off = 0
-        return not self.has_succeeded
+        return not self.way
