@@ -1,33 +1,9 @@
-"""What people are told of jobs: why one is not forgotten, and events that repeat."""
+"""Events that repeat leave room for others."""
 
 from __future__ import annotations
 
-from concurrent.futures import TimeoutError as FutureTimeoutError
-
-import pytest
-
-from psengine.errors import ProtocolError
-from psengine.parameter_server.server.admin import Orders
 from psengine.parameter_server.server.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
 from psengine.parameter_server.server.interfaces import Clocks
-
-
-def busy(job):
-    raise FutureTimeoutError
-
-
-@pytest.mark.parametrize(
-    ("forget", "text"),
-    [
-        (lambda job: 2, r"'a b' is in use \(expected no workers, got 2\)"),
-        (lambda job: None, "there is no job 'a b'"),
-        (busy, "ask again"),
-    ],
-)
-def test_a_job_that_is_not_forgotten_says_why(forget, text):
-    orders = Orders(snapshot=None, evict=lambda *_: False, forget=forget, drain=lambda: 0)
-    with pytest.raises(ProtocolError, match=text):
-        orders.perform({"action": "forget", "job": "a b"})
 
 
 def test_a_disk_that_is_full_for_days_leaves_room_for_other_events():
