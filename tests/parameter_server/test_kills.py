@@ -402,7 +402,8 @@ def test_connections_that_break_lose_and_double_nothing():
             members[0].wait_for("step", at_least=step)
             assert relay.cut() > 2
         results = results_of(members)
-        log, final = workers.start(train_async, relay.address, 1, rank=0).result()
+        options = {"job": "another"}
+        log, final = workers.start(train_async, relay.address, 1, 1, 0.0, None, False, options, rank=0).result()
     assert log and final
     assert_same_end(results)
     assert phases_of(results[0], (0, 1)) == [(0, 1)] * steps
@@ -607,14 +608,13 @@ def train_async(
         reports.await_go()
     if prepare is not None:
         prepare(strategy)
-    session = strategy.session
-    answers, push = {}, session.push
+    answers, push = {}, strategy.session.push
 
     def note(key: int, *arguments: Any, **keywords: Any) -> Any:
         answers[key] = push(key, *arguments, **keywords)
         return answers[key]
 
-    session.push = note  # type: ignore[method-assign]
+    strategy.session.push = note  # type: ignore[method-assign]
     names = {spec.key: spec.segments[0].name for spec in strategy.chunks.specs if spec.kind is ChunkKind.PARAMETER}
     step = 0
     while step < (steps := reports.told() or steps):
@@ -624,8 +624,8 @@ def train_async(
         gradients = {name: p.grad.clone() for name, p in wrapped.module.named_parameters()}
         optimizer.step()
         for key, name in names.items():
-            refused = answers[key].wait().refused
-            log[name].append((answers[key].message.sequence, session.version(key), gradients[name], refused))
+            answer = answers[key].wait()
+            log[name].append((answers[key].message.sequence, answer.version, gradients[name], answer.refused))
         step += 1
         reports.say("step", step)
         time.sleep(pause_s)

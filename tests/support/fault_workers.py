@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
 import os
 import pickle
@@ -120,7 +122,11 @@ class Worker:
         return self._has_ended and not any(said == "result" for said, _, _ in self.heard)
 
     def story(self) -> str:
-        """Its log, and its last words."""
+        """Its log, where its threads are if it lives, and its last words."""
+        if self._process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                send_signal(self.pid, signal.SIGUSR2)
+            time.sleep(0.2)
         self.drain()
         words = [(said, value if said != "result" else "...") for said, value, _ in self.heard if said != "failed"]
         failures = [value for said, value, _ in self.heard if said == "failed"]
@@ -195,6 +201,7 @@ def _worker_main(
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     logging.basicConfig(format="%(asctime)s.%(msecs)03d %(threadName)s %(message)s", datefmt="%H:%M:%S")
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     torch.set_num_threads(1)
     reports = Reports(connection)
     code = 0

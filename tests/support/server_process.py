@@ -130,6 +130,9 @@ def running_server(
         sender.close()
         try:
             yield _await_ready(process, receiver, log)
+        except BaseException:
+            print(f"--- server {process.pid}\n{log.read_text(errors='replace')}", file=sys.stderr)
+            raise
         finally:
             receiver.close()
             if process.is_alive():
