@@ -118,6 +118,10 @@ class Control(Channel):
         if expected is not None:
             expected.finish(message, now_s)
 
+    def ask_again(self, now_s: float) -> None:
+        """Say HELLO once more, after a heartbeat."""
+        self._hello_at_s = now_s + self.job.heartbeat_s
+
     def beat(self, now_s: float) -> None:
         """Send a HEARTBEAT."""
         if not self.is_up:

@@ -307,6 +307,10 @@ class JobConnection:
         self.key = body.get("key", self.key)
         self.registration_number = body.get("registration", self.registration_number)
         self.news += 1
+        for link in self.links:
+            if link.is_registrar and not self.is_member and self.state != "initialise":
+                link.is_registrar = False
+                link.greet(now_s)
         if self.state in ("join", "initialise") and self.is_member and self.options.averages:
             self._fence()
         elif is_same and not self._preparing:
@@ -431,12 +435,12 @@ class JobConnection:
     def resumed(self, link: Link, former_epoch: int, now_s: float) -> None:
         """A shard has answered RESUME; ``former_epoch`` is that of its life before."""
         if former_epoch not in (0, link.epoch):
-            link.is_reborn = True
+            link.is_reborn, link.lost = True, 0
             self._look_for_losses(link)
             self._check_size(link)
         if self.fatal is not None:
             return
-        if self.is_member and not self._is_named(link):
+        if self.is_member and (link.is_registrar or not self._is_named(link)):
             self._restore(link, now_s)
             return
         self._refresh(now_s)
@@ -472,7 +476,7 @@ class JobConnection:
             link.greet(now_s)
             return
         if not (is_missing and self.options.averages):
-            self.tell_life(link)
+            self._restored(link)
             return
         logger.warning("registering %d chunks of job %r at %s again", len(specs), self.options.job, link.address)
         missing, epoch = {spec.key for spec in specs}, link.epoch
@@ -480,10 +484,30 @@ class JobConnection:
         def registered(key: int, answer: Message | PSEngineError) -> None:
             missing.discard(key)
             if not missing and link.epoch == epoch and not isinstance(answer, PSEngineError):
-                self.tell_life(link)
+                self._restored(link)
 
         for spec in specs:
             self.register(link, spec, None, then=partial(registered, spec.key))
+
+    def _restored(self, link: Link) -> None:
+        """The shard knows the job's chunks and its key."""
+        if self._is_named(link):
+            link.is_registrar = False
+            link.greet(self.runtime.now_s())
+        else:
+            self.tell_life(link)
+
+    def receive_stale(self, link: Link, held: int, now_s: float) -> None:
+        """A shard does not take the view: it holds that number, ``held`` or more, or another registrar's key."""
+        if held >= self.view_number:
+            self.tell_life(link, held)
+        elif self.is_member and self._is_named(link) and link.told_key != self.view_number:
+            link.told_key, link.is_registrar = self.view_number, True
+            link.greet(now_s)
+
+    def is_lost(self, link: Link) -> bool:
+        """Whether the shard has begun a new life that the view does not know."""
+        return self.is_member and not self._is_named(link)
 
     def tell_life(self, link: Link, view: int = 0) -> None:
         """COMMIT "life": the shard has another epoch than the view names, or that view's number from elsewhere."""
@@ -495,7 +519,8 @@ class JobConnection:
         chunks, version = len(self.chunks.at(link.index)), link.resumed.get("version") or 0
         if not self.options.averages:
             chunks = link.resumed["chunks"]
-        self.control.commit("life", shard=link.index, epoch=link.epoch, chunks=chunks, version=version, view=held)
+        life = {"shard": link.index, "epoch": link.epoch, "chunks": chunks, "version": version, "view": held}
+        self.control.commit("life", None, **life)
 
     def _configure(self, link: Link) -> None:
         """A server may come back with a snapshot that is older than its optimizers."""
@@ -510,7 +535,7 @@ class JobConnection:
         known = min(link.versions.values(), default=0)
         if self.options.averages or version is None or not known or version >= known:
             return
-        lost = known - version
+        lost = link.lost = known - version
         link.versions.clear()
         text = (
             f"{link.address} came back with version {version} of job {self.options.job!r}, where {self} knew of {known}"

@@ -95,7 +95,7 @@ def take_part(
                 given = job.registration_number
                 yield from _initialise(job, layout, initial)
             elif job.state == "join":
-                compare(job, layout, (yield from _await_layout(job)))
+                compare(job, layout, (yield from _await_layout(job, layout)))
                 yield [job.control.commit("join")]
         except ServerRefusedError as error:
             if error.code not in _BEGIN_AGAIN:
@@ -110,7 +110,7 @@ def take_part(
         return "initialised"
     if job.state == "join":
         return "joined"
-    compare(job, layout, (yield from _await_layout(job)))
+    compare(job, layout, (yield from _await_layout(job, layout)))
     return "ready"
 
 
@@ -162,19 +162,26 @@ def _initialise(
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way
+    if epochs != [link.epoch for link in job.links]:
+        raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
     facts = {"registration": number, "epochs": epochs, "fingerprint": job.chunks.fingerprint, "chunks": chunks}
     yield [job.control.commit("registered", None, **facts)]
 
 
-def _await_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
-    """``fetch_layout``; a shard that has restarted has no layout before it knows the view."""
-    ends_s = job.runtime.now_s() + job.options.timeout_s
+def _await_layout(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[list[ChunkSpec]]:
+    """``fetch_layout``; a shard that has restarted has no layout, or a part of it, until workers have told it."""
+    whole = {spec.key: spec for spec in mine}
+    began_s = job.runtime.now_s()
     while True:
+        waited_s = job.runtime.now_s() - began_s
         try:
-            return (yield from fetch_layout(job))
+            theirs = yield from fetch_layout(job)
+            is_part = len(theirs) < len(mine) and all(whole.get(spec.key) == spec for spec in theirs)
+            if not is_part or waited_s >= 2 * job.lease_s:
+                return theirs
         except ServerRefusedError as error:
-            if error.code != ErrorCode.NOT_READY or job.runtime.now_s() >= ends_s:
+            if error.code != ErrorCode.NOT_READY or waited_s >= job.options.timeout_s:
                 raise
         yield LAYOUT_AGAIN_S
 

@@ -24,6 +24,8 @@ from psengine.protocol.messages import NO_KEY, ErrorCode, Message, MessageType
 if TYPE_CHECKING:
     from psengine.parameter_server.client.job_connection import JobConnection
 
+# What a shard cannot answer between its restart and the view that names its new life.
+_OF_VALUES = frozenset({MessageType.PULL, MessageType.STORE, MessageType.LIST, MessageType.CONFIGURE})
 CREDIT_BYTES = 64 * 1024 * 1024
 REQUESTED_BYTES = 32 * 1024 * 1024
 
@@ -41,7 +43,8 @@ class Link(Channel):
         versions: key -> version of the values that came last.
         sent: key -> the chunk's push that was sent and is not answered yet.
         waiting: the pushes that are not sent.
-        told_life: the last COMMIT "life" about this shard.
+        lost: how many updates of each chunk the shard lost by its last restart.
+        told_life, told_key: the last COMMIT "life" about this shard; the view for which it was shown the job's key.
     """
 
     def __init__(self, job: JobConnection, index: int, address: str) -> None:
@@ -53,6 +56,7 @@ class Link(Channel):
         self.versions: dict[int, int] = {}
         self.sent: dict[int, Push] = {}
         self.waiting: deque[Push] = deque()
+        self.lost = self.told_key = 0
         self.told_life: tuple[int, ...] = ()
         self._in_flight_bytes = self._requested_bytes = self._greeting = 0
         self._behind: deque[Request] = deque()  # sent once nothing waits before them
@@ -148,11 +152,12 @@ class Link(Channel):
 
     @override
     def _send_request(self, request: Request, now_s: float) -> None:
-        size_bytes = request.size_bytes
-        if request.is_sent or (self._requested_bytes and self._requested_bytes + size_bytes > REQUESTED_BYTES):
+        sum_bytes = self._requested_bytes + request.size_bytes
+        if request.is_sent or not self.is_up or (self._requested_bytes and sum_bytes > REQUESTED_BYTES):
             return
-        if self.is_up:
-            self._requested_bytes += size_bytes
+        if request.message.type in _OF_VALUES and self.job.is_lost(self):
+            return
+        self._requested_bytes = sum_bytes
         super()._send_request(request, now_s)
 
     def _return_credit(self, request: Request, now_s: float) -> None:
@@ -222,7 +227,7 @@ class Link(Channel):
         is_about_push = push is not None and push.message.sequence == message.sequence
         operation = push if is_about_push else self.requests.get(message.sequence)
         if code == ErrorCode.STALE and operation is None:
-            self.job.tell_life(self, message.view)
+            self.job.receive_stale(self, message.view, now_s)
         elif code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.is_member and not self.is_registrar:
             # The shard has a view without this worker, of which the coordinator will tell.
             if isinstance(operation, Request):
@@ -238,10 +243,12 @@ class Link(Channel):
                 operation.last_refusal = text
         elif operation is not None:
             self.fail(operation, self.refusal(operation, message))
-        elif code in (ErrorCode.VERSION, ErrorCode.STATE_LOST) or (self.is_registrar and not self.job.is_member):
+        elif code in (ErrorCode.VERSION, ErrorCode.STATE_LOST):
             self.job.fail(self.refusal(None, message))
         else:
             self.last_problem = f"it refused a message ({code}): {text}"
+            if self.is_registrar and not self.job.is_member and self.job.control is not None:
+                self.job.control.ask_again(now_s)  # the job may be under way, as the shard knows
 
     # ---- open operations, endings ------------------------------------------------------------------------------
 
