@@ -98,8 +98,11 @@ def _merge_workers(led: Sequence[CoordinatedWorker], parts: Sequence[ShardJob]) 
         in_step = {rank: step for rank, step in steps.items() if step is not None and rank not in joining}
         fastest = max(in_step.values(), default=0)
         lags = {rank: fastest - step for rank, step in in_step.items()}
-    waits = {rank: {other for part in of_worker for other in part.waiting_for} for rank, of_worker in seen.items()}
     by_rank = {one.rank: one for one in led}
+    waits = {
+        rank: {other for part in (by_rank[rank], *of_worker) for other in part.waiting_for}
+        for rank, of_worker in seen.items()
+    }
     return tuple(
         _merge_worker(
             by_rank[rank],

@@ -109,7 +109,12 @@ class Departed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatedWorker:
-    """A worker as its job's coordinator sees it; ``silent_s``: since its last message."""
+    """A worker as its job's coordinator sees it.
+
+    Attributes:
+        silent_s: since its last message.
+        waiting_for: ranks without which it does not go on.
+    """
 
     rank: int
     incarnation: int
@@ -117,6 +122,7 @@ class CoordinatedWorker:
     host: str
     pid: int
     silent_s: float
+    waiting_for: tuple[int, ...] = ()
     telemetry: WorkerTimes = WorkerTimes()
 
 
@@ -157,7 +163,6 @@ class JobCounters:
     late: int = _total("Contributions that came after their exchange had ended.")
     abstained: int = _total("Exchanges a worker took part in without a gradient.")
     non_finite: int = _total("Contributions with NaN or infinity that an average passed on.")
-    lost_updates: int = 0
     bytes_in: int = _total("Payload bytes received from workers: pushes, registered and stored values.")
     bytes_out: int = _total("Payload bytes sent to workers and readers.")
     staleness_sum: int = _total()
@@ -242,6 +247,7 @@ class JobStatus(JobCounters):
     started: bool = False
     expected_workers: int = 1
     evicted: int = 0
+    lost_updates: int = 0
     departed: tuple[Departed, ...] = ()
     workers: tuple[WorkerStatus, ...]
 

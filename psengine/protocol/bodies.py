@@ -199,13 +199,14 @@ class Donated(Commit, tag="donated"):
 
 
 class ShardLife(Commit, tag="life"):
-    """A shard has another epoch than the view names, or answered "stale"."""
+    """A shard has another epoch than the view names, or answered "stale"; ``lost``: updates of each chunk."""
 
     shard: Unsigned
     epoch: Unsigned64
     chunks: Unsigned
     version: Unsigned
     view: Unsigned
+    lost: Unsigned | UnsetType = UNSET
 
 
 class ViewBody(Body):

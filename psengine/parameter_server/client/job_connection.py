@@ -438,6 +438,8 @@ class JobConnection:
             link.is_reborn, link.lost = True, 0
             self._look_for_losses(link)
             self._check_size(link)
+            if link.lost and self._is_named(link) and self.fatal is None:
+                self._commit_life(link, 0)  # another worker has told of the restart, and may have known of less
         if self.fatal is not None:
             return
         if self.is_member and (link.is_registrar or not self._is_named(link)):
@@ -516,10 +518,16 @@ class JobConnection:
         if told == link.told_life or self.control is None or not link.epoch or not self.is_member:
             return
         link.told_life = told
+        self._commit_life(link, held)
+
+    def _commit_life(self, link: Link, held: int) -> None:
+        assert self.control is not None
         chunks, version = len(self.chunks.at(link.index)), link.resumed.get("version") or 0
         if not self.options.averages:
             chunks = link.resumed["chunks"]
         life = {"shard": link.index, "epoch": link.epoch, "chunks": chunks, "version": version, "view": held}
+        if link.lost:
+            life["lost"] = link.lost
         self.control.commit("life", None, **life)
 
     def _configure(self, link: Link) -> None:
@@ -531,25 +539,21 @@ class JobConnection:
                 self.ask(link, message, what=f"CONFIGURE of chunk {key}")
 
     def _look_for_losses(self, link: Link) -> None:
-        version, kept = link.resumed.get("version"), link.resumed.get("durability")
-        known = min(link.versions.values(), default=0)
-        if self.options.averages or version is None or not known or version >= known:
+        version = link.resumed.get("version")
+        known = min((link.versions.get(spec.key, 0) for spec in self.chunks.at(link.index)), default=0)
+        if self.options.averages or version is None or version >= known:
             return
-        lost = link.lost = known - version
-        link.versions.clear()
-        text = (
-            f"{link.address} came back with version {version} of job {self.options.job!r}, where {self} knew of {known}"
+        link.lost = known - version
+        link.versions = {key: min(version, one) for key, one in link.versions.items()}
+        logger.warning(
+            "%s came back with version %d of job %r, where %s knew of %d: %d updates of each chunk are lost",
+            link.address,
+            version,
+            self.options.job,
+            self,
+            known,
+            link.lost,
         )
-        if kept == "log":
-            self.fail(
-                ServerRefusedError(
-                    f"{text}: its log lacks updates that it had acknowledged. Is --snapshot-dir the directory that the"
-                    " server had before? Fix: start it with that one; or start the job anew.",
-                    ErrorCode.STATE_LOST,
-                )
-            )
-        else:
-            logger.warning("%s: %d updates of each chunk are lost", text, lost)
 
     def _refresh(self, now_s: float) -> None:
         """Where pushes may go now."""

@@ -91,14 +91,14 @@ class Coordinator:
         self._came: set[int] = set()  # ranks that were members in this life
         self._evicted = 0
         self._lost = ""  # why the job is lost
+        self._has_older_state = False  # and may be found again
         # Registration.
         self._key = b""
         self._registration = 0
         self._registrar: tuple[int, int] | None = None
         self._epochs: list[int] = []  # of the shards
         self._former_epochs: list[int] = []
-        self._lossy_epochs: list[int] = []  # lives of shards of which it was told what they lost
-        self._lost_updates = 0
+        self._losses: dict[int, int] = {}  # by servers' lives, how many updates of each chunk they lost
         self._chunks: list[int] = []  # of each shard; [] where they are not known
         # The change of view that is under way.
         self._least_number = 0  # every view's number is above
@@ -238,7 +238,8 @@ class Coordinator:
                 " to do. To train again, start another run, or give it another job (PSENGINE_JOB).",
                 ErrorCode.ENDED,
             )
-        if self.state is JobState.LOST and ("view" in body or (body["run"] and body["run"] in self._runs)):
+        is_of_it = "view" in body or (body["run"] and body["run"] in self._runs)
+        if self.state is JobState.LOST and (is_of_it or self._has_older_state):
             raise ProtocolError(self._lost, ErrorCode.STATE_LOST)
         if self.state in (JobState.LOST, JobState.ENDED):
             self._begin_anew()
@@ -532,7 +533,6 @@ class Coordinator:
         body, shard, number = message.body, message.body["shard"], message.body["view"]
         if shard >= len(self._epochs) or self.state not in (JobState.OPEN, JobState.RESUMING):
             return
-        self._hear_loss(body["epoch"], shard, body.get("lost", 0))
         if body["epoch"] != self._epochs[shard]:
             if body["epoch"] in self._former_epochs:
                 return  # said late
@@ -542,23 +542,35 @@ class Coordinator:
             self._asked = self._donation = None  # what was deposited there is lost
             self._least_number = max(self._least_number, number)
             if not self.averages and self._chunks and body["chunks"] < self._chunks[shard]:
-                self._lose(shard, body["chunks"])
+                self._lose(
+                    f"shard {shard} has restarted and has {body['chunks']} of its {self._chunks[shard]} chunks, which"
+                    " no worker can give again. Fix: start all anew from a checkpoint; servers that start with"
+                    " --snapshot-dir DIRECTORY, and --durability log where no acknowledged update may be lost, keep"
+                    " them"
+                )
+                return
         elif self.view is not None and number >= self.view.number:
             self._least_number, self._is_wanted = max(self._least_number, number), True
+        self._hear_loss(body["epoch"], shard, body["version"], body.get("lost", 0))
 
-    def _hear_loss(self, epoch: int, shard: int, lost: int) -> None:
-        """A shard has gone back to a snapshot: workers know how many updates it lacks; said once a life."""
-        if lost and epoch not in self._lossy_epochs:
-            self._lossy_epochs = [*self._lossy_epochs, epoch][-MAX_REMEMBERED:]
-            self._lost_updates += lost
+    def _hear_loss(self, epoch: int, shard: int, version: int, lost: int) -> None:
+        """A shard has gone back to an older state: workers know how many updates it lacks; an event once a life."""
+        known = self._losses.get(epoch, 0)
+        if lost <= known:
+            return
+        self._losses[epoch] = lost
+        if not known:
             self._record.lost(lost, shard)
+        if self._around.settings.durability == "log" and self.state is not JobState.LOST:
+            self._has_older_state = True
+            self._lose(
+                f"shard {shard} came back with an older state, version {version}, and workers knew of version"
+                f" {version + lost}: its log lacks updates that were acknowledged. Fix: start the job's servers with"
+                " the --snapshot-dir of before, then the workers; or drop the job by psengine admin forget"
+            )
 
-    def _lose(self, shard: int, chunks: int) -> None:
-        self._lost = (
-            f"job {self.name!r} is lost: shard {shard} has restarted and has {chunks} of its {self._chunks[shard]}"
-            " chunks, which no worker can give again. Fix: start all anew from a checkpoint; servers that start with"
-            " --snapshot-dir DIRECTORY, and --durability log where no acknowledged update may be lost, keep them."
-        )
+    def _lose(self, why: str) -> None:
+        self._lost = f"job {self.name!r} is lost: {why}."
         logger.error("%s", self._lost)
         self._advance(JobEvent.LOST)
         for worker in self.workers.present:
@@ -871,8 +883,10 @@ class Coordinator:
             why, ranks = "prepare", [one.rank for one in self.workers.members if one.rank not in self._prepared]
         elif worker.state is WorkerState.JOINING:
             why, ranks = "join", [] if self._asked is None else [self._asked[0]]
-        elif worker.state is WorkerState.MEMBER:
+        elif worker.state is WorkerState.MEMBER and worker.is_blocked:
             why, ranks = "release", self._decisions.waiting_for()
+            if type(self._decisions) is not Decisions and len(self._came) < self._world_size and not self.averages:
+                ranks = [*ranks, *(rank for rank in range(self._world_size) if rank not in self._came)]
         ranks = [rank for rank in ranks if rank != worker.rank]
         return {"why": why, "waiting_for": ranks} if ranks else {}
 
@@ -904,7 +918,7 @@ class Coordinator:
             started=any(one.completed for one in self.workers.members),
             expected_workers=self._world_size,
             evicted=self._evicted,
-            lost_updates=self._lost_updates,
+            lost_updates=sum(self._losses.values()),
             departed=tuple(self._record.departed),
             workers=tuple(
                 CoordinatedWorker(
@@ -914,6 +928,7 @@ class Coordinator:
                     host=one.host,
                     pid=one.pid,
                     silent_s=round(now_s - one.last_heard_s, 3),
+                    waiting_for=tuple(self._waits_for(one).get("waiting_for", ())),
                     telemetry=one.telemetry.times,
                 )
                 for one in self.workers.present
@@ -926,7 +941,7 @@ class Coordinator:
             **{name: getattr(self, f"_{name}") for name in _DURABLE},
             **self.workers.to_meta(),
             "name": self.name,
-            "state": self.state.value,
+            "state": (JobState.OPEN if self._has_older_state else self.state).value,
             "rule": self.rule,
             "key": self._key.hex(),
             "came": sorted(self._came),

@@ -22,7 +22,6 @@ class JobStatistics:
     late: int = 0  # contributions that came after their exchange had ended with the others' (quorum)
     abstained: int = 0  # exchanges a worker took part in without a gradient
     non_finite: int = 0  # contributions with NaN or infinity that an average passed on, as native DDP does
-    lost_updates: int = 0  # pushes that this server had acknowledged before it went back to a snapshot without them
     # Payload of the job's messages, readers' included, but not what measures the server.
     bytes_in: int = 0
     bytes_out: int = 0
