@@ -87,6 +87,9 @@ class ApplyingJob(Job):
         self._brought: dict[tuple[int, int], set[int]] = defaultdict(set)  # the same, in any life
         # (epoch, chunk, process, step) -> what a shard says that this worker holds then.
         self._held: dict[tuple[int, int, int, int], Values] = {}
+        self._seen: dict[tuple[int, int], int] = {}  # (process, chunk) -> the version that it was told last
+        self._restored: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its version at the start
+        self._lives: set[int] = set()  # of servers, that a worker has told the coordinator
         self._residuals: dict[tuple[int, int], Values] = {}
         self._views: dict[tuple[int, int], tuple[int, int]] = {}  # (chunk, process) -> the view of its last answer
 
@@ -157,6 +160,7 @@ class ApplyingJob(Job):
         process.land(push, landing)
         self.answered += 1
         key, answer, chunk = push.key, push.answer, self.chunks[push.key]
+        self._seen[process.number, key] = answer.version
         may_be = (None, "abstained", "stale")[: 2 + (self.scenario.max_staleness is not None)]
         require(result.refused in may_be, "a push of chunk {} was refused: {}", key, result.refused)
         if answer.epoch != chunk.epoch:
@@ -174,6 +178,7 @@ class ApplyingJob(Job):
 
     def _check_whole(self, process: WorkerProcess, key: int, landing: torch.Tensor, answer: Message) -> None:
         """A worker got a state that existed."""
+        self._seen[process.number, key] = answer.version
         chunk = self.chunks[key]
         if answer.epoch != chunk.epoch:
             return
@@ -296,6 +301,22 @@ class ApplyingJob(Job):
 
     # ---- restarts ----------------------------------------------------------------------------------------------
 
+    def coordinated(self, server: ServerProcess, message: Message | None, outgoing: list[Any]) -> None:
+        """See ``Job``: the first worker that tells of a shard's new life says what is lost."""
+        if message is None or message.type is not MessageType.COMMIT or message.body["what"] != "life":
+            return
+        epoch, process = message.body["epoch"], self.world.process_of(message.worker, message.incarnation)
+        if process is None or epoch in self._lives:
+            return
+        self._lives.add(epoch)
+        keys = inspection.keys_at(process.session, message.body["shard"])
+        versions = [self._restored[epoch, key] for key in keys if (epoch, key) in self._restored]
+        seen = [self._seen[process.number, key] for key in keys if (process.number, key) in self._seen]
+        if versions and len(versions) == len(seen) == len(keys):
+            lost = max(0, min(seen) - min(versions))
+            where = "worker {} says that {} updates are lost, and {} are"
+            require(message.body.get("lost", 0) == lost, where, process.rank, message.body.get("lost", 0), lost)
+
     def server_started(self, server: ServerProcess) -> None:
         """A life begins: what it lost is allowed by its tier."""
         restored: dict[int, int] = {}
@@ -306,7 +327,8 @@ class ApplyingJob(Job):
                 is_known = known is not None and np.array_equal(known.values, values)
                 require(is_known, "chunk {} came back as version {} with values that it never had", key, version)
                 chunk.versions = {number: one for number, one in chunk.versions.items() if number <= version}
-                chunk.epoch, restored[key] = server.epoch, version
+                chunk.epoch = server.epoch
+                restored[key] = self._restored[server.epoch, key] = version
                 for (number, step_), taken in self.taken.items():
                     process = self.world.all_processes[number]
                     if not inspection.knows(shard, key, process.rank, process.incarnation, step_):

@@ -57,6 +57,12 @@ def forget_at_exit(session: Any) -> None:
     session._finalizer.detach()
 
 
+def keys_at(session: Any, shard: int) -> list[int]:
+    """The chunks that a session knows at a shard of the job."""
+    placed = session.job_connection.chunks.shard_of
+    return sorted(key for key, where in placed.items() if where == shard)
+
+
 def waits_since_s(program: Any) -> float:
     """When a flow began to wait for what it waits for."""
     return program._since_s  # type: ignore[no-any-return]

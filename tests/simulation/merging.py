@@ -57,6 +57,7 @@ class MergingJob(ApplyingJob):
 
     def coordinated(self, server: ServerProcess, message: Message | None, outgoing: list[Any]) -> None:
         """See ``Job``: note what it decides."""
+        super().coordinated(server, message, outgoing)
         if message is not None and message.type is MessageType.COMMIT and message.body["what"] == "step":
             worker, step = (message.worker, message.incarnation), message.body["step"]
             if step > self._committed.get(worker, 0):
