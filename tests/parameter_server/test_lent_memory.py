@@ -14,9 +14,9 @@ import pytest
 import torch
 from support.processes import forkserver
 from support.server_process import running_server
-from support.shard_world import APPLY, AVERAGE, SGD, Worker, World, spec
+from support.shard_world import APPLY, AVERAGE, SGD, World, spec, team
 from support.waiting import eventually
-from support.worker_sessions import entered
+from support.worker_sessions import all_entered, entered
 
 from psengine import DistributedDataParallel, SyncServer
 from psengine.errors import ServerError
@@ -50,7 +50,7 @@ def push(session: WorkerSession) -> tuple[int, float, float]:
 
 def lent(session: WorkerSession) -> int:
     """How many places of the server's memory this worker has read in."""
-    segments = session._membership.connection.segments
+    segments = session.job_connection.transport.segments
     assert segments is not None
     return sum(len(one.lent_answers) for one in segments._attachments.values())
 
@@ -169,9 +169,7 @@ def average(sessions: Sequence[WorkerSession], value: float) -> list[Push]:
 
 def test_averages_are_read_where_the_server_makes_them_and_stay_while_somebody_may_read_them():
     with running_server() as server:
-        sessions = [
-            entered(server.addresses[0], rank, [spec(0, NUMEL)], rule=AVERAGE, world_size=2) for rank in range(2)
-        ]
+        sessions = all_entered(server.addresses[0], 2, [spec(0, NUMEL)], rule=AVERAGE)
         try:
             for step in range(4):
                 pushes = average(sessions, float(step))
@@ -214,8 +212,7 @@ def test_a_bucket_of_many_chunks_is_one_piece_of_the_servers_memory():
 def attached() -> tuple[ShardSegments, WorkerSegment]:
     """A worker's segment at a shard: a place for the gradient of a chunk, and one for its answer."""
     world = World()
-    worker = Worker(world, 0, rule=APPLY)
-    worker.initialise([spec(0, NUMEL)])
+    (worker,) = team(world, 1, [spec(0, NUMEL)], rule=APPLY)
     size_bytes = ONES.nbytes
     descriptor = make_segment(2 * size_bytes)
     try:
@@ -224,7 +221,7 @@ def attached() -> tuple[ShardSegments, WorkerSegment]:
         places = {0: Place(0, size_bytes, size_bytes)}
         offer = Offer(member, segments.token(member), 2 * size_bytes, places)
         segment = WorkerSegment(offer, SegmentMapping(descriptor, 2 * size_bytes))
-        assert segments.attach(world.shard, segment) == ""
+        assert segments.attach(world.shards[0], segment) == ""
     finally:
         os.close(descriptor)
     return segments, segment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -19,7 +20,7 @@ from support.processes import forkserver
 from support.server_process import ServerProcess, running_server
 from support.shard_world import APPLY, AVERAGE, SGD
 from support.waiting import eventually
-from support.worker_sessions import entered
+from support.worker_sessions import all_entered, entered
 
 from psengine.errors import EnvironmentVariableError, ServerError, ServerLostError
 from psengine.parameter_server.client import operation
@@ -48,7 +49,7 @@ def landings() -> list[torch.Tensor]:
 
 def sharing(session: WorkerSession) -> int:
     """How many shards share this worker's memory."""
-    segments = session._membership.connection.segments
+    segments = session.job_connection.transport.segments
     assert segments is not None
     return len(segments._attachments)
 
@@ -80,13 +81,11 @@ def history(
     made: list[torch.Tensor] = []
     sessions: list[WorkerSession] = []
     try:
-        for rank in range(workers):
-            options = {"job": job, "rule": rule, "world_size": workers, "uses_segments": shares}
-            sessions.append(entered(server.addresses[0], rank, SPECS, **options))
-            if rule["name"] == "apply" and rank == 0:
-                for spec in SPECS[:-1]:
-                    body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, spec.numel, 0]]}
-                    sessions[0].configure(spec.key, body).wait()
+        sessions = all_entered(server.addresses[0], workers, SPECS, job=job, rule=rule, uses_segments=shares)
+        if rule["name"] == "apply":
+            for spec in SPECS[:-1]:
+                body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, spec.numel, 0]]}
+                sessions[0].configure(spec.key, body).wait()
         for step in range(steps):
             answers = [landings() for _ in sessions]
             if rule["name"] == "average":
@@ -100,6 +99,8 @@ def history(
     finally:
         for session in sessions:
             session.close()
+        sessions.clear()
+        gc.collect()  # a session that was closed refers to its last answers
     return made
 
 
@@ -158,9 +159,7 @@ def test_a_restarted_server_gets_the_segment_again():
 
 def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_what_was_pushed():
     with running_server(lease_s=30.0) as server:
-        sessions = [
-            entered(server.addresses[0], rank, SPECS[:1], world_size=2, job="late", timeout_s=1.0) for rank in range(2)
-        ]
+        sessions = all_entered(server.addresses[0], 2, SPECS[:1], job="late", timeout_s=2.0)
         try:
             mine = sessions[0]
             mine.reserve(1 << 20)
@@ -237,9 +236,9 @@ def push_for_ever(address: str, rank: int) -> None:
 def test_a_worker_that_is_killed_leaves_no_memory_and_no_half_gradient(seed):
     rng = random.Random(seed)
     with running_server(lease_s=1.0) as server:
-        survivor = entered(server.addresses[0], 0, SPECS, job="killed", world_size=2)
         victim = forkserver.Process(target=push_for_ever, args=(server.addresses[0], 1), daemon=True)
         victim.start()
+        survivor = entered(server.addresses[0], 0, SPECS, job="killed", world_size=2)
         try:
             eventually(lambda: 1 in survivor.members)
             stop_s, is_dead, alone = time.monotonic() + rng.uniform(0.05, 0.6), False, 0
@@ -270,10 +269,8 @@ def test_servers_that_are_killed_at_any_moment_change_no_bit(seed):
     with ExitStack() as stack:
         server = stack.enter_context(running_server())
         address = server.addresses[0]
-        sessions = [entered(address, rank, SPECS, job="restarts", world_size=2) for rank in range(2)]
+        sessions = all_entered(address, 2, SPECS, job="restarts")
         try:
-            for session, key in itertools.product(sessions, CHUNKS):
-                session.keep_result(key)
             for step in range(12):
                 answers = [landings() for _ in sessions]
                 pushes = [

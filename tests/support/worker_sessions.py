@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,3 +24,12 @@ def entered(
     session.start()
     session.enter(specs or [spec(0, 4)], lambda one: torch.zeros(one.numel, dtype=one.dtype))
     return session
+
+
+def all_entered(
+    addresses: str | Sequence[str], workers: int, specs: Sequence[ChunkSpec] = (), **options: Any
+) -> list[WorkerSession]:
+    """All workers of a job, by rank: an averaging job begins when the last one has come."""
+    options["world_size"] = workers
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda rank: entered(addresses, rank, specs, **options), range(workers)))
