@@ -258,8 +258,10 @@ def test_an_averaging_job_waits_for_its_world_size_and_says_for_whom() -> None:
     first.register()
     assert bench.job.view is None
     assert first.heartbeat() == {"why": "begin", "waiting_for": [1]}
+    assert bench.coordinators.training_count() == 0
     bench.worker(1).hello()
     assert bench.ranks == [0, 1]
+    assert bench.coordinators.training_count() == 2
 
 
 def test_hello_said_again_gets_the_same_answer() -> None:
@@ -353,6 +355,20 @@ def test_a_claim_to_the_rank_of_a_dead_process_replaces_it() -> None:
     assert bench.ranks == [0]
     assert refusal(dead.reconnect) == ErrorCode.DUPLICATE_RANK
     assert refusal(lambda: dead.leave()) == ErrorCode.FENCED
+
+
+def test_a_rank_that_starts_again_three_times_goes_to_its_last_process() -> None:
+    bench = Bench(AVERAGE)
+    first, _ = bench.team(2)
+    started = []
+    for _ in range(3):
+        started.append(bench.worker(1))
+        assert started[-1].hello() == ""
+        bench.wait(1.0, first)
+    bench.wait(3 * 3.0, first, started[-1])
+    assert [one.count(MessageType.ERROR) for one in started] == [0, 0, 0]
+    assert started[-1].welcome["state"] == "join"
+    assert started[-1].incarnation > started[1].incarnation
 
 
 def test_a_claim_to_the_rank_of_a_process_that_leaves_gets_it() -> None:
@@ -492,6 +508,18 @@ def test_prepare_is_said_again_on_a_new_connection_after_the_view() -> None:
     second.completed = 3
     second.prepare(second.last(MessageType.PREPARE).view)
     assert (bench.ranks, bench.view.from_step) == ([0, 1], 4)
+
+
+def test_members_that_were_prepared_for_a_joiner_that_died_get_a_view() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    number = bench.view.number
+    second.obeys = False
+    joiner = bench.worker(2)
+    join(joiner, first)
+    bench.wait(LEASE_S + 1, first, second)
+    second.prepare(second.last(MessageType.PREPARE).view)
+    assert (bench.ranks, bench.view.number, first.view) == ([0, 1], number + 1, bench.view)
 
 
 def test_several_causes_during_a_change_end_in_one_view() -> None:
@@ -647,6 +675,27 @@ def test_nobody_is_served_while_another_may_still_read_its_state() -> None:
     first.donate()
     assert bench.ranks == [0, 1, 2, 3]
     assert second.view == bench.view
+
+
+def test_one_donation_is_for_all_who_wait_and_lasts_until_all_have_read_it() -> None:
+    bench = Bench(QUORUM, world_size=2)
+    first, second = bench.team(2)
+    joiners = [bench.worker(2), bench.worker(3)]
+    for joiner in joiners:
+        joiner.hello()
+        joiner.commit("join")
+    first.donate()
+    assert bench.ranks == [0, 1, 2, 3]
+    wanted = first.count(MessageType.STATE_WANTED)
+    last = bench.worker(4)
+    last.hello()
+    last.commit("join")
+    joiners[0].step(1)
+    first.heartbeat()
+    second.heartbeat()
+    assert (first.count(MessageType.STATE_WANTED), second.count(MessageType.STATE_WANTED)) == (wanted, 0)
+    joiners[1].step(1)
+    assert first.count(MessageType.STATE_WANTED) == wanted + 1
 
 
 # ---- servers that restart ----------------------------------------------------------------------------------------

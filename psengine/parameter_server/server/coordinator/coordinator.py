@@ -729,7 +729,8 @@ class Coordinator:
 
     def _change_view(self) -> None:
         newcomers, members = self._newcomers(), self.workers.members
-        if not newcomers and not self._is_wanted:
+        # Once members are frozen a view has to come, also where its cause is gone.
+        if not newcomers and not self._is_wanted and self._preparing is None:
             return
         if self.averages:
             if self._preparing is None and members:

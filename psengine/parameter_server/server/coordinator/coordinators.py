@@ -168,8 +168,8 @@ class Coordinators:
         return sum(job.remembered_count for job in self.by_number.values())
 
     def training_count(self) -> int:
-        """Workers of all jobs, without those that wait for a job's first values."""
-        return sum(len(job.workers.present) for job in self.by_number.values() if job.state not in _NO_VALUES)
+        """Workers of all jobs, without those that wait for a job's first view."""
+        return sum(len(job.workers.present) for job in self.by_number.values() if job.view is not None)
 
     def status(self, now_s: float) -> dict[str, CoordinatedJob]:
         """The jobs as they are now, by name."""

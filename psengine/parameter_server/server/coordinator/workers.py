@@ -101,6 +101,7 @@ class Claim:
     sender: Sender
     message: Message
     since_s: float
+    holder: Worker | None
 
 
 class Workers:
@@ -176,7 +177,7 @@ class Workers:
             if (claim.rank, claim.message.body["nonce"]) == (rank, message.body["nonce"]):
                 claim.sender, claim.message = sender, message
                 return
-        self.claims.append(Claim(rank, sender, message, now_s))
+        self.claims.append(Claim(rank, sender, message, now_s, self.by_rank.get(rank)))
 
     def judged(self, patience_s: float, now_s: float) -> Iterator[tuple[Claim, bool]]:
         """Claims whose time is over, taken out, and whether the holder of the rank is alive."""
@@ -184,6 +185,8 @@ class Workers:
             holder = self.by_rank.get(claim.rank)
             if holder is not None and holder.state is WorkerState.MEMBER and not holder.route:
                 continue  # the job resumes, and it has a lease to come back
+            if holder is not claim.holder:  # another claim got the rank, which says nothing of who is alive now
+                claim.holder, claim.since_s = holder, now_s
             is_gone = holder is None or holder.state is WorkerState.GONE
             heard = holder is not None and not is_gone and holder.last_heard_s > claim.since_s + CLAIM_GRACE_S
             if heard or is_gone or now_s >= claim.since_s + patience_s + CLAIM_GRACE_S:
