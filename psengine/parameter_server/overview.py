@@ -100,7 +100,7 @@ def _merge_workers(led: Sequence[CoordinatedWorker], parts: Sequence[ShardJob]) 
         lags = {rank: fastest - step for rank, step in in_step.items()}
     by_rank = {one.rank: one for one in led}
     waits = {
-        rank: {other for part in (by_rank[rank], *of_worker) for other in part.waiting_for}
+        rank: {*by_rank[rank].waiting_for, *(other for part in of_worker for other in part.waiting_for)}
         for rank, of_worker in seen.items()
     }
     return tuple(

@@ -54,7 +54,7 @@ class _Part(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Travels as an array."""
 
 
-class Place(_Part):
+class Place(_Part, frozen=True):
     """Where a chunk's payloads lie in a segment, in bytes from its begin."""
 
     gradient: Offset
@@ -62,7 +62,7 @@ class Place(_Part):
     size_bytes: Annotated[int, Meta(ge=1, le=MAX_PAYLOAD_BYTES)]
 
 
-class Member(_Part):
+class Member(_Part, frozen=True):
     """The worker whose segment it is: a life of a rank of a job, as the header of its messages has them."""
 
     job: Unsigned64
@@ -70,7 +70,7 @@ class Member(_Part):
     incarnation: Unsigned64
 
 
-class Offer(_Part):
+class Offer(_Part, frozen=True):
     """A segment for one shard.
 
     Attributes:
@@ -86,7 +86,7 @@ class Offer(_Part):
     places: Annotated[dict[Key, Place], Meta(min_length=1, max_length=MAX_PLACES)]
 
 
-class LentTable(_Part):
+class LentTable(_Part, frozen=True):
     """The server's own segment, as a worker is told of it.
 
     Attributes:
@@ -105,7 +105,7 @@ class LentTable(_Part):
         return self.parts * self.part_bytes
 
 
-class Answer(_Part):
+class Answer(_Part, frozen=True):
     """A shard's to an offer: why it is not taken, or what it lends in turn."""
 
     refusal: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)] = ""

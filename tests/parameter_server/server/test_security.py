@@ -14,7 +14,7 @@ import zmq
 from support.server_process import running_server
 
 import psengine
-from psengine.parameter_server.client import handshake_monitor
+from psengine.parameter_server.client import handshakes
 from psengine.parameter_server.server.transport import key_rings
 from psengine.parameter_server.server.transport.authentication import Authenticator, keygen, new_key_pair, try_handshake
 from psengine.parameter_server.server.transport.endpoint import Endpoint
@@ -151,8 +151,8 @@ def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
         first.kill()
         since_s = time.monotonic()
         while (
-            tunnel.dropped < 3 * handshake_monitor.MAX_CUT_HANDSHAKES
-            or time.monotonic() < since_s + 2 * handshake_monitor.CUT_HANDSHAKES_S
+            tunnel.dropped < 3 * handshakes.MAX_CUT_HANDSHAKES
+            or time.monotonic() < since_s + 2 * handshakes.CUT_HANDSHAKES_S
         ):
             time.sleep(0.02)
         with running_server(bind=first.addresses[0], **options):
