@@ -253,7 +253,7 @@ class Resume(Body):
 
 
 class Resumed(Body):
-    """RESUMED. Versions are the least of the job's chunks here; None: not known now."""
+    """RESUMED. Versions are the least of the job's chunks here; ``durable_version``: on the disk, None nothing."""
 
     shards: Annotated[list[Printable], Meta(min_length=1)]
     index: Unsigned
@@ -261,7 +261,7 @@ class Resumed(Body):
     durability: Tier
     software: Label
     chunks: Unsigned
-    version: Unsigned | None
+    version: Unsigned
     view: Unsigned
     durable_version: Unsigned | None = None
     missing: list[Key] | UnsetType = UNSET

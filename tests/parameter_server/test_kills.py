@@ -10,6 +10,7 @@ import itertools
 import os
 import pickle
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,14 @@ from attacks.throttled_relay import throttled_relay
 from support.fault_workers import Reports, Worker, end_myself, expect_workers, results_of, worker_processes
 from support.marks import slow
 from support.processes import run_ranks
-from support.server_process import ServerProcess, running_server
+from support.server_process import SGD, Peer, ServerProcess, running_server
+from support.shard_world import APPLY, spec
+from support.worker_sessions import entered
 from torch import nn
 from torch.nn import functional as F
 
 import psengine
+from psengine.errors import ServerRefusedError
 
 LEASE_S = 1.0
 # What the promises add to a lease, and what a rejoining worker may take.
@@ -774,3 +778,84 @@ def test_async_goes_on_from_the_last_snapshot(tmp_path: Path, seed: int):
         assert len(updates) == 90
 
 
+def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path):
+    """It was started again with a copy from before: its workers know better."""
+    options = {"bind": f"ipc://{tmp_path}/socket", "lease_s": LEASE_S, "durability": "log"}
+    with ExitStack() as context:
+        server = context.enter_context(running_server(snapshot_dir=tmp_path / "kept", **options))
+        session = entered(server.addresses[0], 0, [spec(0)], rule=APPLY)
+        context.callback(session.close)
+        session.configure(0, {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, 4, 0]]}).wait()
+        for number in range(4):
+            session.push(0, torch.ones(4), []).wait()
+            if number == 1:
+                shutil.copytree(tmp_path / "kept", tmp_path / "old")
+        server.kill()
+        server = context.enter_context(running_server(snapshot_dir=tmp_path / "old", **options))
+        refusal = r"older state, version 2, and workers knew of version 4[\s\S]*--snapshot-dir of before"
+        with pytest.raises(ServerRefusedError, match=refusal) as caught:
+            session.push(0, torch.ones(4), []).wait()
+        assert caught.value.code == "state_lost"
+        with Peer(server.addresses[0]) as peer:
+            assert peer.hello().body["code"] == "state_lost"
+        server.kill()
+        server = context.enter_context(running_server(snapshot_dir=tmp_path / "kept", **options))
+        with Peer(server.addresses[0]) as peer:
+            assert peer.hello(rank=1, world_size=2).type.name == "WELCOME"
+            assert server.job("job")[0]["version_min"] == 4
+
+
+# ---- workers of diloco-server ----------------------------------------------------------------------------------------
+
+
+def train_diloco(reports: Reports, addresses: str, world_size: int, pause_s: float) -> dict[int, State]:
+    """Until it is told to end; by the number of each merge that it took part in, the parameters."""
+    rank = rank_of_mine()
+    expect_workers(world_size)
+    strategy = psengine.DilocoServer(quorum=world_size, every=2, servers=addresses, timeout_s=40.0)
+    wrapped = psengine.DistributedDataParallel(build(), strategy=strategy, bucket_cap_mb=0.00001)
+    optimizer = psengine.DistributedOptimizer(make_optimizer(wrapped.parameters()), wrapped)
+    pushes, push = [], strategy.session.push
+
+    def note(*arguments: Any, **keywords: Any) -> Any:
+        pushes.append(push(*arguments, **keywords))
+        return pushes[-1]
+
+    strategy.session.push = note  # type: ignore[method-assign]
+    merges: dict[int, State] = {}
+    for step in itertools.count():
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+        time.sleep(pause_s)
+        if pushes:
+            parameters = {spec.key for spec in strategy.chunks.specs if spec.kind.value == "parameter"}
+            [merge] = {one.wait().version for one in pushes if one.key in parameters}
+            merges[merge] = {name: tensor.detach().clone() for name, tensor in wrapped.module.named_parameters()}
+            pushes.clear()
+            reports.say("step", strategy.completed_steps)
+            if reports.told():
+                break
+    strategy.close()
+    return merges
+
+
+def test_workers_of_a_merge_agree_and_no_merge_waits_for_a_dead_one(tmp_path: Path):
+    with ExitStack() as context:
+        servers = Servers(context, tmp_path)
+        workers = context.enter_context(worker_processes())
+        first, victim, third = (workers.start(train_diloco, servers.addresses, 3, 0.01, rank=rank) for rank in range(3))
+        victim.wait_for("step", at_least=5)
+        victim.kill()
+        assert_goes_on([first, third], time.monotonic())
+        again = workers.start(train_diloco, servers.addresses, 3, 0.01, rank=1)
+        again.wait_for("step", at_least=5)
+        for worker in (first, third, again):
+            worker.go()
+        results = results_of([first, third, again])
+    for one, other in itertools.combinations(results, 2):
+        common = one.keys() & other.keys()
+        assert len(common) >= 4
+        for merge in common:
+            assert_equal(one[merge], other[merge])

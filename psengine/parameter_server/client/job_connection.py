@@ -445,12 +445,29 @@ class JobConnection:
         if self.is_member and (link.is_registrar or not self._is_named(link)):
             self._restore(link, now_s)
             return
+        if self.is_member and not self.options.averages and self._lacks_chunks(link):
+            return
         self._refresh(now_s)
+        if link.is_reborn and self.is_member:
+            self._configure(link, now_s)
         if link.may_push:
             self._return_results(link)
-            if link.is_reborn:
-                self._configure(link)
         link.pump(now_s)
+
+    def _lacks_chunks(self, link: Link) -> bool:
+        """Whether a shard has come back without chunks that it held: their weights are lost."""
+        expected, got = len(self.chunks.at(link.index)), link.resumed["chunks"]
+        if got >= expected:
+            return False
+        self.fail(
+            ServerRefusedError(
+                f"{link.address} came back without weights of job {self.options.job!r} (expected {expected} chunks, got"
+                f" {got}): it was restarted without a snapshot that has them. Start the servers with --snapshot-dir,"
+                " and the workers again from a checkpoint.",
+                ErrorCode.STATE_LOST,
+            )
+        )
+        return True
 
     def _check_size(self, link: Link) -> None:
         """A server is to come back with as many shards as it had."""
@@ -522,7 +539,7 @@ class JobConnection:
 
     def _commit_life(self, link: Link, held: int) -> None:
         assert self.control is not None
-        chunks, version = len(self.chunks.at(link.index)), link.resumed.get("version") or 0
+        chunks, version = len(self.chunks.at(link.index)), link.resumed["version"]
         if not self.options.averages:
             chunks = link.resumed["chunks"]
         life = {"shard": link.index, "epoch": link.epoch, "chunks": chunks, "version": version, "view": held}
@@ -530,18 +547,19 @@ class JobConnection:
             life["lost"] = link.lost
         self.control.commit("life", None, **life)
 
-    def _configure(self, link: Link) -> None:
-        """A server may come back with a snapshot that is older than its optimizers."""
+    def _configure(self, link: Link, now_s: float) -> None:
+        """A server may come back with a snapshot that is older than its optimizers: before pushes, send them."""
         link.is_reborn = False
         for key, body in self.configured.items():
             if self.chunks.shard_of[key] == link.index:
-                message = Message(MessageType.CONFIGURE, key=key, body=body)
-                self.ask(link, message, what=f"CONFIGURE of chunk {key}")
+                message = Message(MessageType.CONFIGURE, key=key, sequence=self.next_id(), body=body)
+                name = f"CONFIGURE of chunk {key}"
+                link.begin(Request(message, partial(str, name), self.parking, self.options.timeout_s), now_s)
 
     def _look_for_losses(self, link: Link) -> None:
-        version = link.resumed.get("version")
+        version = link.resumed["version"]
         known = min((link.versions.get(spec.key, 0) for spec in self.chunks.at(link.index)), default=0)
-        if self.options.averages or version is None or version >= known:
+        if self.options.averages or version >= known:
             return
         link.lost = known - version
         link.versions = {key: min(version, one) for key, one in link.versions.items()}

@@ -391,12 +391,10 @@ class ShardThread(threading.Thread):
             self._send_group()
 
     def _complete(self, resumed: Message) -> None:
-        """Add what only this thread knows. It does not wait: a version that a restart could take back is not said."""
+        """Add what only this thread knows. It does not wait: a worker learns from its version what was lost."""
         settings, body = self.shard.settings, resumed.body
         body["shards"] = self._addresses
         body.update(durability=settings.durability, software=settings.software, credit_bytes=settings.credit_bytes)
-        if not self.answers.is_durable:
-            body["version"] = None
         self.segments.sign(resumed)
 
     def _send_with_others(self, one: Outgoing) -> None:
