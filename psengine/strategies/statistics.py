@@ -40,8 +40,10 @@ class Statistics:
 
 def counts_at_servers(shards: Iterable[Mapping[str, Any]], job: str) -> dict[str, Any]:
     """Return the fields of ``Statistics`` that servers count, added up over the shards' status reports."""
-    parts = [shard["jobs"][job] for shard in shards if job in shard["jobs"]]
-    live = {int(worker["rank"]) for part in parts for worker in part["workers"] if worker["state"] == "live"}
+    reports = list(shards)
+    parts = [shard["jobs"][job] for shard in reports if job in shard["jobs"]]
+    coordinated = [shard["coordinated"][job] for shard in reports if job in shard["coordinated"]]
+    live = {int(worker["rank"]) for one in coordinated for worker in one["workers"] if worker["state"] == "live"}
     staleness: Counter[int] = Counter()
     for part in parts:
         staleness.update({int(age): int(count) for age, count in part["staleness"].items()})

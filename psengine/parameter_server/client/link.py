@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # What a shard cannot answer between its restart and the view that names its new life.
 _OF_VALUES = frozenset({MessageType.PULL, MessageType.STORE, MessageType.LIST, MessageType.CONFIGURE})
+_FATAL = (ErrorCode.VERSION, ErrorCode.STATE_LOST)
+_FATAL_TO_REGISTRAR = (ErrorCode.RULE_MISMATCH, ErrorCode.BAD_VALUE, ErrorCode.MEMORY)
 CREDIT_BYTES = 64 * 1024 * 1024
 REQUESTED_BYTES = 32 * 1024 * 1024
 
@@ -243,7 +245,7 @@ class Link(Channel):
                 operation.last_refusal = text
         elif operation is not None:
             self.fail(operation, self.refusal(operation, message))
-        elif code in (ErrorCode.VERSION, ErrorCode.STATE_LOST):
+        elif code in _FATAL or (message.sequence == self._greeting and code in _FATAL_TO_REGISTRAR):
             self.job.fail(self.refusal(None, message))
         else:
             self.last_problem = f"it refused a message ({code}): {text}"
