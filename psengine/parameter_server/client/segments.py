@@ -83,13 +83,14 @@ class Arena:
 class Pushed(Protocol):
     """A push, as far as its memory is concerned; ``is_done``: its step is complete, or it has failed."""
 
-    key: int
     message: Message
-    error: Exception | None
 
     @property
-    def is_done(self) -> bool:
-        """See the class."""
+    def key(self) -> int: ...
+    @property
+    def is_done(self) -> bool: ...
+    @property
+    def error(self) -> Exception | None: ...
 
 
 @dataclass(slots=True)
