@@ -149,9 +149,10 @@ def _initialise(
 ) -> Flow[None]:
     """Give the job its values."""
     assert job.control is not None
+    number = job.registration_number
     job.transport.do(job.begin_registration)
     yield [_greeting(job, link) for link in job.links]
-    number, epochs = job.registration_number, [link.epoch for link in job.links]
+    epochs = [link.epoch for link in job.links]
     job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
     under_way: deque[Request] = deque()
     for spec in layout:
@@ -162,7 +163,7 @@ def _initialise(
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way
-    if epochs != [link.epoch for link in job.links]:
+    if epochs != [link.epoch for link in job.links] or number != job.registration_number:
         raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
     facts = {"registration": number, "epochs": epochs, "fingerprint": job.chunks.fingerprint, "chunks": chunks}
