@@ -89,7 +89,7 @@ def cut_power(tries: int, seed: int, tier: str, most_s: float) -> Counters:
     """``tries`` power cuts of a server whose durability is ``tier``; fewer in ``most_s``."""
     chooser = random.Random(seed)
     with disk() as made, ExitStack() as context:
-        trial = AsyncTrial(context, made.directory, chooser, tier, made.cut)
+        trial = AsyncTrial(context, made.directory, chooser, tier, made.cut, servers=1)
         for _ in until(most_s, range(tries)):
             trial.kill_server()
         return trial.counters

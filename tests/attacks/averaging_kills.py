@@ -6,14 +6,13 @@ Worker r pushes gradients in element r of every chunk, as in ``kill_loop``: an a
 from __future__ import annotations
 
 import random
-import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
-from attacks.kill_loop import CHUNKS, LEASE_S, PATIENCE_S, SHARDS, WORKERS, Counters, enter, until
+from attacks.kill_loop import CHUNKS, PATIENCE_S, SERVERS, WORKERS, Counters, Servers, enter, until
 from support.fault_workers import Reports, results_of, worker_processes
-from support.server_process import running_server
 
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.worker_session import wait_all
@@ -23,14 +22,14 @@ AVERAGE = {"name": "average", "quorum": None}
 
 
 def average_for_a_while(
-    reports: Reports, address: str, steps: int, deaf_step: int | None = None
+    reports: Reports, addresses: Sequence[str], steps: int, deaf_to: str = ""
 ) -> list[list[tuple[float, ...]]]:
-    """``steps`` averages of every chunk; from ``deaf_step`` on none arrives before the server has another epoch."""
-    session, rank = enter(address, AVERAGE)
+    """``steps`` averages of every chunk; the last ones of ``deaf_to`` arrive when that server has another epoch."""
+    session, rank = enter(addresses, AVERAGE)
     epochs, receive, step = {link.index: link.epoch for link in session.job_connection.links}, Link.receive, 0
 
     def hear(link: Link, message: Message, now_s: float) -> None:
-        is_deaf = deaf_step is not None and step >= deaf_step and message.epoch == epochs[link.index]
+        is_deaf = link.address.startswith(deaf_to or "-") and step == steps and message.epoch == epochs[link.index]
         if not (is_deaf and message.type is MessageType.UPDATED):
             receive(link, message, now_s)
 
@@ -63,15 +62,20 @@ def run_sync(
 
 def _one_sync_try(chooser: random.Random, steps: int, kills_worker: bool) -> Counters:
     counters = Counters(tries=1)
-    with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
-        options = {"bind": f"ipc://{directory}/socket", "shards": SHARDS, "lease_s": LEASE_S}
-        server = context.enter_context(running_server(**options))
+    with ExitStack() as context:
+        servers, killed = Servers(context, lambda _: {}), chooser.randrange(SERVERS)
         members = context.enter_context(worker_processes())
         # Every other time at the end, where workers leave, and one of them lacks what the others have.
         at_least = steps if chooser.random() < 0.5 else chooser.randrange(1, steps)
         deaf = chooser.randrange(WORKERS) if at_least == steps and not kills_worker else -1
         workers = [
-            members.start(average_for_a_while, options["bind"], steps, steps if rank == deaf else None, rank=rank)
+            members.start(
+                average_for_a_while,
+                servers.addresses,
+                steps,
+                servers.addresses[killed] if rank == deaf else "",
+                rank=rank,
+            )
             for rank in range(WORKERS)
         ]
         workers[chooser.choice([rank for rank in range(WORKERS) if rank != deaf])].wait_for("step", at_least=at_least)
@@ -82,11 +86,13 @@ def _one_sync_try(chooser: random.Random, steps: int, kills_worker: bool) -> Cou
         if kills_worker:
             workers.pop(victim).kill()
         else:
-            server.kill()
-            context.enter_context(running_server(**options))
+            servers.kill(killed)
         results = results_of(workers, PATIENCE_S + 10)
     counters.survived = 1
     for step in range(steps):
+        # The same workers count in every chunk of a step.
+        sets = {tuple(share > 0 for share in average) for result in results for average in result[step]}
+        counters.two_results += len(sets) > 1
         for key in range(CHUNKS):
             found = {result[step][key] for result in results}
             counters.two_results += len(found) > 1

@@ -1,6 +1,6 @@
 """Servers and workers killed at random moments, again and again, and an account of every update.
 
-    try    workers push ── SIGKILL of the server, or of a worker, at a random moment ── it is started again
+    try    workers push ── SIGKILL of a server, or of a worker, at a random moment ── it is started again
            ── all workers take a step ── they pause ── what they had acknowledged, what is there, what was reported
 
 Worker r pushes a one in element r of every chunk, and servers subtract it (SGD with rate 1), so that each element of
@@ -16,7 +16,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,10 +32,13 @@ from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
 WORKERS = 3
 CHUNKS = 8
-SHARDS = 2
+SERVERS = 2
+SHARDS = 2  # of each
 LEASE_S = 1.0
 PATIENCE_S = 30.0
-SNAPSHOTS_S = 90.0  # two of them: each waits 10 s for the steps of a worker that was killed in the middle of one
+# What is told of a loss is the difference of two versions. Chunks differ by the steps that are under way, and workers
+# by what they have heard.
+UNTOLD = 2 * WORKERS * CHUNKS
 
 
 @dataclass
@@ -46,8 +49,8 @@ class Counters:
         tries: kills.
         survived: after which everybody who lived went on to the end.
         lost: acknowledged updates that were gone afterwards.
-        unreported: how many of them no worker's log had.
-        uncounted: by how much the server's own count was too low.
+        unreported: how many of them no worker's log had, but for ``UNTOLD``.
+        uncounted: by how much the coordinator's own count was too low, likewise.
         doubled: updates that were there more often than they were pushed.
         two_results: averages of one step and chunk that differed between two workers.
     """
@@ -73,11 +76,32 @@ def layout() -> list[ChunkSpec]:
     ]
 
 
-def enter(address: str, rule: dict[str, Any]) -> tuple[WorkerSession, int]:
+class Servers:
+    """The job's servers, the lead first, each at an address that it keeps."""
+
+    def __init__(self, context: ExitStack, options: Callable[[int], dict[str, Any]], count: int = SERVERS) -> None:
+        directory = context.enter_context(tempfile.TemporaryDirectory(prefix="psengine-kill-"))
+        self._context = context
+        self._options = [
+            {"bind": f"ipc://{directory}/{number}", "shards": SHARDS, "lease_s": LEASE_S, **options(number)}
+            for number in range(count)
+        ]
+        self.addresses: tuple[str, ...] = tuple(one["bind"] for one in self._options)
+        self.running: list[ServerProcess] = []
+        for one in self._options:
+            self.running.append(context.enter_context(running_server(**one)))
+
+    def kill(self, number: int, end: Callable[[ServerProcess], None] = ServerProcess.kill) -> None:
+        """``end`` one, and start it again."""
+        end(self.running[number])
+        self.running[number] = self._context.enter_context(running_server(**self._options[number]))
+
+
+def enter(addresses: Sequence[str], rule: dict[str, Any]) -> tuple[WorkerSession, int]:
     """This process's session as worker ``PSENGINE_WORKER``, and that rank."""
     rank = int(os.environ["PSENGINE_WORKER"])
     options = SessionOptions(
-        addresses=(address,), job="job", rule=rule, rank=rank, world_size=WORKERS, timeout_s=PATIENCE_S
+        addresses=tuple(addresses), job="job", rule=rule, rank=rank, world_size=WORKERS, timeout_s=PATIENCE_S
     )
     session = WorkerSession(options)
     session.start()
@@ -95,22 +119,27 @@ def until(most_s: float, numbers: Iterable[int]) -> Iterator[int]:
 
 
 class _LossLog(logging.Handler):
-    """Adds up what ``psengine.parameter_server.client.recovery`` says that is lost by what this worker knew."""
+    """Keeps the most updates of a chunk that the client says are lost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "went back to the last snapshot" in record.msg:
-            self.lost += int(record.args[1])  # type: ignore[index,arg-type]
+        if "updates of each chunk are lost" in record.msg:
+            self.lost = max(self.lost, int(record.args[-1]))  # type: ignore[index,arg-type]
+
+    def taken(self) -> int:
+        """Since the last call."""
+        lost, self.lost = self.lost, 0
+        return lost
 
 
-def push_for_ever(reports: Reports, address: str) -> None:
+def push_for_ever(reports: Reports, addresses: Sequence[str]) -> None:
     """Step until told to "pause", which is answered by what was acknowledged, and on with "go"; "end" leaves."""
     losses = _LossLog()
-    logging.getLogger("psengine.parameter_server.client.recovery").addHandler(losses)
-    session, rank = enter(address, APPLY)
+    logging.getLogger("psengine.parameter_server.client").addHandler(losses)
+    session, rank = enter(addresses, APPLY)
     body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, WORKERS, 0]]}
     wait_all([session.configure(key, body) for key in range(CHUNKS)])
     gradient = torch.zeros(WORKERS)
@@ -119,7 +148,7 @@ def push_for_ever(reports: Reports, address: str) -> None:
     reports.say("begun")
     while (order := reports.told()) != "end":
         if order == "pause":
-            reports.say("paused", (acknowledged, losses.lost))
+            reports.say("paused", (acknowledged, losses.taken()))
             if reports.await_go() == "end":
                 break
         wait_all([session.push(key, gradient.clone(), []) for key in range(CHUNKS)])
@@ -154,7 +183,7 @@ def next_pause(worker: Worker, before: int) -> Any:
 
 
 class AsyncTrial:
-    """A server that keeps what ``tier`` says in ``directory``, and workers that push.
+    """Servers that keep what ``tier`` says in ``directory``, and workers that push.
 
     ``kill_server`` and ``kill_worker`` are one try each; ``end``, called with the server, is how it ends.
     """
@@ -166,41 +195,38 @@ class AsyncTrial:
         chooser: random.Random,
         tier: str,
         end: Callable[[ServerProcess], None] = ServerProcess.kill,
+        servers: int = SERVERS,
     ) -> None:
         self.counters = Counters()
         self._chooser = chooser
         self._end = end
-        self._directory = directory / "snapshots"
-        self._address = f"ipc://{context.enter_context(tempfile.TemporaryDirectory(prefix='psengine-kill-'))}/socket"
-        self._options = {
-            "bind": self._address,
-            "shards": SHARDS,
-            "lease_s": LEASE_S,
-            "snapshot_dir": self._directory,
-            "snapshot_interval_s": 0.15,
-            "durability": tier,
-        }
-        self._servers = context.enter_context(ExitStack())
-        self._crew: WorkerProcesses = context.enter_context(worker_processes())
-        self.server: ServerProcess = self._servers.enter_context(running_server(**self._options))
-        self._workers = [self._crew.start(push_for_ever, self._address, rank=rank) for rank in range(WORKERS)]
+        kept = {"snapshot_interval_s": 0.15, "durability": tier}
+        self._servers = Servers(
+            context.enter_context(ExitStack()),
+            lambda number: kept | {"snapshot_dir": directory / f"kept-{number}"},
+            servers,
+        )
+        self._members: WorkerProcesses = context.enter_context(worker_processes())
+        self._workers = [self._start(rank) for rank in range(WORKERS)]
         for worker in self._workers:
             worker.wait_for("step")
         # Of the lives of a rank that were killed: what is there of them.
         self._of_the_dead = [0] * WORKERS
-        self._reported = [0] * WORKERS
         self._lost = [0] * WORKERS
         self._await_generation()
 
+    def _start(self, rank: int) -> Worker:
+        return self._members.start(push_for_ever, self._servers.addresses, rank=rank)
+
     def _await_generation(self) -> None:
-        """Until a snapshot that began after now is durable."""
-        before = self.server.status()["snapshot"]["generation"] or 0
-        deadline_s = time.monotonic() + SNAPSHOTS_S
-        while (self.server.status()["snapshot"]["generation"] or 0) < before + 2:
-            if time.monotonic() > deadline_s:
-                said = "\n".join(self.server.log().splitlines()[-20:])
-                raise AssertionError(f"no snapshot was written: {self.server.status()['snapshot']}\n{said}")
-            time.sleep(0.02)
+        """Until a snapshot that began after now is durable at each server."""
+        for server in self._servers.running:
+            before = server.status()["snapshot"]["generation"] or 0
+            deadline_s = time.monotonic() + PATIENCE_S
+            while (server.status()["snapshot"]["generation"] or 0) < before + 2:
+                if time.monotonic() > deadline_s:
+                    raise AssertionError(f"no snapshot was written: {server.status()['snapshot']}")
+                time.sleep(0.02)
 
     def _pause(self) -> list[tuple[int, int]]:
         before = [len(paused(worker)) for worker in self._workers]
@@ -214,39 +240,37 @@ class AsyncTrial:
 
     def _present(self) -> list[list[int]]:
         """By rank and chunk, how many of its updates are in the weights."""
-        options = SessionOptions(addresses=(self._address,), job="job", rule=READER_RULE, role="reader")
+        options = SessionOptions(addresses=self._servers.addresses, job="job", rule=READER_RULE, role="reader")
         with WorkerSession(options) as reader:
             keys = [one.key for one in reader.layout()]
             values = [reader.pull(key).wait().values for key in keys]
         assert all(value is not None for value in values)
         return [[round(-value[rank].item()) for value in values] for rank in range(WORKERS)]  # type: ignore[index]
 
-    def _account(self, lost_by_server: bool) -> None:
+    def _account(self, counted_before: int = 0) -> None:
         answers = self._pause()
         present = self._present()
         lost_now = 0
-        for rank, (acknowledged, told) in enumerate(answers):
+        for rank, (acknowledged, _) in enumerate(answers):
             there = sum(present[rank]) - self._of_the_dead[rank]
             short = acknowledged - there - self._lost[rank]
             self.counters.doubled += max(0, -short)
-            # A worker knows at least of its own.
-            self.counters.unreported += max(0, short - (told - self._reported[rank]))
             self._lost[rank] += short
-            self._reported[rank] = told
             lost_now += short
         self.counters.lost += lost_now
-        if lost_by_server:
-            deadline_s = time.monotonic() + LEASE_S + 2.0
-            while self._counted() < lost_now and time.monotonic() < deadline_s:
-                time.sleep(0.05)
-            self.counters.uncounted += max(0, lost_now - self._counted())
+        for counter, of_each_chunk in (
+            ("unreported", max(told for _, told in answers)),
+            ("uncounted", self._counted() - counted_before),
+        ):
+            missed = max(0, lost_now - of_each_chunk * CHUNKS // len(self._servers.running) - UNTOLD)
+            setattr(self.counters, counter, getattr(self.counters, counter) + missed)
         self._resume()
         for worker in self._workers:
             worker.wait_for("step", at_least=last_step(worker) + 1)
         self.counters.survived += 1
 
     def _counted(self) -> int:
-        return sum(part["lost_updates"] for part in self.server.job("job"))
+        return int(self._servers.running[0].coordinated("job")["lost_updates"])
 
     def _run_for_a_while(self) -> None:
         time.sleep(self._chooser.uniform(0.0, 0.4))
@@ -255,11 +279,12 @@ class AsyncTrial:
     def kill_server(self) -> None:
         """One try."""
         self._run_for_a_while()
-        self._end(self.server)
-        self.server = self._servers.enter_context(running_server(**self._options))
+        number = self._chooser.randrange(len(self._servers.running))
+        counted = self._counted() if number else 0
+        self._servers.kill(number, self._end)
         for worker in self._workers:
             worker.wait_for("step", at_least=last_step(worker) + 2)
-        self._account(lost_by_server=True)
+        self._account(counted)
 
     def kill_worker(self) -> None:
         """One try; afterwards what is there of the dead one is durable."""
@@ -277,18 +302,18 @@ class AsyncTrial:
         self.counters.doubled += max(0, sum(there) - before - CHUNKS)
         self.counters.lost += max(0, before - sum(there))
         self.counters.unreported += max(0, before - sum(there))
-        self._of_the_dead[rank], self._lost[rank], self._reported[rank] = sum(there), 0, 0
+        self._of_the_dead[rank], self._lost[rank] = sum(there), 0
         self._resume()
-        self._workers.insert(rank, self._crew.start(push_for_ever, self._address, rank=rank))
+        self._workers.insert(rank, self._start(rank))
         self._workers[rank].wait_for("step")
         self._await_generation()
-        self._account(lost_by_server=False)
+        self._account(self._counted())
 
 
 def run_async(
     tries: int, seed: int, worker_share: float = 0.3, tier: str = "snapshot", most_s: float = float("inf")
 ) -> Counters:
-    """``tries`` kills of a server, whose durability is ``tier``, and its workers under "async"; fewer in ``most_s``."""
+    """``tries`` kills of servers, whose durability is ``tier``, and workers under "async"; fewer in ``most_s``."""
     chooser = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
         trial = AsyncTrial(context, Path(directory), chooser, tier)
@@ -301,23 +326,21 @@ def run_async(
 
 
 def run_forgetful(tries: int, seed: int, most_s: float = float("inf")) -> Counters:
-    """``tries`` kills of a server that keeps nothing: every worker must end with an error that says what is lost."""
+    """``tries`` kills of a server that keeps nothing: every worker must end with an error that says so."""
     chooser = random.Random(seed)
     counters = Counters()
     for _ in until(most_s, range(tries)):
-        with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
-            options = {"bind": f"ipc://{directory}/socket", "shards": SHARDS, "lease_s": LEASE_S}
-            server = context.enter_context(running_server(**options))
+        with ExitStack() as context:
+            servers = Servers(context, lambda _: {})
             members = context.enter_context(worker_processes())
-            workers = [members.start(push_for_ever, options["bind"], rank=rank) for rank in range(WORKERS)]
+            workers = [members.start(push_for_ever, servers.addresses, rank=rank) for rank in range(WORKERS)]
             for worker in workers:
                 worker.wait_for("step")
             time.sleep(chooser.uniform(0.0, 0.4))
-            server.kill()
-            context.enter_context(running_server(**options))
+            servers.kill(chooser.randrange(SERVERS))
             counters.tries += 1
             for worker in workers:
                 told = worker.wait_for("failed", PATIENCE_S)[0]
                 counters.lost += CHUNKS * last_step(worker)
-                counters.unreported += 0 if "are lost" in told else CHUNKS * last_step(worker)
+                counters.unreported += 0 if "'job' is lost" in told else CHUNKS * last_step(worker)
     return counters
