@@ -8,6 +8,7 @@ import os
 
 import pytest
 
+from simulation.planted import planted
 from simulation.runner import describe, run_seeds
 from simulation.scenario import Fault, Scenario, draw
 from simulation.shrinking import shrink
@@ -24,20 +25,14 @@ def test_seeds_keep_every_promise_and_do_the_same_twice():
     assert coverage.answered > 10 * SEEDS
 
 
-def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters(monkeypatch):
-    from psengine.parameter_server.server.rules.apply import Apply
-
-    gather = Apply._gather
-
-    def forgets_what_it_has_taken(self, contribution):
-        self.progress.last_sequence.pop(contribution.rank, None)
-        return gather(self, contribution)
-
-    monkeypatch.setattr(Apply, "_gather", forgets_what_it_has_taken)
-    noise = Fault("noise", 0.0, 4.0, 0, 0, 0.5)
-    scenario = Scenario(seed=1, workers=2, steps=8, faults=(Fault("stop worker", 0.5, 0.3, 1, 0, 0.1), noise))
-    assert "applied twice" in run(scenario).violation
-    assert shrink(scenario).faults == (noise,)
+def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters(quiet):
+    breaks = Fault("break", 1.0, 0.2, 0, 0, 0.1, "UPDATED")
+    harmless = Fault("stop worker", 0.5, 0.3, 1, 0, 0.1)
+    scenario = Scenario(seed=1, workers=2, steps=8, chunks=1, max_staleness=0, faults=(harmless, breaks))
+    assert run(scenario).violation == ""
+    with planted("a push that is here is taken for a new one"):
+        assert run(scenario).violation
+        assert shrink(scenario).faults == (breaks,)
 
 
 @pytest.fixture

@@ -240,6 +240,8 @@ class Simulation:
                     continue
             rests_s, slot.rest_s = slot.rest_s or REST_S, None
             self.clock.after(rests_s, self._start_if_needed, slot)
+        if self._waits_for_values():
+            self._start_anew()
         self._end_training()
         self.clock.after(OPERATOR_S, self._operate)
 
@@ -261,6 +263,14 @@ class Simulation:
         others = [one.rank for one in self.processes if one.takes_part]
         require(not others, "worker {} hears that the job has ended, and workers {} are in it", process.rank, others)
         return True
+
+    def _waits_for_values(self) -> bool:
+        """Whether workers wait for worker 0, which has ended, because servers have lost what it gave them."""
+        if not self.slots[0].is_done or self.scenario.rule == "average":
+            return False
+        since_s = self.clock.now_s - self.scenario.lease_s
+        waiting = [one for one in self.processes if not one.is_dead and not one.has_state]
+        return any(one.waits_since_s < since_s for one in waiting)
 
     def _start_if_needed(self, slot: Slot) -> None:
         if not slot.is_done and slot.process is None:

@@ -15,8 +15,8 @@ from simulation.planted.registry import constant, plant
 
 
 def _without(kind: MessageType) -> Any:
-    def make(forward: Any) -> Any:
-        return lambda self, message: None if message.type is kind else forward(self, message)
+    def make(send: Any) -> Any:
+        return lambda self, message: message.type is kind or send(self, message)
 
     return make
 
@@ -48,8 +48,8 @@ def _renumbers(begin: Any) -> Any:
 
 
 plant("a client does not freeze", JobConnection, "freeze", constant(None))
-plant("a client keeps releases to itself", Link, "forward", _without(MessageType.RELEASE))
-plant("a client keeps views to itself", Link, "forward", _without(MessageType.VIEW))
+plant("a client keeps releases to itself", Link, "send", _without(MessageType.RELEASE))
+plant("a client keeps views to itself", Link, "send", _without(MessageType.VIEW))
 plant("a client takes answers that a view took back", JobConnection, "was_taken_back", constant(False))
 plant("a client does not push again what a view took back", Steps, "take_back", constant([]))
 plant("a client commits a step before the shards have it", JobConnection, "_confirm", _commits_at_once)

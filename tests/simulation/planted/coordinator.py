@@ -97,12 +97,6 @@ plant("a new process gets its predecessor's number", Workers, "new", _incarnatio
 plant("a joiner begins one step too early", Coordinator, "_hear_donated", _forgets_the_joiner)
 plant("no lease ever ends", Workers, "expired", constant([]))
 plant("every lease ends after a pause of the server", ShardThread, "_look_at_time", lambda _: lambda self: _now(self))
-plant(
-    "a claim to a rank is judged at once",
-    Workers,
-    "judged",
-    lambda judged: lambda self, _, now: judged(self, -1.0, now),
-)
 plant("a restarted shard is not heard of", Coordinator, "_hear_life", constant(None))
 plant("a shard's restart takes nobody out", Coordinator, "_hear_life", _knows_no_life)
 plant("who is cut off from a shard stays", Coordinator, "_put_out_cut_off", constant(None))
