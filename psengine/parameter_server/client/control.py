@@ -69,11 +69,13 @@ class Control(Channel):
             "pid": job.runtime.process_id(),
             "software": __version__,
             "servers": list(options.addresses),
-            "world_size": options.world_size,
-            "rule": options.whole_rule,
         }
+        if options.rule is not None:  # else it reserves a rank
+            body |= {"world_size": options.world_size, "rule": options.whole_rule}
         if rank is not None:
             body["rank"] = rank
+        if job.options.averages and not job.has_state:
+            job.forget_view()  # who has no state does not keep a job alive
         if job.view_message is not None and job.key is not None:
             job.freeze()
             releases = [msgspec.to_builtins(release_of(release.body)) for release in job.releases]

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from psengine.environment.variables import launched_run, read_variable
-from psengine.errors import AuthenticationError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
+from psengine.errors import ServerRefusedError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.connection import PROCESS
+from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.runtime import CONTROL, Receiver, Runtime
-from psengine.protocol.layout import job_number
-from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
-from psengine.version import __version__
+from psengine.parameter_server.client.runtime import Runtime
+from psengine.protocol.messages import ErrorCode
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_JOB = "default"
-# Until the coordinator has said how long its lease is.
-LEASE_S = 30.0
 
 _runs: Counter[str] = Counter()
 
@@ -60,11 +56,11 @@ def ending_with_the_job() -> Iterator[None]:
         raise SystemExit(0) from None
 
 
-class Reservation(Receiver):
+class Reservation:
     """A rank that a coordinator keeps for this process until a session of this process takes it.
 
     Args:
-        options: of the session to come; ``rank`` and ``nonce`` are not read.
+        options: of the session to come, without a rule; with the run.
         runtime: as of ``WorkerSession``.
 
     Attributes:
@@ -78,115 +74,22 @@ class Reservation(Receiver):
     """
 
     def __init__(self, options: SessionOptions, runtime: Runtime = PROCESS) -> None:
-        self.options = replace(options, nonce=runtime.draw_nonce())
         self.process_id = os.getpid()
-        self._runtime = runtime
-        self._incarnation = 0
-        self._heartbeat_s, self._lease_s = 1.0, LEASE_S
-        self._is_open = True
-        self._next_s = 0.0
-        self._error: PSEngineError | None = None
-        self._is_answered = threading.Event()
-        self._transport = runtime.connect(self, options)
-        self._transport.do(self._open)
-        answered = self._is_answered.wait(options.connect_timeout_s)
-        error = self._error
-        if not answered:
-            error = ServerLostError(
-                f"{options.addresses[0]} did not say which worker this process is within"
-                f" {options.connect_timeout_s:g} s. Fix: start the server, correct PSENGINE_SERVERS, or set"
-                " PSENGINE_WORKER and PSENGINE_WORKERS."
-            )
-        if error is not None:
+        self._job = JobConnection(options, runtime)
+        assert self._job.control is not None, "not a reader"
+        try:
+            welcome = self._job.control.expect(f"HELLO to job {options.job!r}", options.connect_timeout_s)
+            self._job.begin()
+            welcome.wait()
+        except BaseException:
             self.close()
-            raise error
-
-    @property
-    def rank(self) -> int:
-        """The number of this process in the job."""
-        assert self.options.rank is not None, "answered"
-        return self.options.rank
+            raise
+        self.options = replace(options, rank=self._job.identity.worker, nonce=self._job.nonce)
 
     def close(self) -> None:
         """Stop keeping it: a session has taken it, or after a lease others may get it. Idempotent."""
-        self._transport.close()
-
-    # ---- I/O thread --------------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        self._is_open = True
-        self._transport.open(CONTROL, self.options.addresses[0], self._lease_s)
-
-    def _say(self, kind: MessageType, body: dict[str, object]) -> None:
-        worker = NOBODY if self.options.rank is None else self.options.rank
-        message = Message(kind, job_number(self.options.job), worker=worker, incarnation=self._incarnation, body=body)
-        self._transport.send(CONTROL, message)
-
-    def connected(self, link: int, now_s: float) -> None:
-        """Ask for a rank, or for the same one again."""
-        options, runtime = self.options, self._runtime
-        self._say(
-            MessageType.HELLO,
-            {
-                "job": options.job,
-                "run": options.run,
-                "nonce": options.nonce,
-                "host": runtime.host()[:255],
-                "pid": runtime.process_id(),
-                "software": __version__,
-                "servers": list(options.addresses),
-                **({} if options.rank is None else {"rank": options.rank}),
-            },
-        )
-
-    def received(self, link: int, message: Message, now_s: float) -> None:
-        """Take the rank, or the refusal."""
-        if message.type is MessageType.WELCOME:
-            self.options = replace(self.options, rank=message.worker)
-            self._incarnation = message.incarnation
-            self._heartbeat_s, self._lease_s = message.body["heartbeat_s"], message.body["lease_s"]
-            self._is_answered.set()
-        elif message.type is MessageType.ERROR and not self._is_answered.is_set():
-            self._fail(ServerRefusedError(message.body["text"], message.body["code"]))
-        elif message.type is MessageType.ERROR:
-            # Its lease ran out while this process stood still; whoever has the rank by now keeps it.
-            logger.debug("the reserved rank %s: %s", self.options.rank, message.body["text"])
-            self._incarnation = 0
-            self.connected(link, now_s)
-
-    def tick(self, now_s: float) -> None:
-        """Keep the rank; after a connection that ended, make another."""
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + self._heartbeat_s
-        if not self._is_open:
-            self._open()
-        elif self._is_answered.is_set():
-            self._say(MessageType.HEARTBEAT, {})
-
-    def disconnected(self, link: int, now_s: float) -> None:
-        """The next tick opens another."""
-        self._is_open = False
-
-    def moved(self, link: int, now_s: float) -> None:
-        """Nothing waits for it."""
-
-    def rejected(self, link: int, error: AuthenticationError, now_s: float) -> None:
-        """The server does not let this client in."""
-        self._fail(error)
-
-    def garbled(self, link: int, error: ProtocolError, now_s: float) -> None:
-        """The peer is no server of this version."""
-        self._fail(error)
-
-    def crashed(self, error: PSEngineError) -> None:
-        """The transport has ended."""
-        self._fail(error)
-
-    def _fail(self, error: PSEngineError) -> None:
-        if not self._is_answered.is_set():
-            self._error = error
-            self._is_answered.set()
+        self._job.closing.set()
+        self._job.transport.close()
 
 
 # Of this process, until a session takes it.
@@ -207,12 +110,9 @@ def reserve_worker() -> int | None:
     job = read_variable("PSENGINE_JOB") or DEFAULT_JOB
     with ending_with_the_job():
         keys = keys_from_environment()
-        _reservation = Reservation(
-            SessionOptions(
-                addresses=addresses, job=job, run=run_name(job), role="reader", keys=keys, uses_segments=False
-            )
-        )
-    return _reservation.rank
+        options = SessionOptions(addresses=addresses, job=job, run=run_name(job), keys=keys, uses_segments=False)
+        _reservation = Reservation(options)
+    return _reservation.options.rank
 
 
 @contextmanager
@@ -222,17 +122,12 @@ def taking_reservation(options: SessionOptions) -> Iterator[SessionOptions]:
     The session says HELLO inside the block.
     """
     global _reservation
-    mine = _reservation
-    fits = (
-        mine is not None
-        and (mine.process_id, options.rank) == (os.getpid(), None)
-        and (mine.options.job, tuple(mine.options.addresses)) == (options.job, tuple(options.addresses))
-    )
-    if mine is None or not fits:
+    mine, asked = _reservation, (os.getpid(), options.rank, options.job, tuple(options.addresses))
+    if mine is None or asked != (mine.process_id, None, mine.options.job, mine.options.addresses):
         yield options if options.run else replace(options, run=run_name(options.job))
         return
     _reservation = None
     try:
-        yield replace(options, rank=mine.rank, nonce=mine.options.nonce, run=mine.options.run)
+        yield replace(options, rank=mine.options.rank, nonce=mine.options.nonce, run=mine.options.run)
     finally:
         mine.close()
