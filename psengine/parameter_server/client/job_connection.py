@@ -92,6 +92,7 @@ class JobConnection:
         empty_view: a view without workers, with which a job begins anew.
         releases: the decisions that came since.
         is_member: whether that view counts.
+        has_entered, has_state: a view had this worker once; it gave the job its values, or has pushed.
         is_leaving, has_failed: LEAVE was said; the training broke off.
         news: grows with each WELCOME and each view.
         steps: what this worker exchanges.
@@ -122,7 +123,8 @@ class JobConnection:
         self.view_message: Message | None = None
         self.empty_view: Message | None = None
         self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
-        self.is_member = self.is_leaving = self.has_failed = False
+        self.is_member = self.has_entered = self.has_state = False
+        self.is_leaving = self.has_failed = False
         self.news = 0
         self.configured: dict[int, dict[str, Any]] = {}
         self.lease_s, self.heartbeat_s = 5.0, 1.0
@@ -186,6 +188,7 @@ class JobConnection:
         if error is not None:
             push.fail(error)
         else:
+            self.has_state = True
             push.link.begin_push(push, self.runtime.now_s())
 
     def ask(
@@ -311,13 +314,18 @@ class JobConnection:
             if link.is_registrar and not self.is_member and self.state != "initialise":
                 link.is_registrar = False
                 link.greet(now_s)
-        if self.state in ("join", "initialise") and self.is_member and self.options.averages:
+        is_out = self.state in ("join", "initialise") and self.options.averages
+        if is_out and self.fenced is None and (self.is_member or self.has_entered):
             self._fence()
         elif is_same and not self._preparing:
             self.steps.is_frozen = False
             self.steps.advance()
         assert self.control is not None
         self.control.met(message, now_s)
+
+    def forget_view(self) -> None:
+        """Enter anew."""
+        self.view, self.view_number, self.view_message, self.is_member = None, 0, None, False
 
     def freeze(self) -> None:
         """Where servers average: complete no step, because the others may take this one back."""
@@ -417,6 +425,7 @@ class JobConnection:
         self.news += 1
 
     def _fence(self) -> None:
+        self.has_state = False
         self.is_member, self.state = False, "join" if self.state == "join" else ""
         self._preparing = self.steps.is_frozen = False
         self.fenced = FencedError(

@@ -94,6 +94,7 @@ def take_part(
             if job.state == "initialise" and given != job.registration_number:
                 given = job.registration_number
                 yield from _initialise(job, layout, initial)
+                job.has_state = True
             elif job.state == "join":
                 compare(job, layout, (yield from _await_layout(job, layout)))
                 yield [job.control.commit("join")]
@@ -105,6 +106,7 @@ def take_part(
             if error.code == ErrorCode.STALE:
                 continue
         yield [job.control.expect(f"the values of job {job.options.job!r}", job.options.timeout_s, seen)]
+    job.has_entered = True
     job.check_servers()
     if job.state == "initialise":
         return "initialised"
