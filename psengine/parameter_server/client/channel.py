@@ -56,7 +56,7 @@ class Channel:
         self.last_heard_s: float | None = None
         self.last_problem = ""
         self.requests: dict[int, Request] = {}
-        self._open_at_s = -math.inf
+        self._open_at_s = math.inf
         self._wait_s = REOPEN_S
         # Submission time of the oldest operation that was answered since the last tick.
         self._moved_s = math.inf

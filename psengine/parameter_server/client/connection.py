@@ -37,8 +37,7 @@ from psengine.parameter_server.client.runtime import Receiver, Runtime, Transpor
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.zero_copy import ZeroCopySends
-from psengine.protocol.frames import decode, encode
-from psengine.protocol.groups import split
+from psengine.protocol.frames import decode, encode, split
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 

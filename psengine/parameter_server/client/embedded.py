@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from psengine.environment.local_sockets import new_socket
 from psengine.environment.variables import RUN_ID, inherited_variables
-from psengine.errors import ConfigurationError, ServerError
+from psengine.errors import ServerError
 
 logger = logging.getLogger(__name__)
 
@@ -40,56 +40,45 @@ class EmbeddedServer:
         pid: of its process.
     """
 
-    def __init__(self, process: subprocess.Popen[str], output: _Output) -> None:
-        self.addresses = output.addresses
-        self.pid = process.pid
+    def __init__(self, process: _Process) -> None:
+        self.addresses = process.addresses
+        self.pid = process.popen.pid
         self._process = process
-        self._output = output
         # At exit too.
-        self._finalizer = weakref.finalize(self, _stop, process, output)
+        self._finalizer = weakref.finalize(self, process.stop)
 
     @classmethod
     def start(
         cls,
         *,
-        shards: int = 1,
         arguments: Sequence[str] = (),
         process: subprocess.Popen[str] | None = None,
         deadline_s: float = START_S,
     ) -> EmbeddedServer:
-        """Start a server on a new Unix socket, which this user alone reaches, and wait until it serves.
+        """Start a server of one shard on a new Unix socket, which this user alone reaches, and wait until it serves.
 
         Args:
-            shards: its threads.
             arguments: more options of ``psengine-server``.
             process: from ``launch``; None launches one.
             deadline_s: how long the start may take.
 
         Raises:
+            ConfigurationError: there is no place for the socket.
             ServerError: it ended, or was not ready in time; the message has its output.
         """
-        process = process or launch()
-        try:
-            bind = new_socket("embedded")
-        except ConfigurationError as error:
-            discard(process)
-            raise ServerError(f"the embedded parameter server has no place for its socket: {error}") from error
-        line = ["--bind", bind, "--shards", str(shards), "--until-stdin-closes", *arguments]
-        output = _Output(process)
-        assert process.stdin is not None
+        line = ["--bind", new_socket("embedded"), "--shards", "1", "--until-stdin-closes", *arguments]
+        server = _Process(process or launch())
         with suppress(OSError):  # the process has ended; its output says why
-            process.stdin.write(json.dumps(line) + "\n")
-            process.stdin.flush()
-        output.is_decided.wait(deadline_s)
-        if output.addresses:
-            return cls(process, output)
-        has_ended = output.is_decided.is_set()
-        if not has_ended:
-            process.kill()
-        _close(process)
-        output.thread.join(STOP_S)
-        fate = f"ended with exit code {process.poll()}" if has_ended else f"was not ready after {deadline_s:g} s"
-        raise ServerError(f"the embedded parameter server {fate}. It wrote:\n{output.text() or '(nothing)'}")
+            print(json.dumps(line), file=server.popen.stdin, flush=True)
+        server.is_decided.wait(deadline_s)
+        if server.addresses:
+            return cls(server)
+        fate = f"was not ready after {deadline_s:g} s"
+        if server.is_decided.is_set():
+            fate = f"ended with exit code {server.popen.poll()}"
+        server.popen.kill()
+        server.stop()
+        raise ServerError(f"the embedded parameter server {fate}. It wrote:\n{server.text() or '(nothing)'}")
 
     def __enter__(self) -> EmbeddedServer:
         return self
@@ -100,20 +89,20 @@ class EmbeddedServer:
     @property
     def is_running(self) -> bool:
         """Whether its process runs."""
-        return self._process.poll() is None
+        return self._process.popen.poll() is None
 
     def log(self) -> str:
         """The last lines it wrote."""
-        return self._output.text()
+        return self._process.text()
 
     def terminate(self, deadline_s: float) -> bool:
         """Ask it to end in order, with or without workers; whether it did within ``deadline_s``."""
-        self._process.terminate()
-        return _has_ended(self._process, deadline_s)
+        self._process.popen.terminate()
+        return self._process.has_ended(deadline_s)
 
     def kill(self) -> None:
         """End it at once."""
-        self._process.kill()
+        self._process.popen.kill()
 
     def stop(self) -> None:
         """Let it end, at once or when the last worker has left; waits ``STOP_S`` at most. Idempotent."""
@@ -138,27 +127,24 @@ def launch() -> subprocess.Popen[str]:
 
 def discard(process: subprocess.Popen[str]) -> None:
     """End a launched process that no server was made of."""
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
-    process.wait()
+    with process:
+        process.kill()
 
 
-class _Output:
+class _Process:
     """Reads what a server writes, for as long as it runs: a full pipe would stop it."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, popen: subprocess.Popen[str]) -> None:
+        self.popen = popen
         self.addresses: tuple[str, ...] = ()
         self.is_decided = threading.Event()  # the server is ready, or has ended
-        self._process = process
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self.thread = threading.Thread(target=self._read, name="psengine-embedded-output", daemon=True)
-        self.thread.start()
+        self._reader = threading.Thread(target=self._read, name="psengine-embedded-output", daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
+        assert self.popen.stdout is not None
+        with self.popen.stdout as stream:
             for line in stream:
                 text = line.rstrip("\n")
                 self._lines.append(text)
@@ -166,34 +152,26 @@ class _Output:
                     # The line lists all shards; clients ask the first for the others.
                     self.addresses = tuple(text.removeprefix(READY).replace(",", " ").split())[:1]
                     self.is_decided.set()
-                logger.info("server %d: %s", self._process.pid, text)
-        self._process.wait()
+                logger.info("server %d: %s", self.popen.pid, text)
+        self.popen.wait()
         self.is_decided.set()
 
     def text(self) -> str:
         """The last lines."""
         return "\n".join(self._lines)
 
+    def has_ended(self, deadline_s: float) -> bool:
+        """Whether it ends within so long."""
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(deadline_s)
+        return self.popen.poll() is not None
 
-def _stop(process: subprocess.Popen[str], output: _Output) -> None:
-    _close(process)
-    if _has_ended(process, STOP_S):
-        output.thread.join(STOP_S)
-    else:
-        logger.info("embedded server %d still has workers; it ends when the last one leaves", process.pid)
-
-
-def _has_ended(process: subprocess.Popen[str], deadline_s: float) -> bool:
-    try:
-        process.wait(deadline_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _close(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.close()
-    except OSError:
-        logger.debug("server %d has ended already", process.pid)
+    def stop(self) -> None:
+        """Close its pipe; see ``EmbeddedServer.stop``."""
+        assert self.popen.stdin is not None
+        with suppress(OSError):  # it has ended already
+            self.popen.stdin.close()
+        if self.has_ended(STOP_S):
+            self._reader.join(STOP_S)
+        else:
+            logger.info("embedded server %d still has workers; it ends when the last one leaves", self.popen.pid)

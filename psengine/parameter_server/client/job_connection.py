@@ -333,7 +333,7 @@ class JobConnection:
 
     def prepare(self, number: int) -> None:
         """PREPARE: a view will come."""
-        if self.is_member and self.control is not None:
+        if self.control is not None:
             self._preparing = True
             self.freeze()
             self.control.commit("prepared", view=number, completed=self.steps.completed)
@@ -363,7 +363,8 @@ class JobConnection:
         self._preparing = self.steps.is_frozen = False
         if not self.is_member:
             self.is_member = True
-            self.steps.begin_at(me.first_step, anew=self.options.averages or self.steps.completed == 0)
+            is_fresh = not self.has_state if self.options.averages else self.steps.completed == 0
+            self.steps.begin_at(me.first_step, anew=is_fresh)
         elif not self.options.averages:
             self.steps.begin_at(me.first_step, anew=False)
         if is_new:
