@@ -3,7 +3,9 @@
     frames:  | header, 96 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
 
 A payload may lie in memory that both sides share (``in_segment``): then the header describes it, and no frame has it.
-Such messages travel in groups, see ``groups.py``.
+Such messages travel together, as a group in one frame; see ``split``.
+
+    group:   | header | body, if any | header | body, if any | ...
 
 ``docs/protocol.md`` describes the header field by field. For any bytes, ``decode`` returns a message with
 consistent fields or raises ``ProtocolError``; a declared size allocates nothing.
@@ -14,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -42,8 +43,9 @@ from psengine.protocol.messages import (
 # payload_bytes, body_bytes, dtype, three zero bytes, checksum
 _HEADER = struct.Struct("<4sHBBQQQIIQQQQQIB3sQ")
 HEADER_BYTES = _HEADER.size
-TYPE_AT = 6  # offset of the type
-_PREFIX = struct.Struct("<4sHB")  # the same in every version
+TYPE_AT = 6  # offset of the type; magic, protocol version and type lie alike in every version
+_BODY_BYTES_AT = 80
+MAX_GROUP = 64  # messages
 
 FLAG_CHECKSUM = 1
 FLAG_BODY = 2
@@ -57,10 +59,8 @@ _PAYLOAD_OPTIONAL = types_with(Trait.MAY_HAVE_PAYLOAD)
 _MAY_BE_IN_SEGMENT = types_with(Trait.IN_SEGMENT)
 _EXCHANGES = types_with(Trait.EXCHANGE)
 _KEYED = types_with(Trait.KEYED | Trait.EXCHANGE)
+_NAME_THEIR_JOB = frozenset({MessageType.HELLO, MessageType.RESUME})
 _TYPES = {int(kind): kind for kind in MessageType}
-_NAMED_IN_BODY = frozenset({MessageType.HELLO, MessageType.RESUME, MessageType.REGISTER})
-# dtype number -> (dtype, bytes per element)
-_WIRE_DTYPES = {number: (dtype, dtype.itemsize) for number, dtype in DTYPES.items()}
 
 
 def encode(message: Message, *, checksum: bool = False) -> list[Any]:
@@ -98,13 +98,10 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
             if checksum and not message.in_segment:
                 flags |= FLAG_CHECKSUM
                 digest = xxhash.xxh3_64_intdigest(payload)
-        if dtype is not None:
-            if dtype not in DTYPE_NUMBERS:
-                raise ConfigurationError(f"{kind.name}: {dtype} has no number on the wire")
-            dtype_number = DTYPE_NUMBERS[dtype]
+        if dtype is not None and not (dtype_number := DTYPE_NUMBERS.get(dtype, 0)):
+            raise ConfigurationError(f"{kind.name}: {dtype} has no number on the wire")
         _check(kind, flags, message.key, message.sequence, numel, payload_bytes, dtype_number)
-        if kind in _NAMED_IN_BODY:
-            _check_body_agrees(replace(message, numel=numel))
+        _check_body(kind, message.job, numel, message.body)
         frames[0] = _HEADER.pack(
             MAGIC, PROTOCOL_VERSION, kind, flags, message.job, message.epoch, message.view, message.worker, message.key,
             message.incarnation, message.sequence, message.version, numel, payload_bytes, body_bytes, dtype_number,
@@ -144,48 +141,38 @@ def decode(frames: Sequence[Any]) -> Message:
             f"{kind.name} has reserved bits set (expected flags up to {_FLAGS} and zeros, got {flags} and {zeros!r})"
         )
     has_body, has_payload, in_segment = flags >> 1 & 1, flags >> 2 & 1, flags >> 3
-    if len(frames) != 1 + has_body + has_payload:
-        raise ProtocolError(
-            f"{kind.name} has a wrong number of frames (expected {1 + has_body + has_payload} by its flags, "
-            f"got {len(frames)})"
-        )
+    _check_equal(kind, "has a wrong number of frames for its flags", 1 + has_body + has_payload, len(frames))
     _check(kind, flags, key, sequence, numel, payload_bytes, dtype_number)
-
-    body: dict[str, Any] = {}
-    if has_body:
-        raw = frames[1]
-        if len(raw) != body_bytes:
-            raise ProtocolError(
-                f"{kind.name} body has a wrong size (expected {body_bytes} bytes by the header, got {len(raw)})"
-            )
-        body = bodies.unpack(kind, bytes(raw))
-    elif body_bytes:
-        raise ProtocolError(f"{kind.name} declares {body_bytes} bytes of body and has none")
-
-    payload = dtype = None
-    if has_payload:
-        payload = memoryview(frames[-1])
-        if payload.nbytes != payload_bytes:
-            raise ProtocolError(
-                f"{kind.name} payload has a wrong size (expected {payload_bytes} bytes by the header, "
-                f"got {payload.nbytes})"
-            )
-        dtype = DTYPES[dtype_number]
-        if flags & FLAG_CHECKSUM and (actual := xxhash.xxh3_64_intdigest(payload)) != digest:
-            raise ProtocolError(
-                f"{kind.name} payload of key {key} was corrupted (expected checksum {digest:016x}, got {actual:016x})"
-            )
-    elif in_segment or dtype_number:
-        dtype = DTYPES[dtype_number]
-    if digest and not flags & FLAG_CHECKSUM:
-        raise ProtocolError(f"{kind.name} has a checksum without its flag (expected 0, got {digest:016x})")
-    message = Message(
-        kind, job, epoch, worker, incarnation, key, sequence, chunk_version, dtype, numel, body, payload,
-        in_segment == 1, view,
+    raw = bytes(frames[1]) if has_body else b""
+    _check_equal(kind, "body does not have the header's number of bytes", body_bytes, len(raw))
+    body: dict[str, Any] = bodies.unpack(kind, raw) if has_body else {}
+    _check_body(kind, job, numel, body)
+    payload = memoryview(frames[-1]) if has_payload else None
+    actual = 0
+    if payload is not None:
+        _check_equal(kind, "payload does not have the header's number of bytes", payload_bytes, payload.nbytes)
+        actual = xxhash.xxh3_64_intdigest(payload) if flags & FLAG_CHECKSUM else 0
+    _check_equal(kind, "was corrupted: its payload has another checksum", digest, actual)
+    return Message(
+        kind, job, epoch, worker, incarnation, key, sequence, chunk_version, DTYPES.get(dtype_number), numel, body,
+        payload, in_segment == 1, view,
     )  # fmt: skip
-    if kind in _NAMED_IN_BODY:
-        _check_body_agrees(message)
-    return message
+
+
+def split(frames: list[Any]) -> list[list[Any]]:
+    """The frames of each message of a group; what is no group is returned as it came, for ``decode`` to refuse."""
+    if len(frames) != 1 or len(frames[0]) <= HEADER_BYTES or bytes(frames[0][: len(MAGIC)]) != MAGIC:
+        return [frames]
+    data, end = bytes(frames[0]), 0
+    parts: list[list[Any]] = []
+    while end < len(data) and len(parts) < MAX_GROUP:
+        begin, end = end, end + HEADER_BYTES
+        part = [data[begin:end]]
+        if body_bytes := int.from_bytes(part[0][_BODY_BYTES_AT : _BODY_BYTES_AT + 4], "little"):
+            part.append(data[end : end + body_bytes])
+            end += body_bytes
+        parts.append(part)
+    return parts if end == len(data) else [frames]
 
 
 def refusal(frames: Sequence[Any], error: ProtocolError) -> Message | None:
@@ -195,14 +182,11 @@ def refusal(frames: Sequence[Any], error: ProtocolError) -> Message | None:
     """
     answer = Message(MessageType.ERROR, body={"code": error.code, "text": str(error)[: bodies.MAX_TEXT_CHARS]})
     if frames and len(frames[0]) == HEADER_BYTES:
-        (
-            magic, _, number, _, job, _, _, worker, key, incarnation, sequence, *_,
-        ) = _HEADER.unpack(frames[0])  # fmt: skip
+        magic, _, number, _, job, _, _, *addresses = _HEADER.unpack(frames[0])
         if magic == MAGIC and number == MessageType.ERROR:
             return None
         if magic == MAGIC:
-            answer.job, answer.worker, answer.incarnation = job, worker, incarnation
-            answer.key, answer.sequence = key, sequence
+            answer.job, (answer.worker, answer.key, answer.incarnation, answer.sequence) = job, addresses[:4]
     return answer
 
 
@@ -236,7 +220,21 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
             f"a payload must be a contiguous CPU tensor (got shape {tuple(tensor.shape)}, strides {tensor.stride()} on "
             f"{tensor.device}); use tensor.contiguous().cpu()"
         )
-    return _bytes_at(tensor.data_ptr(), tensor.nbytes, tensor)
+    if not tensor.nbytes:
+        return memoryview(b"")
+    array = _array_type(tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor
+    return memoryview(array).cast("B")
+
+
+@lru_cache(maxsize=256)
+def _array_type(size_bytes: int) -> Any:
+    """An array class per size: multiplying makes a new one each time, which takes longer than the rest."""
+
+    class Bytes(ctypes.c_ubyte * size_bytes):  # type: ignore[misc]
+        owner: Any
+
+    return Bytes
 
 
 def _check(
@@ -255,27 +253,22 @@ def _check(
             raise ProtocolError(
                 f"{kind.name} payload is too large (expected at most {MAX_PAYLOAD_BYTES} bytes, got {payload_bytes})"
             )
-        if dtype_number not in _WIRE_DTYPES:
+        if dtype_number not in DTYPES:
             raise ProtocolError(f"{kind.name} has an unknown dtype (expected 1 to {max(DTYPES)}, got {dtype_number})")
-        dtype, itemsize = _WIRE_DTYPES[dtype_number]
-        if numel * itemsize != payload_bytes:
-            raise ProtocolError(
-                f"{kind.name} payload does not match its numel (expected {numel} elements of {dtype} in "
-                f"{numel * itemsize} bytes, got {payload_bytes})"
-            )
-        if kind is MessageType.STATUS_REPORT and dtype is not torch.uint8:
-            raise ProtocolError(f"STATUS_REPORT must carry bytes (expected torch.uint8, got {dtype})")
-    else:
-        if kind in _PAYLOAD_REQUIRED:
-            raise ProtocolError(f"{kind.name} lacks its payload")
-        describes = numel or dtype_number
-        if kind is MessageType.REGISTER and dtype_number in _WIRE_DTYPES:
-            describes = False  # a chunk without its values
-        if describes or payload_bytes or flags & FLAG_CHECKSUM:
-            raise ProtocolError(
-                f"{kind.name} describes a payload and has none (expected zeros, got numel {numel}, {payload_bytes} "
-                f"bytes, dtype {dtype_number}, flags {flags})"
-            )
+        wanted_bytes = numel * DTYPES[dtype_number].itemsize
+        _check_equal(kind, "payload does not match its numel and dtype, in bytes", wanted_bytes, payload_bytes)
+    elif kind in _PAYLOAD_REQUIRED:
+        raise ProtocolError(f"{kind.name} lacks its payload")
+    # REGISTER describes a chunk also without its values.
+    elif (
+        payload_bytes
+        or flags & FLAG_CHECKSUM
+        or ((numel or dtype_number) and not (kind is MessageType.REGISTER and dtype_number in DTYPES))
+    ):
+        raise ProtocolError(
+            f"{kind.name} describes a payload and has none (expected zeros, got numel {numel}, {payload_bytes} "
+            f"bytes, dtype {dtype_number}, flags {flags})"
+        )
     if not flags & FLAG_BODY:
         bodies.check_empty(kind)
     if kind in _KEYED and key == NO_KEY:
@@ -284,51 +277,29 @@ def _check(
         raise ProtocolError(f"{kind.name} has no step (expected a sequence of 1 or more, got 0)")
 
 
-def _check_body_agrees(message: Message) -> None:
+def _check_body(kind: MessageType, job: int, numel: int, body: dict[str, Any]) -> None:
     """Raise ProtocolError where header and body say the same thing differently."""
-    body = message.body
-    if message.type is not MessageType.REGISTER:
-        name, in_header = "job", message.job
-        in_body = job_number(body["job"]) if "job" in body else in_header
-    else:
-        name, in_body, in_header = "sum of the segments", sum(one[4] for one in body["segments"]), message.numel
-    if in_body != in_header:
-        raise ProtocolError(
-            f"{message.type.name} contradicts itself: the body's {name} is not the header's (expected {in_header}, got"
-            f" {in_body})"
-        )
+    if kind is MessageType.REGISTER:
+        total = sum(segment[4] for segment in body["segments"])
+        _check_equal(kind, "has another numel than the sum of the segments", total, numel)
+    elif kind in _NAME_THEIR_JOB and "job" in body:
+        _check_equal(kind, "header has the number of another job than its body", job_number(body["job"]), job)
+
+
+def _check_equal(kind: MessageType, what: str, expected: int, got: int) -> None:
+    if expected != got:
+        raise ProtocolError(f"{kind.name} {what} (expected {expected}, got {got})")
 
 
 def _not_a_header(frames: Sequence[Any]) -> ProtocolError:
-    if not frames:
-        return ProtocolError("a message without frames (expected a header)")
-    first = bytes(memoryview(frames[0])[: _PREFIX.size])
-    if len(first) == _PREFIX.size:
-        magic, peer_version, _ = _PREFIX.unpack(first)
-        if magic != MAGIC:
-            return ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
-        if peer_version != PROTOCOL_VERSION:
-            return ProtocolError(
-                f"both sides must speak one protocol version (expected version {PROTOCOL_VERSION}, got version"
-                f" {peer_version}); install the same version of psengine on both",
-                ErrorCode.VERSION,
-            )
-    return ProtocolError(f"the header has a wrong size (expected {HEADER_BYTES} bytes, got {len(frames[0])})")
-
-
-@lru_cache(maxsize=256)
-def _array_type(size_bytes: int) -> Any:
-    """An array class per size: multiplying makes a new one each time, which takes longer than the rest."""
-
-    class Bytes(ctypes.c_ubyte * size_bytes):  # type: ignore[misc]
-        owner: Any
-
-    return Bytes
-
-
-def _bytes_at(address: int, size_bytes: int, owner: Any) -> memoryview:
-    if not size_bytes:
-        return memoryview(b"")
-    array = _array_type(size_bytes).from_address(address)
-    array.owner = owner
-    return memoryview(array).cast("B")
+    header = memoryview(frames[0]) if frames else memoryview(b"")
+    magic, version = bytes(header[:4]), int.from_bytes(header[4:TYPE_AT], "little")
+    if len(header) > TYPE_AT and magic != MAGIC:
+        return ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
+    if len(header) > TYPE_AT and version != PROTOCOL_VERSION:
+        return ProtocolError(
+            f"both sides must speak one protocol version (expected version {PROTOCOL_VERSION}, got version {version});"
+            " install the same version of psengine on both",
+            ErrorCode.VERSION,
+        )
+    return ProtocolError(f"the header has a wrong size (expected {HEADER_BYTES} bytes, got {len(header)})")

@@ -16,8 +16,7 @@ from psengine.parameter_server.client.flow import Flow, SteppedFlow
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Receiver, Runtime
 from psengine.parameter_server.client.worker_session import WorkerSession
-from psengine.protocol.frames import decode, encode
-from psengine.protocol.groups import split
+from psengine.protocol.frames import decode, encode, split
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation import inspection

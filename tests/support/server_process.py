@@ -259,8 +259,7 @@ class Peer:
                 return message
 
     def _next(self, timeout_s: float) -> Any:
-        from psengine.protocol.frames import decode
-        from psengine.protocol.groups import split
+        from psengine.protocol.frames import decode, split
 
         if not self._parts:
             if not self.socket.poll(int(timeout_s * 1000)):

@@ -33,8 +33,7 @@ from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport, to_json
 from psengine.protocol.bodies import MAX_TEXT_CHARS
-from psengine.protocol.frames import decode, encode, payload_tensor, refusal
-from psengine.protocol.groups import split
+from psengine.protocol.frames import decode, encode, payload_tensor, refusal, split
 from psengine.protocol.messages import TO_COORDINATOR, ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
 
