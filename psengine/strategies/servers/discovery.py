@@ -13,7 +13,7 @@ from psengine.collectives.base import Collective
 from psengine.collectives.solo import SoloCollective
 from psengine.environment.launchers import detect, read_worker
 from psengine.environment.variables import inherited_variables, read_variable
-from psengine.errors import ConfigurationError, ServerError
+from psengine.errors import ConfigurationError, PSEngineError, ServerError
 from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.parameter_server.client.embedded import EmbeddedServer
 
@@ -125,7 +125,7 @@ def _embed(collective: Collective, device: torch.device) -> tuple[EmbeddedServer
         try:
             embedded = EmbeddedServer.start()
             text = ",".join(embedded.addresses).encode()
-        except (ServerError, OSError) as failure:
+        except (PSEngineError, OSError) as failure:
             error = failure  # raised after the others were told
     text = collective.broadcast_bytes(text, 0, device, what="address of the embedded server")
     if error is not None:

@@ -24,7 +24,7 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-from psengine.parameter_server.client import join, membership
+from psengine.parameter_server.client import job_connection, join
 from psengine.parameter_server.client.client import connect, parse_addresses
 from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.parameter_server.client.partition import cut
@@ -491,7 +491,7 @@ def test_who_waits_for_a_slow_worker_does_not_give_up_the_embedded_server():
     with embedded_pair() as (server, fast, slow):
         os.unlink(server.addresses[0].removeprefix("ipc://"))  # whether anybody listens cannot be seen any more
         held = fast.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)])
-        time.sleep(membership.EMBEDDED_SILENCE_S + 0.5)  # the answer is late, heartbeats are not
+        time.sleep(job_connection.EMBEDDED_SILENCE_S + 0.5)  # the answer is late, heartbeats are not
         slow.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)]).wait()
         held.wait()
 
@@ -507,4 +507,4 @@ def test_who_leaves_an_embedded_server_waits_less_for_it(monkeypatch, caplog):
 
 def test_an_embedded_server_that_cannot_start_shows_why():
     with pytest.raises(ServerError, match=r"exit code 2.*\n.*shards"):
-        EmbeddedServer.start(shards=0)
+        EmbeddedServer.start(arguments=["--shards", "0"])
