@@ -205,7 +205,7 @@ def test_servers_that_are_not_there():
         found = run_check(training.servers, {"PSENGINE_SERVERS": named}, timeout_s=0.5)
     assert [finding.level for finding in found] == ["problem"] * 4
     assert all(finding.fix for finding in found)
-    assert "did not answer HELLO" in found[0].text
+    assert "did not answer RESUME" in found[0].text
     assert "does not resolve" in found[2].text
     assert "malformed" in found[3].text
 

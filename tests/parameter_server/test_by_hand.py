@@ -38,7 +38,7 @@ class Hand:
         settings = ShardSettings(software="test", lease_s=LEASE_S)
         self.interfaces = settings, clocks, lambda *arguments, **options: None
         self.rule, self.world_size = rule, workers
-        self.coordinators = Coordinators(1 << 40, *self.interfaces)
+        self.coordinators = Coordinators(1 << 40, *self.interfaces, lambda: bytes(32))
         self.shards = [Shard(0, 11 + index, *self.interfaces, self.is_connected) for index in range(2)]
         self.workers = [HandWorker(self, rank) for rank in range(workers)]
 
@@ -55,7 +55,7 @@ class Hand:
 
     def restart_coordinators(self, meta=None):
         """The lead's coordinators start again, with what was on the disk."""
-        self.coordinators = Coordinators((1 << 40) + 1000, *self.interfaces)
+        self.coordinators = Coordinators((1 << 40) + 1000, *self.interfaces, lambda: bytes([1] * 32))
         if meta is not None:
             self.coordinators.restore(meta, self.now_s)
         for worker in self.workers:

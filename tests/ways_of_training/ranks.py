@@ -30,7 +30,6 @@ from ways_of_training.run import Run
 from ways_of_training.table import SYNC, Expected, Program, oracle_of
 
 from psengine.parameter_server.client import connection as connection_module
-from psengine.parameter_server.client import handshake, link
 from psengine.verify.differences import Tolerance, find_difference
 
 CELL_DEADLINE_S = 30.0
@@ -215,9 +214,8 @@ def serve(rank: int, world_size: int, connection: Connection, directory: str) ->
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     warnings.simplefilter("ignore")
-    # A new connection is looked at with each tick, a new job's values are asked for at this interval: a tenth of a
-    # second each, for hundreds of jobs.
-    connection_module.TICK_S = link.RETRY_S = handshake.WAIT_S = 0.005
+    # What a new connection waits for is looked at with each tick: a tenth of a second, for hundreds of jobs.
+    connection_module.TICK_S = 0.005
     oracle: tuple[Program, str, dict[str, Any], dict[str, Tensor] | str] | None = None
     gc.collect()
     gc.freeze()  # what stays anyway need not be looked at after each cell

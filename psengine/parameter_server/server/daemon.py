@@ -46,6 +46,7 @@ from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.segment_listener import SegmentListener
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerFacts, ServerStatus, ShardStatus
+from psengine.protocol.bounds import KEY_BYTES
 from psengine.protocol.messages import ErrorCode, Message
 from psengine.status_port.http_status import HttpStatus
 from psengine.version import __version__
@@ -190,7 +191,8 @@ class Server:
             Shard(index, self.epoch, given, CLOCKS, self._events.note, partial(self._shards.is_connected, index))
             for index in range(settings.shards)
         ]
-        return shards, Coordinators(self.epoch, given, CLOCKS, self._events.note)
+        draw_key = partial(secrets.token_bytes, KEY_BYTES)
+        return shards, Coordinators(self.epoch, given, CLOCKS, self._events.note, draw_key)
 
     def _open_status_port(self, port: int, history: History) -> HttpStatus:
         try:
