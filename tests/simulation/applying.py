@@ -197,7 +197,8 @@ class ApplyingJob(Job):
             self._note_push(process, message)
         for key, version, values in inspection.chunks(shard):
             chunk = self.chunks[key]
-            if chunk.epoch != server.epoch or (kind is MessageType.REGISTER and message.key == key):
+            is_registered = kind is MessageType.REGISTER and message.key == key and not is_refused
+            if chunk.epoch != server.epoch or (is_registered and not inspection.view_number(shard)[1]):
                 self._begin(server, key, version, values)
             elif version != chunk.version:
                 self._take(server, shard, key, version, values, message if kind is MessageType.PUSH else None)
