@@ -25,6 +25,7 @@ class Step:
         number: 1 for the first of a job; the pushes' sequence.
         end: ends it: later pushes belong to the next step.
         is_ended: nothing is added any more.
+        keys: of its chunks.
         has_trained, has_values: whether a parameter's chunk is in it; whether a payload is, of those where there are.
         pushes: in their order. The I/O thread's, as all that follows.
         unanswered: of them.
@@ -36,6 +37,7 @@ class Step:
     number: int
     end: Callable[[], None]
     is_ended: bool = False
+    keys: set[int] = field(default_factory=set)
     has_trained: bool = False
     has_values: bool = False
     pushes: list[Push] = field(default_factory=list)
@@ -81,18 +83,17 @@ class Steps:
         self._hand_over = close
         self._next = 1
         self._current: Step | None = None
-        self._last: dict[int, int] = {}  # by chunk, the step of its last push
 
     # ---- threads of the training -------------------------------------------------------------------------------
 
     def step_for(self, key: int) -> Step:
         """The step of the chunk's next push."""
         step = self._current
-        if step is None or step.is_ended or self._last.get(key) == step.number:
+        if step is None or step.is_ended or key in step.keys:
             self.end()
             step = self._current = Step(self._next, self.end)
             self._next += 1
-        self._last[key] = step.number
+        step.keys.add(key)
         return step
 
     def end(self) -> None:

@@ -43,7 +43,7 @@ class _Result(NamedTuple):
 
     place: Place  # of the payload
     contributors: int  # the number of gradients
-    ranks: frozenset[int] | None  # whose contributions count; None: a worker has returned it, and nobody knows
+    ranks: frozenset[int] | None  # whose contributions count; None: a worker has returned it, all of them do
 
 
 class Average(ChunkRule):
@@ -151,11 +151,14 @@ class Average(ChunkRule):
         if step in self._results:
             return []  # this server did not restart, or others were asked too
         gathered = self._open.pop(step, None)
-        waiting = sorted(gathered.by_rank) if gathered is not None else []
+        waiting = {} if gathered is None else gathered.by_rank
         count = len(waiting) if contributors is None else contributors
-        self._results[step] = _Result(Place(payload.clone()), count, None)
+        counted = self._released.pop(step, None)
+        if counted is not None:
+            counted |= {rank for rank, one in waiting.items() if one.values is None}
+        self._results[step] = _Result(Place(payload.clone()), count, counted)
         self.version = max(self.version, step)
-        return [self._answer(other, step) for other in waiting]
+        return [self._answer(other, step) for other in sorted(waiting)]
 
     @override
     def waiting_for(self, rank: int, step: int) -> list[int]:

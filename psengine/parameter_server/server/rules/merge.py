@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine.errors import ProtocolError
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply
 from psengine.protocol.layout import ChunkKind
-from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import Release, View
 
 
@@ -49,20 +47,13 @@ class Merge(Apply):
             return super().push(contribution)
         rank, step = contribution.rank, contribution.step
         self._check_ready()
-        known = self._gathered.by_rank.get(rank)
-        if known is not None and known.incarnation != contribution.incarnation:
-            self._gathered.remove(rank)  # of a process that is gone, in a merge that lacks others
-        elif known is not None:
-            raise ProtocolError(
-                f"{self.spec.describe()}: worker {rank} has a contribution that is not merged yet (expected step"
-                f" {known.step} to end first, got {step})",
-                ErrorCode.CREDIT,
-            )
         self._gathered.check_weight(contribution)
         assert self.optimizer is not None
         self.optimizer.check(contribution.groups, contribution.absent)
         reason = self._reason_to_refuse(contribution)
         self._note_reason(contribution, reason)
+        if rank in self._gathered.by_rank:
+            self._gathered.remove(rank)  # of a process that is gone, or answered before this server went back
         if reason is None:
             self._gathered.add(contribution, ())
             return self._merge_due()
