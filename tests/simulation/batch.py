@@ -24,7 +24,7 @@ def watch_states() -> set[str]:
     taken: set[str] = set()
 
     def after(table: Mapping[Any, Mapping[Any, Any]], state: Any, event: Any) -> Any:
-        taken.add(f"{'job' if table is states.JOB else 'worker'}: {state.value} + {event.value}")
+        taken.add(f"{'job' if table is states.JOB else 'worker'}: {state.value} + {event}")
         return states.after(table, state, event)
 
     for module in (coordinator, workers):
@@ -36,7 +36,7 @@ def watch_states() -> set[str]:
 def all_transitions() -> set[str]:
     """Those of the tables."""
     return {
-        f"{kind}: {state.value} + {event.value}"
+        f"{kind}: {state.value} + {event}"
         for kind, table in (("job", states.JOB), ("worker", states.WORKER))
         for state, events in table.items()
         for event in events

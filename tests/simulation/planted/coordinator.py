@@ -17,14 +17,6 @@ from simulation.planted.registry import after, constant, plant
 # ---- who takes part --------------------------------------------------------------------------------------------------
 
 
-def _is_prepared_at_once(send: Any) -> Any:
-    def one(self: Coordinator, worker: Any) -> None:
-        send(self, worker)
-        self._prepared.add(worker.rank)
-
-    return one
-
-
 def _with_view(**changes: Any) -> Any:
     """Views have other fields: functions of what they had."""
 
@@ -86,7 +78,7 @@ def _knows_no_life(hear: Any) -> Any:
     return one
 
 
-plant("a view does not wait for what members have completed", Coordinator, "_send_prepare", _is_prepared_at_once)
+plant("a view does not wait for what members have completed", Coordinator, "_unprepared", constant([]))
 plant("a view begins one step too late", Coordinator, "_publish", _with_view(from_step=lambda step: step + 1))
 plant("a view begins one step too early", Coordinator, "_publish", _with_view(from_step=lambda step: max(1, step - 1)))
 plant("nobody returns the average that some lack", Coordinator, "_publish", _with_view(donor=lambda donor: None))
@@ -137,7 +129,8 @@ def _quorum(change: int) -> Any:
 
 def _fastest(due: Any) -> Any:
     def one(self: Bound, now_s: float) -> Any:
-        with mock.patch.object(self, "_committed", {0: max(self._committed.values(), default=0)}):
+        fastest = max((one.committed for one in self.members.values()), default=0)
+        with mock.patch.object(self, "_least", return_value=fastest):
             return due(self, now_s)
 
     return one

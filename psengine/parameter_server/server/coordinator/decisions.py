@@ -9,7 +9,7 @@ A job without such a rule has ``Decisions``, which decides nothing. Workers are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from typing_extensions import override
@@ -36,24 +36,24 @@ class Decisions:
 
     Attributes:
         is_durable: what was decided has to be on the disk; else it is decided anew after a restart.
+        members: of the view.
     """
 
     is_durable = False
 
     def __init__(self) -> None:
-        # By worker of the view: the last step that it committed.
-        self._committed: dict[Identity, int] = {}
+        self.members: dict[Identity, Worker] = {}
         self._missing = 0
 
-    def adopt(self, members: Iterable[Worker], from_step: int, missing: int) -> None:
+    def adopt(self, members: Sequence[Worker], from_step: int, missing: int) -> None:
         """A view was published; ``missing``: workers that the job is to have and that never came."""
-        self._missing = missing
-        known = self._committed
-        # What a worker has the answers to, it has committed, perhaps to a former coordinator.
-        self._committed = {one.identity: known.get(one.identity, _least_committed(one)) for one in members}
+        self.members, self._missing = {one.identity: one for one in members}, missing
+        for one in members:  # what a worker has the answers to, it has committed, perhaps to a former coordinator
+            one.committed = max(one.committed, one.first_step - 1, one.completed)
 
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
-        """Every shard has a worker's pushes of a step; said again it changes nothing."""
+        """Every shard has a member's pushes of a step; said again it changes nothing."""
+        worker.committed = max(worker.committed, step)
 
     def due(self, now_s: float) -> list[Draft]:
         """What is decided now."""
@@ -81,6 +81,9 @@ class Decisions:
     def restore(self, meta: Mapping[str, Any]) -> None:
         """Inverse of ``to_meta``."""
 
+    def _least(self) -> int:
+        return min((one.committed for one in self.members.values()), default=0)
+
 
 class Bound(Decisions):
     """Nobody is more than a bound ahead of the slowest worker; one that never came has committed nothing."""
@@ -90,14 +93,8 @@ class Bound(Decisions):
         self.floor = 0
 
     @override
-    def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
-        known = self._committed.get(worker.identity)
-        if known is not None:
-            self._committed[worker.identity] = max(known, step)
-
-    @override
     def due(self, now_s: float) -> list[Draft]:
-        least = 0 if self._missing else min(self._committed.values(), default=0)
+        least = 0 if self._missing else self._least()
         if least <= self.floor:
             return []
         self.floor = least
@@ -109,8 +106,8 @@ class Bound(Decisions):
 
     @override
     def waiting_for(self) -> list[int]:
-        least = min(self._committed.values(), default=0)
-        return [rank for (rank, _), step in self._committed.items() if step == least]
+        least = self._least()
+        return [one.rank for one in self.members.values() if one.committed == least]
 
     @override
     def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
@@ -136,39 +133,34 @@ class Quorum(Decisions):
         super().__init__()
         self._quorum = quorum
         self._from_step = 1
-        self._members: dict[Identity, int] = {}  # their first steps
         # step -> worker -> whether it abstained; of steps that are not decided
         self._steps: dict[int, dict[Identity, bool]] = {}
         self._decided: set[int] = set()
 
     @override
-    def adopt(self, members: Iterable[Worker], from_step: int, missing: int) -> None:
+    def adopt(self, members: Sequence[Worker], from_step: int, missing: int) -> None:
         """Shards forget steps from ``from_step`` on: workers push and commit them again."""
-        members = list(members)
         super().adopt(members, from_step, missing)
         self._from_step = from_step
-        self._members = {one.identity: one.first_step for one in members}
         # Who lacks an older step has it as good as committed: it was decided without it, or with it.
-        self._committed = {one.identity: min(_least_committed(one), from_step - 1) for one in members}
+        for one in members:
+            one.committed = min(max(one.first_step - 1, one.completed), from_step - 1)
         self._steps.clear()
         self._decided = {step for step in self._decided if step < from_step}
 
     @override
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
-        known = self._committed.get(worker.identity)
-        if known is None:
-            return
-        self._committed[worker.identity] = max(known, step)
+        super().commit(worker, step, abstained=abstained, now_s=now_s)
         if step >= self._from_step and step not in self._decided:
             self._steps.setdefault(step, {})[worker.identity] = abstained
 
     @override
     def due(self, now_s: float) -> list[Draft]:
-        slowest = min(self._committed.values(), default=0)
+        slowest = self._least()
         drafts = []
         for step, said in sorted(self._steps.items()):
             given = sorted(worker for worker, abstained in said.items() if not abstained)
-            are_all = all(worker in said for worker, first_step in self._members.items() if first_step <= step)
+            are_all = all(one in said for one, worker in self.members.items() if worker.first_step <= step)
             if (len(given) < self._quorum and not are_all) or step - slowest > HISTORY:
                 continue
             del self._steps[step]
@@ -179,7 +171,7 @@ class Quorum(Decisions):
     @override
     def waiting_for(self) -> list[int]:
         step = min(self._steps, default=0)
-        return [rank for (rank, _), committed in self._committed.items() if step and committed < step]
+        return [one.rank for one in self.members.values() if one.committed < step]
 
     @override
     def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
@@ -207,10 +199,10 @@ class Merge(Decisions):
         self._last_step = 0
 
     @override
-    def adopt(self, members: Iterable[Worker], from_step: int, missing: int) -> None:
-        before = set(self._committed)
+    def adopt(self, members: Sequence[Worker], from_step: int, missing: int) -> None:
+        gone = self.members.keys() - {one.identity for one in members}
         super().adopt(members, from_step, missing)
-        for identity in before - set(self._committed):
+        for identity in gone:
             self._window.forget(identity[0])
             self._pending.pop(identity, None)
             self._idle.discard(identity)
@@ -218,7 +210,7 @@ class Merge(Decisions):
     @override
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
         identity = worker.identity
-        if identity not in self._committed or step <= self._merged.get(identity, 0):
+        if step <= self._merged.get(identity, 0):
             return
         if abstained:
             self._idle.add(identity)
@@ -230,8 +222,7 @@ class Merge(Decisions):
 
     def _absent(self) -> list[int]:
         """Ranks whose contribution may come."""
-        gone = self._pending.keys() | self._idle
-        return [rank for rank, incarnation in self._committed if (rank, incarnation) not in gone]
+        return [one[0] for one in self.members if one not in self._pending and one not in self._idle]
 
     @override
     def due(self, now_s: float) -> list[Draft]:
@@ -262,28 +253,25 @@ class Merge(Decisions):
     @override
     def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
         """Shards apply merges in order, so whoever has the answer to one proves that all have it, and all before."""
-        has = {one.rank: one for one in members}
-        taken = 0
-        for release in releases:
-            for rank, step in release.contributors or ():
-                if rank in has and has[rank].first_step <= step <= has[rank].completed:
-                    taken = release.number
-        return [one for one in releases if one.number > taken]
+        has = {one.rank: range(one.first_step, one.completed + 1) for one in members}
+        taken = [
+            one.number for one in releases if any(step in has.get(rank, ()) for rank, step in one.contributors or ())
+        ]
+        return [one for one in releases if one.number > max(taken, default=0)]
 
     @override
     def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
-        identities = {one.rank: one for one in members}
+        identities = {one.rank: one.identity for one in members}
         for release in releases:
             self._count = max(self._count, release.step)
             for rank, step in release.contributors or ():
                 self._last_step = max(self._last_step, step)
-                if rank in identities:
-                    identity = identities[rank].identity
+                if identity := identities.get(rank):
                     self._merged[identity] = max(step, self._merged.get(identity, 0))
 
     @override
     def to_meta(self) -> dict[str, Any]:
-        merged = [[*identity, step] for identity, step in sorted(self._merged.items()) if identity in self._committed]
+        merged = [[*identity, step] for identity, step in sorted(self._merged.items()) if identity in self.members]
         return {"count": self._count, "last_step": self._last_step, "merged": merged}
 
     @override
@@ -301,7 +289,3 @@ def decisions_of(rule: Mapping[str, Any]) -> Decisions:
     if rule["name"] == "apply" and rule["max_staleness"] is not None:
         return Bound()
     return Decisions()
-
-
-def _least_committed(worker: Worker) -> int:
-    return max(worker.first_step - 1, worker.completed)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 
 class GraceWindow:
@@ -47,18 +46,6 @@ class GraceWindow:
     def is_over(self, absent: Collection[int], now_s: float) -> bool:
         """Whether the merge goes on without those who are not here; ``absent``: of these, who may still come."""
         return now_s >= self._end_s or self._awaited.isdisjoint(absent)
-
-    def to_meta(self) -> dict[str, Any]:
-        """All of it, JSON-able; its times are of the clock that it was given."""
-        by_rank = {"last_s": self._last_s, "interval_s": self._interval_s}
-        found = {name: {str(rank): value for rank, value in table.items()} for name, table in by_rank.items()}
-        return {**found, "end_s": self._end_s, "awaited": sorted(self._awaited)}
-
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        """Inverse of ``to_meta``."""
-        self._last_s = {int(rank): value for rank, value in meta["last_s"].items()}
-        self._interval_s = {int(rank): value for rank, value in meta["interval_s"].items()}
-        self._end_s, self._awaited = meta["end_s"], frozenset(meta["awaited"])
 
     def forget(self, rank: int) -> None:
         """The worker is gone, or begins anew."""

@@ -10,26 +10,10 @@ from typing import Any, TypeVar
 class JobState(Enum):
     """The states of a job."""
 
-    NEW = "new"  # nobody has been asked to bring values
+    NEW = "new"  # nobody has been asked to bring values, or the last run is over
     REGISTERING = "registering"  # one worker brings them
     OPEN = "open"  # they are here
     RESUMING = "resuming"  # it was under way: for a lease the members of its last view may come back
-    ENDED = "ended"  # the last worker of an averaging job has left
-    LOST = "lost"  # a server lost weights that it alone held
-
-
-class JobEvent(Enum):
-    """Events of a job."""
-
-    BEGUN = "begun"  # a worker is told to bring values
-    REGISTERED = "registered"  # it has
-    TOLD = "told"  # a worker comes with a view that is not known here
-    RESTARTED = "restarted"  # the coordinator was, and has members on its disk
-    ABANDONED = "abandoned"  # the workers held the weights, and all are out
-    RESUMED = "resumed"  # who is back goes on
-    ENDED = "ended"  # the last worker has left
-    LOST = "lost"  # a server lost weights
-    ANEW = "anew"  # another run begins
 
 
 class WorkerState(Enum):
@@ -41,79 +25,48 @@ class WorkerState(Enum):
     GONE = "gone"  # left, evicted, or replaced; its process may come back
 
 
-class WorkerEvent(Enum):
-    """Events of a worker."""
-
-    CAME = "came"  # it says HELLO
-    ASKED = "asked"  # it asks for state
-    ADMITTED = "admitted"  # it takes part from here on
-    EXPECTED = "expected"  # the view of a job that resumes names it
-    WENT = "went"  # it left, was evicted, or was replaced
-    ANEW = "anew"  # its job begins anew
-
-
-JOB: dict[JobState, dict[JobEvent, JobState]] = {
-    JobState.NEW: {JobEvent.BEGUN: JobState.REGISTERING, JobEvent.TOLD: JobState.RESUMING},
+# begun: a worker is told to bring values. registered: it has. interrupted: the coordinator restarted, or all who hold
+# the weights are out. resumed: who is back goes on. over: the last worker has left, or a server lost weights.
+JOB: dict[JobState, dict[str, JobState]] = {
+    JobState.NEW: {"begun": JobState.REGISTERING, "interrupted": JobState.RESUMING},
     JobState.REGISTERING: {
-        JobEvent.BEGUN: JobState.REGISTERING,
-        JobEvent.REGISTERED: JobState.OPEN,
-        JobEvent.TOLD: JobState.RESUMING,
+        "begun": JobState.REGISTERING,
+        "registered": JobState.OPEN,
+        "interrupted": JobState.RESUMING,
     },
-    JobState.OPEN: {
-        JobEvent.TOLD: JobState.RESUMING,
-        JobEvent.RESTARTED: JobState.RESUMING,
-        JobEvent.ABANDONED: JobState.RESUMING,
-        JobEvent.ENDED: JobState.ENDED,
-        JobEvent.LOST: JobState.LOST,
-    },
-    JobState.RESUMING: {
-        JobEvent.RESUMED: JobState.OPEN,
-        JobEvent.BEGUN: JobState.REGISTERING,
-        JobEvent.LOST: JobState.LOST,
-    },
-    JobState.ENDED: {JobEvent.ANEW: JobState.NEW},
-    JobState.LOST: {JobEvent.ANEW: JobState.NEW},
+    JobState.OPEN: {"interrupted": JobState.RESUMING, "over": JobState.NEW},
+    JobState.RESUMING: {"begun": JobState.REGISTERING, "resumed": JobState.OPEN, "over": JobState.NEW},
 }
-
-WORKER: dict[WorkerState, dict[WorkerEvent, WorkerState]] = {
+# came: it says HELLO. asked: it asks for state. admitted: the next view has it, or it is expected back in the last one.
+# went: it left, was evicted, or was replaced. anew: its job begins anew.
+WORKER: dict[WorkerState, dict[str, WorkerState]] = {
     WorkerState.WAITING: {
-        WorkerEvent.CAME: WorkerState.WAITING,
-        WorkerEvent.ASKED: WorkerState.JOINING,
-        WorkerEvent.ADMITTED: WorkerState.MEMBER,
-        WorkerEvent.EXPECTED: WorkerState.MEMBER,
-        WorkerEvent.WENT: WorkerState.GONE,
-        WorkerEvent.ANEW: WorkerState.WAITING,
+        "asked": WorkerState.JOINING,
+        "admitted": WorkerState.MEMBER,
+        "went": WorkerState.GONE,
     },
     WorkerState.JOINING: {
-        WorkerEvent.CAME: WorkerState.JOINING,
-        WorkerEvent.ASKED: WorkerState.JOINING,
-        WorkerEvent.ADMITTED: WorkerState.MEMBER,
-        WorkerEvent.EXPECTED: WorkerState.MEMBER,
-        WorkerEvent.WENT: WorkerState.GONE,
-        WorkerEvent.ANEW: WorkerState.WAITING,
+        "asked": WorkerState.JOINING,
+        "admitted": WorkerState.MEMBER,
+        "went": WorkerState.GONE,
+        "anew": WorkerState.WAITING,
     },
-    WorkerState.MEMBER: {
-        WorkerEvent.CAME: WorkerState.MEMBER,
-        WorkerEvent.ASKED: WorkerState.JOINING,  # it could not read all that was deposited for it
-        WorkerEvent.WENT: WorkerState.GONE,
-    },
-    WorkerState.GONE: {WorkerEvent.CAME: WorkerState.WAITING, WorkerEvent.EXPECTED: WorkerState.MEMBER},
+    WorkerState.MEMBER: {"asked": WorkerState.JOINING, "went": WorkerState.GONE},  # asked: it lacks a piece
+    WorkerState.GONE: {"came": WorkerState.WAITING, "admitted": WorkerState.MEMBER},
 }
-
 _State = TypeVar("_State", JobState, WorkerState)
-_Event = TypeVar("_Event", JobEvent, WorkerEvent)
 
 
-def after(table: Mapping[_State, Mapping[_Event, _State]], state: _State, event: _Event) -> _State:
+def after(table: Mapping[_State, Mapping[str, _State]], state: _State, event: str) -> _State:
     """The state that ``event`` leads to."""
     assert event in table[state], f"{event} cannot happen in {state}"
     return table[state][event]
 
 
-def drawn(table: Mapping[Any, Mapping[Any, Enum]]) -> str:
+def drawn(table: Mapping[Any, Mapping[str, Enum]]) -> str:
     """The table as Markdown: a row for each state, a column for each event; empty cells cannot happen."""
     events = list(dict.fromkeys(event for row in table.values() for event in row))
-    lines = [["", *(event.value for event in events)], ["---"] * (len(events) + 1)]
+    lines = [["", *events], ["---"] * (len(events) + 1)]
     for state, row in table.items():
         lines.append([f"**{state.value}**", *(row[event].value if event in row else "" for event in events)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

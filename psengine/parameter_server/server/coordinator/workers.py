@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.coordinator.states import WORKER, WorkerEvent, WorkerState, after
+from psengine.parameter_server.server.coordinator.states import WORKER, WorkerState, after
 from psengine.parameter_server.server.coordinator.telemetry import WorkerTelemetry
 from psengine.parameter_server.server.interfaces import Sender
-from psengine.protocol.messages import ErrorCode, Message
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import ViewMember
 
 # Messages that a process sent before it died may still arrive after its successor's first one.
@@ -29,6 +29,17 @@ class Leaving(NamedTuple):
     completed: int  # the step that all others have to have first
     request: int  # the id of its LEAVE
     failed: bool  # its training broke off
+
+
+@dataclass(slots=True)
+class Told:
+    """What was sent on a worker's newest connection."""
+
+    welcome: tuple[str, int] = ("", 0)  # the state and the registration
+    view: int = 0
+    release: int = 0
+    prepare: int = 0
+    asked: tuple[int, int, int] | None = None  # to donate: see ``Coordinator._asked``
 
 
 @dataclass(slots=True, eq=False)
@@ -46,16 +57,18 @@ class Worker:
     pid: int = 0
     run: str = ""
     hello: int = 0  # the id of its newest HELLO
+    told: Told = field(default_factory=Told)
     has_rule: bool = False  # it wants to take part, not only to have a rank
     first_step: int = 1
     admitted: int = 0  # number of the view that it came in with; 0 before
     completed: int = 0  # the last step of which it has all answers, and of all before
+    committed: int = 0  # the last step that all shards have from it
+    prepared: int = 0  # the view for which it is frozen
     is_reading: bool = False  # it may still be reading the state that was deposited for it
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
     cut_s: float | None = None  # since when there are such
-    leaving: Leaving | None = None
-    is_departing: bool = False  # it may leave with the next view
+    leaving: Leaving | None = None  # where it is gone: the next view answers its LEAVE
     why_gone: str = ""  # "left", "evicted" or "fenced"
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
 
@@ -64,7 +77,7 @@ class Worker:
         """Rank and incarnation."""
         return self.rank, self.incarnation
 
-    def advance(self, event: WorkerEvent) -> None:
+    def advance(self, event: str) -> None:
         """Something happens to it."""
         self.state = after(WORKER, self.state, event)
 
@@ -78,19 +91,19 @@ class Worker:
         """Its entry in a view."""
         return ViewMember(self.rank, self.incarnation, self.user_id, self.first_step)
 
-    def to_meta(self) -> list[Any]:
+    def to_meta(self) -> dict[str, Any]:
         """For the disk."""
-        names = "rank", "incarnation", "nonce", "user_id", "host", "pid", "run", "first_step", "admitted", "why_gone"
-        return [*(getattr(self, name) for name in names), self.has_rule, self.state.value]
+        return {**{name: getattr(self, name) for name in _DURABLE}, "state": self.state.value}
 
     @staticmethod
-    def from_meta(meta: list[Any]) -> Worker:
+    def from_meta(meta: Mapping[str, Any]) -> Worker:
         """Inverse of ``to_meta``, not heard yet."""
-        rank, incarnation, nonce, user_id, host, pid, run, first_step, admitted, why_gone, has_rule, state = meta
-        worker = Worker(rank, incarnation, nonce, user_id, WorkerState(state), host=host, pid=pid, run=run)
-        worker.first_step, worker.admitted, worker.why_gone = first_step, admitted, why_gone
-        worker.has_rule, worker.completed = has_rule, first_step - 1
-        return worker
+        return Worker(**{**meta, "state": WorkerState(meta["state"])}, completed=meta["first_step"] - 1)
+
+
+_DURABLE = (
+    "rank", "incarnation", "nonce", "user_id", "host", "pid", "run", "has_rule", "first_step", "admitted", "why_gone",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -122,6 +135,16 @@ class Workers:
         return self.of(WorkerState.MEMBER)
 
     @property
+    def waiting(self) -> list[Worker]:
+        """Those who are here to take part and do not yet."""
+        return [one for one in self.of(WorkerState.WAITING, WorkerState.JOINING) if one.route and one.has_rule]
+
+    @property
+    def departing(self) -> list[Worker]:
+        """Those whose LEAVE the next view answers."""
+        return [one for one in self.of(WorkerState.GONE) if one.leaving is not None]
+
+    @property
     def present(self) -> list[Worker]:
         """All who are not gone, by rank."""
         return self.of(WorkerState.WAITING, WorkerState.JOINING, WorkerState.MEMBER)
@@ -131,10 +154,8 @@ class Workers:
         rank = message.body.get("rank")
         if rank is None:
             mine = (one.rank for one in self.by_rank.values() if one.is_process(message, user_id))
-            rank = next(mine, None)
-        if rank is None:
             taken = {one.rank for one in self.present} | {claim.rank for claim in self.claims}
-            rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
+            rank = next(mine, next(rank for rank in range(len(taken) + 1) if rank not in taken))
         if rank >= MAX_WORKERS:
             raise ProtocolError(f"ranks lie below {MAX_WORKERS} (got {rank})", ErrorCode.BAD_VALUE)
         return int(rank)
@@ -158,11 +179,10 @@ class Workers:
         """
         worker = self.by_rank.get(message.worker)
         if worker is None or (not worker.route and worker.state is not WorkerState.GONE):
-            raise ProtocolError(
-                f"worker {message.worker} of job {job!r} has not said HELLO to this coordinator", ErrorCode.NOT_MEMBER
-            )
+            raise ProtocolError(f"worker {message.worker} of job {job!r} has not said HELLO", ErrorCode.NOT_MEMBER)
         is_it = (worker.incarnation, worker.user_id) == (message.incarnation, sender.user_id)
-        if not is_it or (worker.state is WorkerState.GONE and not worker.is_departing):
+        is_leaver = message.type is MessageType.LEAVE and worker.why_gone == "left"
+        if not is_it or (worker.state is WorkerState.GONE and worker.leaving is None and not is_leaver):
             raise ProtocolError(
                 f"worker {message.worker} of job {job!r} was fenced: silent for more than its lease, cut off from a"
                 " server, put out by an operator, or replaced by a newer process. It has to say HELLO again; where that"
@@ -215,27 +235,3 @@ class Workers:
         for one in meta["workers"]:
             self.add(Worker.from_meta(one))
         self._last_incarnation = meta["last_incarnation"]
-
-
-def belongs_to_another_key(job: str, rank: int) -> ProtocolError:
-    """Why a process may not have a rank."""
-    return ProtocolError(f"rank {rank} of job {job!r} belongs to another key", ErrorCode.DUPLICATE_RANK)
-
-
-def replaced(job: str, rank: int) -> ProtocolError:
-    """Why a process may not have its rank again."""
-    return ProtocolError(
-        f"rank {rank} of job {job!r} went to a newer process while this one was silent, so that nobody knows which of"
-        " its updates count (expected one process for each rank). Let this process end; where processes are slow and"
-        " not dead, raise --lease-s.",
-        ErrorCode.DUPLICATE_RANK,
-    )
-
-
-def is_held(job: str, holder: Worker) -> ProtocolError:
-    """Why a process may not have a rank: its process is alive."""
-    return ProtocolError(
-        f"rank {holder.rank} of job {job!r} is held by process {holder.pid} on {holder.host}, which is alive. Every"
-        " worker needs a rank of its own: check RANK, or give this run a job of its own (PSENGINE_JOB).",
-        ErrorCode.DUPLICATE_RANK,
-    )
