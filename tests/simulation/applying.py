@@ -91,7 +91,7 @@ class ApplyingJob(Job):
         self._restored: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its version at the start
         self._lives: set[int] = set()  # of servers, that a worker has told the coordinator
         self._residuals: dict[tuple[int, int], Values] = {}
-        self._sent: dict[tuple[int, int], Values] = {}  # (process, chunk) -> what its last payload brings
+        self._former: dict[tuple[int, int], Values] = {}  # those before the last pushes
         self._views: dict[tuple[int, int], tuple[int, int]] = {}  # (chunk, process) -> the view of its last answer
 
     def begin_anew(self) -> None:
@@ -151,8 +151,8 @@ class ApplyingJob(Job):
         if residual is None or values is None:
             return
         place = process.number, push.key
-        self._sent[place] = self._decoded(push.message)
-        expected = self._residuals.get(place, 0.0) + values.numpy() - self._sent[place]
+        self._former[place] = self._residuals.get(place, np.zeros_like(values.numpy()))
+        expected = self._former[place] + values.numpy() - self._decoded(push.message)
         is_same = np.allclose(residual.numpy(), expected, rtol=1e-3, atol=1e-4)
         require(is_same, "worker {} has another residual of chunk {} than it left out", process.rank, push.key)
         self._residuals[place] = residual.numpy().copy()
@@ -166,7 +166,7 @@ class ApplyingJob(Job):
         may_be = (None, "abstained", "stale")[: 2 + (self.scenario.max_staleness is not None)]
         require(result.refused in may_be, "a push of chunk {} was refused: {}", key, result.refused)
         if result.refused == "stale" and (process.number, key) in self._residuals:
-            self._residuals[process.number, key] += self._sent[process.number, key]  # it is given back
+            self._residuals[process.number, key] = self._former[process.number, key]
         if answer.epoch != chunk.epoch:
             return  # of a life of the server that has ended
         update = process.number, push.message.sequence
