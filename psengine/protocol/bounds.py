@@ -7,8 +7,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from psengine.protocol import messages
-from psengine.protocol.layout import INT64_MAX
 
+INT64_MAX = 2**63 - 1
 LARGEST_FLOAT = 1.7976931348623157e308
 # Without control characters, and those that are not seen or turn the direction of the text.
 PRINTABLE = r"\A[^\x00-\x1f\x7f-\xa0\xad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]*\Z"
@@ -23,6 +23,7 @@ def one_of(*words: str) -> Meta:
 
 # msgpack's integers have at most 64 bits.
 Unsigned64 = Annotated[int, Meta(ge=0)]
+Unsigned = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 Finite = Annotated[float, Meta(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=LARGEST_FLOAT)]
@@ -32,6 +33,7 @@ Rank = Annotated[int, Meta(ge=0, le=messages.NOBODY - 1)]
 Workers = Annotated[int, Meta(ge=1, le=messages.NOBODY)]
 SegmentIndex = Annotated[int, Meta(ge=0, le=messages.MAX_SEGMENTS - 1)]
 Key = Annotated[int, Meta(ge=0, le=messages.NO_KEY - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=messages.MAX_NAME_CHARS)]
 Printable = Annotated[str, Meta(min_length=1, max_length=messages.MAX_NAME_CHARS, pattern=PRINTABLE)]
 JobName = Annotated[str, Meta(min_length=1, max_length=200, pattern=PRINTABLE)]
 Label = Annotated[str, Meta(max_length=255, pattern=PRINTABLE)]

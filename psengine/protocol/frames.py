@@ -23,21 +23,9 @@ import torch
 import xxhash
 
 from psengine.errors import ConfigurationError, ProtocolError
-from psengine.protocol import bodies
+from psengine.protocol import bodies, messages
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import (
-    DTYPE_NUMBERS,
-    DTYPES,
-    MAGIC,
-    MAX_PAYLOAD_BYTES,
-    NO_KEY,
-    PROTOCOL_VERSION,
-    ErrorCode,
-    Message,
-    MessageType,
-    Trait,
-    types_with,
-)
+from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, ErrorCode, Message, MessageType, Trait, types_with
 
 # magic, protocol version, type, flags, job, epoch, view, worker, key, incarnation, sequence, version, numel,
 # payload_bytes, body_bytes, dtype, three zero bytes, checksum
@@ -51,8 +39,6 @@ FLAG_CHECKSUM = 1
 FLAG_BODY = 2
 FLAG_PAYLOAD = 4
 FLAG_IN_SEGMENT = 8
-_FLAGS = FLAG_CHECKSUM | FLAG_BODY | FLAG_PAYLOAD | FLAG_IN_SEGMENT
-_ZEROS = b"\0\0\0"
 
 _PAYLOAD_REQUIRED = types_with(Trait.PAYLOAD)
 _PAYLOAD_OPTIONAL = types_with(Trait.MAY_HAVE_PAYLOAD)
@@ -94,21 +80,17 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
                 flags |= FLAG_IN_SEGMENT
             else:
                 frames.append(payload)
-                flags |= FLAG_PAYLOAD
-            if checksum and not message.in_segment:
-                flags |= FLAG_CHECKSUM
-                digest = xxhash.xxh3_64_intdigest(payload)
+                flags |= FLAG_PAYLOAD | (FLAG_CHECKSUM if checksum else 0)
+                digest = xxhash.xxh3_64_intdigest(payload) if checksum else 0
         if dtype is not None and not (dtype_number := DTYPE_NUMBERS.get(dtype, 0)):
-            raise ConfigurationError(f"{kind.name}: {dtype} has no number on the wire")
+            raise ConfigurationError(f"{dtype} has no number on the wire")
         _check(kind, flags, message.key, message.sequence, numel, payload_bytes, dtype_number)
         _check_body(kind, message.job, numel, message.body)
         frames[0] = _HEADER.pack(
-            MAGIC, PROTOCOL_VERSION, kind, flags, message.job, message.epoch, message.view, message.worker, message.key,
-            message.incarnation, message.sequence, message.version, numel, payload_bytes, body_bytes, dtype_number,
-            _ZEROS, digest,
+            messages.MAGIC, messages.PROTOCOL_VERSION, kind, flags, message.job, message.epoch, message.view,
+            message.worker, message.key, message.incarnation, message.sequence, message.version, numel, payload_bytes,
+            body_bytes, dtype_number, b"\0\0\0", digest,
         )  # fmt: skip
-    except ConfigurationError:
-        raise
     except (ProtocolError, TypeError, ValueError, OverflowError, struct.error) as error:
         raise ConfigurationError(f"cannot encode {kind.name}: {error}") from error
     return frames
@@ -132,14 +114,11 @@ def decode(frames: Sequence[Any]) -> Message:
     ) = _HEADER.unpack(frames[0])  # fmt: skip
     kind = _TYPES.get(number)
     # An ERROR is readable in every version, so that each side learns of the other's.
-    if magic != MAGIC or (peer_version != PROTOCOL_VERSION and kind is not MessageType.ERROR):
+    if magic != messages.MAGIC or (peer_version != messages.PROTOCOL_VERSION and kind is not MessageType.ERROR):
         raise _not_a_header(frames)
     if kind is None:
         raise ProtocolError(f"unknown message type (expected 1 to {max(_TYPES)}, got {number})")
-    if flags & ~_FLAGS or zeros != _ZEROS:
-        raise ProtocolError(
-            f"{kind.name} has reserved bits set (expected flags up to {_FLAGS} and zeros, got {flags} and {zeros!r})"
-        )
+    _check_equal(kind, "has reserved bits set", 0, flags >> 4 | int.from_bytes(zeros, "little"))
     has_body, has_payload, in_segment = flags >> 1 & 1, flags >> 2 & 1, flags >> 3
     _check_equal(kind, "has a wrong number of frames for its flags", 1 + has_body + has_payload, len(frames))
     _check(kind, flags, key, sequence, numel, payload_bytes, dtype_number)
@@ -161,7 +140,7 @@ def decode(frames: Sequence[Any]) -> Message:
 
 def split(frames: list[Any]) -> list[list[Any]]:
     """The frames of each message of a group; what is no group is returned as it came, for ``decode`` to refuse."""
-    if len(frames) != 1 or len(frames[0]) <= HEADER_BYTES or bytes(frames[0][: len(MAGIC)]) != MAGIC:
+    if len(frames) != 1 or len(frames[0]) <= HEADER_BYTES or bytes(frames[0][: len(messages.MAGIC)]) != messages.MAGIC:
         return [frames]
     data, end = bytes(frames[0]), 0
     parts: list[list[Any]] = []
@@ -183,9 +162,9 @@ def refusal(frames: Sequence[Any], error: ProtocolError) -> Message | None:
     answer = Message(MessageType.ERROR, body={"code": error.code, "text": str(error)[: bodies.MAX_TEXT_CHARS]})
     if frames and len(frames[0]) == HEADER_BYTES:
         magic, _, number, _, job, _, _, *addresses = _HEADER.unpack(frames[0])
-        if magic == MAGIC and number == MessageType.ERROR:
+        if magic == messages.MAGIC and number == MessageType.ERROR:
             return None
-        if magic == MAGIC:
+        if magic == messages.MAGIC:
             answer.job, (answer.worker, answer.key, answer.incarnation, answer.sequence) = job, addresses[:4]
     return answer
 
@@ -241,17 +220,15 @@ def _check(
     kind: MessageType, flags: int, key: int, sequence: int, numel: int, payload_bytes: int, dtype_number: int
 ) -> None:
     """Raise ProtocolError unless a header's fields agree with each other and the message's type."""
+    is_chunk = kind is MessageType.REGISTER and dtype_number in DTYPES  # described also without its values
     if flags & FLAG_IN_SEGMENT and (kind not in _MAY_BE_IN_SEGMENT or flags & (FLAG_PAYLOAD | FLAG_CHECKSUM)):
-        raise ProtocolError(
-            f"{kind.name} cannot have its payload in shared memory (expected PUSH or UPDATED, without a payload"
-            f" frame and without a checksum, got flags {flags})"
-        )
+        raise ProtocolError(f"{kind.name} cannot have its payload in shared memory, or twice (got flags {flags})")
     if flags & (FLAG_PAYLOAD | FLAG_IN_SEGMENT):
         if kind not in _PAYLOAD_REQUIRED and kind not in _PAYLOAD_OPTIONAL:
             raise ProtocolError(f"{kind.name} has a payload (expected none)")
-        if payload_bytes > MAX_PAYLOAD_BYTES:
+        if payload_bytes > messages.MAX_PAYLOAD_BYTES:
             raise ProtocolError(
-                f"{kind.name} payload is too large (expected at most {MAX_PAYLOAD_BYTES} bytes, got {payload_bytes})"
+                f"{kind.name} payload is too large (expected at most {messages.MAX_PAYLOAD_BYTES}, got {payload_bytes})"
             )
         if dtype_number not in DTYPES:
             raise ProtocolError(f"{kind.name} has an unknown dtype (expected 1 to {max(DTYPES)}, got {dtype_number})")
@@ -259,20 +236,12 @@ def _check(
         _check_equal(kind, "payload does not match its numel and dtype, in bytes", wanted_bytes, payload_bytes)
     elif kind in _PAYLOAD_REQUIRED:
         raise ProtocolError(f"{kind.name} lacks its payload")
-    # REGISTER describes a chunk also without its values.
-    elif (
-        payload_bytes
-        or flags & FLAG_CHECKSUM
-        or ((numel or dtype_number) and not (kind is MessageType.REGISTER and dtype_number in DTYPES))
-    ):
-        raise ProtocolError(
-            f"{kind.name} describes a payload and has none (expected zeros, got numel {numel}, {payload_bytes} "
-            f"bytes, dtype {dtype_number}, flags {flags})"
-        )
+    elif payload_bytes or flags & FLAG_CHECKSUM or ((numel or dtype_number) and not is_chunk):
+        raise ProtocolError(f"{kind.name} describes a payload and has none (got {payload_bytes} bytes, numel {numel})")
     if not flags & FLAG_BODY:
         bodies.check_empty(kind)
-    if kind in _KEYED and key == NO_KEY:
-        raise ProtocolError(f"{kind.name} names no chunk (expected a key below {NO_KEY})")
+    if kind in _KEYED and key == messages.NO_KEY:
+        raise ProtocolError(f"{kind.name} names no chunk (expected a key below {messages.NO_KEY})")
     if kind in _EXCHANGES and sequence == 0:
         raise ProtocolError(f"{kind.name} has no step (expected a sequence of 1 or more, got 0)")
 
@@ -294,11 +263,11 @@ def _check_equal(kind: MessageType, what: str, expected: int, got: int) -> None:
 def _not_a_header(frames: Sequence[Any]) -> ProtocolError:
     header = memoryview(frames[0]) if frames else memoryview(b"")
     magic, version = bytes(header[:4]), int.from_bytes(header[4:TYPE_AT], "little")
-    if len(header) > TYPE_AT and magic != MAGIC:
-        return ProtocolError(f"this is no psengine message (expected it to begin with {MAGIC!r}, got {magic!r})")
-    if len(header) > TYPE_AT and version != PROTOCOL_VERSION:
+    if len(header) > TYPE_AT and magic != messages.MAGIC:
+        return ProtocolError(f"this is no psengine message (expected {messages.MAGIC!r} first, got {magic!r})")
+    if len(header) > TYPE_AT and version != messages.PROTOCOL_VERSION:
         return ProtocolError(
-            f"both sides must speak one protocol version (expected version {PROTOCOL_VERSION}, got version {version});"
+            f"both sides must speak one protocol (expected version {messages.PROTOCOL_VERSION}, got version {version});"
             " install the same version of psengine on both",
             ErrorCode.VERSION,
         )

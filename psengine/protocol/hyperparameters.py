@@ -17,15 +17,6 @@ from psengine.errors import ConfigurationError, ProtocolError
 from psengine.protocol.bodies import convert
 from psengine.protocol.messages import ErrorCode
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "SGD": torch.optim.SGD,
-    "Adam": torch.optim.Adam,
-    "AdamW": torch.optim.AdamW,
-    "Adagrad": torch.optim.Adagrad,
-    "RMSprop": torch.optim.RMSprop,
-}
-
-
 # torch's schedulers may end a hair below 0 (LinearLR(end_factor=0) at -4e-18), which torch steps with; so do servers.
 LearningRate = Annotated[float, Meta(ge=-1e-9, lt=1e6)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -91,6 +82,7 @@ class RMSprop(Group, kw_only=True):
 
 
 GROUPS: dict[str, type[Group]] = {"SGD": SGD, "Adam": Adam, "AdamW": Adam, "Adagrad": Adagrad, "RMSprop": RMSprop}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {name: getattr(torch.optim, name) for name in GROUPS}
 
 # Tensors of state by torch's names -> the hyperparameter that makes the optimizer keep them, "" where it always does.
 SLOTS: dict[str, dict[str, str]] = {
@@ -115,12 +107,11 @@ def check_groups(name: Any, groups: Any) -> list[dict[str, Any]]:
     Raises:
         ProtocolError: an unknown optimizer or hyperparameter, one that is missing, or a value out of its bounds.
     """
-    if not isinstance(name, str) or name not in OPTIMIZERS:
-        raise _refusal(
-            f"servers do not run this optimizer (expected one of {', '.join(OPTIMIZERS)}, got {reprlib.repr(name)})"
+    if not isinstance(name, str) or name not in OPTIMIZERS or not isinstance(groups, list | tuple) or not groups:
+        raise ProtocolError(
+            f"servers run one of {', '.join(OPTIMIZERS)}, with a list of groups (got {reprlib.repr((name, groups))})",
+            ErrorCode.BAD_VALUE,
         )
-    if not isinstance(groups, (list, tuple)) or not groups:
-        raise _refusal(f"an optimizer has groups (expected a list of at least one map, got {reprlib.repr(groups)})")
     checked = []
     for index, group in enumerate(groups):
         read = convert(group, GROUPS[name], f"{name}'s group {index}", ErrorCode.BAD_VALUE)
@@ -129,47 +120,30 @@ def check_groups(name: Any, groups: Any) -> list[dict[str, Any]]:
     return checked
 
 
-def _refusal(text: str) -> ProtocolError:
-    return ProtocolError(text, ErrorCode.BAD_VALUE)
-
-
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """The name in OPTIMIZERS of the class whose step ``optimizer`` takes: that class, or a subclass with the same step.
 
     Raises:
         ConfigurationError: another optimizer, or a subclass with a step of its own.
     """
-    mro = type(optimizer).__mro__
-    for depth, base in enumerate(mro):
-        if OPTIMIZERS.get(base.__name__) is base:
-            for subclass in mro[:depth]:
-                _check_subclass(subclass, base)
-            return base.__name__
-    raise ConfigurationError(
-        f"servers do not run this optimizer (expected one of {', '.join(OPTIMIZERS)}, got"
-        f" {users_class(type(optimizer))})."
-        ' Use one of them, or strategy "sync-server", where every worker steps by itself.'
-    )
+    kind = users_class(type(optimizer))
+    bases = [base for base in kind.__mro__ if OPTIMIZERS.get(base.__name__) is base]
+    if not bases or _step_of(kind) != _step_of(bases[0]):
+        raise ConfigurationError(
+            f"servers do not run this optimizer's step (expected that of {', '.join(OPTIMIZERS)}, got"
+            f' {kind.__name__}.step). Use one of them, or strategy "sync-server", where every worker steps by itself.'
+        )
+    return bases[0].__name__
 
 
-def users_class(optimizer_class: type) -> str:
-    """The name of the class that the user wrote, under psengine's own."""
-    return next(base.__name__ for base in optimizer_class.__mro__ if base.__module__.partition(".")[0] != "psengine")
+def users_class(optimizer_class: type) -> type:
+    """The class that the user wrote, under psengine's own."""
+    return next(base for base in optimizer_class.__mro__ if base.__module__.partition(".")[0] != "psengine")
 
 
-def _check_subclass(subclass: type, base: type[torch.optim.Optimizer]) -> None:
-    if subclass.__module__.partition(".")[0] == "psengine":
-        return
-    for method in ("step", "_init_group"):
-        # torch wraps the step of every class that is instantiated, also an inherited one.
-        if method in vars(subclass) and inspect.unwrap(vars(subclass)[method]) is not inspect.unwrap(
-            getattr(base, method)
-        ):
-            raise ConfigurationError(
-                f"servers do not run an optimizer's own step (expected torch.optim.{base.__name__}'s, got"
-                f' {subclass.__name__}.{method}). Use torch.optim.{base.__name__}, or strategy "sync-server", where'
-                " every worker steps by itself."
-            )
+def _step_of(kind: Any) -> list[Any]:
+    # torch wraps the step of every class that is instantiated, also an inherited one.
+    return [inspect.unwrap(getattr(kind, method)) for method in ("step", "_init_group")]
 
 
 def wire_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -185,8 +159,7 @@ def wire_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ConfigurationError(
-                "servers take no differentiable steps (expected differentiable=False, got True in group"
-                f" {index}). Leave the argument out."
+                f"servers take no differentiable steps (expected differentiable=False, got True in group {index})"
             )
         known = GROUPS[name].__struct_fields__
         groups.append({key: _plain(group[key]) for key in known if group.get(key) is not None})

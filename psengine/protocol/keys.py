@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,12 +110,7 @@ def read_key_pair(path: str | Path) -> KeyPair:
     Raises:
         ConfigurationError: the file is missing or malformed, or another user may own, read or write it.
     """
-    text = _read(path, is_secret=True)
-    found: dict[str, str] = {}
-    for number, words in _lines(text):
-        if words[0] not in ("public", "secret") or words[0] in found or len(words) < 2 or not is_key(words[1]):
-            raise _malformed(path, number)
-        found[words[0]] = words[1]
+    found = {kind: key for kind, key, _ in _entries(path, ("public", "secret"), is_secret=True)}
     if len(found) != 2:
         raise ConfigurationError(
             f"{path} is no key pair (expected one line 'public KEY' and one line 'secret KEY', got"
@@ -170,12 +166,23 @@ def read_allowed(path: str | Path) -> dict[str, str]:
 
 
 def _public_keys(path: str | Path) -> dict[str, str]:
-    keys: dict[str, str] = {}
-    for number, words in _lines(_read(path)):
-        if words[0] != "public" or not 2 <= len(words) <= 3 or not is_key(words[1]):
-            raise _malformed(path, number)
-        keys[words[1]] = words[2] if len(words) == 3 else Path(path).stem
-    return keys
+    return {key: name for _, key, name in _entries(path, ("public",))}
+
+
+def _entries(path: str | Path, kinds: Sequence[str], *, is_secret: bool = False) -> list[tuple[str, str, str]]:
+    """(kind, key, name) of each line."""
+    entries = []
+    for number, line in enumerate(_read(path, is_secret=is_secret).splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if words[0] not in kinds or not 2 <= len(words) <= 3 or not is_key(words[1]):
+            raise ConfigurationError(
+                f"{path}, line {number}, is not understood (expected 'public KEY NAME' or, in a .key file, 'secret"
+                f" KEY', where KEY is {KEY_CHARACTERS} characters of Z85)."
+            )
+        entries.append((words[0], words[1], words[2] if len(words) == 3 else Path(path).stem))
+    return entries
 
 
 def _read(path: str | Path, *, is_secret: bool = False, expected: str = "a file of psengine-server keygen") -> str:
@@ -201,15 +208,3 @@ def _check_private(path: str | Path, status: os.stat_result) -> None:
             f" {status.st_uid} and mode {mode:04o}). Fix: chown it to the user that runs this, and chmod 600 {path};"
             " if others could read it, make a new one."
         )
-
-
-def _lines(text: str) -> list[tuple[int, list[str]]]:
-    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
-    return [(number, line.split()) for number, line in lines if line and not line.startswith("#")]
-
-
-def _malformed(path: str | Path, line: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"{path}, line {line}, is not understood (expected 'public KEY NAME' or, in a .key file, 'secret KEY', where"
-        f" KEY is {KEY_CHARACTERS} characters of Z85)."
-    )

@@ -18,11 +18,9 @@ import torch
 import xxhash
 from msgspec import Meta, Struct, convert
 
-from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, MAX_NAME_CHARS
+from psengine.protocol.bounds import Name, Unsigned
+from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES
 
-INT64_MAX = 2**63 - 1
-Unsigned = Annotated[int, Meta(ge=0, le=INT64_MAX)]
-Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Sizes = Annotated[tuple[Unsigned, ...], Meta(max_length=64)]
 
 
@@ -125,24 +123,22 @@ def layout_fingerprint(specs: Sequence[ChunkSpec]) -> int:
 
 def first_difference(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> str:
     """The first difference of two layouts in words: the parameter and both descriptions; "" where they are equal."""
-    for name, (own, other) in _paired_tensors(mine, theirs).items():
+    here, there = _tensors(mine), _tensors(theirs)
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            return f"{name!r}: here {here.get(name, 'absent')}, there {there.get(name, 'absent')}"
+    for own, other in zip(mine, theirs, strict=False):
         if own != other:
-            return f"{name!r}: here {own or 'absent'}, there {other or 'absent'}"
-    for own_spec, other_spec in zip(mine, theirs, strict=False):
-        if own_spec != other_spec:
-            return f"{own_spec.describe()} is cut differently there, as {other_spec.describe()}; use equal bucket sizes"
+            return f"{own.describe()} is cut differently there, as {other.describe()}; use equal bucket sizes"
     return "" if len(mine) == len(theirs) else f"{len(mine)} chunks here, {len(theirs)} there"
 
 
-def _paired_tensors(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> dict[str, tuple[str, str]]:
-    pairs: dict[str, tuple[str, str]] = {}
-    for side, specs in enumerate((mine, theirs)):
-        for spec in specs:
-            for segment in spec.segments:
-                pair = list(pairs.get(segment.name, ("", "")))
-                pair[side] = f"{spec.kind.value} of shape {segment.shape}, strides {segment.strides}, {spec.dtype}"
-                pairs[segment.name] = (pair[0], pair[1])
-    return pairs
+def _tensors(specs: Sequence[ChunkSpec]) -> dict[str, str]:
+    return {
+        segment.name: f"{spec.kind.value} of shape {segment.shape}, strides {segment.strides}, {spec.dtype}"
+        for spec in specs
+        for segment in spec.segments
+    }
 
 
 def balance(sizes_bytes: Sequence[int], bins: int) -> list[int]:

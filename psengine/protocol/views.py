@@ -15,8 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from psengine.errors import ProtocolError
-from psengine.protocol.bounds import DIGEST_BYTES, Label, Positive, Rank, Unsigned64, Workers
-from psengine.protocol.layout import Unsigned
+from psengine.protocol.bounds import DIGEST_BYTES, Label, Positive, Rank, Unsigned, Unsigned64, Workers
 from psengine.protocol.messages import Message, MessageType
 
 

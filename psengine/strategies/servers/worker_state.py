@@ -43,7 +43,7 @@ class OptimizerState:
     def of(cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> OptimizerState:
         """Describe ``optimizer`` without its state; ``names`` are the model's."""
         parameters = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
-        return cls(users_class(type(optimizer)), parameters)
+        return cls(users_class(type(optimizer)).__name__, parameters)
 
     def belongs_to(self, other: OptimizerState) -> bool:
         """Whether both are of the same class over the same parameters."""
