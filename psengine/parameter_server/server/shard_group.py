@@ -18,9 +18,8 @@ import zmq
 from psengine.environment.local_sockets import is_loopback, remove_stale_sockets, socket_beside
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.server.settings import ServerSettings
-from psengine.parameter_server.server.transport.authentication import Authenticator
+from psengine.parameter_server.server.transport.authentication import Authenticator, key_ring
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
-from psengine.parameter_server.server.transport.key_rings import key_ring, operators
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.parameter_server.status_model import MuteShard, ShardStatus
 
@@ -65,7 +64,7 @@ class ShardGroup:
             )
         else:
             try:
-                self.authenticator = Authenticator(self._context, key_ring(settings), operators(settings))
+                self.authenticator = Authenticator(self._context, key_ring(settings))
             except BaseException:
                 self._end_context()
                 raise

@@ -12,17 +12,18 @@ from support.server_process import Peer, ServerFailedError, running_server
 from zmq.utils import z85
 
 from psengine.errors import AuthenticationError, ConfigurationError
-from psengine.parameter_server.server.transport import key_rings
+from psengine.parameter_server.server.transport import authentication
 from psengine.parameter_server.server.transport.authentication import (
     ZAP_DOMAIN,
     Authenticator,
+    KeyList,
+    KeyRing,
     keygen,
     new_key_pair,
     probe,
     try_handshake,
 )
 from psengine.parameter_server.server.transport.endpoint import Endpoint
-from psengine.parameter_server.server.transport.key_rings import AllowedKeys
 from psengine.protocol.keys import (
     CurveClientKeys,
     read_allowed,
@@ -53,7 +54,9 @@ def context():
 
 @pytest.fixture
 def authenticator(keys, context):
-    thread = Authenticator(context, AllowedKeys(**keys["options"]))
+    thread = Authenticator(
+        context, KeyRing(read_key_pair(keys["options"]["curve_key"]), KeyList(keys["options"]["allow"]))
+    )
     thread.start()
     yield thread
     thread.end()
@@ -223,7 +226,7 @@ def test_the_authenticator_judges_strictly(authenticator, keys, change):
 
 
 def test_clients_are_added_and_removed_while_the_server_runs(authenticator, context, keys, tmp_path, monkeypatch):
-    monkeypatch.setattr(key_rings, "RELOAD_S", 0.0)
+    monkeypatch.setattr(authentication, "RELOAD_S", 0.0)
     endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator)
     public = tmp_path / "clients" / "stranger.pub"
     public.write_text((tmp_path / "elsewhere" / "stranger.pub").read_text())
@@ -289,7 +292,7 @@ def hole_in_the_lock():
 
 
 def open_authenticator():
-    AllowedKeys.allows = lambda self, key: True
+    KeyList.__contains__ = lambda self, key: True
 
 
 @pytest.mark.parametrize("sabotage", [hole_in_the_lock, open_authenticator])

@@ -14,12 +14,18 @@ import zmq
 from support.server_process import running_server
 
 import psengine
-from psengine.parameter_server.client import handshakes
-from psengine.parameter_server.server.transport import key_rings
-from psengine.parameter_server.server.transport.authentication import Authenticator, keygen, new_key_pair, try_handshake
+from psengine.parameter_server.client import reachability
+from psengine.parameter_server.server.transport import authentication
+from psengine.parameter_server.server.transport.authentication import (
+    Authenticator,
+    KeyList,
+    KeyRing,
+    keygen,
+    new_key_pair,
+    try_handshake,
+)
 from psengine.parameter_server.server.transport.endpoint import Endpoint
-from psengine.parameter_server.server.transport.key_rings import AllowedKeys
-from psengine.protocol.keys import CurveClientKeys
+from psengine.protocol.keys import CurveClientKeys, read_key_pair
 
 
 @pytest.fixture
@@ -42,9 +48,9 @@ def keys(tmp_path):
 @pytest.fixture
 def door(keys, monkeypatch):
     """(what comes of a handshake with the worker's key, the same with a newcomer's) at a lock in this process."""
-    monkeypatch.setattr(key_rings, "RELOAD_S", 0.0)
+    monkeypatch.setattr(authentication, "RELOAD_S", 0.0)
     context = zmq.Context()
-    guard = Authenticator(context, AllowedKeys(keys["server"], keys["allow"]))
+    guard = Authenticator(context, KeyRing(read_key_pair(keys["server"]), KeyList(keys["allow"])))
     guard.start()
     endpoint = Endpoint(context, "tcp://127.0.0.1:0", guard)
     yield lambda pair: try_handshake(context, endpoint.address, keys["client"].server_public, pair)
@@ -151,8 +157,8 @@ def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
         first.kill()
         since_s = time.monotonic()
         while (
-            tunnel.dropped < 3 * handshakes.MAX_CUT_HANDSHAKES
-            or time.monotonic() < since_s + 2 * handshakes.CUT_HANDSHAKES_S
+            tunnel.dropped < 3 * reachability.MAX_CUT_HANDSHAKES
+            or time.monotonic() < since_s + 2 * reachability.CUT_HANDSHAKES_S
         ):
             time.sleep(0.02)
         with running_server(bind=first.addresses[0], **options):

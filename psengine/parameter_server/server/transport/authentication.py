@@ -16,6 +16,8 @@ import os
 import re
 import threading
 import time
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from psengine.errors import AuthenticationError, ConfigurationError
-from psengine.parameter_server.server.transport.key_rings import KeyRing, OperatorKeys
-from psengine.protocol.keys import KeyPair, write_key_pair
+from psengine.parameter_server.server.settings import ServerSettings
+from psengine.parameter_server.shared_secret import operator_pair, pairs_of_secret
+from psengine.protocol.keys import KeyPair, read_allowed, read_key_pair, write_key_pair
 from psengine.tracing.logging_format import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -33,18 +36,114 @@ logger = logging.getLogger(__name__)
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "psengine"
 PROBE_DEADLINE_S = 3.0
+# How often the lists of keys are read again, so that workers can be added and removed while the server runs.
+RELOAD_S = 1.0
 _POLL_MS = 100
 # How libzmq names the other end of a Unix socket: its user, group and, where the system tells it, process.
 _LOCAL_PEER = re.compile(rb"localhost:(?P<uid>\d+):\d*(?::(?P<pid>\d+))?:?")
 
-_VERDICT_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-)
-_VERDICTS: dict[int, str] = {zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted", zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused"}
+_VERDICTS: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "cut",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "cut",
+    zmq.EVENT_DISCONNECTED: "cut",
+}
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+class KeyList:
+    """The public keys of files, all valid at the start.
+
+    They are read again while the server runs; then a missing or malformed file allows nobody. Connected clients stay.
+
+    Args:
+        path: directory or file of public keys.
+
+    Raises:
+        ConfigurationError: a file is missing or malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._allowed = read_allowed(path)
+        # Errors of the last reading; each is logged once.
+        self._faults: set[str] = set()
+        self._read_s = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._allowed)
+
+    def __contains__(self, key: str) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._read_s > RELOAD_S:
+            self._read_s = now_s
+            self._read()
+        return key in self._allowed
+
+    def _read(self) -> None:
+        """Read them file by file: one that is malformed must not keep a removed key allowed."""
+        allowed: dict[str, str] = {}
+        faults = set()
+        try:
+            is_one = self._path.is_file()
+            for file in [self._path] if is_one else sorted(self._path.iterdir()):
+                if is_one or file.name.endswith(".pub"):
+                    try:
+                        allowed |= read_allowed(file)
+                    except ConfigurationError as error:
+                        faults.add(str(error))
+        except OSError as error:
+            faults.add(f"{self._path} cannot be read, so that nobody is let in any more ({error.strerror})")
+        for fault in sorted(faults - self._faults):
+            logger.error("keys that cannot be read are not allowed: %s", fault)
+        self._allowed, self._faults = allowed, faults
+
+
+@dataclass(frozen=True)
+class KeyRing:
+    """Whom a server lets in.
+
+    Attributes:
+        pair: the server's own.
+        clients: their public keys. The one of a secret is public to whoever has the secret.
+        operators: of those who may also give orders.
+        names_peers: whether a key says which client it is, so that a worker belongs to the key it came with.
+    """
+
+    pair: KeyPair
+    clients: KeyList | AbstractSet[str]
+    operators: KeyList | AbstractSet[str] = frozenset()
+    names_peers: bool = True
+
+
+def key_ring(settings: ServerSettings) -> KeyRing | None:
+    """That of a server's settings; None without keys.
+
+    Raises:
+        ConfigurationError: a file is missing, malformed, or readable by others; or operators have the workers' secret.
+    """
+    operators: KeyList | AbstractSet[str] = frozenset()
+    if settings.curve_key is not None and settings.allow is not None:
+        pair, listed = read_key_pair(settings.curve_key), KeyList(settings.allow)
+        if pair.public in listed:
+            logger.warning("the server's own key is among the allowed clients in %s", settings.allow)
+        if settings.admin_allow is not None:
+            operators = KeyList(settings.admin_allow)
+        return KeyRing(pair, listed, operators)
+    if settings.secret_file is None:
+        return None
+    pair, client = pairs_of_secret(settings.secret_file)
+    if (theirs := settings.admin_secret_file) is not None:
+        if pairs_of_secret(theirs) == (pair, client):
+            raise ConfigurationError(
+                "Operators have a secret of their own (expected another word in admin_secret_file than in secret_file,"
+                f" got the same in {theirs} and {settings.secret_file})."
+            )
+        operators = {operator_pair(theirs).public}
+    return KeyRing(pair, {client.public}, operators, names_peers=False)
 
 
 def new_key_pair() -> KeyPair:
@@ -70,23 +169,24 @@ def keygen(directory: str | Path, name: str) -> tuple[Path, Path]:
     return write_key_pair(directory, name, new_key_pair())
 
 
+# ---- who may connect -------------------------------------------------------------------------------------------------
+
+
 class Authenticator(threading.Thread):
     """Answers zmq's question who may connect.
 
     Args:
         context: its sockets are guarded; one authenticator per context.
-        keys: the CURVE keys that are accepted; None accepts none. Where keys name peers, a Unix socket needs one too.
-        operators: the keys that are accepted and may give orders; None: no key may.
+        keys: those that are accepted; None accepts none. Where keys name peers, a Unix socket needs one too.
 
     Attributes:
         refused: number of handshakes that it refused.
     """
 
-    def __init__(self, context: zmq.Context[Any], keys: KeyRing | None, operators: OperatorKeys | None = None) -> None:
+    def __init__(self, context: zmq.Context[Any], keys: KeyRing | None) -> None:
         super().__init__(name="psengine-authenticator", daemon=True)
         self._zmq_context = context
         self._keys = keys
-        self._operators = operators
         self.names_peers = keys is not None and keys.names_peers
         self._users = frozenset() if self.names_peers else frozenset({os.geteuid(), 0})
         self._refusals = RateLimit()
@@ -99,14 +199,17 @@ class Authenticator(threading.Thread):
 
     def describe(self) -> str:
         """Who may connect, for the lines of start-up."""
-        operators = f", {len(self._operators)} of operators" if self._operators is not None else ""
-        curve = f"CURVE: {self._keys.describe()}{operators}; " if self._keys is not None else ""
+        curve = ""
+        if self._keys is not None:
+            clients = f"{len(self._keys.clients)} keys" if self.names_peers else "whoever has the secret is"
+            operators = f", {len(self._keys.operators)} of operators" if self._keys.operators else ""
+            curve = f"CURVE: {clients} allowed{operators}; "
         local = "" if self.names_peers else f"over the Unix socket user {os.geteuid()} and root; "
         return f"{curve}{local}strangers were refused in a test"
 
     def is_operator(self, key: str) -> bool:
         """Whether a client with this public key may give orders."""
-        return self._operators is not None and self._operators.allows(key)
+        return self._keys is not None and key in self._keys.operators
 
     @property
     def public_key(self) -> str:
@@ -142,7 +245,7 @@ class Authenticator(threading.Thread):
     def judge(self, request: list[bytes]) -> list[bytes]:
         """The answer to one request: 200 and, for an operator and with keys that name peers, the User-Id; or 400."""
         if len(request) < 6:
-            return [b"1.0", request[1] if len(request) > 1 else b"", b"500", b"malformed request", b"", b""]
+            return [b"1.0", b"".join(request[1:2]), b"500", b"malformed request", b"", b""]
         version, number, domain, address, _, mechanism, *credentials = request
         user_id = ""
         if version != b"1.0" or domain != ZAP_DOMAIN.encode():
@@ -150,7 +253,7 @@ class Authenticator(threading.Thread):
         elif mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             key = z85.encode(credentials[0]).decode()
             is_operator = self.is_operator(key)
-            is_allowed = is_operator or (self._keys is not None and self._keys.allows(key))
+            is_allowed = is_operator or (self._keys is not None and key in self._keys.clients)
             reason = "" if is_allowed else f"unknown key {key}"
             user_id = key if self.names_peers or is_operator else ""
         elif mechanism == b"NULL" and not credentials and self._users:
@@ -208,29 +311,23 @@ def probe(context: zmq.Context[Any], addresses: list[str], server_public: str) -
         AuthenticationError: one was accepted, or was not refused within the deadline.
     """
     # A refusal by the authenticator also proves that it is alive.
-    strangers: list[tuple[str, KeyPair | None, tuple[str, ...]]] = [("a stranger", None, ("refused",))]
+    strangers: dict[str, tuple[KeyPair | None, str]] = {"a stranger": (None, "refused")}
     if server_public:
-        strangers = [
-            ("a client with an unknown key", new_key_pair(), ("refused",)),
-            ("a client without a key", None, ("refused", "cut")),
-        ]
+        strangers = {
+            "a client with an unknown key": (new_key_pair(), "refused"),
+            "a client without a key": (None, "refused or cut"),
+        }
     for address in addresses:
-        for who, pair, expected in strangers:
+        for who, (pair, expected) in strangers.items():
             verdict = try_handshake(context, address, server_public, pair)
-            if verdict not in expected:
+            if verdict not in expected.split(" or "):
                 raise AuthenticationError(
-                    f"{address} does not keep strangers out (expected {who} to be {expected[0]}, got: {verdict})."
+                    f"{address} does not keep strangers out (expected {who} to be {expected}, got: {verdict})."
                     " The server does not start; this is a bug of psengine or of this libzmq build, please report it."
                 )
 
 
-def try_handshake(
-    context: zmq.Context[Any],
-    address: str,
-    server_public: str,
-    pair: KeyPair | None,
-    deadline_s: float = PROBE_DEADLINE_S,
-) -> str:
+def try_handshake(context: zmq.Context[Any], address: str, server_public: str, pair: KeyPair | None) -> str:
     """Connect with ``pair`` (None: without CURVE); how the handshake ended.
 
     Returns:
@@ -240,21 +337,17 @@ def try_handshake(
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-    if "[" in address:
-        dealer.setsockopt(zmq.IPV6, 1)
+    dealer.setsockopt(zmq.IPV6, int("[" in address))
     if pair is not None:
         dealer.setsockopt(zmq.CURVE_SERVERKEY, server_public.encode())
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
         dealer.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-    events = dealer.get_monitor_socket(_VERDICT_EVENTS)
+    events = dealer.get_monitor_socket(sum(_VERDICTS))
     try:
         dealer.connect(address)
-        last_s = time.monotonic() + deadline_s
-        while (left_s := last_s - time.monotonic()) > 0:
-            if events.poll(max(1, int(left_s * 1000)), zmq.POLLIN):
-                event = recv_monitor_message(events, zmq.NOBLOCK)["event"]
-                return _VERDICTS.get(event, "cut")
-        return "no verdict"
+        if not events.poll(int(PROBE_DEADLINE_S * 1000)):
+            return "no verdict"
+        return _VERDICTS[int(recv_monitor_message(events)["event"])]
     finally:
         dealer.disable_monitor()
         events.close(linger=0)
