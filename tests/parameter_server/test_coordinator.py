@@ -830,6 +830,17 @@ def test_what_a_server_lost_is_noted_once_a_life() -> None:
     assert [kind for kind, _ in bench.notes].count("lost") == 1
 
 
+def test_nobody_goes_on_where_a_log_lacks_what_was_acknowledged() -> None:
+    bench = Bench(ASYNC, durability="log")
+    first, second = bench.team(2)
+    first.commit("life", shard=1, epoch=11, chunks=2, version=5, view=0, lost=3)
+    assert second.last(MessageType.ERROR).body["code"] == ErrorCode.STATE_LOST
+    assert refusal(second.reconnect) == ErrorCode.STATE_LOST
+    assert refusal(lambda: bench.worker(0, run="another").hello()) == ErrorCode.STATE_LOST
+    bench.restart(with_disk=True)  # and the servers have found their logs
+    assert bench.worker(0).hello() == "ready"
+
+
 def test_a_restarted_coordinator_with_a_disk_goes_on_with_the_weights() -> None:
     bench = Bench(BOUND)
     first, second = bench.team(2)

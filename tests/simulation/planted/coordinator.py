@@ -142,9 +142,12 @@ def _counts_absent(commit: Any) -> Any:
 
 def _keeps_what_left(adopt: Any) -> Any:
     def one(self: Merge, *arguments: Any) -> None:
-        pending = dict(self._pending)
+        before = {worker: worker.pending for worker in self.members.values()}
         adopt(self, *arguments)
-        self._pending = pending | self._pending
+        for worker, step in before.items():
+            worker.pending = step
+            if step:
+                self.members.setdefault(worker.identity, worker)
 
     return one
 

@@ -83,8 +83,8 @@ class Coordinator:
         self._registrar: tuple[int, int] | None = None
         self._epochs: list[int] = []  # of the shards
         self._former_epochs: list[int] = []
-        self._lossy_epochs: list[int] = []  # lives of shards of which it was told what they lost
-        self._lost_updates = 0
+        self._losses: dict[int, int] = {}  # by servers' lives, how many updates of each chunk they lost
+        self._halted = ""  # why nobody goes on until the servers find what they lost
         self._chunks: list[int] = []  # of each shard
         self._empty: Message | None = None  # the view that ends the job's life before this one
         # The change of view that is under way: its causes, then its number.
@@ -126,7 +126,7 @@ class Coordinator:
         outgoing = self._settled()
         if not is_later:
             body = self._waits_for(worker) if message.type is MessageType.HEARTBEAT else {}
-            outgoing.append(self._answer(sender.route, message, MessageType.OK, body))
+            outgoing.append(self._answer(sender.route, message, body))
         return outgoing
 
     def tick(self, now_s: float) -> list[Outgoing]:
@@ -140,7 +140,7 @@ class Coordinator:
                 self._greet(claim.rank, claim.message, claim.sender)
             except ProtocolError as error:
                 body = {"code": error.code, "text": str(error)}
-                self._outgoing.append(self._answer(claim.sender.route, claim.message, MessageType.ERROR, body))
+                self._outgoing.append(self._answer(claim.sender.route, claim.message, body))
         for worker in self.workers.expired(self._lease_s, now_s):
             silent_s = now_s - worker.last_heard_s
             self._put_out(worker, "evicted", f"silent for {silent_s:.1f} s, longer than its lease")
@@ -239,9 +239,9 @@ class Coordinator:
             sent = replace(message, epoch=self._around.epoch, worker=rank, incarnation=incarnation, view=view)
             self._outgoing.append(Outgoing(worker.route, sent))
 
-    def _answer(self, route: bytes, request: Message, kind: MessageType, body: dict[str, Any]) -> Outgoing:
-        to = {name: getattr(request, name) for name in ("job", "worker", "incarnation", "sequence")}
-        return Outgoing(route, Message(kind, epoch=self._around.epoch, body=body, **to))
+    def _answer(self, route: bytes, request: Message, body: dict[str, Any]) -> Outgoing:
+        kind = MessageType.ERROR if "code" in body else MessageType.OK
+        return Outgoing(route, replace(request, type=kind, epoch=self._around.epoch, view=0, body=body))
 
     def _waits_for(self, worker: Worker) -> dict[str, Any]:
         """For the answer to a heartbeat: what the worker waits for here, and for whom."""
@@ -259,8 +259,6 @@ class Coordinator:
             why, ranks = "join", [] if self._asked is None else [self._asked[0]]
         elif worker.state is WorkerState.MEMBER and worker.is_blocked:
             why, ranks = "release", self._decisions.waiting_for()
-            if type(self._decisions) is not Decisions and len(self._came) < self._world_size and not self.averages:
-                ranks = [*ranks, *(rank for rank in range(self._world_size) if rank not in self._came)]
         ranks = [rank for rank in ranks if rank != worker.rank]
         return {"why": why, "waiting_for": ranks} if ranks else {}
 
@@ -291,8 +289,8 @@ class Coordinator:
 
     def _check(self, body: Mapping[str, Any]) -> None:
         """Raise ProtocolError where such a process cannot take part."""
-        if body["run"] in self._refused:
-            code, text = self._refused[body["run"]]
+        code, text = self._refused.get(body["run"], (ErrorCode.STATE_LOST, self._halted))
+        if text:
             raise ProtocolError(text, code)
         # Names of one server may differ from one worker to another, so only the order can be compared.
         known, servers = self._servers, body["servers"]
@@ -509,14 +507,18 @@ class Coordinator:
         self._came.clear()
         if code == ErrorCode.ENDED and not self.averages:
             return
-        for worker in self.workers.present:
-            if worker.run in self._refused or code != ErrorCode.ENDED:
-                self._send(worker, Message(MessageType.ERROR, self.number, body={"code": code, "text": text}))
-                self._put_out(worker, "left", "its run is over")
+        present = self.workers.present
+        self._dismiss([one for one in present if one.run in self._refused or code != ErrorCode.ENDED], code, text)
         self._advance("over")
         self._reset()
         if not any(one.has_rule for one in self.workers.present):
             self.rule, self._world_size, self._servers = None, 1, []
+
+    def _dismiss(self, workers: list[Worker], code: str, text: str) -> None:
+        """They have nothing to do here any more, and are told so unasked."""
+        for worker in workers:
+            self._send(worker, Message(MessageType.ERROR, self.number, body={"code": code, "text": text}))
+            self._put_out(worker, "left", "its run is over")
 
     # ---- what workers say --------------------------------------------------------------------------------------
 
@@ -544,11 +546,9 @@ class Coordinator:
         worker.is_reading &= worker.completed < worker.first_step
 
     def _hear_cut(self, worker: Worker, body: Mapping[str, Any]) -> None:
-        worker.unreachable = frozenset(body.get("unreachable", worker.unreachable))
         if not worker.unreachable:
-            worker.cut_s = None
-        elif worker.cut_s is None:
             worker.cut_s = self._now_s
+        worker.unreachable = frozenset(body.get("unreachable", worker.unreachable))
 
     def _hear_prepared(self, worker: Worker, message: Message) -> None:
         if worker.state is WorkerState.MEMBER and message.body["view"] == self._preparing:
@@ -593,10 +593,6 @@ class Coordinator:
         epoch, lost = body["epoch"], body.get("lost", 0)
         if shard >= len(self._epochs) or self.state not in (JobState.OPEN, JobState.RESUMING):
             return
-        if lost and epoch not in self._lossy_epochs:  # it has gone back to a snapshot
-            self._lossy_epochs = [*self._lossy_epochs, epoch][-MAX_REMEMBERED:]
-            self._lost_updates += lost
-            self._record.lost(lost, shard)
         if epoch != self._epochs[shard]:
             if epoch in self._former_epochs:
                 return  # said late
@@ -612,8 +608,23 @@ class Coordinator:
                     f" {self._chunks[shard]} chunks. Fix: start all anew from a checkpoint; servers that start with"
                     " --snapshot-dir DIRECTORY, and --durability log where no update may be lost, keep them.",
                 )
+                return
         elif self.view is not None and number >= self.view.number:
             self._least_number, self._is_wanted = max(self._least_number, number), True
+        known = self._losses.get(epoch, 0)
+        if lost > known:
+            self._losses[epoch] = lost
+            if not known:
+                self._record.lost(lost, shard)
+            if self._around.settings.durability == "log":
+                version = body["version"]
+                self._halted = (
+                    f"job {self.name!r} is lost: shard {shard} came back with an older state, version {version}, and"
+                    f" workers knew of version {version + lost}. Fix: start its servers with the --snapshot-dir of"
+                    " before, then the workers; or drop the job by psengine admin forget."
+                )
+                logger.error("%s", self._halted)
+                self._dismiss(self.workers.present, ErrorCode.STATE_LOST, self._halted)
 
     def _hear_leave(self, worker: Worker, message: Message) -> bool:
         """Whether it is answered later."""
@@ -659,7 +670,7 @@ class Coordinator:
             return
         for worker in members:
             shards = worker.unreachable - by_nobody
-            if shards and worker.cut_s is not None and self._now_s - worker.cut_s > self._lease_s:
+            if shards and self._now_s - worker.cut_s > self._lease_s:
                 names = ", ".join(map(str, sorted(shards)))
                 self._put_out(worker, "evicted", f"it cannot reach shards {names}, which others reach, who wait for it")
 
@@ -736,7 +747,8 @@ class Coordinator:
             oldest=min((one.completed for one in members), default=newest),
             releases=tuple(self._releases),
         )
-        self._decisions.adopt(members, from_step, max(0, self._world_size - len(self._came)))
+        missing = [rank for rank in range(self._world_size) if rank not in self._came]
+        self._decisions.adopt(members, from_step, missing[: max(0, self._world_size - len(self._came))])
         self._release_count, self.is_changed = 0, True
         self._end_change()
         logger.info("job %r: view %d has workers %s", self.name, number, [one.rank for one in members])
@@ -791,62 +803,46 @@ class Coordinator:
 
     def status(self, now_s: float) -> CoordinatedJob:
         """The job as it is now."""
-
-        def state_of(worker: Worker) -> State:
-            if worker.state is not WorkerState.MEMBER:
-                return "joining"
-            return "silent" if now_s - worker.last_heard_s > 2 * self._around.settings.heartbeat_s else "live"
-
         return CoordinatedJob(
             rule=self.rule or {},
             phase=self.state.value,
             started=any(one.completed for one in self.workers.members),
             expected_workers=self._world_size,
             evicted=self._evicted,
-            lost_updates=self._lost_updates,
+            lost_updates=sum(self._losses.values()),
             departed=tuple(self._record.departed),
-            workers=tuple(
-                CoordinatedWorker(
-                    rank=one.rank,
-                    incarnation=one.incarnation,
-                    state=state_of(one),
-                    host=one.host,
-                    pid=one.pid,
-                    silent_s=round(now_s - one.last_heard_s, 3),
-                    waiting_for=tuple(self._waits_for(one).get("waiting_for", ())),
-                    telemetry=one.telemetry.times,
-                )
-                for one in self.workers.present
-            ),
+            workers=tuple(self._worker_status(one, now_s - one.last_heard_s) for one in self.workers.present),
+        )
+
+    def _worker_status(self, worker: Worker, silent_s: float) -> CoordinatedWorker:
+        state: State = "silent" if silent_s > 2 * self._around.settings.heartbeat_s else "live"
+        return CoordinatedWorker(
+            rank=worker.rank,
+            incarnation=worker.incarnation,
+            state=state if worker.state is WorkerState.MEMBER else "joining",
+            host=worker.host,
+            pid=worker.pid,
+            silent_s=round(silent_s, 3),
+            waiting_for=tuple(self._waits_for(worker).get("waiting_for", ())),
+            telemetry=worker.telemetry.times,
         )
 
     def to_meta(self) -> dict[str, Any]:
         """What a restart has to find, JSON-able."""
-        return {
-            **{name: getattr(self, f"_{name}") for name in _DURABLE},
-            **self.workers.to_meta(),
-            "name": self.name,
-            "state": self.state.value,
-            "rule": self.rule,
-            "key": self._key.hex(),
-            "came": sorted(self._came),
-            "view": None if self.view is None else msgspec.to_builtins(self.view),
-            "releases": msgspec.to_builtins(self._releases) if self._decisions.is_durable else [],
-            "decisions": self._decisions.to_meta(),
-        }
+        meta = {name.strip("_"): getattr(self, name) for name in _DURABLE}
+        meta["decisions"] = self._decisions.to_meta()
+        return {"name": self.name, **msgspec.to_builtins(meta), **self.workers.to_meta()}
 
     def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
         """Inverse of ``to_meta``, in a new object: workers have a lease to come back."""
-        for name in _DURABLE:
-            setattr(self, f"_{name}", meta[name])
+        for name, kind in _DURABLE.items():
+            setattr(self, name, msgspec.convert(meta[name.strip("_")], kind))
         self.workers.restore(meta)
-        self.state, self.rule, self._key = JobState(meta["state"]), meta["rule"], bytes.fromhex(meta["key"])
-        self._came = set(meta["came"])
         if self.rule is not None:
             self._decisions = decisions_of(self.rule)
             self._decisions.restore(meta["decisions"])
-        self.view = msgspec.convert(meta["view"], View | None)
-        self._releases = msgspec.convert(meta["releases"], list[Release])
+        if not self._decisions.is_durable:
+            self._releases = []
         if self.state is JobState.REGISTERING:
             self.state = JobState.NEW
         elif self.state is JobState.OPEN and self.view is not None and (self.averages or self.workers.members):
@@ -856,9 +852,23 @@ class Coordinator:
             worker.last_heard_s = now_s
 
 
-_DURABLE = (
-    "world_size", "servers", "runs", "refused", "evicted", "registration", "epochs", "chunks", "least_number",
-)  # fmt: skip
+_DURABLE: dict[str, Any] = {
+    "state": JobState,
+    "rule": dict[str, Any] | None,
+    "view": View | None,
+    "_world_size": int,
+    "_servers": list[str],
+    "_runs": list[str],
+    "_refused": dict[str, list[str]],
+    "_came": set[int],
+    "_evicted": int,
+    "_key": bytes,
+    "_registration": int,
+    "_epochs": list[int],
+    "_chunks": list[int],
+    "_least_number": int,
+    "_releases": list[Release],
+}
 
 
 def _is_spare(leaver: Worker, members: list[Worker]) -> bool:

@@ -125,10 +125,7 @@ class Coordinators:
         for job in self.by_number.values():
             job.stood_still(pause_s)
         if pause_s >= NOTABLE_PAUSE_S and any(job.workers.present for job in self.by_number.values()):
-            text = (
-                f"the coordinator stood still for {pause_s:.1f} s: its process was stopped, or short of processor or"
-                " memory, or one task took as long; no worker's lease ran meanwhile"
-            )
+            text = f"the coordinator stood still for {pause_s:.1f} s; no worker's lease ran meanwhile"
             logger.warning("%s", text)
             self._surroundings.note("stood_still", text)
 

@@ -36,17 +36,19 @@ class Decisions:
 
     Attributes:
         is_durable: what was decided has to be on the disk; else it is decided anew after a restart.
+        durable: attributes that have to.
         members: of the view.
     """
 
     is_durable = False
+    durable: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.members: dict[Identity, Worker] = {}
-        self._missing = 0
+        self._missing: list[int] = []
 
-    def adopt(self, members: Sequence[Worker], from_step: int, missing: int) -> None:
-        """A view was published; ``missing``: workers that the job is to have and that never came."""
+    def adopt(self, members: Sequence[Worker], from_step: int, missing: list[int]) -> None:
+        """A view was published; ``missing``: ranks that the job is to have and that never came."""
         self.members, self._missing = {one.identity: one for one in members}, missing
         for one in members:  # what a worker has the answers to, it has committed, perhaps to a former coordinator
             one.committed = max(one.committed, one.first_step - 1, one.completed)
@@ -76,10 +78,12 @@ class Decisions:
 
     def to_meta(self) -> dict[str, Any]:
         """For the disk."""
-        return {}
+        return {name: getattr(self, name) for name in self.durable}
 
     def restore(self, meta: Mapping[str, Any]) -> None:
         """Inverse of ``to_meta``."""
+        for name in self.durable:
+            setattr(self, name, meta[name])
 
     def _least(self) -> int:
         return min((one.committed for one in self.members.values()), default=0)
@@ -87,6 +91,8 @@ class Decisions:
 
 class Bound(Decisions):
     """Nobody is more than a bound ahead of the slowest worker; one that never came has committed nothing."""
+
+    durable = ("floor",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +113,7 @@ class Bound(Decisions):
     @override
     def waiting_for(self) -> list[int]:
         least = self._least()
-        return [one.rank for one in self.members.values() if one.committed == least]
+        return [one.rank for one in self.members.values() if one.committed == least] + self._missing
 
     @override
     def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
@@ -116,14 +122,6 @@ class Bound(Decisions):
     @override
     def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
         self.floor = max([self.floor, *(one.floor or 0 for one in releases)])
-
-    @override
-    def to_meta(self) -> dict[str, Any]:
-        return {"floor": self.floor}
-
-    @override
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        self.floor = meta["floor"]
 
 
 class Quorum(Decisions):
@@ -138,7 +136,7 @@ class Quorum(Decisions):
         self._decided: set[int] = set()
 
     @override
-    def adopt(self, members: Sequence[Worker], from_step: int, missing: int) -> None:
+    def adopt(self, members: Sequence[Worker], from_step: int, missing: list[int]) -> None:
         """Shards forget steps from ``from_step`` on: workers push and commit them again."""
         super().adopt(members, from_step, missing)
         self._from_step = from_step
@@ -186,69 +184,66 @@ class Merge(Decisions):
     """
 
     is_durable = True
+    durable = ("count", "last_step")
 
     def __init__(self, quorum: int, grace: float) -> None:
         super().__init__()
+        self.count = 0
+        self.last_step = 0  # of any contribution that was merged
         self._quorum = quorum
         self._window = GraceWindow(grace)
-        self._pending: dict[Identity, int] = {}  # steps that no merge has yet
-        self._merged: dict[Identity, int] = {}  # by worker, its last step that one has
-        self._idle: set[Identity] = set()
         self._has_quorum = False
-        self._count = 0
-        self._last_step = 0
 
     @override
-    def adopt(self, members: Sequence[Worker], from_step: int, missing: int) -> None:
-        gone = self.members.keys() - {one.identity for one in members}
+    def adopt(self, members: Sequence[Worker], from_step: int, missing: list[int]) -> None:
+        for one in self.members.values():
+            if one not in members:
+                self._window.forget(one.rank)
+                one.pending, one.is_idle = 0, False
         super().adopt(members, from_step, missing)
-        for identity in gone:
-            self._window.forget(identity[0])
-            self._pending.pop(identity, None)
-            self._idle.discard(identity)
 
     @override
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
-        identity = worker.identity
-        if step <= self._merged.get(identity, 0):
+        if step <= max(worker.merged, worker.pending):
             return
+        worker.is_idle = abstained
         if abstained:
-            self._idle.add(identity)
-            self._merged[identity] = step
-        elif self._pending.get(identity, 0) < step:
-            self._idle.discard(identity)
-            self._pending[identity] = step
+            worker.merged = step
+        else:
+            worker.pending = step
             self._window.arrived(worker.rank, now_s)
 
     def _absent(self) -> list[int]:
         """Ranks whose contribution may come."""
-        return [one[0] for one in self.members if one not in self._pending and one not in self._idle]
+        return [one.rank for one in self.members.values() if not one.pending and not one.is_idle]
 
     @override
     def due(self, now_s: float) -> list[Draft]:
-        here, absent = [rank for rank, _ in self._pending], self._absent()
+        here, absent = [one for one in self.members.values() if one.pending], self._absent()
         # Where fewer are left than the quorum, these are all that it can have.
-        if not here or len(here) < min(self._quorum, len(here) + len(absent) + self._missing):
+        if not here or len(here) < min(self._quorum, len(here) + len(absent) + len(self._missing)):
             self._has_quorum = False
             return []
         if not self._has_quorum:
             self._has_quorum = True
-            self._window.open(here, absent, now_s)
+            self._window.open([one.rank for one in here], absent, now_s)
         if not self._window.is_over(absent, now_s):
             return []
-        pending, self._pending, self._has_quorum = self._pending, {}, False
-        self._merged |= pending
-        self._count += 1
-        self._last_step = max(self._last_step, *pending.values())
-        return [Draft(self._count, tuple(sorted((rank, step) for (rank, _), step in pending.items())))]
+        contributors = tuple((one.rank, one.pending) for one in here)
+        for one in here:
+            one.merged, one.pending = max(one.merged, one.pending), 0
+        self._has_quorum = False
+        self.count += 1
+        self.last_step = max(self.last_step, *(step for _, step in contributors))
+        return [Draft(self.count, contributors)]
 
     @override
     def first_step(self, worker: Worker) -> int:
-        return max(worker.completed, self._last_step) + 1
+        return max(worker.completed, self.last_step) + 1
 
     @override
     def waiting_for(self) -> list[int]:
-        return self._absent() if self._pending else []
+        return self._absent() + self._missing if any(one.pending for one in self.members.values()) else []
 
     @override
     def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
@@ -261,23 +256,13 @@ class Merge(Decisions):
 
     @override
     def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
-        identities = {one.rank: one.identity for one in members}
+        by_rank = {one.rank: one for one in members}
         for release in releases:
-            self._count = max(self._count, release.step)
+            self.count = max(self.count, release.step)
             for rank, step in release.contributors or ():
-                self._last_step = max(self._last_step, step)
-                if identity := identities.get(rank):
-                    self._merged[identity] = max(step, self._merged.get(identity, 0))
-
-    @override
-    def to_meta(self) -> dict[str, Any]:
-        merged = [[*identity, step] for identity, step in sorted(self._merged.items()) if identity in self.members]
-        return {"count": self._count, "last_step": self._last_step, "merged": merged}
-
-    @override
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        self._count, self._last_step = meta["count"], meta["last_step"]
-        self._merged = {(rank, incarnation): step for rank, incarnation, step in meta["merged"]}
+                self.last_step = max(self.last_step, step)
+                if rank in by_rank:
+                    by_rank[rank].merged = max(step, by_rank[rank].merged)
 
 
 def decisions_of(rule: Mapping[str, Any]) -> Decisions:

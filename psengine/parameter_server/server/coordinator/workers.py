@@ -63,11 +63,14 @@ class Worker:
     admitted: int = 0  # number of the view that it came in with; 0 before
     completed: int = 0  # the last step of which it has all answers, and of all before
     committed: int = 0  # the last step that all shards have from it
+    pending: int = 0  # one that no merge has yet
+    merged: int = 0  # the last one that a merge has, or that needs none
+    is_idle: bool = False  # it abstained last
     prepared: int = 0  # the view for which it is frozen
     is_reading: bool = False  # it may still be reading the state that was deposited for it
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
-    cut_s: float | None = None  # since when there are such
+    cut_s: float = 0.0  # since when there are such
     leaving: Leaving | None = None  # where it is gone: the next view answers its LEAVE
     why_gone: str = ""  # "left", "evicted" or "fenced"
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
@@ -102,7 +105,8 @@ class Worker:
 
 
 _DURABLE = (
-    "rank", "incarnation", "nonce", "user_id", "host", "pid", "run", "has_rule", "first_step", "admitted", "why_gone",
+    "rank", "incarnation", "nonce", "user_id", "host", "pid", "run", "has_rule", "first_step", "admitted", "merged",
+    "why_gone",
 )  # fmt: skip
 
 
@@ -122,7 +126,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.by_rank: dict[int, Worker] = {}
-        self.claims: list[Claim] = []
+        self.claims: dict[tuple[int, int], Claim] = {}  # by rank and nonce
         self._last_incarnation = 0
 
     def of(self, *states: WorkerState) -> list[Worker]:
@@ -154,7 +158,7 @@ class Workers:
         rank = message.body.get("rank")
         if rank is None:
             mine = (one.rank for one in self.by_rank.values() if one.is_process(message, user_id))
-            taken = {one.rank for one in self.present} | {claim.rank for claim in self.claims}
+            taken = {one.rank for one in self.present} | {rank for rank, _ in self.claims}
             rank = next(mine, next(rank for rank in range(len(taken) + 1) if rank not in taken))
         if rank >= MAX_WORKERS:
             raise ProtocolError(f"ranks lie below {MAX_WORKERS} (got {rank})", ErrorCode.BAD_VALUE)
@@ -193,15 +197,13 @@ class Workers:
 
     def claim(self, rank: int, sender: Sender, message: Message, now_s: float) -> None:
         """A process wants a rank that another holds; it gets its answer once ``judged`` says so."""
-        for claim in self.claims:
-            if (claim.rank, claim.message.body["nonce"]) == (rank, message.body["nonce"]):
-                claim.sender, claim.message = sender, message
-                return
-        self.claims.append(Claim(rank, sender, message, now_s, self.by_rank.get(rank)))
+        known = Claim(rank, sender, message, now_s, self.by_rank.get(rank))
+        claim = self.claims.setdefault((rank, message.body["nonce"]), known)
+        claim.sender, claim.message = sender, message
 
     def judged(self, patience_s: float, now_s: float) -> Iterator[tuple[Claim, bool]]:
         """Claims whose time is over, taken out, and whether the holder of the rank is alive."""
-        for claim in list(self.claims):
+        for key, claim in list(self.claims.items()):
             holder = self.by_rank.get(claim.rank)
             if holder is not None and holder.state is WorkerState.MEMBER and not holder.route:
                 continue  # the job resumes, and it has a lease to come back
@@ -210,7 +212,7 @@ class Workers:
             is_gone = holder is None or holder.state is WorkerState.GONE
             heard = holder is not None and not is_gone and holder.last_heard_s > claim.since_s + CLAIM_GRACE_S
             if heard or is_gone or now_s >= claim.since_s + patience_s + CLAIM_GRACE_S:
-                self.claims.remove(claim)
+                del self.claims[key]
                 yield claim, heard
 
     def expired(self, lease_s: float, now_s: float) -> list[Worker]:
@@ -221,8 +223,8 @@ class Workers:
         """For ``pause_s`` until now nobody listened here: no lease and no claim ran meanwhile."""
         for worker in self.by_rank.values():
             worker.last_heard_s += pause_s
-            worker.cut_s = None if worker.cut_s is None else worker.cut_s + pause_s
-        for claim in self.claims:
+            worker.cut_s += pause_s
+        for claim in self.claims.values():
             claim.since_s += pause_s
 
     def to_meta(self) -> dict[str, Any]:
