@@ -194,7 +194,7 @@ def shutdown() -> None:
     global _session
     for callback in tuple(_before_shutdown):
         callback()
-    atexit.unregister(_shutdown_at_exit)
+    atexit.unregister(_shut_down_after)
     session, _session = _live_session(), None
     # A forked child inherits the group without the threads that serve it.
     if session is not None and session.is_ours and session.process_id == os.getpid():
@@ -328,16 +328,15 @@ def _create(backend: str, timeout: timedelta, placement: Placement) -> Context:
             raise  # its text has the fix
         raise wait.failed(error) from error
     _generation += 1
-    atexit.register(_shutdown_at_exit)
+    atexit.register(_shut_down_after)
     return context
 
 
 def _adopt(timeout: timedelta) -> Context:
     """Describe the user's group."""
     assert dist.group.WORLD is not None
-    placement = _placement_of(dist.get_rank(), dist.get_world_size(), "none")
     store = dist.distributed_c10d._get_default_store()
-    return _context(placement, store, timeout, dist.group.WORLD.bound_device_id)
+    return _context(_placement_of(*world_place(), "none"), store, timeout, dist.group.WORLD.bound_device_id)
 
 
 def _context(placement: Placement, store: Store, timeout: timedelta, device: torch.device | None = None) -> Context:
@@ -367,13 +366,12 @@ def _check_timeout(timeout: timedelta) -> None:
 
 
 def _check_same_group(backend: str | None, rank: int | None, world_size: int | None) -> None:
-    given = {"backend": backend and backend.lower(), "rank": rank, "world_size": world_size}
     backends = str(dist.get_backend()).lower(), str(dist.get_backend_config()).lower()
     kept = {"backend": backends, "rank": (dist.get_rank(),), "world_size": (dist.get_world_size(),)}
-    for name, value in given.items():
-        if value is not None and value not in kept[name]:
+    for (name, known), value in zip(kept.items(), (backend and backend.lower(), rank, world_size), strict=True):
+        if value is not None and value not in known:
             raise ConfigurationError(
-                f"The default process group exists (expected {name}={kept[name][0]!r} or none, got {value!r})."
+                f"The default process group exists (expected {name}={known[0]!r} or none, got {value!r})."
                 " Fix: leave the argument out, or call shutdown() or destroy_process_group() first."
             )
 
@@ -385,12 +383,10 @@ def _live_session() -> _Session | None:
     return _session
 
 
-def _shutdown_at_exit() -> None:
-    _shut_down_after(failed=getattr(sys, "last_value", None) is not None)
-
-
-def _shut_down_after(*, failed: bool) -> None:
+def _shut_down_after(*, failed: bool | None = None) -> None:
+    """``failed`` None: at the interpreter's exit."""
     # After an uncaught exception the peers may be inside a collective, and destroying an nccl group would wait for it.
     # Destroying a gloo group does not wait; left to the interpreter's teardown, its threads may abort the process.
+    failed = getattr(sys, "last_value", None) is not None if failed is None else failed
     if not (failed and dist.is_initialized() and "nccl" in dist.get_backend_config()):
         shutdown()

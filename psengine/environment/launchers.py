@@ -77,7 +77,7 @@ def detect(environment: Mapping[str, str], *, needs_master: bool = True) -> Plac
     Raises:
         EnvironmentVariableError: a launcher's variables are incomplete, malformed or contradict each other.
     """
-    variables = _set_variables(environment)
+    variables = {name: value.strip() for name, value in environment.items() if value.strip()}
     if WORKER in variables:
         return _independent_worker(variables)
     # WORLD_SIZE alone comes last: batch scripts often export it, for their own use, before they call srun or mpirun.
@@ -115,11 +115,12 @@ def read_integer(environment: Mapping[str, str], name: str, minimum: int, maximu
         EnvironmentVariableError: it is no number from ``minimum`` to ``maximum``.
     """
     text = environment.get(name, "").strip()
-    return _integer({name: text}, name, minimum, maximum) if text else None
-
-
-def _set_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value.strip() for name, value in environment.items() if value.strip()}
+    if text and not (_INTEGER.fullmatch(text) and minimum <= int(text) <= maximum):
+        raise EnvironmentVariableError(
+            f"{name} must be an integer in its range (expected {minimum} to {maximum}, got {text!r})."
+            f" Fix: correct {name}, or unset it where the launcher is to set it."
+        )
+    return int(text) if text else None
 
 
 def _independent_worker(variables: Mapping[str, str]) -> Placement:
@@ -161,16 +162,6 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[([0-9]+)[^]]*\]", r"\1", first[0]) if first else ""
 
 
-def _integer(variables: Mapping[str, str], name: str, minimum: int, maximum: int = 2**31 - 1) -> int:
-    text = variables[name]
-    if not _INTEGER.fullmatch(text) or not minimum <= int(text) <= maximum:
-        raise EnvironmentVariableError(
-            f"{name} must be an integer in its range (expected {minimum} to {maximum}, got {text!r})."
-            f" Fix: correct {name}, or unset it where the launcher is to set it."
-        )
-    return int(text)
-
-
 def _placement(
     launcher: str,
     variables: Mapping[str, str],
@@ -181,18 +172,17 @@ def _placement(
 ) -> Placement:
     """``names``: the variables of rank, world size, local rank and local world size, of which the last may be unset."""
     if missing := [name for name in names[:3] if name not in variables]:
-        found = ", ".join(f"{name}={variables[name]}" for name in names[:3] if name in variables)
         raise EnvironmentVariableError(
-            f"{launcher} sets all its variables (expected {', '.join(names[:3])}; got {found or 'none'};"
-            f" missing {', '.join(missing)}). Fix: start the script with torchrun, mpirun or srun, and pass all their"
+            f"{launcher} sets all its variables (expected {', '.join(names[:3])}, missing"
+            f" {', '.join(missing)}). Fix: start the script with torchrun, mpirun or srun, and pass all their"
             " variables on (wrappers and containers may drop some); or unset them to train in a single process."
         )
-    world_size = _integer(variables, names[1], 1)
+    world_size = read_integer(variables, names[1], 1, 2**31 - 1) or 1
     local_world_size = read_integer(variables, names[3], 1, world_size) or (1 if world_size == 1 else None)
     return Placement(
         launcher=launcher,
-        rank=_integer(variables, names[0], 0, world_size - 1),
-        local_rank=_integer(variables, names[2], 0, (local_world_size or world_size) - 1),
+        rank=read_integer(variables, names[0], 0, world_size - 1) or 0,
+        local_rank=read_integer(variables, names[2], 0, (local_world_size or world_size) - 1),
         world_size=world_size,
         local_world_size=local_world_size,
         init_method=master_from(variables, host, seed) if needs_master and world_size > 1 else "",
@@ -217,8 +207,8 @@ def master_from(environment: Mapping[str, str], host: str = "", seed: str | None
     if missing := [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value]:
         raise EnvironmentVariableError(
             "Ranks meet at one address, and the launcher names none (expected MASTER_ADDR and MASTER_PORT, got no"
-            f" {' and no '.join(missing)}). Fix: set {' and '.join(missing)} to the same value on every rank:"
-            " MASTER_ADDR to the host of rank 0 (mpirun: -x MASTER_ADDR=HOST), MASTER_PORT to a free port there."
+            f" {' and no '.join(missing)}). Fix: set them alike on every rank, MASTER_ADDR to the host of rank 0"
+            " (mpirun: -x MASTER_ADDR=HOST), MASTER_PORT to a free port there."
         )
     # IPv6 in brackets, as in any URL.
     return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"

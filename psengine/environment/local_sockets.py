@@ -73,7 +73,10 @@ def socket_beside(address: str, *, make: bool = False) -> str:
     """
     match = _LOOPBACK.fullmatch(address)
     assert match is not None, "callers ask is_loopback first"
-    return _in_directory(f"tcp-{_host(match)}-{match['port']}-{_network_namespace()}", make=make)
+    namespace = 0
+    with contextlib.suppress(OSError):
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    return _in_directory(f"tcp-{_host(match)}-{match['port']}-{namespace}", make=make)
 
 
 def new_socket(name: str) -> str:
@@ -157,12 +160,6 @@ def _connected(address: str) -> socket.socket:
         if isinstance(error, PermissionError):
             raise
     return probe
-
-
-def _network_namespace() -> int:
-    with contextlib.suppress(OSError):
-        return os.stat("/proc/self/ns/net").st_ino
-    return 0
 
 
 def _tcp_listener_uid(host: str, port: int) -> int | None:

@@ -98,8 +98,7 @@ class Wait:
             f" group at {at.init_method} (expected all {at.world_size} ranks to meet there within"
             f" timeout={self.timeout_s:g} s, got after {self.elapsed_s:.1f} s: {first_line}). Fix: check that all ranks"
             " have this address, that its name resolves on every host, that rank 0 runs there, that the port is free"
-            " (MASTER_PORT chooses another) and no firewall closes it; raise timeout where ranks start late. A file"
-            " must be new, and shared by all ranks."
+            " and no firewall closes it; raise timeout where ranks start late. A file must be new, and shared by all."
         )
 
 
@@ -109,8 +108,6 @@ def ranks_of_this_host(store: Any, rank: int, world_size: int, timeout: timedelt
     Raises:
         CollectiveError: not all of them did, within the timeout.
     """
-    if world_size == 1:
-        return [0]
     keys = [f"psengine/host/{other}" for other in range(world_size)]
     hostname = socket.gethostname()
     try:
@@ -120,6 +117,5 @@ def ranks_of_this_host(store: Any, rank: int, world_size: int, timeout: timedelt
     except (RuntimeError, NotImplementedError) as error:
         raise CollectiveError(
             f"Rank {rank} could not learn who shares its host (expected all {world_size} ranks to call psengine.init()"
-            f" within {timeout.total_seconds():g} s, got: {error}). Fix: call init() on every rank, or set LOCAL_RANK"
-            " and LOCAL_WORLD_SIZE as torchrun does."
+            f" within {timeout.total_seconds():g} s, got: {error}). Fix: that, or LOCAL_RANK and LOCAL_WORLD_SIZE."
         ) from error
