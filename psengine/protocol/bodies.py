@@ -84,8 +84,11 @@ class Apply(Rule, tag="apply", kw_only=True):
 
     max_staleness: bounds.Unsigned | None
     staleness_scaling: Annotated[str, bounds.one_of("inverse")] | None
-    delay_compensation: bounds.Seconds
-    compensation_decay: Annotated[float, Meta(ge=0.0, le=1.0)] | UnsetType = UNSET
+    delay_compensation: Annotated[float, Meta(ge=0.0, lt=1e6)]
+    compensation_decay: Annotated[float, Meta(ge=0.0, lt=1.0)] | UnsetType = UNSET
+
+
+AnyRule = Average | Merge | Apply
 
 
 class Hello(Body):
@@ -100,7 +103,7 @@ class Hello(Body):
     servers: Annotated[list[bounds.Printable], Meta(min_length=1)]
     rank: bounds.Rank | UnsetType | None = UNSET
     world_size: bounds.Workers | UnsetType = UNSET
-    rule: Average | Merge | Apply | UnsetType = UNSET
+    rule: AnyRule | UnsetType = UNSET
     fingerprint: bounds.Unsigned64 | UnsetType | None = UNSET
     view: View | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
@@ -124,7 +127,7 @@ class Welcome(Body):
     heartbeat_s: bounds.Seconds
     software: bounds.Label
     world_size: bounds.Workers | UnsetType | None = UNSET
-    rule: Average | Merge | Apply | UnsetType | None = UNSET
+    rule: AnyRule | UnsetType | None = UNSET
     registration: bounds.Unsigned64 | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
 
@@ -223,7 +226,7 @@ class Resume(Body):
 
     open: list[tuple[bounds.Key, bounds.Positive]] | UnsetType = UNSET
     job: bounds.JobName | UnsetType = UNSET
-    rule: Average | Merge | Apply | UnsetType = UNSET
+    rule: AnyRule | UnsetType = UNSET
     registration: bounds.Unsigned64 | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
 

@@ -27,7 +27,7 @@ from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.strategies.local.diloco import checked_outer
 from psengine.strategies.local.fragments import OuterStep, copies_of, parameter_buckets
 from psengine.strategies.local.scaled_step import CountedSteps
-from psengine.strategies.local.schedule import Schedule, checked_number
+from psengine.strategies.local.schedule import Schedule
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.tensors.bucket import Bucket
@@ -72,14 +72,10 @@ class DilocoServer(CountedSteps, ServerStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         Schedule(every=every)
-        if isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1:
-            raise ConfigurationError(
-                f"quorum is a number of workers (expected an integer of at least 1, got {quorum!r})"
-            )
         outer_lr, outer_momentum = checked_outer(outer_lr, outer_momentum)
-        grace = checked_number("grace", grace, lambda value: 0 <= value <= 100, "a share of a round: 0 to 100")
         super().__init__(**options)
         self._options.update(quorum=quorum, every=every, grace=grace, outer_lr=outer_lr, outer_momentum=outer_momentum)
+        self._check_rule()
 
     def _forget(self) -> None:
         super()._forget()

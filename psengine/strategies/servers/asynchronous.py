@@ -73,15 +73,19 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         compensation_decay: float | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        _check_options(max_staleness, staleness_scaling)
-        _check_compensation(delay_compensation, compensation_decay)
         super().__init__(**options)
         self._options.update(
             max_staleness=max_staleness,
             staleness_scaling=staleness_scaling,
-            delay_compensation=float(delay_compensation),
-            compensation_decay=None if compensation_decay is None else float(compensation_decay),
+            delay_compensation=delay_compensation,
+            compensation_decay=compensation_decay,
         )
+        self._check_rule()
+        if compensation_decay is not None and not delay_compensation:
+            raise ConfigurationError(
+                f"compensation_decay={compensation_decay!r} changes a strength that is 0. Fix: set delay_compensation"
+                " too, such as 2"
+            )
 
     def _forget(self) -> None:
         super()._forget()
@@ -95,15 +99,10 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     @property
     @override
     def rule(self) -> dict[str, Any]:
-        options = self._options
-        decay = options["compensation_decay"]
-        return {
-            "name": "apply",
-            "max_staleness": options["max_staleness"],
-            "staleness_scaling": options["staleness_scaling"],
-            "delay_compensation": options["delay_compensation"],
-            **({} if decay is None else {"compensation_decay": decay}),
-        }
+        names = ("max_staleness", "staleness_scaling", "delay_compensation")
+        rule = {"name": "apply"} | {name: self._options[name] for name in names}
+        decay = self._options["compensation_decay"]
+        return rule if decay is None else {**rule, "compensation_decay": decay}
 
     def _entered(self, state: str) -> None:
         assert self._replica is not None
@@ -319,30 +318,3 @@ class WrittenWeights:
             logger.warning("parameters were written on worker 0; they become the servers' weights")
             wait_all([self._session.store(spec.key, self._chunks.values(spec)) for spec in self._chunks.specs])
         self.note()
-
-
-def _check_options(max_staleness: Any, staleness_scaling: Any) -> None:
-    is_count = isinstance(max_staleness, int) and not isinstance(max_staleness, bool) and max_staleness >= 0
-    if max_staleness is not None and not is_count:
-        raise ConfigurationError(
-            f"max_staleness is a number of steps (expected None or 0, 1, ..., got {max_staleness!r})"
-        )
-    if staleness_scaling not in (None, "inverse"):
-        raise ConfigurationError(f"staleness_scaling (expected None or 'inverse', got {staleness_scaling!r})")
-
-
-def _check_compensation(strength: Any, decay: Any) -> None:
-    if not _is_number(strength) or not 0 <= strength < 1e6:
-        raise ConfigurationError(f"delay_compensation is a strength (expected 0 <= value < 1e6, got {strength!r})")
-    if decay is None:
-        return
-    if not _is_number(decay) or not 0 <= decay < 1:
-        raise ConfigurationError(f"compensation_decay (expected None or 0 <= value < 1, got {decay!r})")
-    if not strength:
-        raise ConfigurationError(
-            f"compensation_decay={decay!r} changes a strength that is 0. Fix: set delay_compensation too, such as 2"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

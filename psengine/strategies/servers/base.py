@@ -19,14 +19,14 @@ from typing_extensions import override
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.environment.context import assign_worker
-from psengine.errors import ConfigurationError, ReductionError
+from psengine.errors import ConfigurationError, ProtocolError, ReductionError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.identity import ending_with_the_job, taking_reservation
 from psengine.parameter_server.client.operation import wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
+from psengine.protocol.bodies import AnyRule, convert
 from psengine.protocol.layout import ChunkSpec
-from psengine.protocol.messages import DURABILITY_TIERS
 from psengine.strategies.base import Capabilities, ConfiguredStrategy
 from psengine.strategies.exchanges import load_residuals
 from psengine.strategies.life_cycle import Replica
@@ -98,11 +98,6 @@ class ServerStrategy(ConfiguredStrategy):
         for option, value in (("servers", servers), ("job", job)):
             if isinstance(value, bool | int | float):
                 raise ConfigurationError(f"strategy {self.name!r}: {option} is text (expected a str, got {value!r})")
-        if durability not in (None, *DURABILITY_TIERS):
-            raise ConfigurationError(
-                f"strategy {self.name!r}: durability (expected one of {', '.join(DURABILITY_TIERS)}, got"
-                f" {durability!r})"
-            )
         if servers is not None:
             parse_addresses(servers)  # a malformed one is refused now, not when a model is wrapped
         self._options = {
@@ -140,6 +135,13 @@ class ServerStrategy(ConfiguredStrategy):
     def _whole_rule(self) -> dict[str, Any]:
         durability = self._options["durability"]
         return self.rule if durability is None else {**self.rule, "durability": durability}
+
+    def _check_rule(self) -> None:
+        """Raise ConfigurationError for options that no server would take."""
+        try:
+            convert(self._whole_rule(), AnyRule, f"strategy {self.name!r}")
+        except ProtocolError as error:
+            raise ConfigurationError(str(error)) from None
 
     @property
     def session(self) -> WorkerSession:
@@ -228,12 +230,10 @@ class ServerStrategy(ConfiguredStrategy):
         # A worker that names neither a group nor PSENGINE_WORKERS does not know how many there will be.
         if quorum is not None and 1 < workers < quorum and rendezvous.rank == 0:
             logger.warning(
-                "strategy %r: quorum=%d is more than the job's %d workers, so each exchange waits for all of them"
-                " (expected quorum=%d or less)",
+                "strategy %r: quorum=%d is more than the job's %d workers, so each exchange waits for all of them",
                 self.name,
                 quorum,
                 workers,
-                workers - 1,
             )
         try:
             session_options = SessionOptions(

@@ -60,12 +60,9 @@ class SyncServer(ServerStrategy):
         quorum: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        if quorum is not None and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1):
-            raise ConfigurationError(
-                f"quorum is a number of workers (expected an integer of at least 1, got {quorum!r})"
-            )
         super().__init__(**options)
         self._options["quorum"] = quorum
+        self._check_rule()
 
     def _forget(self) -> None:
         super()._forget()

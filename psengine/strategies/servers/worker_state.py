@@ -199,27 +199,19 @@ class OptimizerStates:
         if self._arrived is None or not self._arrived.optimizers:
             return
         own = OptimizerState.of(optimizer, names)
-        fitting = [
-            number
-            for number, state in enumerate(self._arrived.optimizers)
-            if number not in self._loaded and state.belongs_to(own)
-        ]
-        problem = f"expected one of {'; '.join(map(str, self._arrived.optimizers))}; got {own}"
-        if fitting:
+        states = enumerate(self._arrived.optimizers)
+        fitting = [number for number, state in states if number not in self._loaded and state.belongs_to(own)]
+        try:
+            if not fitting:
+                raise ValueError(f"expected one of {'; '.join(map(str, self._arrived.optimizers))}; got {own}")
             self._loaded.add(fitting[0])
-            state_dict = self._arrived.optimizers[fitting[0]].state_dict
-            if state_dict is None:
-                return
-            try:
+            if (state_dict := self._arrived.optimizers[fitting[0]].state_dict) is not None:
                 optimizer.load_state_dict(state_dict)
-            except (ValueError, KeyError) as error:
-                problem = str(error)
-            else:
-                return
-        raise ServerError(
-            f"the optimizers of the other workers are not this one's ({problem}). Fix: give every worker the same"
-            " optimizers, with the same parameter groups, before its first step."
-        )
+        except (ValueError, KeyError) as error:
+            raise ServerError(
+                f"the optimizers of the other workers are not this one's ({error}). Fix: give every worker the same"
+                " optimizers, with the same parameter groups, before its first step."
+            ) from error
 
     def forget_arrived(self, completed_steps: int) -> None:
         """From the second step on, all workers make new optimizers together, and those begin anew."""
