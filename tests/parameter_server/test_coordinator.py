@@ -890,6 +890,21 @@ def test_members_that_were_all_silent_come_back_and_resume() -> None:
     assert (bench.ranks, bench.view.from_step) == ([0, 1], 10)
 
 
+def test_who_was_prepared_before_all_were_silent_is_prepared_again() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    second.obeys = False
+    first.life(1, 11)
+    bench.wait(3 * LEASE_S)
+    first.reconnect()
+    second.reconnect()
+    assert first.count(MessageType.PREPARE) == 2
+    first.completed = 3
+    second.prepare(second.last(MessageType.PREPARE).view)
+    assert bench.view.from_step == 1  # the first was frozen before it had more
+    assert bench.ranks == [0, 1]
+
+
 def test_new_processes_begin_an_abandoned_averaging_job_anew() -> None:
     bench = Bench(AVERAGE)
     first, _ = bench.team(2)

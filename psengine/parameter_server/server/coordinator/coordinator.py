@@ -444,11 +444,12 @@ class Coordinator:
         if not is_due or not waiting or (waiting[0].rank and self._world_size > 1 and not is_registering):
             return
         assert self.rule is not None
+        if self.state is JobState.RESUMING:
+            logger.warning("job %r begins anew: all its workers are gone", self.name)
         self._reset()
         self._advance("begun")
         self._registrar, self._registration = waiting[0].identity, self._next_registration()
         self._key, self._decisions = self._around.draw_key(), decisions_of(self.rule)
-        logger.info("worker %d begins job %r", waiting[0].rank, self.name)
         if self._around.settings.warns_of_loss and not self.averages:
             logger.warning(
                 "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the model of job"
@@ -649,7 +650,7 @@ class Coordinator:
         elif worker.identity == self._registrar:
             self._registrar = None  # if it comes back it begins again
         worker.advance("went")
-        worker.why_gone, worker.is_reading = reason, False
+        worker.why_gone, worker.is_reading, worker.prepared = reason, False, 0
         self._record.went(worker, reason, why, worker.completed)
         if reason != "left":
             worker.leaving = None
