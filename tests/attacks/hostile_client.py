@@ -91,10 +91,10 @@ class Outcome:
 
 
 def snapshot_storm(server: ServerProcess, count: int) -> Counters:
-    """SNAPSHOT without a HELLO, as reader and as a worker that is none."""
+    """Orders to write a snapshot without a HELLO, as reader and as a worker that is none."""
     with Peer(server.addresses[0]) as peer:
         for number in range(count):
-            peer.send(peer.message("SNAPSHOT", worker=NOBODY if number % 2 else 7))
+            peer.send(peer.message("ADMIN", worker=NOBODY if number % 2 else 7, body={"action": "snapshot"}))
         return Counters(count, answers(peer))
 
 
@@ -104,7 +104,7 @@ def member_snapshot_storm(server: ServerProcess, count: int) -> Counters:
         peer.job = "storm"
         peer.make_job(torch.zeros(10))
         for _ in range(count):
-            peer.send(peer.message("SNAPSHOT"))
+            peer.send(peer.message("ADMIN", body={"action": "snapshot"}))
         return Counters(count, answers(peer), let_in=1)
 
 
@@ -277,8 +277,9 @@ class AttackFixture:
         self.push()
 
     def push(self) -> bool:
-        """The honest worker's next exchange; whether it was answered."""
+        """The honest worker's next exchange, and a heartbeat; whether it was answered."""
         self._pushes += 1
+        self.worker.send(self.worker.message("HEARTBEAT"))
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             push = {"key": 0, "sequence": self._pushes, "payload": torch.ones(self._values)}
@@ -286,7 +287,7 @@ class AttackFixture:
             answer = self.worker.receive(1.0)
             while answer is not None and answer.type.name != "UPDATED":
                 if answer.type.name == "ERROR":
-                    self.worker.hello()
+                    self.worker.enter()
                 answer = self.worker.receive(0.2)
             if answer is not None:
                 return True

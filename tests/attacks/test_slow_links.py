@@ -86,10 +86,14 @@ def slow_crew(
     """Workers, each behind a link of its own, which is fast until all have come."""
     with ExitStack() as context:
         relays = [context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=1e9)) for _ in range(size)]
-        trainers = []
-        for rank, relay in enumerate(relays):
-            trainers.append(Trainer(relay.address, chunks, rule, rank, size, **options))
-            context.callback(trainers[-1].session.close)
+        with ThreadPoolExecutor(size) as pool:  # an averaging job begins when all are here
+            entries = [
+                pool.submit(Trainer, relay.address, chunks, rule, rank, size, **options)
+                for rank, relay in enumerate(relays)
+            ]
+            trainers = [entry.result() for entry in entries]
+        for trainer in trainers:
+            context.callback(trainer.session.close)
         for relay in relays:
             relay.up.bytes_per_s = relay.down.bytes_per_s = bytes_per_s
         yield trainers, relays
@@ -127,7 +131,7 @@ def assert_minimal(counts: Sequence[tuple[int, int]], chunks: int) -> None:
 
 
 def assert_nobody_left(server: ServerProcess) -> None:
-    assert [job["evicted"] for job in server.status()["shards"][0]["jobs"].values()] == [0, 0]
+    assert [server.coordinated(name)["evicted"] for name in ("average", "apply")] == [0, 0]
 
 
 def test_a_step_sends_its_bytes_once(server):
@@ -201,7 +205,7 @@ def test_a_step_of_a_strategy_sends_its_bytes_once_at_10_mbit_per_s(server, stra
                 ways = [round((b - a) / sent, 4) for a, b in zip(old, new, strict=True)]
                 assert all(1.0 <= way < EXCESS for way in ways), f"step {step}, times the payload: {ways}"
         results_of(members)
-    [job] = server.status()["shards"][0]["jobs"].values()
+    [job] = server.status()["jobs"].values()
     assert (job["evicted"], job["duplicates"]) == (0, 0)
 
 
@@ -227,7 +231,7 @@ def test_a_result_cut_on_its_way_is_asked_for_once(server, rule):
     # What had arrived is not asked for again, nor is any push sent twice; what was in the relay went down with it.
     assert up < EXCESS * least_bytes(chunks)
     assert down < EXCESS * least_bytes(chunks) + 2 * least_bytes(1)
-    [job] = server.status()["shards"][0]["jobs"].values()
+    [job] = server.status()["jobs"].values()
     assert (job["applied"], job["duplicates"], job["evicted"]) == (chunks, 0, 0)
 
 
