@@ -19,7 +19,7 @@ from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport import shard_thread
 from psengine.parameter_server.server.transport.endpoint import Received
-from psengine.parameter_server.server.transport.held_answers import LogFailedError
+from psengine.parameter_server.server.transport.shard_thread import LogFailedError
 from psengine.protocol.frames import decode, split
 from psengine.protocol.messages import Message, MessageType
 from simulation.network import DOWN, Connection, copied

@@ -5,7 +5,11 @@
     snapshot thread  asks the shards for copies, writes a generation                     │
     authenticator    decides who may connect             status port HTTP for people ─────┘
 
-At its end (``end_requests.py``) it refuses newcomers, answers queued messages, and writes a snapshot.
+The first SIGTERM or SIGINT ends it in order: it refuses newcomers, answers queued messages, and writes a snapshot. The
+second ends it at once: what came after the last snapshot is lost, and no written snapshot is harmed.
+
+Operators' orders (ADMIN) are performed in threads of their own: they ask the shards, which must not wait for
+themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +19,17 @@ import logging
 import os
 import resource
 import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from queue import Empty, SimpleQueue
+from types import FrameType
 
 import torch
 
@@ -31,10 +38,8 @@ from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.segments.memory import machine_memory_bytes, resident_bytes
 from psengine.parameter_server.server import systemd
-from psengine.parameter_server.server.admin import perform
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
-from psengine.parameter_server.server.end_requests import EndRequests
 from psengine.parameter_server.server.events import EventLog
 from psengine.parameter_server.server.interfaces import Clocks, ShardSettings
 from psengine.parameter_server.server.settings import ServerSettings
@@ -68,6 +73,8 @@ _EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
 LOOP_S = 0.1
 MAX_ORDERS_AT_ONCE = 4
 LAST_SNAPSHOT_S = 600.0
+# Less than an operator waits; a snapshot that takes longer is written all the same.
+ORDERED_SNAPSHOT_S = 6.0
 _REPORT_S = 10.0
 # What may be resident beyond what shards know of: copies for a snapshot, scratch space, messages that are not complete.
 UNACCOUNTED_BYTES = 1 << 30
@@ -98,7 +105,9 @@ class Server:
         self.addresses: list[str] = []
         self.status_url = ""
         self._until_stdin_closes = until_stdin_closes
-        self._ends = EndRequests()
+        self._reasons: SimpleQueue[str] = SimpleQueue()  # to end
+        self._signals = 0
+        self._is_stdin_closed = False
         self._events = EventLog(CLOCKS)
         self._shards = ShardGroup(settings)
         self._durability: Durability | None = None
@@ -115,7 +124,7 @@ class Server:
         """
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._ends.handling_signals(is_embedded=self._until_stdin_closes))
+                self._handle_signals(stack)
                 self._start(stack, announce or log_start)
                 is_good = self._serve()
                 return self._stop() if is_good else EXIT_INTERNAL
@@ -126,7 +135,7 @@ class Server:
 
     def end(self, reason: str) -> None:
         """Ask the server to end in order, as SIGTERM does; ``run`` then returns. Callable from any thread."""
-        self._ends.put(reason)
+        self._reasons.put(reason)
 
     # ---- start-up ----------------------------------------------------------------------------------------------
 
@@ -172,9 +181,32 @@ class Server:
             port = stack.enter_context(self._open_status_port(settings.status_port, history))
             self.status_url = port.url
         if self._until_stdin_closes:
-            self._ends.watch_stdin()
+            threading.Thread(target=self._read_stdin, name="psengine-stdin", daemon=True).start()
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
         self._announce_start(announce, durable)
+
+    def _handle_signals(self, stack: ExitStack) -> None:
+        """Take SIGTERM and SIGINT; an embedded server leaves SIGINT to the process that started it."""
+        interrupt = signal.SIG_IGN if self._until_stdin_closes else self._on_signal
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in ((signal.SIGTERM, self._on_signal), (signal.SIGINT, interrupt)):
+                stack.callback(signal.signal, number, signal.signal(number, handler))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            # Not through logging, which may hold a lock here.
+            os.write(2, b"psengine-server: second signal, ending at once\n")
+            os._exit(128 + number)
+        self.end(signal.Signals(number).name)
+
+    def _read_stdin(self) -> None:
+        try:
+            while os.read(0, 4096):
+                pass
+        except OSError as error:
+            logger.warning("standard input cannot be read (%s): taken for closed", error)
+        self._is_stdin_closed = True
 
     def _make_shards(self) -> tuple[list[Shard], Coordinators]:
         settings = self.settings
@@ -204,15 +236,6 @@ class Server:
                 " another --status-bind."
             ) from error
 
-    def _drain(self) -> int:
-        """Let no more workers in; the main loop ends the server when the last has left. How many there are."""
-        if not self._is_draining:
-            self._is_draining = True  # before the shards are asked: a busy one lets nobody in as soon as it can
-            text = "draining: no more workers are let in; the server ends when the last one has left"
-            logger.warning("%s", text)
-            self._events.note("draining", text)
-        return self._shards.close()
-
     def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
         lines = [self._whereabouts(), durability]
         if self._shards.authenticator is not None:
@@ -232,9 +255,8 @@ class Server:
         next_beat_s = next_report_s = next_look_s = time.monotonic()
         at_start_bytes = resident_bytes()
         while True:
-            reason = self._ends.wait(LOOP_S)
-            if reason:
-                logger.info("shutting down: %s", reason)
+            with suppress(Empty):
+                logger.info("shutting down: %s", self._reasons.get(timeout=LOOP_S))
                 return True
             if not self._shards.are_alive:
                 return False
@@ -251,7 +273,7 @@ class Server:
             if self._is_draining and self._shards.worker_count(remembers=True) == 0:
                 logger.info("shutting down: drained, no worker is left")
                 return True
-            if self._ends.stdin_closed.is_set() and self._shards.worker_count() == 0:
+            if self._is_stdin_closed and self._shards.worker_count() == 0:
                 logger.info("shutting down: standard input is at its end and no worker is left")
                 return True
 
@@ -282,24 +304,6 @@ class Server:
             logger.error("%s", text)
             self._events.note("memory", text)
 
-    def _on_admin(self, thread: ShardThread, route: bytes, request: Message, operator: str) -> None:
-        """ADMIN arrived at a shard, from an operator."""
-        logger.warning("ordered by %s: %s", operator, request.body)
-        self._order_threads.submit(self._obey, thread, route, request)
-
-    def _obey(self, thread: ShardThread, route: bytes, request: Message) -> None:
-        begin_snapshot = None if self._durability is None else self._durability.snapshots.begin
-        try:
-            body: dict[str, Any] = {"text": perform(request.body, self._shards, begin_snapshot, self._drain)}
-        except ProtocolError as error:
-            body = {"code": error.code, "text": str(error)}
-        except Exception as error:
-            logger.exception("an order failed: %s", request.body)
-            body = {"code": ErrorCode.INTERNAL, "text": f"the server failed on this order: {error!r}"}
-        thread.answer(route, request, body)
-        if request.body["action"] == "shutdown" and "code" not in body:
-            self._ends.put("psengine admin shutdown")
-
     def is_healthy(self) -> bool:
         """Whether every thread lives, and every shard ticks."""
         return self._shards.are_healthy
@@ -328,6 +332,88 @@ class Server:
         shards = self._shards.status()
         jobs = merge_jobs(shard for shard in shards if isinstance(shard, ShardStatus))
         return ServerStatus(**vars(self.facts()), shards=shards, jobs=jobs)
+
+    # ---- orders ------------------------------------------------------------------------------------------------
+
+    def _on_admin(self, thread: ShardThread, route: bytes, request: Message, operator: str) -> None:
+        """ADMIN arrived at a shard, from an operator."""
+        logger.warning("ordered by %s: %s", operator, request.body)
+        self._order_threads.submit(self._obey, thread, route, request)
+
+    def _obey(self, thread: ShardThread, route: bytes, request: Message) -> None:
+        action, code = request.body["action"], ""
+        try:
+            given = {name: value for name, value in request.body.items() if name != "action"}
+            needed = {"evict": ["job", "worker"], "forget": ["job"]}.get(action, [])
+            if sorted(given) != needed:
+                wanted, got = (", ".join(names) or "none" for names in (needed, sorted(given)))
+                raise ProtocolError(f"{action} has other parameters (expected {wanted}, got {got})")
+            text = str(getattr(self, f"_{action}")(**given))
+        except ProtocolError as error:
+            code, text = error.code, str(error)
+        except Exception as error:
+            logger.exception("an order failed: %s", request.body)
+            code, text = ErrorCode.INTERNAL, f"the server failed on this order: {error!r}"
+        thread.answer(route, request, {"text": text} | ({"code": code} if code else {}))
+        if action == "shutdown" and not code:
+            self.end("psengine admin shutdown")
+
+    def _shutdown(self) -> str:
+        return "The server shuts down: it answers what is queued, and writes a snapshot if it keeps any."
+
+    def _snapshot(self) -> str:
+        if self._durability is None:
+            text = "this server keeps no snapshots (expected a --snapshot-dir)"
+            raise ProtocolError(text, ErrorCode.SNAPSHOT_FAILED)
+        try:
+            outcome = self._durability.snapshots.begin().result(ORDERED_SNAPSHOT_S)
+        except FutureTimeoutError:
+            return f"The snapshot is being written; it takes longer than {ORDERED_SNAPSHOT_S:g} s."
+        if outcome.error:
+            raise ProtocolError(f"no snapshot was written: {outcome.error}", ErrorCode.SNAPSHOT_FAILED)
+        return f"Durable to generation {outcome.generation}."
+
+    def _evict(self, job: str, worker: int) -> str:
+        try:
+            if not any(self._shards.ask(lambda thread: thread.evict(job, worker))):
+                text = f"there is no worker {worker} in job {job!r}"
+                text += ", or another server leads it (the first of the job's list)"
+                raise ProtocolError(text, ErrorCode.UNKNOWN_JOB)
+        except FutureTimeoutError:
+            return "A shard is busy; it ends the lease as soon as it can."
+        return f"Worker {worker} is out. If its process lives, it says HELLO again and comes back."
+
+    def _forget(self, job: str) -> str:
+        # A crash before the next interval would restore the job.
+        begin_snapshot = None if self._durability is None else self._durability.snapshots.begin
+        try:
+            workers = self._shards.forget(job, begin_snapshot or (lambda: None))
+        except FutureTimeoutError:
+            text = "a shard is busy and did not answer in time. Fix: ask again until the job is gone"
+            raise ProtocolError(text, ErrorCode.NOT_READY) from None
+        if workers is None:
+            raise ProtocolError(f"there is no job {job!r}", ErrorCode.UNKNOWN_JOB)
+        if workers:
+            raise ProtocolError(
+                f"job {job!r} is in use (expected no workers, got {workers}). Fix: end them, or their leases (psengine"
+                " admin evict); a worker that died counts until its lease is over",
+                ErrorCode.NOT_READY,
+            )
+        return f"Job {job!r} is forgotten: its values, and its place among the server's jobs."
+
+    def _drain(self) -> str:
+        """Let no more workers in; the main loop ends the server when the last has left."""
+        if not self._is_draining:
+            self._is_draining = True  # before the shards are asked: a busy one lets nobody in as soon as it can
+            text = "draining: no more workers are let in; the server ends when the last one has left"
+            logger.warning("%s", text)
+            self._events.note("draining", text)
+        try:
+            count = self._shards.ask(lambda one: 0 if one.coordinators is None else one.coordinators.close())[0]
+        except FutureTimeoutError:
+            return "The server drains. A shard is busy; it lets no more workers in as soon as it can."
+        end = f"It ends when the last of {count} has left." if count else "There is none: it ends now."
+        return f"The server lets no more workers in. {end}"
 
     # ---- shutdown ----------------------------------------------------------------------------------------------
 

@@ -149,19 +149,25 @@ class ShardGroup:
 
     def status(self) -> tuple[ShardStatus | MuteShard, ...]:
         """Each shard's status, or why there is none."""
-        futures = [(thread, thread.ask(thread.status)) for thread in self.threads]
+        futures = [thread.ask(thread.status) for thread in self.threads]
         deadline_s = time.monotonic() + ANSWER_DEADLINE_S
-        return tuple(_status_of(thread, future, deadline_s) for thread, future in futures)
 
-    @property
-    def is_guarded(self) -> bool:
-        """Whether the authenticator, where there is one, lives."""
-        return self.authenticator is None or self.authenticator.is_alive()
+        def status_of(index: int, future: Future[ShardStatus]) -> ShardStatus | MuteShard:
+            try:
+                return future.result(max(0.0, deadline_s - time.monotonic()))
+            except FutureTimeoutError:
+                future.cancel()
+                return MuteShard(index=index, error=f"no answer within {ANSWER_DEADLINE_S:g} s")
+            except ShardEndedError as error:
+                return MuteShard(index=index, error=str(error))
+
+        return tuple(status_of(index, future) for index, future in enumerate(futures))
 
     @property
     def are_alive(self) -> bool:
-        """Whether every thread lives."""
-        return self.is_guarded and all(thread.is_alive() for thread in self.threads)
+        """Whether every thread lives, also the authenticator's."""
+        threads: list[threading.Thread] = [*self.threads]
+        return all(one.is_alive() for one in threads + [guard for guard in [self.authenticator] if guard is not None])
 
     @property
     def are_healthy(self) -> bool:
@@ -177,11 +183,8 @@ class ShardGroup:
         """
 
         def count(thread: ShardThread) -> int:
-            led = thread.coordinators
-            known = 0
-            if led is not None:
-                known = led.remembered_count() if remembers else led.training_count()
-            return max(known, thread.shard.members_connected())
+            here, led = thread.shard.members_connected(), thread.coordinators
+            return here if led is None else max(here, led.remembered_count() if remembers else led.training_count())
 
         try:
             return max(self.ask(count))
@@ -207,14 +210,6 @@ class ShardGroup:
 
     # ---- orders ------------------------------------------------------------------------------------------------
 
-    def evict(self, job: str, rank: int) -> bool:
-        """End a worker's lease; whether there is such a worker of a job that this server leads.
-
-        Raises:
-            concurrent.futures.TimeoutError: a shard is busy; it ends the lease as soon as it can.
-        """
-        return any(self.ask(lambda thread: thread.evict(job, rank)))
-
     def forget(self, job: str, begin_snapshot: Callable[[], object]) -> int | None:
         """Drop a job without workers; how many workers keep it, None where nobody knows it.
 
@@ -229,18 +224,9 @@ class ShardGroup:
         if led:
             return led
         forgotten = [thread.ask(partial(thread.shard.forget, job)) for thread in self.threads]
-        # A crash before the next interval would restore the job. Shards call functions in the order of asking.
-        begin_snapshot()
+        begin_snapshot()  # shards call functions in the order of asking
         was_known = _results(forgotten)
         return 0 if led == 0 or any(was_known) else None
-
-    def close(self) -> int:
-        """Let no more workers in; how many there are.
-
-        Raises:
-            concurrent.futures.TimeoutError: a shard is busy; it does so as soon as it can.
-        """
-        return max(self.ask(lambda thread: 0 if thread.coordinators is None else thread.coordinators.close()))
 
     def drain(self) -> list[int]:
         """Refuse newcomers and answer queued messages; the indexes of shards that did not finish in time."""
@@ -254,16 +240,6 @@ class ShardGroup:
             thread.end()
         for thread in self.threads:
             thread.join(timeout=2.0)
-
-
-def _status_of(thread: ShardThread, future: Future[ShardStatus], deadline_s: float) -> ShardStatus | MuteShard:
-    try:
-        return future.result(max(0.0, deadline_s - time.monotonic()))
-    except FutureTimeoutError:
-        future.cancel()
-        return MuteShard(index=thread.shard.index, error=f"no answer within {ANSWER_DEADLINE_S:g} s")
-    except ShardEndedError as error:
-        return MuteShard(index=thread.shard.index, error=str(error))
 
 
 def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:

@@ -16,7 +16,7 @@ from psengine.parameter_server.server.shard import job as shard_job
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots import generations
 from psengine.parameter_server.server.snapshots.generations import Generations
-from psengine.parameter_server.server.transport.held_answers import HeldAnswers
+from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.protocol.messages import MessageType
 from simulation import logs
 from simulation.disk import SimulatedFile

@@ -22,7 +22,7 @@ from psengine.parameter_server.server.log.disk import Disk
 from psengine.parameter_server.server.log.log import Batch, LogStart, Place, SegmentWriter, ShardLog
 from psengine.parameter_server.server.log.records import Record, RecordKind
 from psengine.parameter_server.server.snapshots.generations import FULL_ERRORS, LOW_BYTES
-from psengine.parameter_server.server.transport.held_answers import HeldAnswers
+from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.parameter_server.status_model import LogStatus
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import zmq
@@ -40,6 +41,20 @@ _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 class BindError(ServerError):
     """An address could not be bound."""
+
+
+class SocketFile:
+    """The file of a Unix socket that was just bound; by the end another process may have its name."""
+
+    def __init__(self, path: str) -> None:
+        self._path = os.path.abspath(path)
+        self._status = os.lstat(self._path)
+
+    def remove(self) -> None:
+        """Remove it, if it is still this one."""
+        with suppress(OSError):
+            if os.path.samestat(self._status, os.lstat(self._path)):
+                os.unlink(self._path)
 
 
 class Received(NamedTuple):
@@ -87,6 +102,7 @@ class Endpoint:
         self.received_bytes = 0
         self.received_messages = 0
         self.local_address = ""
+        self._files: list[SocketFile] = []  # zmq leaves them behind
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._zero_copy = ZeroCopySends(self._socket)
         self.peers = Peers(self._socket)
@@ -102,8 +118,6 @@ class Endpoint:
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         self.address = bound.rstrip(b"\0").decode()
-        # Unix sockets to remove at the end.
-        self._files = {self.address: _file_of(self.address)}
 
     def _bind(self, address: str) -> None:
         is_path = address.startswith("ipc://")
@@ -124,6 +138,8 @@ class Endpoint:
         finally:
             if mask is not None:
                 os.umask(mask)
+        if is_path and not address.startswith("ipc://@"):
+            self._files.append(SocketFile(address.removeprefix("ipc://")))
 
     def open_local(self, address: str) -> None:
         """Listen at the Unix socket ``address`` too.
@@ -135,7 +151,6 @@ class Endpoint:
         """
         self._bind(address)
         self.local_address = address
-        self._files[address] = _file_of(address)
 
     @property
     def unix_address(self) -> str:
@@ -221,10 +236,8 @@ class Endpoint:
         self._zero_copy.close()
         self.peers.end()
         self._socket.close(linger=linger_ms)
-        for address, file in self._files.items():
-            if file is not None and file == _file_of(address):
-                os.unlink(_path_of(address))
-        self._files.clear()
+        for file in self._files:
+            file.remove()
 
 
 def _configure(router: zmq.Socket[bytes], lease_s: float, *, is_ipv6: bool) -> None:
@@ -242,34 +255,13 @@ def _configure(router: zmq.Socket[bytes], lease_s: float, *, is_ipv6: bool) -> N
         router.setsockopt(zmq.IPV6, 1)
 
 
-def _file_of(address: str) -> tuple[int, int] | None:
-    """Device and inode of an ipc address's file: zmq leaves the file behind, and another may have its name by then."""
-    if not address.startswith("ipc://") or address.startswith("ipc://@"):
-        return None
-    try:
-        status = os.stat(_path_of(address))
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _path_of(address: str) -> str:
-    return os.path.abspath(address.removeprefix("ipc://"))
-
-
 def _refuse_occupied_path(address: str) -> None:
     """Raise where a file is at an ipc path, or a process listens there: zmq would remove it silently."""
-    path = address.removeprefix("ipc://")
-    found, fix = "", "stop that process"
-    try:
-        mode = 0 if path.startswith("@") else os.lstat(path).st_mode
-    except OSError:
-        mode = 0
-    if mode and not stat.S_ISSOCK(mode):
-        kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
-        found, fix = kinds.get(stat.S_IFMT(mode), "something else"), "move it away"
-    elif is_listening(address):
-        found = "a path at which another process listens"
+    path = Path(address.removeprefix("ipc://"))
+    tests = {"a symbolic link": path.is_symlink, "a file": path.is_file, "a directory": path.is_dir}
+    found, fix = next((kind for kind, is_one in tests.items() if is_one()), ""), "move it away"
+    if not found and is_listening(address):
+        found, fix = "a path at which another process listens", "stop that process"
     if found:
         raise BindError(
             f"The address {address} could not be bound (expected nothing at that path, or a socket that a server left"

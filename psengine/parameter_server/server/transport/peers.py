@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 # bytes_received in struct tcp_info, since Linux 4.1.
-_RECEIVED_AT, _INFORMATION_BYTES = 128, 256
+_INFORMATION, _RECEIVED_AT = (socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128
 
 
 @dataclass(slots=True)
@@ -29,18 +28,16 @@ class _Peer:
 
     @property
     def stands(self) -> bool:
-        try:
+        with suppress(OSError):
             return os.fstat(self.descriptor).st_ino == self.inode
-        except OSError:
-            return False
+        return False
 
 
 class Peers:
     """Of one socket; used by the socket's thread."""
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:
-        self._router = router
-        self._accepted = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._router, self._accepted = router, router.get_monitor_socket(zmq.EVENT_ACCEPTED)
         self._peers: dict[int, _Peer] = {}  # by descriptor
         self._by_route: dict[bytes, _Peer] = {}
         # dup2 onto an open descriptor needs no free one, and nothing else can get that descriptor meanwhile.
@@ -48,20 +45,17 @@ class Peers:
 
     def heard(self, route: bytes, part: zmq.Frame, size_bytes: int) -> None:
         """A message came."""
-        peer = self._by_route.get(route)
-        if peer is None:
+        if route not in self._by_route:
             self.look()
             try:
-                peer = self._note(int(part.get(zmq.SRCFD)))
-            except (zmq.ZMQError, OSError):
+                self._by_route[route] = self._peers[int(part.get(zmq.SRCFD))]
+            except (zmq.ZMQError, KeyError):
                 return  # of this process, or closed already
-            self._by_route[route] = peer
-        peer.received_bytes += size_bytes
+        self._by_route[route].received_bytes += size_bytes
 
     def is_connected(self, route: bytes) -> bool:
         """Whether the connection stands, as far as the kernel knows."""
-        peer = self._by_route.get(route)
-        return peer is not None and peer.stands
+        return route in self._by_route and self._by_route[route].stands
 
     def close(self, route: bytes) -> bool:
         """Close a peer's connection; whether there was one."""
@@ -74,22 +68,21 @@ class Peers:
         The kernel counts no bytes of Unix sockets: where no TCP connection explains the memory, all those are closed.
         """
         self.look()
-        known = [(peer, self._received_bytes(peer)) for peer in self._peers.values()]
-        large = [peer for peer, came in known if came is not None and came - peer.received_bytes > more_than_bytes]
-        return sum(map(self._shut, large or [peer for peer, came in known if came is None]))
+        came = [(peer, self._on(peer, *_INFORMATION)) for peer in self._peers.values()]
+        known = [(peer, struct.unpack_from("@Q", found, _RECEIVED_AT)[0]) for peer, found in came if found is not None]
+        large = [peer for peer, came_bytes in known if came_bytes - peer.received_bytes > more_than_bytes]
+        return sum(map(self._shut, large or [peer for peer, found in came if found is None]))
 
     def look(self) -> None:
         """Learn of new connections, and forget those that are gone; call it often, or accepting stands still."""
-        descriptors = []
-        with suppress(zmq.Again):
-            while True:
-                descriptors.append(int(recv_monitor_message(self._accepted, zmq.NOBLOCK)["value"]))
-        for descriptor in descriptors:
+        if not self._accepted.poll(0):
+            return
+        while self._accepted.poll(0):
+            descriptor = int(recv_monitor_message(self._accepted)["value"])
             with suppress(OSError):
-                self._note(descriptor)
-        if descriptors:
-            self._peers = {peer.descriptor: peer for peer in self._peers.values() if peer.stands}
-            self._by_route = {route: peer for route, peer in self._by_route.items() if peer.stands}
+                self._peers[descriptor] = _Peer(descriptor, os.fstat(descriptor).st_ino)
+        self._peers = {peer.descriptor: peer for peer in self._peers.values() if peer.stands}
+        self._by_route = {route: peer for route, peer in self._by_route.items() if peer.stands}
 
     def end(self) -> None:
         """Before the socket is closed."""
@@ -97,29 +90,19 @@ class Peers:
         for one in (self._accepted, self._blank, self._hand):
             one.close()
 
-    def _note(self, descriptor: int) -> _Peer:
-        inode, peer = os.fstat(descriptor).st_ino, self._peers.get(descriptor)
-        if peer is None or peer.inode != inode:
-            peer = self._peers[descriptor] = _Peer(descriptor, inode)
-        return peer
-
-    def _received_bytes(self, peer: _Peer) -> int | None:
-        """Bytes that came over the connection; None where the kernel does not say."""
-        found = self._on(peer, lambda one: one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFORMATION_BYTES))
-        return None if found is None else int(struct.unpack_from("@Q", found, _RECEIVED_AT)[0])
-
     def _shut(self, peer: _Peer) -> bool:
-        def shut(one: socket.socket) -> bytes:
-            one.shutdown(socket.SHUT_RDWR)
-            return b""
+        return self._on(peer) is not None
 
-        return self._on(peer, shut) is not None
-
-    def _on(self, peer: _Peer, call: Callable[[socket.socket], bytes]) -> bytes | None:
-        """What ``call`` returns of the connection's socket; None where it is gone, or the system refuses."""
+    def _on(self, peer: _Peer, *option: int) -> bytes | None:
+        """An option of the connection's socket; without one, shut it down. None: it is gone, or the system refuses."""
         try:
             os.dup2(peer.descriptor, self._hand.fileno(), inheritable=False)
-            return call(self._hand) if os.fstat(self._hand.fileno()).st_ino == peer.inode else None
+            if os.fstat(self._hand.fileno()).st_ino != peer.inode:
+                return None
+            if option:
+                return self._hand.getsockopt(option[0], option[1], option[2])
+            self._hand.shutdown(socket.SHUT_RDWR)
+            return b""
         except OSError:
             return None
         finally:

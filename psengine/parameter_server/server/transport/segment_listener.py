@@ -13,10 +13,10 @@ import contextlib
 import logging
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,7 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.segments.memory import IS_AVAILABLE, SegmentMapping, check_segment, machine_memory_bytes
 from psengine.parameter_server.segments.offer import MAX_TEXT_CHARS, Answer, read_offer, to_bytes
 from psengine.parameter_server.segments.passing import END, check_user, passing_path, receive
+from psengine.parameter_server.server.transport.endpoint import SocketFile
 from psengine.parameter_server.server.transport.segments import WorkerSegment
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.tracing.logging_format import RateLimit
@@ -51,7 +52,7 @@ class SegmentListener:
     def __init__(self, addresses: Sequence[str]) -> None:
         self.refused = 0
         self._addresses = addresses
-        self._listeners: dict[int, tuple[socket.socket, str, tuple[int, int] | None]] = {}  # by shard
+        self._listeners: dict[int, tuple[socket.socket, SocketFile]] = {}  # by shard
         self._streams: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._complaints = RateLimit()
@@ -67,14 +68,11 @@ class SegmentListener:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for listener, path, inode in self._listeners.values():
+        for listener, file in self._listeners.values():
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # accept returns
             listener.close()
-            # The server that comes next may listen there by now.
-            if inode is not None and inode == _inode(path):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+            file.remove()
         self._listeners.clear()
         with self._lock:
             for stream in self._streams:
@@ -86,17 +84,17 @@ class SegmentListener:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         mask = os.umask(0o077)
         try:
-            if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
+            if Path(path).is_socket():
                 os.unlink(path)
             listener.bind(path)
             listener.listen()
+            self._listeners[shard] = listener, SocketFile(path)
         except OSError as error:
             listener.close()
             logger.warning("workers of this host share no memory with shard %d: %s: %s", shard, path, error)
             return
         finally:
             os.umask(mask)
-        self._listeners[shard] = listener, path, _inode(path)
 
     @property
     def shards(self) -> set[int]:
@@ -105,7 +103,7 @@ class SegmentListener:
 
     def serve(self, threads: Sequence[ShardThread]) -> None:
         """Answer, from threads of its own."""
-        for shard, (listener, _, _) in self._listeners.items():
+        for shard, (listener, _) in self._listeners.items():
             self._start(self._accept, listener, threads[shard])
 
     # ---- in those threads --------------------------------------------------------------------------------------
@@ -181,11 +179,3 @@ class SegmentListener:
         suppressed = self._complaints.allows(time.monotonic())
         if suppressed is not None:
             logger.warning("%s (%d more unmentioned)", what, suppressed, exc_info=exc_info)
-
-
-def _inode(path: str) -> tuple[int, int] | None:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

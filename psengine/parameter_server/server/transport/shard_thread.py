@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import fields, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -27,9 +30,10 @@ import torch
 from psengine.errors import ProtocolError, ServerError
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
+from psengine.parameter_server.server.log.log import ShardLog
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
-from psengine.parameter_server.server.transport.held_answers import HeldAnswers
 from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport, to_json
 from psengine.protocol.bodies import MAX_TEXT_CHARS
@@ -55,17 +59,102 @@ COSTLY_S = 0.001
 KEPT_FACTOR = 10.0
 # These say nothing of updates, so they do not wait for the log: a server whose disk is slow, or full, can be looked at.
 _DO_NOT_WAIT = frozenset(
-    {
-        MessageType.STATUS_REPORT,
-        MessageType.ECHOED,
-        MessageType.ERROR,
-        MessageType.PENDING,
-        MessageType.CHUNKS,
-        MessageType.STATE_WANTED,
-        MessageType.WELCOME,
-        MessageType.RESUMED,
-    }
+    MessageType[name] for name in "STATUS_REPORT ECHOED ERROR PENDING CHUNKS STATE_WANTED WELCOME RESUMED".split()
 )
+
+
+class LogFailedError(ServerError):
+    """The log cannot be written any more: nothing may be acknowledged."""
+
+
+class HeldAnswers:
+    """Answers that wait for the log: what a worker is told is on the disk, or did not depend on it.
+
+        shard    handle ─► records ─► answers, held ···················· released in order
+        log                  └─► write ─► sync (a group) ─► wake ────────┘
+
+    An answer waits until the log is as far as it was when the answer was made. Those that wait keep their order; what
+    says nothing of updates does not wait, so that a server whose disk is full can be looked at.
+
+    Args:
+        endpoint: of the shard, whose thread uses this, but for ``wake`` and ``fail``.
+
+    Attributes:
+        log: the shard's; None where nothing is logged.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.log: ShardLog | None = None
+        self._endpoint = endpoint
+        # What ``durable`` has to reach; route, frames, and whether they are to be copied.
+        self._held: deque[tuple[int, bytes, Sequence[Any], bool]] = deque()
+        self._failure = ""
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # Readable once the log is further.
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether nothing waits for the log."""
+        return self.log is None or (not self._held and self.log.durable == self.log.end)
+
+    def send(self, route: bytes, frames: Sequence[Any], *, place: Place | None = None, waits: bool = True) -> None:
+        """Send now, or once the log is durable.
+
+        Args:
+            route: as ``frames``, see ``Endpoint.send``.
+            frames: the message's.
+            place: the last frame's memory, which does not change while it is being read; None: it may at any time.
+            waits: False: it says nothing that a restart could make untrue.
+        """
+        if place is not None:
+            place.sent(frames[-1])
+        if not waits or self.is_durable:
+            self._endpoint.send(route, frames, copies=place is None)
+            return
+        assert self.log is not None
+        if place is None:
+            frames = [bytes(frame) for frame in frames]
+        self._held.append((self.log.end, route, frames, place is None))
+
+    def release(self) -> None:
+        """Send what may leave.
+
+        Raises:
+            LogFailedError: the log has failed; nothing may leave any more.
+        """
+        if self._failure:
+            raise LogFailedError(self._failure)
+        while self._held and self.log is not None and self._held[0][0] <= self.log.durable:
+            _, route, frames, copies = self._held.popleft()
+            self._endpoint.send(route, frames, copies=copies)
+
+    def acknowledge_wake(self) -> None:
+        """The thread has woken."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+
+    def wake(self) -> None:
+        """The log is further; callable from the thread that writes it."""
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self.descriptor, 1)
+
+    def fail(self, reason: str) -> None:
+        """The log has failed; callable from the thread that writes it."""
+        self._failure = reason
+        self.wake()
+
+    def close(self) -> None:
+        """What is held is never sent."""
+        self._held.clear()
+        with self._lock:
+            self._is_closed = True
+            os.close(self.descriptor)
 
 
 class ShardEndedError(ServerError):
@@ -288,9 +377,8 @@ class ShardThread(threading.Thread):
                 self._note_bad(received, error)
             self._refuse(received, error)
         except Exception as error:
-            what = "a message that could not be decoded"
-            if message is not None:
-                what = f"{message.type.name} of worker {message.worker}"
+            one = "a message that could not be decoded"
+            what = one if message is None else f"{message.type.name} of worker {message.worker}"
             self._report_failure(what)
             text = f"the server failed on {what}: {error!r}; its log has more"
             self._refuse(received, ProtocolError(text, ErrorCode.INTERNAL))
