@@ -50,13 +50,6 @@ class Chunk(Register, kw_only=True):
 
     key: bounds.Key
     dtype: Annotated[int, Meta(ge=1, le=max(messages.DTYPES))]
-    numel: bounds.Unsigned
-
-    def __post_init__(self) -> None:
-        """Check the number of elements."""
-        total = sum(segment.numel for segment in self.segments)
-        if total != self.numel:
-            raise ValueError(f"segments must add up to the chunk (expected {self.numel} elements, got {total})")
 
 
 class Rule(Body, tag_field="name"):
@@ -92,7 +85,7 @@ AnyRule = Average | Merge | Apply
 
 
 class Hello(Body):
-    """HELLO. Without ``rule`` it only reserves a rank. The last five: of a process that was in a view."""
+    """HELLO. Without ``rule`` it only reserves a rank. The last four: of a process that was in a view."""
 
     job: bounds.JobName
     run: bounds.Label
@@ -104,11 +97,9 @@ class Hello(Body):
     rank: bounds.Rank | UnsetType | None = UNSET
     world_size: bounds.Workers | UnsetType = UNSET
     rule: AnyRule | UnsetType = UNSET
-    fingerprint: bounds.Unsigned64 | UnsetType | None = UNSET
     view: View | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
     completed: bounds.Unsigned | UnsetType = UNSET
-    versions: list[bounds.Unsigned] | UnsetType = UNSET
     unreachable: list[bounds.Unsigned] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
@@ -126,8 +117,6 @@ class Welcome(Body):
     lease_s: bounds.Seconds
     heartbeat_s: bounds.Seconds
     software: bounds.Label
-    world_size: bounds.Workers | UnsetType | None = UNSET
-    rule: AnyRule | UnsetType | None = UNSET
     registration: bounds.Unsigned64 | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
 
@@ -146,7 +135,6 @@ class Registered(Commit, tag="registered"):
 
     registration: bounds.Unsigned64
     epochs: list[bounds.Unsigned64]
-    fingerprint: bounds.Unsigned64
     chunks: list[bounds.Unsigned]
 
     def __post_init__(self) -> None:

@@ -97,7 +97,6 @@ class ChunkSpec:
             "key": self.key,
             "kind": self.kind.value,
             "dtype": DTYPE_NUMBERS[self.dtype],
-            "numel": self.numel,
             "segments": [[s.name, list(s.shape), list(s.strides), s.start, s.numel] for s in self.segments],
         }
 
@@ -105,7 +104,8 @@ class ChunkSpec:
     def from_body(cls, body: dict[str, Any]) -> ChunkSpec:
         """Inverse of ``to_body``; the codec has checked types and bounds."""
         segments = convert(body["segments"], tuple[Segment, ...])
-        return cls(body["key"], ChunkKind(body["kind"]), DTYPES[body["dtype"]], body["numel"], segments)
+        numel = sum(segment.numel for segment in segments)
+        return cls(body["key"], ChunkKind(body["kind"]), DTYPES[body["dtype"]], numel, segments)
 
 
 def job_number(name: str) -> int:

@@ -149,7 +149,6 @@ class HandWorker:
         if self.view is not None:
             self.is_frozen = True
             body |= {"view": msgspec.to_builtins(self.view), "key": self.welcome["key"], "completed": self.completed}
-            body["fingerprint"] = 5
         self.say(MessageType.HELLO, body=body)
 
     def take(self):
@@ -177,7 +176,7 @@ class HandWorker:
                 body = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, one.numel, 0]]}
                 self.tell(shard, MessageType.CONFIGURE, key=one.key, body=body)
         epochs, registration = [shard.epoch for shard in self.hand.shards], self.welcome["registration"]
-        self.commit("registered", registration=registration, fingerprint=5, epochs=epochs, chunks=[1, 1])
+        self.commit("registered", registration=registration, epochs=epochs, chunks=[1, 1])
 
     def register_at(self, shard, **fields):
         body = {name: self.welcome[name] for name in ("registration", "key")}

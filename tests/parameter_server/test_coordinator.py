@@ -182,7 +182,7 @@ class Hand:
 
     def register(self) -> None:
         registration = self.welcome["registration"]
-        self.commit("registered", registration=registration, epochs=[7, 9], fingerprint=1, chunks=[3, 2])
+        self.commit("registered", registration=registration, epochs=[7, 9], chunks=[3, 2])
 
     def step(self, step: int, *, abstained: bool = False) -> None:
         self.commit("step", step=step, abstained=abstained)
@@ -316,7 +316,7 @@ def test_registering_under_an_older_registration_is_stale() -> None:
     bench = Bench(ASYNC, world_size=1)
     first = bench.worker(0)
     first.hello()
-    body = {"registration": 1, "epochs": [7, 9], "fingerprint": 1, "chunks": [3, 2]}
+    body = {"registration": 1, "epochs": [7, 9], "chunks": [3, 2]}
     assert refusal(lambda: first.commit("registered", **body)) == ErrorCode.STALE
     first.register()
     first.register()  # its OK was lost

@@ -348,7 +348,7 @@ class Peer:
         configured = self.request("CONFIGURE", key=key, body=runs)
         assert configured.type.name == "OK", configured
         commit = {"what": "registered", "registration": registration, "epochs": [self.epoch]}
-        committed = self.request("COMMIT", body={**commit, "fingerprint": 1, "chunks": [1]})
+        committed = self.request("COMMIT", body={**commit, "chunks": [1]})
         assert committed.type.name == "OK", committed
         self.resume()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from psengine.errors import ConfigurationError
-from psengine.protocol.layout import ChunkSpec, layout_fingerprint
+from psengine.protocol.layout import ChunkSpec
 
 
 class ChunkMap:
@@ -16,19 +16,16 @@ class ChunkMap:
     Attributes:
         specs: key -> chunk.
         shard_of: key -> index of the shard that holds it.
-        fingerprint: of all chunks.
     """
 
     def __init__(self) -> None:
         self.specs: dict[int, ChunkSpec] = {}
         self.shard_of: dict[int, int] = {}
-        self.fingerprint = 0
 
     def place(self, specs: Sequence[ChunkSpec], shards: Sequence[int]) -> None:
         """Replace the map."""
         self.shard_of = {spec.key: shard for spec, shard in zip(specs, shards, strict=True)}
         self.specs = {spec.key: spec for spec in specs}
-        self.fingerprint = layout_fingerprint(specs)
 
     def at(self, shard: int) -> list[ChunkSpec]:
         """The chunks of one shard."""

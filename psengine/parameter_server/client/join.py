@@ -168,7 +168,7 @@ def _initialise(
     if epochs != [link.epoch for link in job.links] or number != job.registration_number:
         raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
-    facts = {"registration": number, "epochs": epochs, "fingerprint": job.chunks.fingerprint, "chunks": chunks}
+    facts = {"registration": number, "epochs": epochs, "chunks": chunks}
     yield [job.control.commit("registered", None, **facts)]
 
 

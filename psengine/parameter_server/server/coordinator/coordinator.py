@@ -223,8 +223,6 @@ class Coordinator:
             "lease_s": settings.lease_s,
             "heartbeat_s": settings.heartbeat_s,
             "software": settings.software,
-            "world_size": self._world_size,
-            "rule": self.rule,
         }
         if self._key:
             body |= {"registration": self._registration, "key": self._key}
