@@ -26,13 +26,13 @@ from psengine.parameter_server.client.addresses import keys_from_environment, pa
 from psengine.parameter_server.client.identity import DEFAULT_JOB, run_name
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.partition import runs_of
-from psengine.parameter_server.client.tensor_images import (
+from psengine.parameter_server.client.partition import (
     NamedTensors,
     TensorImage,
     cut_images,
     parts_of,
     received,
+    runs_of,
 )
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
@@ -82,10 +82,15 @@ def connect(
         ConfigurationError: no server is named, or an address is malformed.
         ServerLostError, AuthenticationError: readers: a server does not answer, or does not let us in.
     """
-    job_name = job or read_variable("PSENGINE_JOB") or DEFAULT_JOB
+    addresses, job_name = parse_addresses(servers), job or read_variable("PSENGINE_JOB") or DEFAULT_JOB
+    if not addresses:
+        raise ConfigurationError(
+            "no parameter server is named (expected an address such as tcp://host:7077, got none). Pass servers=, or"
+            " set PSENGINE_SERVERS; start one with: psengine-server"
+        )
     client = Client(
         SessionOptions(
-            addresses=_named_servers(servers),
+            addresses=addresses,
             job=job_name,
             run=run_name(job_name) if role == "worker" else "",
             rule={"name": "average", "quorum": quorum},
@@ -109,16 +114,6 @@ def connect(
     if role == "reader":
         client._start()
     return client
-
-
-def _named_servers(servers: str | Sequence[str] | None) -> tuple[str, ...]:
-    addresses = parse_addresses(servers)
-    if not addresses:
-        raise ConfigurationError(
-            "no parameter server is named (expected an address such as tcp://host:7077, got none). Pass servers=, or"
-            " set PSENGINE_SERVERS; start one with: psengine-server"
-        )
-    return addresses
 
 
 class Client:
@@ -359,14 +354,11 @@ def _groups_by_name(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.
     if optimizer is None:
         return {}
     names = {id(tensor): name for name, tensor in tensors.items()}
-    groups: dict[str, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
-                raise ConfigurationError(
-                    f"the optimizer trains a tensor that is not registered (group {index}, shape"
-                    f" {tuple(parameter.shape)}); register every tensor of its groups by name"
-                )
-            groups[name] = index
-    return groups
+    members = [(index, one) for index, group in enumerate(optimizer.param_groups) for one in group["params"]]
+    for index, parameter in members:
+        if id(parameter) not in names:
+            raise ConfigurationError(
+                f"the optimizer trains a tensor that is not registered (group {index}, shape"
+                f" {tuple(parameter.shape)}); register every tensor of its groups by name"
+            )
+    return {names[id(parameter)]: index for index, parameter in members}

@@ -9,8 +9,7 @@ import torch
 
 from psengine.errors import ReplicaMismatchError
 from psengine.kernels import ops
-from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.tensor_images import TensorImage, cut_images, parts_of
+from psengine.parameter_server.client.partition import TensorImage, cut, cut_images, parts_of
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket

@@ -79,10 +79,7 @@ def test_tensors_without_elements_are_left_out():
     assert [s.name for s in specs[0].segments] == ["w1"]
 
 
-def test_what_cannot_travel_is_refused_by_name():
-    for name in ("", "n" * (MAX_NAME_CHARS + 1)):
-        with pytest.raises(ConfigurationError, match="name does not fit"):
-            cut(ChunkKind.PARAMETER, [(name, (2,), (1,), 2)], torch.float32, 0)
+def test_a_dtype_that_cannot_travel_is_refused():
     with pytest.raises(ConfigurationError, match=r"expected one of float32, float64, .*float8_e4m3fn"):
         cut(ChunkKind.PARAMETER, described(3), torch.float8_e4m3fn, 0)
 
