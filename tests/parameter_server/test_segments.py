@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import os
@@ -100,7 +99,6 @@ def history(
         for session in sessions:
             session.close()
         sessions.clear()
-        gc.collect()  # a session that was closed refers to its last answers
     return made
 
 

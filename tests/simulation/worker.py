@@ -12,7 +12,7 @@ import torch
 
 from psengine.errors import ProtocolError, PSEngineError, ServerError, ServerRefusedError
 from psengine.parameter_server.client import join
-from psengine.parameter_server.client.flow import Flow, SteppedFlow
+from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Receiver, Runtime
 from psengine.parameter_server.client.worker_session import WorkerSession
@@ -22,6 +22,7 @@ from psengine.protocol.messages import ErrorCode, Message, MessageType
 from simulation import inspection
 from simulation.network import UP, Socket, copied, place_of
 from simulation.segments import SimulatedSegments
+from simulation.stepped_flow import SteppedFlow
 from simulation.violation import require
 
 if TYPE_CHECKING:

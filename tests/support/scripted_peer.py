@@ -12,18 +12,21 @@ from psengine.parameter_server.client.partition import cut
 from psengine.protocol.frames import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.views import View, ViewMember, message_of
 
 RULE = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 
 
 SPECS = cut(ChunkKind.PARAMETER, [("weight", (100,), (1,), 100)], torch.float32, 0, 256)
-
+INCARNATION = 7
+HEARTBEAT_S = 0.2
+KEY = b"k" * 32
 
 T = MessageType
 
 
 class Peer:
-    """A ROUTER that answers as a server would, except where ``script`` says otherwise.
+    """A ROUTER that answers as coordinator and shard would, except where ``script`` says otherwise.
 
     ``script[type]`` is called with (peer, route, message) and returns the answer, frames, a list of those, or None.
     """
@@ -32,7 +35,6 @@ class Peer:
         self.script = {}
         self.seen = Counter()
         self.epoch = 1
-        self.incarnation = 0
         self.messages = []
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
@@ -64,19 +66,18 @@ class Peer:
             self.router.close()
 
     def reply(self, request, kind, **fields):
-        usual = {"job": request.job, "key": request.key, "sequence": request.sequence}
-        usual |= {"worker": 0, "incarnation": self.incarnation, "epoch": self.epoch}
+        usual = {"job": request.job, "key": request.key, "sequence": request.sequence, "view": 1}
+        usual |= {"worker": 0, "incarnation": INCARNATION, "epoch": self.epoch}
         return Message(kind, **{**usual, **fields})
 
     def answer(self, message):
         kind = message.type
         if kind is T.HELLO:
-            self.incarnation += 1
-            return self.reply(message, T.WELCOME, body=self.welcome())
+            return [self.reply(message, T.WELCOME, body=self.welcome()), self.view(message)]
+        if kind is T.RESUME:
+            return self.reply(message, T.RESUMED, body=self.resumed())
         if kind is T.PUSH:
             return self.reply(message, T.UPDATED, version=message.sequence, payload=payload_tensor(message) * 2)
-        if kind is T.PROBE:
-            return self.reply(message, T.MISSING)
         if kind is T.PULL:
             return self.reply(message, T.VALUES, payload=torch.ones(SPECS[message.key].numel))
         if kind is T.LIST:
@@ -84,25 +85,28 @@ class Peer:
             return self.reply(message, T.CHUNKS, body={"chunks": chunks, "more": False, "total": len(chunks)})
         if kind is T.ECHO:
             return self.reply(message, T.ECHOED, payload=payload_tensor(message))
-        if kind is T.HEARTBEAT:
-            return self.reply(message, T.HEARTBEAT_ACK, body={"members": [0], "durable_version": None})
-        return self.reply(message, T.OK)
+        return None if kind in (T.VIEW, T.RELEASE, T.WAITS) else self.reply(message, T.OK)
 
     def welcome(self):
+        return {"state": "ready", "lease_s": 5.0, "heartbeat_s": HEARTBEAT_S, "software": "test", "key": KEY}
+
+    def view(self, message):
+        view = View(1, self.epoch, (ViewMember(0, INCARNATION, "", 1),), (self.epoch,))
+        signed = message_of(view, KEY, message.job)
+        signed.epoch, signed.view = self.epoch, view.number
+        return signed
+
+    def resumed(self):
         return {
-            "state": "ready",
             "shards": [self.address],
-            "shard_index": 0,
-            "lease_s": 5.0,
-            "heartbeat_s": 0.2,
+            "index": 0,
             "credit_bytes": 1 << 20,
-            "members": [0],
-            "fingerprint": 0,
-            "chunks": len(SPECS),
-            "started": False,
-            "durable_version": None,
-            "rule": RULE,
+            "durability": "memory",
             "software": "test",
+            "chunks": len(SPECS),
+            "version": 0,
+            "view": 0,
+            "missing": [],
         }
 
     def close(self):

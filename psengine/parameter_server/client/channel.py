@@ -96,6 +96,9 @@ class Channel:
     def greeted(self, now_s: float) -> None:
         """The greeting was answered: send what waits."""
         self.is_up, self._wait_s, self.down_since_s = True, REOPEN_S, math.inf
+        self._send_requests(now_s)
+
+    def _send_requests(self, now_s: float) -> None:
         for request in tuple(self.requests.values()):
             self._send_request(request, now_s)
 
@@ -218,4 +221,4 @@ class Channel:
 
     def waits_for(self, operation: Operation) -> str:
         """Whom the server waits for before it answers, in words; "" where that is not known."""
-        raise NotImplementedError
+        return ""

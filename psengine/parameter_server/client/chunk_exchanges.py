@@ -107,12 +107,12 @@ class ChunkExchanges:
         averages = job.options.averages
         push = Push(
             message,
-            lambda: f"push {step.number} of {spec.describe()}",
             job.parking,
             job.options.timeout_s,
             destinations,
             spec.dtype,
             encoder,
+            spec=spec,
             step=step,
             link=link,
             is_shared=averages,

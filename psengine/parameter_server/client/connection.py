@@ -10,11 +10,13 @@ a ``Receiver``, which knows what they mean.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import random
 import socket as sockets
+import sys
 import threading
 import time
 from collections import deque
@@ -29,16 +31,14 @@ from psengine.environment import local_sockets
 from psengine.environment.variables import read_variable
 from psengine.errors import EnvironmentVariableError, ProtocolError, PSEngineError, ServerError
 from psengine.kernels.freed_memory import keep_freed_memory
-from psengine.parameter_server.client.handshakes import Handshakes
 from psengine.parameter_server.client.operation import forked_error
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.reachability import watch_first_contact
+from psengine.parameter_server.client.reachability import Handshakes, watch_first_contact
 from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import decode, encode, split
-from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
@@ -73,19 +73,8 @@ class _Line:
         group: messages without a payload frame that leave before the thread waits.
     """
 
-    def __init__(
-        self,
-        context: Any,
-        link: int,
-        address: str,
-        handshakes: Handshakes,
-        lease_s: float,
-        *,
-        uses_local_socket: bool,
-    ) -> None:
-        self.link, self.address, self.handshakes = link, address, handshakes
-        # The Unix socket beside the address, where there is one; a server that restarts listens there a moment later.
-        self.way = handshakes.way or (local_sockets.way_to(address) if uses_local_socket else address)
+    def __init__(self, context: Any, link: int, address: str, way: str, handshakes: Handshakes, lease_s: float) -> None:
+        self.link, self.address, self.way, self.handshakes = link, address, way, handshakes
         self.socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, LINGER_MS),
@@ -100,7 +89,7 @@ class _Line:
             (zmq.IPV6, int("[" in address)),
         ):
             self.socket.setsockopt(option, value)
-        if (keys := handshakes.keys_for(self.way)) is not None:
+        if (keys := handshakes.keys_for(way)) is not None:
             self.socket.curve_serverkey = keys.server_public.encode()
             self.socket.curve_publickey = keys.own.public.encode()
             self.socket.curve_secretkey = keys.own.secret.encode()
@@ -112,24 +101,16 @@ class _Line:
         self.events.connect(name)
         self.zero_copy = ZeroCopySends(self.socket)
         self.group: list[bytes] = []
-        self.socket.connect(self.way)
-
-    def read_events(self) -> list[int]:
-        """What happened since."""
-        found = []
-        while self.events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            found.append(int(recv_monitor_message(self.events, zmq.NOBLOCK)["event"]))
-        return found
+        self.socket.connect(way)
 
     def send_group(self) -> bool:
         """Send what is gathered."""
         frame = b"".join(self.group)
         self.group.clear()
-        try:
+        with contextlib.suppress(zmq.Again):
             self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+            return True
+        return False
 
     def close(self, linger_ms: int) -> None:
         """End the connection."""
@@ -146,28 +127,21 @@ class Connection(Transport):
 
     Args:
         receiver: gets the messages.
-        keys: CURVE keys; None speaks in the clear.
-        checksum: add xxh3 checksums to payloads.
-        uses_local_socket: see ``SessionOptions``.
+        options: of the session.
+
+    Attributes:
         segments: memory to share with servers of this host.
 
     ``close`` is idempotent, and does nothing in a child process.
     """
 
-    def __init__(
-        self,
-        receiver: Receiver,
-        *,
-        keys: CurveClientKeys | None = None,
-        checksum: bool = False,
-        uses_local_socket: bool = True,
-        segments: WorkerSegments | None = None,
-    ) -> None:
+    def __init__(self, receiver: Receiver, options: SessionOptions) -> None:
         self._receiver = receiver
-        self._keys = keys
-        self._checksum = checksum
-        self._uses_local_socket = uses_local_socket
-        self.segments = segments or WorkerSegments(is_wanted=False)
+        self._options = options
+        # With CURVE keys of its own a client is somebody else than its user.
+        is_this_user = options.keys is None or bool(options.keys.secret_file)
+        is_wanted = options.uses_segments and options.uses_local_socket and _may_share()
+        self.segments = WorkerSegments(is_wanted=is_wanted and is_this_user, codec=options.codec)
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
         self._lines: dict[int, _Line] = {}
@@ -212,10 +186,8 @@ class Connection(Transport):
         self._thread.join(CLOSE_S)
 
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # full: it will wake up; closed: it has ended
             self._wake_writer.send(b"w")
-        except (BlockingIOError, OSError):  # full: it will wake up; closed: it has ended
-            return
 
     # ---- I/O thread --------------------------------------------------------------------------------------------
 
@@ -223,8 +195,9 @@ class Connection(Transport):
     def open(self, link: int, address: str, lease_s: float) -> None:
         if (former := self._lines.get(link)) is not None:
             self._drop(former)
-        handshakes = self._handshakes.setdefault(address, Handshakes(address, self._keys))
-        line = _Line(self._context, link, address, handshakes, lease_s, uses_local_socket=self._uses_local_socket)
+        handshakes = self._handshakes.setdefault(address, Handshakes(address, self._options.keys))
+        # A server that restarts listens at the Unix socket a moment after it does at the address beside.
+        line = _Line(self._context, link, address, handshakes.way or self._way_to(address), handshakes, lease_s)
         self._lines[link] = line
         for source in (line.socket, line.events):
             self._of_socket[source] = line
@@ -232,6 +205,10 @@ class Connection(Transport):
         if (stranger := handshakes.find_stranger(line.way)) is not None:
             self._drop(line)
             self._receiver.rejected(link, stranger, time.monotonic())
+
+    def _way_to(self, address: str) -> str:
+        """The Unix socket beside the address, where there is one."""
+        return local_sockets.way_to(address) if self._options.uses_local_socket else address
 
     def _drop(self, line: _Line) -> None:
         del self._lines[line.link]
@@ -247,7 +224,7 @@ class Connection(Transport):
             return False
         if message.type is MessageType.PUSH:
             self.segments.place(line.address, message)
-        *frames, last = encode(message, checksum=self._checksum)
+        *frames, last = encode(message, checksum=self._options.checksum)
         group = line.group
         if message.in_segment:
             group.extend((*frames, last))
@@ -286,10 +263,8 @@ class Connection(Transport):
         """Run the tasks that the thread has not seen before it ended: the receiver makes them fail."""
         while self._failure is not None and self._tasks:
             function, arguments = self._tasks.popleft()
-            try:
+            with contextlib.suppress(PSEngineError, zmq.ZMQError):  # there are no sockets any more
                 function(*arguments)
-            except (PSEngineError, zmq.ZMQError):
-                continue  # there are no sockets any more
 
     def _loop(self) -> None:
         tasks = self._tasks
@@ -304,9 +279,9 @@ class Connection(Transport):
                 next_tick_s = now_s + TICK_S
                 self._look_at_sent(now_s)
                 self._receiver.tick(now_s)
-            for sender in self._lines.values():
-                if sender.group:
-                    sender.send_group()
+            for line in self._lines.values():
+                if line.group:
+                    line.send_group()
             # Set before the deque is looked at: who appends after that look sees it set, and wakes this thread.
             self._may_sleep = True
             timeout_ms = 0 if tasks or self._is_stopping else max(0, int((next_tick_s - now_s) * 1000) + 1)
@@ -314,13 +289,14 @@ class Connection(Transport):
             self._may_sleep = False
             for source, _ in ready:
                 if source == wake_descriptor:
-                    self._drain_wake_ups()
-                elif (line := self._of_socket.get(source)) is None:
-                    continue  # it has been closed
-                elif source is line.socket:
-                    self._receive(line, RECEIVES_PER_TURN)
-                else:
-                    self._read_events(line)
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake_reader.recv(4096)
+                elif source in self._of_socket:  # else it has been closed
+                    line = self._of_socket[source]
+                    if source is line.socket:
+                        self._receive(line, RECEIVES_PER_TURN)
+                    else:
+                        self._read_events(line)
 
     def _look_at_sent(self, now_s: float) -> None:
         for line in tuple(self._lines.values()):
@@ -329,15 +305,9 @@ class Connection(Transport):
             if line.zero_copy.unread_bytes() < unsent_bytes:
                 self._receiver.moved(line.link, now_s)
 
-    def _drain_wake_ups(self) -> None:
-        try:
-            self._wake_reader.recv(4096)
-        except BlockingIOError:
-            return
-
-    def _receive(self, line: _Line, most: int | None = None) -> None:
+    def _receive(self, line: _Line, most: int) -> None:
         """Receive what is there, at most so many messages."""
-        for _ in itertools.count() if most is None else range(most):
+        for _ in range(most):
             if self._lines.get(line.link) is not line:
                 return
             try:
@@ -372,20 +342,18 @@ class Connection(Transport):
         return False
 
     def _read_events(self, line: _Line) -> None:
-        for event in line.read_events():
-            now_s = time.monotonic()
-            if event & _HANDSHAKES and (error := line.handshakes.ended(event, line.way, now_s)) is not None:
-                # A client that is refused at a TCP address may have been too early for the socket beside it.
-                is_early = self._uses_local_socket and local_sockets.way_to(line.address) != line.way
-                if line.handshakes.way or not is_early:
-                    self._receiver.rejected(line.link, error, now_s)
+        while self._lines.get(line.link) is line and line.events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event, now_s = int(recv_monitor_message(line.events, zmq.NOBLOCK)["event"]), time.monotonic()
+            error = line.handshakes.ended(event, line.way, now_s) if event & _HANDSHAKES else None
+            # A client that is refused at a TCP address may have been too early for the socket beside it.
+            if error is not None and (line.handshakes.way or self._way_to(line.address) == line.way):
+                self._receiver.rejected(line.link, error, now_s)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 line.socket.getsockopt(zmq.EVENTS)  # else a send may not see the connection yet
                 self._receiver.connected(line.link, now_s)
             elif event & _ENDS:
-                self._receive(line)  # what came before the end
+                self._receive(line, sys.maxsize)  # what came before the end
                 self._end(line)
-                return
 
     def _end(self, line: _Line) -> None:
         if self._lines.get(line.link) is line:
@@ -401,30 +369,21 @@ class Connection(Transport):
         self.segments.close()
 
 
-def _connect(receiver: Receiver, options: SessionOptions) -> Transport:
-    # With CURVE keys of its own a client is somebody else than its user.
-    is_this_user = options.keys is None or bool(options.keys.secret_file)
+def _may_share() -> bool:
     variable = read_variable("PSENGINE_SEGMENTS") or "1"
     if variable not in ("0", "1"):
         raise EnvironmentVariableError(
             "PSENGINE_SEGMENTS says whether this worker shares memory with servers on its host (expected 0 or 1, got"
             f" {variable!r})."
         )
-    is_wanted = options.uses_segments and options.uses_local_socket and variable == "1"
-    return Connection(
-        receiver,
-        keys=options.keys,
-        checksum=options.checksum,
-        uses_local_socket=options.uses_local_socket,
-        segments=WorkerSegments(is_wanted=is_wanted and is_this_user, codec=options.codec),
-    )
+    return variable == "1"
 
 
 # The runtime of a client in a process.
 PROCESS = Runtime(
     now_s=time.monotonic,
     draw_nonce=lambda: random.SystemRandom().getrandbits(64),
-    connect=_connect,
+    connect=Connection,
     watch=watch_first_contact,
     is_listening=local_sockets.is_listening,
 )

@@ -25,6 +25,7 @@ from psengine.version import __version__
 if TYPE_CHECKING:
     from psengine.parameter_server.client.job_connection import JobConnection
 
+_EXPECTED = -1  # among the requests: WELCOME or VIEW, for which a thread waits
 # A server that drains takes no HELLO; the next one may.
 HELLO_AGAIN_S = 1.0
 _REASONS = {
@@ -42,13 +43,11 @@ class Control(Channel):
 
     Attributes:
         epoch: the coordinator's life; 0 none yet.
-        expected: what a thread waits for, which comes by itself: WELCOME, or VIEW.
     """
 
     def __init__(self, job: JobConnection, address: str) -> None:
         super().__init__(job, CONTROL, address)
         self.epoch = 0
-        self.expected: Request | None = None
         self._hello = self._heartbeat = 0
         self._next_beat_s = 0.0
         self._hello_at_s: float | None = None
@@ -82,7 +81,6 @@ class Control(Channel):
             view = msgspec.to_builtins(view_of(job.view_message.body))
             body["view"] = [*view[:-1], [*view[-1], *releases]]
             body |= {"key": job.key, "completed": job.steps.completed, "unreachable": job.unreachable(now_s)}
-            body["versions"] = [min(link.versions.values(), default=0) for link in job.links]
         self.is_up, self._hello, self._hello_at_s = False, job.next_id(), None
         self.send(Message(MessageType.HELLO, sequence=self._hello, body=body))
 
@@ -102,7 +100,7 @@ class Control(Channel):
     def expect(self, what: str, timeout_s: float, seen: int = 0) -> Request:
         """Begin to wait for news after ``seen`` of them, a WELCOME or a view that has this worker; any thread."""
         job = self.job
-        request = Request(Message(MessageType.HELLO), lambda: what, job.parking, timeout_s)
+        request = Request(Message(MessageType.HELLO, sequence=_EXPECTED), job.parking, timeout_s, what=what)
         job.transport.do(self._expect, request, seen)
         return request
 
@@ -110,15 +108,19 @@ class Control(Channel):
         if self.job.fatal is not None:
             request.fail(self.job.fatal)
             return
-        self.expected = request
+        self.requests[_EXPECTED] = request
         if self.job.news != seen:
             self.met(request.message, self.job.runtime.now_s())
 
     def met(self, message: Message, now_s: float) -> None:
         """What was expected has come."""
-        expected, self.expected = self.expected, None
-        if expected is not None:
+        if (expected := self.requests.pop(_EXPECTED, None)) is not None:
             expected.finish(message, now_s)
+
+    @override
+    def _send_request(self, request: Request, now_s: float) -> None:
+        if request.message.type is not MessageType.HELLO:  # which comes by itself
+            super()._send_request(request, now_s)
 
     def ask_again(self, now_s: float) -> None:
         """Say HELLO once more, after a heartbeat."""
@@ -182,7 +184,7 @@ class Control(Channel):
             self.last_problem = message.body["text"]
             self._hello_at_s = now_s + HELLO_AGAIN_S
         elif message.sequence == self._hello or code in (ErrorCode.STATE_LOST, ErrorCode.ENDED, ErrorCode.VERSION):
-            self.job.fail(self.refusal(self.expected, message))
+            self.job.fail(self.refusal(self.requests.get(_EXPECTED), message))
         elif is_lost and (request is None or request.message.type is not MessageType.LEAVE):
             if request is not None:
                 self.fail(request, self.refusal(request, message))
@@ -193,17 +195,6 @@ class Control(Channel):
             self.fail(request, self.refusal(request, message))
         else:
             self.last_problem = f"it refused a message ({code}): {message.body['text']}"
-
-    @override
-    def open_operations(self) -> list[Operation]:
-        expected = [] if self.expected is None else [self.expected]
-        return [*super().open_operations(), *expected]
-
-    @override
-    def fail(self, operation: Operation, error: PSEngineError) -> None:
-        if operation is self.expected:
-            self.expected = None
-        super().fail(operation, error)
 
     @override
     def waits_for(self, operation: Operation) -> str:

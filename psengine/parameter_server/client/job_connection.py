@@ -13,7 +13,6 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -196,15 +195,10 @@ class JobConnection:
         channel: Channel,
         message: Message,
         *,
-        what: str | None = None,
         timeout_s: float | None = None,
-        destinations: Sequence[torch.Tensor] = (),
-        dtype: torch.dtype | None = None,
-        size_bytes: int = 0,
-        then: Callable[[Message | PSEngineError], None] | None = None,
-        follows_pushes: bool = False,
+        **options: Any,
     ) -> Request:
-        """Begin a request; its id is set here. See ``Request``.
+        """Begin a request; its id is set here. The options are those of ``Request``.
 
         Raises:
             PSEngineError: the session has failed or is closed.
@@ -212,19 +206,11 @@ class JobConnection:
         if self.fatal is not None:
             raise self.fatal.with_traceback(None)
         message.sequence = self.next_id()
-        name = what or message.type.name
-        request = Request(
-            message,
-            lambda: name,
-            self.parking,
-            self.options.timeout_s if timeout_s is None else timeout_s,
-            destinations,
-            dtype,
-            size_bytes=size_bytes,
-            then=then,
-            follows_pushes=follows_pushes,
-        )
-        self.transport.do(self._begin, channel, request)
+        request = Request(message, self.parking, self.options.timeout_s if timeout_s is None else timeout_s, **options)
+        if self.transport.is_own_thread:
+            self._begin(channel, request)
+        else:
+            self.transport.do(self._begin, channel, request)
         return request
 
     def _begin(self, channel: Channel, request: Request) -> None:
@@ -267,7 +253,7 @@ class JobConnection:
 
     def _confirm(self, step: Step) -> None:
         """Tell the coordinator, where it decides, once every shard has what this worker pushed."""
-        if not self.options.has_decisions or not step.pushes or step.has_failed:
+        if not self.options.has_decisions or not step.pushes or step.has_failed or self.fatal is not None:
             return
         step.attempt += 1
         attempt, links = step.attempt, {push.link.index: push.link for push in step.pushes}
@@ -279,10 +265,8 @@ class JobConnection:
                 self.control.commit("step", step=step.number, abstained=not step.has_values)
 
         for index, link in links.items():
-            message = Message(MessageType.ECHO, payload=torch.empty(0, dtype=torch.uint8), sequence=self.next_id())
-            then, timeout_s = partial(taken, index), self.options.timeout_s
-            request = Request(message, step.describe, self.parking, timeout_s, then=then, follows_pushes=True)
-            link.begin_behind(request, self.runtime.now_s())
+            message = Message(MessageType.ECHO, payload=torch.empty(0, dtype=torch.uint8))
+            self.ask(link, message, what=f"step {step.number}", then=partial(taken, index), follows_pushes=True)
 
     def was_taken_back(self, answer: Message) -> bool:
         """Whether an answer to a push is of an earlier view, and of a step that the view begins anew."""
@@ -444,52 +428,35 @@ class JobConnection:
 
     def resumed(self, link: Link, former_epoch: int, now_s: float) -> None:
         """A shard has answered RESUME; ``former_epoch`` is that of its life before."""
+        expected, got = self.server_sizes[link.index : link.index + 1], len(link.resumed["shards"])
         if former_epoch not in (0, link.epoch):
             link.is_reborn, link.lost = True, 0
             self._look_for_losses(link)
-            self._check_size(link)
-            if link.lost and self._is_named(link) and self.fatal is None:
+            if expected and expected[0] != got:
+                problem = f"with another number of shards (expected {expected[0]}, got {got}). Start it with --shards"
+                self._fail_at(link, f"{problem} {expected[0]}, or start the workers again.")
+                return
+            if link.lost and self._is_named(link):
                 self._commit_life(link, 0)  # another worker has told of the restart, and may have known of less
-        if self.fatal is not None:
-            return
         if self.is_member and (link.is_registrar or not self._is_named(link)):
             self._restore(link, now_s)
             return
-        if self.is_member and not self.options.averages and self._lacks_chunks(link):
+        chunks, got = len(self.chunks.at(link.index)), link.resumed["chunks"]
+        if self.is_member and not self.options.averages and got < chunks:
+            problem = f"without weights of job {self.options.job!r} (expected {chunks} chunks, got {got}): it was"
+            fix = "Start the servers with --snapshot-dir, and the workers again from a checkpoint."
+            self._fail_at(link, f"{problem} restarted without a snapshot that has them. {fix}")
             return
         self._refresh(now_s)
         if link.is_reborn and self.is_member:
-            self._configure(link, now_s)
+            self._configure(link)
         if link.may_push:
             self._return_results(link)
         link.pump(now_s)
 
-    def _lacks_chunks(self, link: Link) -> bool:
-        """Whether a shard has come back without chunks that it held: their weights are lost."""
-        expected, got = len(self.chunks.at(link.index)), link.resumed["chunks"]
-        if got >= expected:
-            return False
-        self.fail(
-            ServerRefusedError(
-                f"{link.address} came back without weights of job {self.options.job!r} (expected {expected} chunks, got"
-                f" {got}): it was restarted without a snapshot that has them. Start the servers with --snapshot-dir,"
-                " and the workers again from a checkpoint.",
-                ErrorCode.STATE_LOST,
-            )
-        )
-        return True
-
-    def _check_size(self, link: Link) -> None:
-        """A server is to come back with as many shards as it had."""
-        expected, got = self.server_sizes[link.index : link.index + 1], len(link.resumed["shards"])
-        if expected and expected[0] != got:
-            self.fail(
-                ServerRefusedError(
-                    f"{link.address} came back with another number of shards (expected {expected[0]}, got {got}). Start"
-                    f" it with --shards {expected[0]}, or start the workers again.",
-                    ErrorCode.STATE_LOST,
-                )
-            )
+    def _fail_at(self, link: Link, problem: str) -> None:
+        """A server has come back without what it had."""
+        self.fail(ServerRefusedError(f"{link.address} came back {problem}", ErrorCode.STATE_LOST))
 
     def _is_named(self, link: Link) -> bool:
         """Whether the view knows this life of the shard."""
@@ -557,14 +524,12 @@ class JobConnection:
             life["lost"] = link.lost
         self.control.commit("life", None, **life)
 
-    def _configure(self, link: Link, now_s: float) -> None:
+    def _configure(self, link: Link) -> None:
         """A server may come back with a snapshot that is older than its optimizers: before pushes, send them."""
         link.is_reborn = False
         for key, body in self.configured.items():
             if self.chunks.shard_of[key] == link.index:
-                message = Message(MessageType.CONFIGURE, key=key, sequence=self.next_id(), body=body)
-                name = f"CONFIGURE of chunk {key}"
-                link.begin(Request(message, partial(str, name), self.parking, self.options.timeout_s), now_s)
+                self.ask(link, Message(MessageType.CONFIGURE, key=key, body=body), what=f"CONFIGURE of chunk {key}")
 
     def _look_for_losses(self, link: Link) -> None:
         version = link.resumed["version"]
@@ -676,3 +641,4 @@ class JobConnection:
         """The transport has ended."""
         self._stalls.look(str(self), self.channels, self.runtime.now_s())  # the end of a stall may be unseen yet
         self.fail(error)
+        self.steps.forget()

@@ -61,7 +61,6 @@ class Link(Channel):
         self.lost = self.told_key = 0
         self.told_life: tuple[int, ...] = ()
         self._in_flight_bytes = self._requested_bytes = self._greeting = 0
-        self._behind: deque[Request] = deque()  # sent once nothing waits before them
 
     # ---- greeting ----------------------------------------------------------------------------------------------
 
@@ -100,9 +99,6 @@ class Link(Channel):
         former, self.epoch = self.epoch, message.epoch
         self.resumed = message.body
         self.requeue([self.sent[key] for key in message.body.get("missing", ()) if key in self.sent])
-        for request in tuple(self.requests.values()):
-            if request.follows_pushes and not request.is_sent:
-                self._behind.append(self.requests.pop(request.message.sequence))
         self.greeted(now_s)
         self.job.resumed(self, former, now_s)
 
@@ -131,13 +127,8 @@ class Link(Channel):
                 self.send(push.message)
             except PSEngineError as error:
                 self.fail(push, error)
-        while self._behind and not waiting:
-            self.begin(self._behind.popleft(), now_s)
-
-    def begin_behind(self, request: Request, now_s: float) -> None:
-        """Send a request after the pushes that wait."""
-        self._behind.append(request)
-        self.pump(now_s)
+        if self.requests and not waiting:
+            self._send_requests(now_s)
 
     def requeue(self, pushes: Iterable[Push]) -> None:
         """These were lost: they are sent again, before all others."""
@@ -159,14 +150,15 @@ class Link(Channel):
             return
         if request.message.type in _OF_VALUES and self.job.is_lost(self):
             return
+        if request.follows_pushes and self.waiting:
+            return
         self._requested_bytes = sum_bytes
         super()._send_request(request, now_s)
 
     def _return_credit(self, request: Request, now_s: float) -> None:
         if request.is_sent and request.size_bytes:
             self._requested_bytes -= request.size_bytes
-            for waiting in tuple(self.requests.values()):
-                self._send_request(waiting, now_s)
+            self._send_requests(now_s)
 
     # ---- time --------------------------------------------------------------------------------------------------
 
@@ -256,7 +248,7 @@ class Link(Channel):
 
     @override
     def open_operations(self) -> list[Operation]:
-        return [*self.requests.values(), *self.sent.values(), *self.waiting, *self._behind]
+        return [*self.requests.values(), *self.sent.values(), *self.waiting]
 
     def clear(self) -> None:
         """Forget the pushes; they are queued anew."""
@@ -277,8 +269,6 @@ class Link(Channel):
             self.job.fail_push(operation, error)
             return
         assert isinstance(operation, Request)
-        if operation in self._behind:
-            self._behind.remove(operation)
         super().fail(operation, error)
         self._return_credit(operation, self.job.runtime.now_s())
 

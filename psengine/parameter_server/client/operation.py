@@ -14,6 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerErr
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.parameter_server.client.steps import Step
 from psengine.protocol.frames import payload_tensor
+from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import Message, MessageType
 
 if TYPE_CHECKING:
@@ -111,10 +113,8 @@ class Parking:
 
 def release(lock: threading.Lock) -> None:
     """Release a waiter that may have been released already."""
-    try:
+    with suppress(RuntimeError):
         lock.release()
-    except RuntimeError:
-        return
 
 
 def forked_error() -> ServerError:
@@ -132,7 +132,6 @@ class Operation:
 
     Args:
         message: the question; the link fills in job, epoch, view, worker and incarnation when it sends it.
-        describe: returns the operation's name for error messages.
         parking: the client's.
         timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
         destinations: 1-D contiguous CPU tensors; the answer's payload is copied into them, one after the other.
@@ -147,7 +146,6 @@ class Operation:
     """
 
     message: Message
-    describe: Callable[[], str]
     parking: Parking
     timeout_s: float
     destinations: Sequence[torch.Tensor] = ()
@@ -167,6 +165,10 @@ class Operation:
         self.numel = sum(map(torch.numel, self.destinations))
         self.submitted_s = self.parking.now_s()
         self.deadline_s = self.submitted_s + self.timeout_s
+
+    def describe(self) -> str:
+        """Its name, for error messages."""
+        raise NotImplementedError
 
     def finish(self, answer: Message, now_s: float) -> None:
         """I/O thread: take the answer, with its payload; an answer that does not fit fails the operation."""
@@ -251,12 +253,18 @@ class Request(Operation):
     """A question with an id; it is asked again on a new connection where its answer did not come.
 
     Attributes:
+        what: its name, for error messages.
         then: called on the I/O thread with the answer, or the failure.
         follows_pushes: it is sent behind the pushes of its link.
     """
 
+    what: str = field(default="", kw_only=True)
     then: Callable[[Message | PSEngineError], None] | None = field(default=None, kw_only=True)
     follows_pushes: bool = field(default=False, kw_only=True)
+
+    @override
+    def describe(self) -> str:
+        return self.what or self.message.type.name
 
     def reply(self) -> Message:
         """Wait for the answer and return it as it came. Raises like ``settle``."""
@@ -289,13 +297,14 @@ class Push(Operation):
     """A chunk's part in a step; see ``WorkerSession.push``.
 
     Attributes:
-        step, link: of which it is, and where it goes.
+        spec, step, link: the chunk, the step of which it is, and where it goes.
         encoder: makes the chunk's payloads, where the job has a codec.
         is_shared: servers average: the answer counts once all of the step's are there.
         lands_late: then it lands when it was waited for; the destinations may share the payload's memory.
         waiting_for: the workers that the server waits for, where it said so; else None.
     """
 
+    spec: ChunkSpec = field(kw_only=True)
     step: Step = field(kw_only=True)
     link: Link = field(kw_only=True)
     encoder: ChunkEncoder | None = None
@@ -320,6 +329,10 @@ class Push(Operation):
         """The chunk."""
         return self.message.key
 
+    @override
+    def describe(self) -> str:
+        return f"push {self.step.number} of {self.spec.describe()}"
+
     def wait(self) -> PushResult:
         """Wait until the answer is in the destinations. Raises like ``settle``."""
         self.settle()
@@ -343,11 +356,6 @@ class Push(Operation):
         """I/O thread: the step is complete; ``wake`` follows once all its pushes know."""
         self.message.payload = None
         self.is_done = True
-
-    def forget(self) -> None:
-        """I/O thread: the servers take the answer back."""
-        self.answer = None
-        self.waiting_for = None
 
     @override
     def _misfit(self, answer: Message) -> ProtocolError | None:

@@ -1,18 +1,140 @@
-"""Whether a server can be reached at all: libzmq retries without a word."""
+"""Why a server cannot be reached, does not let this client in, or is not one to trust: the reason and every fix.
+
+libzmq tries again without a word; what it says of its handshakes, and a look at the address, tell why.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 
+import zmq
+
+from psengine.environment import local_sockets
+from psengine.errors import AuthenticationError, ConfigurationError
 from psengine.parameter_server.client.channel import Channel
+from psengine.protocol.keys import CurveClientKeys
 
 logger = logging.getLogger(__name__)
 
 # A server that is started together with its workers listens by then.
 SILENCE_S = 3.0
 CONNECT_S = 3.0
+# So many handshakes cut off, over so long, before any has succeeded: the server refuses. Cuts further apart are of
+# handshakes that ran into their time, with a server that is stopped or busy; they do not count.
+MAX_CUT_HANDSHAKES = 4
+CUT_HANDSHAKES_S = 1.0
+SLOW_CUT_S = 1.5
+_ANY_SECRET = "--secret-file FILE at the server and PSENGINE_SECRET_FILE=FILE here, one secret for both"
+
+
+class Handshakes:
+    """Those with one address.
+
+    Once a handshake has succeeded, handshakes that are cut most likely mean a restarting server behind a tunnel, a
+    proxy or a load balancer, which take connections and drop them: the client goes on trying.
+
+    Attributes:
+        way: where the last one succeeded; "" before.
+    """
+
+    def __init__(self, address: str, keys: CurveClientKeys | None) -> None:
+        self._address = address
+        self._keys = keys
+        self.way = ""
+        self._cut_off = 0
+        self._first_cut_s = self._last_cut_s = 0.0
+
+    def keys_for(self, way: str) -> CurveClientKeys | None:
+        """The keys to use there: with a secret instead of keys, none for Unix sockets, which know the client's user."""
+        is_known_by_user = self._keys is not None and self._keys.secret_file and way.startswith("ipc://")
+        return None if is_known_by_user else self._keys
+
+    def find_stranger(self, way: str) -> AuthenticationError | None:
+        """Without keys: why the process that listens at ``way`` is not to be trusted; None where it is."""
+        is_ours = way != self._address  # in a directory of this user's own
+        if is_ours or self.keys_for(way) is not None:
+            return None
+        try:
+            uid = local_sockets.listener_uid(way)
+        except PermissionError:
+            return self._refused(way)
+        if uid in (None, 0, os.geteuid()):
+            return None
+        return AuthenticationError(
+            f"{self._address} is another user's, who could hand out any weights (expected a server of user"
+            f" {os.geteuid()} or of root, got user {uid}'s). Fix: name a server of your own; or, to trust this one,"
+            f" {_ANY_SECRET}; or keys (psengine-server keygen)."
+        )
+
+    def ended(self, event: int, way: str, now_s: float) -> AuthenticationError | None:
+        """A handshake ended; why this client is not let in, None where that is not known."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.way, self._cut_off = way, 0
+            return self.find_stranger(way)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return self._refused(way)
+        reason = "one side expects CURVE keys and the other has none, or it is no psengine-server"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            if not self._has_cut_enough(now_s):
+                return None
+            reason = (
+                "the server's public key is not the one expected" if self.keys_for(way) else "it expects CURVE keys"
+            )
+            reason += ", or it is no psengine-server"
+        return self._unfitting_keys(way, reason)
+
+    def _has_cut_enough(self, now_s: float) -> bool:
+        if self._cut_off == 0 or now_s - self._last_cut_s > SLOW_CUT_S:
+            self._cut_off, self._first_cut_s = 0, now_s
+        self._cut_off += 1
+        self._last_cut_s = now_s
+        if self._cut_off < MAX_CUT_HANDSHAKES or now_s - self._first_cut_s < CUT_HANDSHAKES_S:
+            return False
+        self._cut_off = 0
+        return not self.way
+
+    def _refused(self, way: str) -> AuthenticationError:
+        address = self._address
+        if self.keys_for(way) is not None:
+            return self._unfitting_keys(way, "the server does not know this client's public key")
+        if way.startswith("ipc://"):
+            return AuthenticationError(
+                f"{address} does not let this client in: it takes connections of its own user and of root alone"
+                f" (expected one of these, got user {os.geteuid()}). Fix: start this client as the server's user; or"
+                f" bind the server to TCP, with {_ANY_SECRET}; or with keys (psengine-server keygen)."
+            )
+        try:
+            is_here, place = local_sockets.is_loopback(address), "on its machine"
+            if is_here:
+                place = f"at {local_sockets.socket_beside(address).removeprefix('ipc://')}"
+        except ConfigurationError as error:
+            place = f"in a directory of ours: {error}"
+        return AuthenticationError(
+            f"{address} does not let this client in: over TCP it takes nobody without a secret or keys, and its own"
+            f" user's clients come through its Unix socket (expected that {place}, got none). Fix: start this client as"
+            f" the server's user, on its machine, with the server's PSENGINE_RUNTIME_DIR if it has one; or"
+            f" {_ANY_SECRET}; or keys (psengine-server keygen); or, where every user of the server's machine may change"
+            " its models, psengine-server --insecure."
+        )
+
+    def _unfitting_keys(self, way: str, reason: str) -> AuthenticationError:
+        """The two sides' keys do not fit, or one side has none."""
+        keys = self.keys_for(way)
+        if keys is not None and keys.secret_file:
+            return AuthenticationError(
+                f"{self._address} does not let this client in with the secret in {keys.secret_file}: {reason}. Fix:"
+                " give both sides the same secret: start the server with --secret-file, and set PSENGINE_SECRET_FILE to"
+                " a copy here."
+            )
+        shown = "without CURVE keys" if keys is None else "with the CURVE keys it was given"
+        return AuthenticationError(
+            f"{self._address} does not let this client in {shown}: {reason}. Fix: give both sides the keys that"
+            " psengine-server keygen wrote, and add the client's public key to the server's allow-list; or, where the"
+            " server has a secret (--secret-file), set PSENGINE_SECRET_FILE to a copy here."
+        )
 
 
 def watch_first_contact(channel: Channel, closing: threading.Event, wait_s: float) -> None:
@@ -31,31 +153,22 @@ def watch_first_contact(channel: Channel, closing: threading.Event, wait_s: floa
     address = host.strip("[]"), int(port)
 
     def look() -> None:
+        reason, fix = f"the host name {host!r} does not resolve here", "or add the name to DNS or /etc/hosts"
         try:
             socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            reason, fix = "nobody can be reached there", "or start psengine-server there"
+            if not closing.wait(SILENCE_S) and channel.last_heard_s is None:
+                socket.create_connection(address, CONNECT_S).close()
         except (OSError, UnicodeError) as error:
-            reason = f"the host name {host!r} does not resolve here ({getattr(error, 'strerror', None) or error})"
-            _say(channel, reason, "or add the name to DNS or /etc/hosts", wait_s)
-            return
-        if closing.wait(SILENCE_S) or channel.last_heard_s is not None:
-            return
-        try:
-            socket.create_connection(address, CONNECT_S).close()
-        except OSError as error:
             if channel.last_heard_s is None and not closing.is_set():
-                reason = f"nobody can be reached there ({error.strerror or error})"
-                _say(channel, reason, "or start psengine-server there", wait_s)
+                channel.last_problem = f"{reason} ({getattr(error, 'strerror', None) or error})"
+                logger.warning(
+                    "the server %s cannot be reached: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; it"
+                    " is tried again for %g s in all.",
+                    channel.address,
+                    channel.last_problem,
+                    fix,
+                    wait_s,
+                )
 
     threading.Thread(target=look, name="psengine-reachability", daemon=True).start()
-
-
-def _say(channel: Channel, reason: str, other_fix: str, wait_s: float) -> None:
-    channel.last_problem = reason
-    logger.warning(
-        "the server %s cannot be reached: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; it is tried"
-        " again for %g s in all.",
-        channel.address,
-        reason,
-        other_fix,
-        wait_s,
-    )

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,6 +37,9 @@ from psengine.parameter_server.segments.offer import TOKEN_CHARS, Member, Offer,
 from psengine.parameter_server.segments.passing import END, Lent, pass_segment, passing_path
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import NOBODY, Message
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.operation import Push
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +83,6 @@ class Arena:
         return offset
 
 
-class Pushed(Protocol):
-    """A push, as far as its memory is concerned; ``is_done``: its step is complete, or it has failed."""
-
-    message: Message
-
-    @property
-    def key(self) -> int: ...
-    @property
-    def is_done(self) -> bool: ...
-    @property
-    def error(self) -> Exception | None: ...
-
-
 @dataclass(slots=True)
 class _Invitation:
     """RESUMED's: a shard would take a segment of this member, in this life of the server."""
@@ -115,7 +105,7 @@ class _Attachment:
     address: int
     places: dict[int, Place]
     # By chunk, the last push whose payload lay in its place, and the place of its answers.
-    placed: dict[int, Pushed] = field(default_factory=dict)
+    placed: dict[int, Push] = field(default_factory=dict)
     answers: dict[int, torch.Tensor] = field(default_factory=dict)
     lent: Lent | None = None
     lent_answers: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -225,7 +215,7 @@ class WorkerSegments:
         staged.copy_(payload)
         return staged
 
-    def note(self, address: str, push: Pushed) -> None:
+    def note(self, address: str, push: Push) -> None:
         """Remember a push that is about to be sent."""
         attachment, payload = self._attachments.get(address), push.message.payload
         place = None if attachment is None else attachment.places.get(push.key)

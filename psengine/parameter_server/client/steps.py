@@ -46,10 +46,6 @@ class Step:
     has_failed: bool = False
     attempt: int = 0
 
-    def describe(self) -> str:
-        """For error messages."""
-        return f"step {self.number}"
-
     def note(self, *, is_trained: bool, has_values: bool) -> None:
         """A push is added."""
         if is_trained and not self.has_trained:
@@ -136,7 +132,10 @@ class Steps:
             if not step.has_failed and not self.has_failed:
                 self.completed = step.number
             if not self._is_shared:
+                step.pushes.clear()  # they refer to the step: a cycle would keep their answers' memory
                 continue
+            if self.kept is not None:
+                self.kept.pushes.clear()
             self.kept = step
             for push in step.pushes:
                 push.complete()
@@ -154,11 +153,18 @@ class Steps:
         self.answered(push)
         return []
 
+    def forget(self) -> None:
+        """The session is closed: break the cycles of pushes and steps, which would keep the answers' memory."""
+        for step in (*self.open, *([] if self.kept is None else [self.kept])):
+            step.pushes.clear()
+        self.open.clear()
+        self.kept = None
+
     def take_back(self, from_step: int) -> list[Push]:
         """The servers took back the answers of these steps: all pushes without an answer now, in their order."""
         for step in self.open:
             for push in step.pushes if step.number >= from_step else ():
                 if push.answer is not None:
-                    push.forget()
+                    push.answer = push.waiting_for = None
                     step.unanswered += 1
         return [push for step in self.open for push in step.pushes if push.answer is None and push.error is None]

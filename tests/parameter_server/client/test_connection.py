@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-from psengine.parameter_server.client import connection, handshake_monitor, patience
-from psengine.parameter_server.client import link as link_module
+from psengine.parameter_server.client import connection, reachability
+from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Parking
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.stalls import StallWatch
@@ -29,11 +30,6 @@ from psengine.parameter_server.client.worker_session import Request, SessionOpti
 from psengine.protocol.frames import encode
 from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import Message
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch):
-    monkeypatch.setattr(patience, "PROBE_S", 0.2)
 
 
 @contextlib.contextmanager
@@ -85,9 +81,9 @@ def test_an_answer_of_another_kind_is_an_error():
 @pytest.mark.parametrize(
     "nonsense",
     [
-        [b"x" * 88],
+        [b"x" * 96],
         [b"a", b"b", b"c", b"d", b"e"],
-        [encode(Message(T.OK))[0][:87] + b"\xff"],
+        [encode(Message(T.OK))[0][:95] + b"\xff"],
         [encode(Message(T.UPDATED, sequence=1, key=0, payload=torch.zeros(4)))[0], b"short"],
     ],
 )
@@ -102,8 +98,8 @@ def test_nonsense_harms_nobody(nonsense):
 
 def test_nothing_but_nonsense_is_an_error_that_says_so():
     with connected() as (peer, session):
-        peer.script[T.PUSH] = lambda *_: [[b"y" * 88]]
-        peer.script[T.PROBE] = lambda *_: [[b"y" * 88]]
+        peer.script[T.PUSH] = lambda *_: [[b"y" * 96]]
+        peer.script[T.WAITS] = lambda *_: [[b"y" * 96]]
         peer.script[T.HEARTBEAT] = lambda *_: None
         begun = time.monotonic()
         with pytest.raises(ProtocolError, match=r"does not speak this protocol.*no psengine message"):
@@ -128,7 +124,7 @@ def test_a_failure_wakes_who_waits_for_something_slower():
     with connected() as (peer, session):
         body = {"code": "memory", "text": "full"}
         peer.script[T.PUSH] = lambda peer, route, m: peer.reply(m, T.ERROR, body=body) if m.key == 0 else None
-        peer.script[T.PROBE] = lambda peer, route, m: peer.reply(m, T.PENDING)
+        peer.script[T.WAITS] = lambda peer, route, m: peer.reply(m, T.PENDING, body={"waiting_for": [1]})
         begun = time.monotonic()
         with pytest.raises(ServerRefusedError, match="full"):
             wait_all([push(session, 0)[0], push(session, 1)[0]])
@@ -137,7 +133,7 @@ def test_a_failure_wakes_who_waits_for_something_slower():
 
 def test_no_answer_until_the_deadline_names_everything():
     with connected(timeout_s=0.8) as (peer, session):
-        peer.script[T.PUSH] = peer.script[T.PROBE] = lambda *_: None
+        peer.script[T.PUSH] = lambda *_: None
         first, second = push(session)[0], push(session)[0]
         with pytest.raises(ServerLostError) as caught:
             first.wait()
@@ -151,7 +147,7 @@ def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):
     with connected() as (peer, session):
         peer.script[T.PUSH] = lambda *_: None
         waiting = push(session)[0]
-        monkeypatch.setattr(session._membership, "tick", lambda now_s: 1 / 0)
+        monkeypatch.setattr(session.job_connection, "tick", lambda now_s: 1 / 0)
         with pytest.raises(ServerError, match=r"I/O thread failed: ZeroDivisionError") as caught:
             waiting.wait()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -163,7 +159,7 @@ def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):
 def test_large_payloads_are_not_copied_and_arrive_whole():
     specs = cut(ChunkKind.PARAMETER, [("w", (1 << 20,), (1,), 1 << 20)], torch.float32, 0, 1 << 20)
     with connected(checksum=True) as (_, session):
-        session._membership.chunks.place(specs, [0] * len(specs))
+        session.job_connection.chunks.place(specs, [0] * len(specs))
         values = torch.randn(1 << 20)
         out = torch.zeros(1 << 20)
         pushes = []
@@ -198,7 +194,7 @@ def test_a_peer_that_cuts_every_connection_off_is_no_server():
 
 def test_a_peer_that_accepts_and_says_nothing_is_lost_not_hostile(monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_MS", 200)
-    monkeypatch.setattr(handshake_monitor, "SLOW_CUT_S", 0.15)
+    monkeypatch.setattr(reachability, "SLOW_CUT_S", 0.15)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ServerLostError, match="never heard"):
@@ -225,7 +221,7 @@ def test_a_stall_is_one_line_however_many_chunks_and_one_when_it_ends(monkeypatc
 
     with connected() as (peer, session):
         peer.script[T.PUSH] = lambda peer, route, message: None
-        peer.script[T.PROBE] = pending
+        peer.script[T.WAITS] = pending
         pushes = [push(session, key)[0] for key in range(len(SPECS))]
         eventually(lambda: lines_of(caplog), interval_s=0.01)
         may_answer.set()
@@ -247,18 +243,20 @@ def test_a_server_that_is_not_there_is_missed_again_and_again(monkeypatch, caplo
         pass
     waits = [line for line in lines_of(caplog) if "gives up in" in line]
     assert len(waits) > 2
-    assert "HELLO" in waits[0]
+    assert "RESUME of job 'default'" in waits[0]
 
 
 class TestStallsByAClockOfOurs:
     @pytest.fixture
     def link(self):
-        link = link_module.Link(0, "tcp://a:1", link_module.Identity(1, 0), lambda message: True, lambda text: None)
-        link.pushes.is_paused = False
-        return link
+        return self.channel("tcp://a:1")
+
+    def channel(self, address):
+        job = SimpleNamespace(runtime=SimpleNamespace(now_s=lambda: 0.0))
+        return Channel(job, 1, address)
 
     def begin(self, link, now_s):
-        request = Request(Message(T.PULL, key=0, sequence=1), lambda: "PULL of something", Parking(lambda: now_s), 1e6)
+        request = Request(Message(T.PULL, key=0, sequence=1), Parking(lambda: now_s), 1e6, what="PULL of something")
         link.begin(request, now_s)
         return request
 
@@ -285,12 +283,12 @@ class TestStallsByAClockOfOurs:
         for second in range(0, 200, 20):
             request = self.begin(link, float(second))
             watch.look("worker 0", [link], second + 19.0)
-            link.receive(Message(T.VALUES, key=0, sequence=1, payload=None), second + 19.5)
+            link.receive_answer(Message(T.VALUES, key=0, sequence=1, payload=None), second + 19.5)
             assert request.is_done
         assert lines_of(caplog) == []
 
     def test_two_servers_are_one_line(self, link, caplog):
-        other = link_module.Link(1, "tcp://b:2", link_module.Identity(1, 0), lambda message: True, lambda text: None)
+        other = self.channel("tcp://b:2")
         self.begin(link, 3.0)
         self.begin(other, 1.0)
         assert self.looked(StallWatch(30.0), [link, other], 40, caplog) == [31]
@@ -301,7 +299,7 @@ class TestStallsByAClockOfOurs:
         watch = StallWatch(10.0)
         self.begin(link, 0.0)
         watch.look("worker 0", [link], 10.0)
-        link.receive(Message(T.VALUES, key=0, sequence=1), 12.0)
+        link.receive_answer(Message(T.VALUES, key=0, sequence=1), 12.0)
         watch.look("worker 0", [link], 13.0)
         self.begin(link, 14.0)
         watch.look("worker 0", [link], 20.0)
@@ -313,9 +311,42 @@ class TestStallsByAClockOfOurs:
         ]
 
 
+# ---- connections that break ----------------------------------------------------------------------------------------
+
+
+def test_a_new_connection_says_what_is_open_and_sends_again_what_is_missing():
+    with connected() as (peer, session):
+        peer.script[T.PUSH] = lambda *_: None
+        lost, kept = push(session, 0)[0], push(session, 1)[0]
+        eventually(lambda: peer.seen[T.PUSH] == 2)
+        peer.script[T.RESUME] = lambda peer, route, m: [
+            peer.reply(m, T.RESUMED, body=peer.resumed() | {"missing": [0]}),
+            peer.reply(m, T.UPDATED, key=1, sequence=1, version=1, payload=torch.ones(SPECS[1].numel)),
+        ]
+        del peer.script[T.PUSH]
+        link = session.job_connection.links[0]
+        session.job_connection.transport.do(lambda: link.open(time.monotonic()))
+        wait_all([lost, kept])
+        said = [m.type for m in peer.messages if m.type in (T.VIEW, T.RESUME)]
+        assert said[-2:] == [T.VIEW, T.RESUME]
+        assert [m.body["open"] for m in peer.messages if m.type is T.RESUME][-1] == [[0, 1], [1, 1]]
+        assert peer.seen[T.PUSH] == 3
+
+
+def test_waiting_longer_than_a_heartbeat_asks_whom_for_and_sends_nothing_again():
+    with connected(timeout_s=1.5) as (peer, session):
+        peer.script[T.PUSH] = lambda *_: None
+        peer.script[T.WAITS] = lambda peer, route, m: peer.reply(m, T.PENDING, body={"waiting_for": [3]})
+        with pytest.raises(ServerLostError, match=r"holds push 1 of chunk 0 .*waits for workers \[3\]"):
+            push(session)[0].wait()
+        assert peer.seen[T.PUSH] == 1
+        assert peer.seen[T.WAITS] > 1
+
+
 def test_heartbeats_say_how_training_goes():
     with connected() as (peer, session):
         session.telemetry.step_ended()
         session.telemetry.report(loss=0.5, samples=3)
         said = eventually(lambda: [m.body for m in peer.messages if m.type is T.HEARTBEAT and m.body.get("steps")])
-        assert said[0] == {"steps": 1, "step_s": 0.0, "blocked_s": 0.0, "samples": 3, "loss": 0.5}
+        telemetry = {"steps": 1, "step_s": 0.0, "blocked_s": 0.0, "samples": 3, "loss": 0.5}
+        assert said[0] == {**telemetry, "completed": 0, "blocked": False, "unreachable": []}

@@ -23,7 +23,7 @@ def exchange(session: WorkerSession, value: float) -> float:
 
 
 def ways(session: WorkerSession) -> set[str]:
-    return {monitor.way for monitor in session._membership.connection._monitors}
+    return {line.way for line in session.job_connection.transport._lines.values()}
 
 
 def test_a_client_on_loopback_goes_through_the_socket_and_survives_a_restart():

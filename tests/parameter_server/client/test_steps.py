@@ -21,7 +21,7 @@ class Desk:
         step = self.steps.step_for(key)
         message = Message(MessageType.PUSH, key=key, sequence=step.number, payload=torch.zeros(1))
         averages = self.steps._is_shared
-        push = Push(message, lambda: "", self.parking, 10.0, step=step, link=None, is_shared=averages)
+        push = Push(message, self.parking, 10.0, spec=None, step=step, link=None, is_shared=averages)
         self.steps.begin(push)
         return push
 
