@@ -221,7 +221,8 @@ class AveragingJob(Job):
                 del self._finished[later]
             known = self._finished[step] = Finished(base, self._contributors(step, base, averages), averages)
             self._check_quorum(step, known)
-        known.holders[process] = self.world.clock.now_s
+        if not self.world.views.is_out(process):  # the others may take back what it completes
+            known.holders[process] = self.world.clock.now_s
         require(
             is_in == (rank in known.contributors),
             "worker {} was told that its gradient of step {} {}, and its average is of workers {}",

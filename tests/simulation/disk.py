@@ -17,13 +17,20 @@ class Killed(BaseException):
 
 @dataclass(eq=False)
 class _File:
-    """Its bytes, and how many of them are durable."""
+    """Its bytes, and how many of them are durable.
+
+    An fsync that fails drops what it should have written: no later one writes it, though it is read until the power goes.
+    """
 
     data: bytearray = field(default_factory=bytearray)
     synced_bytes: int = 0
+    holes: list[tuple[int, int]] = field(default_factory=list)
 
     def lose_power(self, rng: random.Random) -> None:
         """Of what was not synced, nothing is left, or some, or all of it torn at its end."""
+        for first, last in self.holes:
+            self.data[first:last] = bytes(last - first)
+        self.holes.clear()
         rest = len(self.data) - self.synced_bytes
         kept = self.synced_bytes + (rng.randint(0, rest) if rest and rng.random() < 0.7 else 0)
         del self.data[kept:]
@@ -173,8 +180,13 @@ class SimulatedFile:
 
     def sync(self) -> None:
         self._disk.begin_call()
-        self._disk.check(errno.EIO, "fsync fails")
-        self._content.synced_bytes = len(self._content.data)
+        content = self._content
+        first, content.synced_bytes = content.synced_bytes, len(content.data)
+        try:
+            self._disk.check(errno.EIO, "fsync fails")
+        except OSError:
+            content.holes.append((first, content.synced_bytes))
+            raise
 
     def close(self) -> None:
         """Nothing to release."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from simulation import inspection
 from simulation.network import DOWN, UP, Cut
 from simulation.scenario import WAITS_S, Fault
 
 if TYPE_CHECKING:
+    from simulation.server import ServerProcess
     from simulation.world import Simulation
 
 
@@ -16,14 +18,23 @@ class Faults:
 
     Attributes:
         calm_s: since when nothing fails; None where something does, or will.
+        cut_off: the rank that is cut off from a server, since when, while this is all that fails; else None.
     """
 
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self._open = len(world.scenario.faults)
         self.calm_s: float | None = None if self._open else 0.0
+        self._ended_s = 0.0
+        self._begun: list[tuple[Fault, float]] = []
         # Faults whose time has come, and that wait for a message.
         self._waiting: list[Fault] = []
+
+    @property
+    def cut_off(self) -> tuple[int, float] | None:
+        if self._open != 1 or not self._begun or self._begun[0][0].kind != "cut off":
+            return None
+        return self._begun[0][0].rank, max(self._begun[0][1], self._ended_s)
 
     def schedule(self) -> None:
         """At the beginning."""
@@ -42,6 +53,11 @@ class Faults:
             self._waiting.remove(fault)
             self._begin(fault)
 
+    def coordinated(self, server: ServerProcess) -> None:
+        """A coordinator has taken a message."""
+        if self._waiting and (state := inspection.coordinator_state(server)):
+            self.noticed(state)
+
     def noticed(self, name: str) -> None:
         """A message of this type has arrived somewhere: it is taken before, or after, what waited for it happens."""
         for fault in [fault for fault in self._waiting if fault.on == name]:
@@ -54,11 +70,14 @@ class Faults:
         fault = fault._replace(server=fault.server % len(world.network.servers), rank=fault.rank % len(world.slots))
         world.clock.note("fault", *fault)
         world.counts[fault.kind] += 1
+        self._begun.append((fault, world.clock.now_s))
         _BEGIN[fault.kind](world, fault)
-        world.clock.after(fault.lasts_s, self._ended)
+        world.clock.after(fault.lasts_s, self._ended, self._begun[-1])
 
-    def _ended(self) -> None:
+    def _ended(self, begun: tuple[Fault, float]) -> None:
         self._open -= 1
+        self._begun.remove(begun)
+        self._ended_s = self._world.clock.now_s
         if not self._open:
             self.calm_s = self._world.clock.now_s
 
@@ -77,6 +96,26 @@ def _cut(world: Simulation, fault: Fault) -> None:
     cut = Cut(None if fault.detail > 0.8 else fault.rank, None if fault.detail < 0.2 else fault.server, directions)
     world.network.begin(cut)
     world.clock.after(fault.lasts_s, lambda: world.network.end(cut, loses=choice % 3 == 0))
+
+
+def _cut_off(world: Simulation, fault: Fault) -> None:
+    cut = Cut(fault.rank, fault.server, (UP, DOWN))
+    world.network.begin(cut)
+    world.clock.after(fault.lasts_s, lambda: world.network.end(cut, loses=fault.detail < 0.3))
+
+
+def _slow(world: Simulation, fault: Fault) -> None:
+    """What is sent in the first half of the time takes the other half."""
+    found = world.network.between(fault.rank, fault.server)
+    found = found if fault.detail < 0.3 else found[int(fault.detail * len(found)) :][:1]
+    for one in found:
+        one.delay_s += fault.lasts_s / 3
+
+    def mend() -> None:
+        for one in found:
+            one.delay_s -= fault.lasts_s / 3
+
+    world.clock.after(fault.lasts_s / 2, mend)
 
 
 def _kill_worker(world: Simulation, fault: Fault) -> None:
@@ -129,6 +168,8 @@ def _bad_disk(world: Simulation, fault: Fault) -> None:
 
     def mend() -> None:
         disk.problem = ""
+        if fault.kind == "fsync fails" and fault.detail < 0.5:
+            world.kill_server(fault.server, 0.3, loses_power=True)
 
     world.clock.after(fault.lasts_s, mend)
 
@@ -142,6 +183,8 @@ def _flip_bits(world: Simulation, fault: Fault) -> None:
 _BEGIN = {
     "break": _break,
     "cut": _cut,
+    "cut off": _cut_off,
+    "slow": _slow,
     "kill worker": _kill_worker,
     "stop worker": _stop_worker,
     "zombie": _zombie,

@@ -49,6 +49,19 @@ def held_weights(shard: Any, key: int, rank: int) -> Values | None:
     return None
 
 
+def shard_state(shard: Any) -> str:
+    """For people."""
+    return "empty" if not shard.jobs else "in a view" if view_number(shard)[1] else "without a view"
+
+
+def coordinator_state(server: Any) -> str:
+    """Where the job stands at a server that leads it; "" elsewhere."""
+    job = server.coordinators.find("job")
+    if job is None or job.state.value != "open":
+        return "" if job is None else str(job.state.value)
+    return "preparing" if job._preparing is not None else "joining" if job._asked or job._donation else "open"
+
+
 # ---- workers -------------------------------------------------------------------------------------------------------
 
 

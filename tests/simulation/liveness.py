@@ -25,6 +25,7 @@ class Liveness:
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self.unrest_s = 0.0
+        self._has_view = False
         scenario = world.scenario
         latency_s = 40 * scenario.latency_s[1]
         self._longest_s = scenario.lease_s * (1 + scenario.grace) + SLACK_S + 3 * scenario.think_s + latency_s
@@ -33,12 +34,16 @@ class Liveness:
     def _check(self) -> None:
         world = self._world
         world.clock.after(CHECK_S, self._check)
-        calm_s = world.faults.calm_s
+        calm_s, longest_s, spared = world.faults.calm_s, self._longest_s, -1
+        if world.faults.cut_off is not None and self._has_view:
+            spared, calm_s = world.faults.cut_off
+            longest_s += 2 * world.scenario.lease_s + 1.0
         if calm_s is None:
+            self._has_view = len(world.views.members) > 1
             return
         since_s = max(calm_s, self.unrest_s)
         for process in world.processes:
             began_s = max(process.waits_since_s, since_s)
             passed_s = world.clock.now_s - began_s
-            is_late = not (process.is_dead or process.is_stopped) and passed_s > self._longest_s
+            is_late = not (process.is_dead or process.is_stopped or process.rank == spared) and passed_s > longest_s
             require(not is_late, "worker {} has waited for {:.1f} s: {}", process.rank, passed_s, world.where())

@@ -15,9 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from psengine.protocol.messages import MessageType
 from simulation.clock import Clock
 
 UP, DOWN = 0, 1
+TYPE_OFFSET = 6  # in a header
+COUNTED = (MessageType.VIEW, MessageType.PREPARE, MessageType.RELEASE, MessageType.COMMIT)
 HANDSHAKE_S = 2.0
 RETRY_S = 0.05
 
@@ -185,7 +188,7 @@ class Network:
     def carry(self, connection: Connection, direction: int, frames: list[bytes]) -> None:
         """Take a message on its way."""
         if connection.is_broken:
-            self.counts["messages lost"] += 1
+            self._count_lost(frames)
             return
         is_cut = any(cut.covers(connection.rank, connection.server.index, direction) for cut in self.cuts)
         if is_cut or connection.held[direction]:
@@ -197,12 +200,16 @@ class Network:
 
     def _arrive(self, connection: Connection, direction: int, frames: list[bytes]) -> None:
         if connection.is_broken:
-            self.counts["messages lost"] += 1
+            self._count_lost(frames)
         elif direction == UP:
             if connection.server.is_up:
                 connection.server.receive(connection, frames)
         elif not (connection.socket.peer.is_dead or connection.socket.is_closed):
             connection.socket.peer.receive(connection.socket, frames)
+
+    def _count_lost(self, frames: list[bytes]) -> None:
+        kind = MessageType(frames[0][TYPE_OFFSET])
+        self.counts[f"{kind.name} lost" if kind in COUNTED else "others lost"] += 1
 
     def _delay_s(self) -> float:
         low, high = self._latency_s

@@ -10,8 +10,8 @@ from typing import NamedTuple
 class Fault(NamedTuple):
     """One fault; what ``detail`` means depends on the kind, see ``faults.py``.
 
-    With ``on``, the name of a message type, it happens when such a message arrives somewhere, at ``at_s`` or later, and
-    after ``WAITS_S`` in any case.
+    With ``on`` it happens when a message of this type arrives somewhere, or the coordinator gets into this state, at
+    ``at_s`` or later, and after ``WAITS_S`` in any case.
     """
 
     kind: str
@@ -99,6 +99,8 @@ class Scenario:
 KINDS = {
     "break": (5, 0.0, 0.5),  # connections
     "cut": (4, 0.2, 6.0),  # nothing passes one way or both
+    "cut off": (3, 1.2, 3.0),  # one worker from one server, for so many leases
+    "slow": (3, 0.1, 2.0),  # connections
     "kill worker": (3, 0.1, 5.0),
     "stop worker": (3, 0.1, 6.0),
     "zombie": (2, 0.5, 6.0),  # stopped, and another process gets its rank
@@ -106,15 +108,17 @@ KINDS = {
     "kill lead": (3, 0.1, 3.0),
     "stop server": (2, 0.1, 5.0),
     "evict": (1, 0.0, 0.0),  # by an operator
-    "fsync fails": (1, 0.1, 4.0),
+    "fsync fails": (3, 0.1, 2.0),
     "disk full": (1, 0.1, 4.0),
     "bits flip": (1, 0.0, 0.0),  # of a file
 }
+OF_DISKS = ("fsync fails", "disk full", "bits flip")
 FAULTY_S = 4.0
 WAITS_S = 1.0
 MOMENTS = (
     *("HELLO", "REGISTER", "COMMIT", "OK", "PREPARE", "VIEW", "RELEASE", "RESUME", "RESUMED", "PUSH", "UPDATED"),
-    *("STORE", "STATE_WANTED", "LEAVE", "RESULT"),
+    *("STORE", "STATE_WANTED", "LEAVE", "RESULT", "PREPARE", "VIEW", "RELEASE"),
+    *("registering", "open", "preparing", "joining", "resuming"),  # so the coordinator is
 )
 # "topk" keeps a part of the differences to several updates, and all that is in an average.
 CODECS = {
@@ -172,8 +176,9 @@ _RULES = {
 
 
 def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
-    kind = rng.choices(list(KINDS), [weight for weight, _, _ in KINDS.values()])[0]
-    _, shortest_s, longest_s = KINDS[kind]
+    kinds = {kind: one for kind, one in KINDS.items() if scenario.snapshot_s is not None or kind not in OF_DISKS}
+    kind = rng.choices(list(kinds), [weight for weight, _, _ in kinds.values()])[0]
+    _, shortest_s, longest_s = KINDS[kind] if kind != "cut off" else (bound * scenario.lease_s for bound in KINDS[kind])
     return Fault(
         kind,
         round(rng.random() * FAULTY_S, 3),

@@ -22,7 +22,7 @@ from psengine.parameter_server.server.transport.endpoint import Received
 from psengine.parameter_server.server.transport.shard_thread import LogFailedError
 from psengine.protocol.frames import decode, split
 from psengine.protocol.messages import Message, MessageType
-from simulation.network import DOWN, Connection, copied
+from simulation.network import DOWN, TYPE_OFFSET, Connection, copied
 from simulation.violation import Violation
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # What the wall clock of a server shows at the simulated time 0.
 WALL_S = 1.7e9
-_TYPE_OFFSET = 6  # in a header
 
 
 class ServerProcess:
@@ -149,7 +148,7 @@ class ServerProcess:
 
     def transmit(self, route: bytes, frames: list[Any]) -> None:
         """A message leaves: from here on its worker may know what it says."""
-        if frames[0][_TYPE_OFFSET] == MessageType.UPDATED:
+        if frames[0][TYPE_OFFSET] == MessageType.UPDATED:
             for part in split(frames):
                 self.world.job.told(self, decode(part))
         connection = self.connections.get(route)
@@ -210,6 +209,7 @@ class SimulatedThread(shard_thread.ShardThread):
         world = self._server.world
         world.views.coordinated(self._server, outgoing)
         world.job.coordinated(self._server, self._asked_by, outgoing)
+        world.faults.coordinated(self._server)
         super()._send_decided(outgoing, is_heartbeat=is_heartbeat)
 
     def _report_failure(self, what: str) -> None:

@@ -64,6 +64,11 @@ class Views:
         incarnations = [number for (_, number), one in self._processes.items() if one is process]
         return any(self._out_s.get(number, -1.0) >= since_s for number in incarnations)
 
+    def is_out(self, process: WorkerProcess) -> bool:
+        """Whether this process was put out, and did not come back."""
+        present = {incarnation for incarnation, _ in self.members.values()}
+        return process.incarnation in self._out_s and process.incarnation not in present
+
     def least_members(self, since_s: float) -> frozenset[int]:
         """The ranks that have been members at all times since then."""
         views = [ranks for _, ranks in self._members_since[-1:]]

@@ -12,6 +12,7 @@ from psengine.errors import ServerRefusedError, SnapshotError
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.protocol.messages import ErrorCode
+from simulation import inspection
 from simulation.applying import ApplyingJob
 from simulation.averaging import AveragingJob
 from simulation.clock import Clock
@@ -185,6 +186,9 @@ class Simulation:
         server = self.network.servers[index]
         if not server.is_up:
             return
+        if index == 0:
+            self.counts[f"lead dies: {inspection.coordinator_state(server) or 'no job'}"] += 1
+        self.counts[f"server dies: {inspection.shard_state(server.shards[-1])}"] += 1
         server.kill()
         if loses_power:
             self.disks[index].files.lose_power()
