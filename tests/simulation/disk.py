@@ -19,7 +19,7 @@ class Killed(BaseException):
 class _File:
     """Its bytes, and how many of them are durable.
 
-    An fsync that fails drops what it should have written: no later one writes it, though it is read until the power goes.
+    What an fsync that failed should have written no later one writes, though it is read until the power goes.
     """
 
     data: bytearray = field(default_factory=bytearray)

@@ -76,12 +76,18 @@ class MergingJob(ApplyingJob):
             require(is_same, "merge {} is decided twice: {} and {}", release.number, known, updates)
             return
         ranks = [rank for rank, _ in release.contributors]
+        idle = [rank for rank, step in release.contributors if self._has_abstained(rank, step)]
+        require(not idle, "merge {} names workers {}, who abstained", release.number, idle)
         require(len(ranks) == len(set(ranks)), "merge {} has a worker twice: {}", release.number, ranks)
         assert self.scenario.quorum is not None
         members = self.world.views.members.items()
         able = {rank for rank, (incarnation, _) in members if (rank, incarnation) not in self._idle} | set(ranks)
         is_quorum = len(ranks) >= min(self.scenario.quorum, len(able))
         require(is_quorum, "merge {} has workers {} of {}", release.number, ranks, sorted(able))
+
+    def _has_abstained(self, rank: int, step: int) -> bool:
+        worker = rank, self.world.views.members.get(rank, (0, 0))[0]
+        return worker in self._idle and self._committed[worker] == step
 
     # ---- the shards --------------------------------------------------------------------------------------------
 

@@ -140,18 +140,6 @@ def _counts_absent(commit: Any) -> Any:
     return lambda self, worker, step, *, abstained, now_s: commit(self, worker, step, abstained=False, now_s=now_s)
 
 
-def _keeps_what_left(adopt: Any) -> Any:
-    def one(self: Merge, *arguments: Any) -> None:
-        before = {worker: worker.pending for worker in self.members.values()}
-        adopt(self, *arguments)
-        for worker, step in before.items():
-            worker.pending = step
-            if step:
-                self.members.setdefault(worker.identity, worker)
-
-    return one
-
-
 def _says_it_again(send: Any) -> Any:
     return lambda self, worker, message: (
         None if message.type is MessageType.RELEASE and worker.rank else send(self, worker, message)
@@ -165,7 +153,6 @@ plant("workers without a difference are merged", Merge, "commit", _counts_absent
 plant("the fastest worker is the floor", Bound, "due", _fastest)
 plant("a grace window never ends", GraceWindow, "is_over", constant(False))
 plant("decisions go to worker 0 alone", Coordinator, "_send", _says_it_again)
-plant("contributions of workers that left are pending", Merge, "adopt", _keeps_what_left)
 plant(
     "a step under a former view counts as committed",
     Quorum,
