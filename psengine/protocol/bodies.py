@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import reprlib
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +22,7 @@ from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.protocol.views import Release, View
 
 MAX_TEXT_CHARS = 4000
+EMPTY = b"\x80"
 _MAX_COMPLAINT_CHARS = 300
 
 Kind = Annotated[str, bounds.one_of(*(kind.value for kind in ChunkKind))]
@@ -119,11 +120,6 @@ class Welcome(Body):
     software: bounds.Label
     registration: bounds.Unsigned64 | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        """Check that a registrar has what shards will ask for."""
-        if self.state == "initialise" and (self.key is UNSET or self.registration is UNSET):
-            raise ValueError("lacks the field `registration` or `key`")
 
 
 class Commit(Body, tag_field="what"):
@@ -404,12 +400,6 @@ def pack(kind: MessageType, body: dict[str, Any]) -> bytes:
     raw = msgspec.msgpack.encode(body)
     unpack(kind, raw)
     return raw
-
-
-@cache
-def check_empty(kind: MessageType) -> None:
-    """Raise ProtocolError where a message of this type needs a body."""
-    convert({}, TYPES[kind], f"{kind.name} body")
 
 
 def convert(value: Any, wanted: Any, what: str, code: str = ErrorCode.BAD_MESSAGE) -> Any:

@@ -65,8 +65,8 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
     flags = payload_bytes = dtype_number = body_bytes = digest = 0
     frames: list[Any] = [b""]
     try:
+        body = bodies.pack(kind, message.body)
         if message.body:
-            body = bodies.pack(kind, message.body)
             frames.append(body)
             flags, body_bytes = FLAG_BODY, len(body)
         if payload is not None:
@@ -122,9 +122,9 @@ def decode(frames: Sequence[Any]) -> Message:
     has_body, has_payload, in_segment = flags >> 1 & 1, flags >> 2 & 1, flags >> 3
     _check_equal(kind, "has a wrong number of frames for its flags", 1 + has_body + has_payload, len(frames))
     _check(kind, flags, key, sequence, numel, payload_bytes, dtype_number)
-    raw = bytes(frames[1]) if has_body else b""
-    _check_equal(kind, "body does not have the header's number of bytes", body_bytes, len(raw))
-    body: dict[str, Any] = bodies.unpack(kind, raw) if has_body else {}
+    raw = bytes(frames[1]) if has_body else bodies.EMPTY
+    _check_equal(kind, "body does not have the header's number of bytes", body_bytes, has_body * len(raw))
+    body = bodies.unpack(kind, raw)
     _check_body(kind, job, numel, body)
     payload = memoryview(frames[-1]) if has_payload else None
     actual = 0
@@ -238,8 +238,6 @@ def _check(
         raise ProtocolError(f"{kind.name} lacks its payload")
     elif payload_bytes or flags & FLAG_CHECKSUM or ((numel or dtype_number) and not is_chunk):
         raise ProtocolError(f"{kind.name} describes a payload and has none (got {payload_bytes} bytes, numel {numel})")
-    if not flags & FLAG_BODY:
-        bodies.check_empty(kind)
     if kind in _KEYED and key == messages.NO_KEY:
         raise ProtocolError(f"{kind.name} names no chunk (expected a key below {messages.NO_KEY})")
     if kind in _EXCHANGES and sequence == 0:

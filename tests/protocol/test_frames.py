@@ -450,7 +450,6 @@ def without(body, name):
         ("hello_again_apply", without(body_of("hello_again_apply"), "key"), "has a view without `key` and `completed`"),
         ("hello_again_apply", body_of("hello_again_apply") | {"key": "x" * 44}, " body.key: Expected `bytes`, got 'xx"),
         ("hello_again_apply", body_of("hello_again_apply") | {"key": b"x" * 31}, " body.key: Expected"),
-        ("welcome_initialise", without(body_of("welcome_initialise"), "registration"), "lacks the field"),
         ("resume_registrar", {"key": b"x" * 32}, "has some of `job`, `rule`, `registration`, `key`"),
         ("resume", {"open": [[0, 0]]}, " body.open[0][1]: Expected"),
         ("commit_join", {"what": "sleep"}, "body.what: Invalid value 'sleep'"),

@@ -89,7 +89,7 @@ class ServerGroup:
 
         try:
             for server in self._servers:
-                server.terminate(0.0)
+                server.terminate()
             deadline_s = time.monotonic() + (0.0 if is_forced(error) else END_S)
             while (running := [one for one in self._servers if one.is_running]) and time.monotonic() < deadline_s:
                 time.sleep(0.02)

@@ -210,36 +210,26 @@ class Client:
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
-    def push(self, gradients: Mapping[str, torch.Tensor]) -> Exchange:
+    def push_pull(
+        self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """``push`` and wait for the answer: the new weights, or the averages, by the names of ``gradients``."""
+        return self.push(gradients, into).wait()
+
+    def push(self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None) -> Exchange:
         """Send gradients; returns while they are in flight.
 
         Args:
             gradients: by name. With an optimizer any of the tensors; where servers average, all of them. May be changed
                 afterwards.
+            into: tensors by name that the answer is written to; by default new ones are made.
 
         Raises:
             ConfigurationError: an unknown name, a wrong shape or dtype; or some are missing where servers average.
         """
-        return self._push(gradients, {})
-
-    def push_pull(
-        self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Send gradients and wait for the answer: the new weights, or the averages.
-
-        Args:
-            gradients: as in ``push``.
-            into: tensors by name to write to; by default new ones are made.
-
-        Returns:
-            By the names of ``gradients``: the tensors of ``into``, or new ones.
-        """
-        return self._push(gradients, into or {}).wait()
-
-    def _push(self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Exchange:
         named, session = self._require_named(), self.session
         named.check(gradients, "gradient")
-        named.check(into, "tensor")
+        named.check(into or {}, "tensor")
         if self._optimizer is None and (missing := [name for name in named.names if name not in gradients]):
             raise ConfigurationError(
                 f"where servers average, every worker pushes every tensor (expected {len(named.names)}, got"
@@ -253,7 +243,7 @@ class Client:
         # A chunk of values is pushed whole; of a chunk of gradients those that are there.
         values = {segment.name for spec in specs if spec.kind is not ChunkKind.PARAMETER for segment in spec.segments}
         sent = named.to_send({**{name: self._tensors[name] for name in values}, **gradients})
-        landing = named.to_receive(gradients, into)
+        landing = named.to_receive(gradients, into or {})
         for spec in specs:
             is_trained = spec.kind is ChunkKind.PARAMETER
             absent = [i for i, segment in enumerate(spec.segments) if segment.name not in sent]

@@ -95,10 +95,9 @@ class EmbeddedServer:
         """The last lines it wrote."""
         return self._process.text()
 
-    def terminate(self, deadline_s: float) -> bool:
-        """Ask it to end in order, with or without workers; whether it did within ``deadline_s``."""
+    def terminate(self) -> None:
+        """Ask it to end in order, with or without workers."""
         self._process.popen.terminate()
-        return self._process.has_ended(deadline_s)
 
     def kill(self) -> None:
         """End it at once."""
@@ -160,18 +159,13 @@ class _Process:
         """The last lines."""
         return "\n".join(self._lines)
 
-    def has_ended(self, deadline_s: float) -> bool:
-        """Whether it ends within so long."""
-        with suppress(subprocess.TimeoutExpired):
-            self.popen.wait(deadline_s)
-        return self.popen.poll() is not None
-
     def stop(self) -> None:
         """Close its pipe; see ``EmbeddedServer.stop``."""
         assert self.popen.stdin is not None
         with suppress(OSError):  # it has ended already
             self.popen.stdin.close()
-        if self.has_ended(STOP_S):
+        try:
+            self.popen.wait(STOP_S)
             self._reader.join(STOP_S)
-        else:
+        except subprocess.TimeoutExpired:
             logger.info("embedded server %d still has workers; it ends when the last one leaves", self.popen.pid)

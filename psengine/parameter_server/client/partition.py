@@ -53,30 +53,21 @@ def cut(
         raise ConfigurationError(f"tensors of this dtype cannot travel (expected one of {names}, got {dtype})")
     total_numel = sum(numel for _, _, _, numel in tensors)
     limit_numel = _even_limit(total_numel, max(1, chunk_bytes // dtype.itemsize))
-    specs: list[ChunkSpec] = []
-    segments: list[Segment] = []
-    filled_numel, description_bytes = 0, 0
-
-    def close() -> None:
-        nonlocal segments, filled_numel, description_bytes
-        if segments:
-            specs.append(ChunkSpec(first_key + len(specs), kind, dtype, filled_numel, tuple(segments)))
-        segments, filled_numel, description_bytes = [], 0, 0
-
+    runs: list[list[Segment]] = []
+    room_numel = room_bytes = 0
     for name, shape, strides, numel in tensors:
-        start = 0
-        segment_bytes = _description_bytes(name, len(shape))
+        start, segment_bytes = 0, _description_bytes(name, len(shape))
         while start < numel:
-            is_full = filled_numel >= limit_numel or len(segments) >= MAX_SEGMENTS
-            if is_full or description_bytes + segment_bytes > MAX_DESCRIPTION_BYTES:
-                close()
-            taken = min(numel - start, limit_numel - filled_numel)
-            segments.append(Segment(name, tuple(shape), tuple(strides), start, taken))
-            start += taken
-            filled_numel += taken
-            description_bytes += segment_bytes
-    close()
-    return specs
+            if not room_numel or room_bytes < segment_bytes or len(runs[-1]) >= MAX_SEGMENTS:
+                runs.append([])
+                room_numel, room_bytes = limit_numel, MAX_DESCRIPTION_BYTES
+            taken = min(numel - start, room_numel)
+            runs[-1].append(Segment(name, tuple(shape), tuple(strides), start, taken))
+            start, room_numel, room_bytes = start + taken, room_numel - taken, room_bytes - segment_bytes
+    return [
+        ChunkSpec(first_key + index, kind, dtype, sum(segment.numel for segment in run), tuple(run))
+        for index, run in enumerate(runs)
+    ]
 
 
 def runs_of(spec: ChunkSpec, groups: Mapping[str, int]) -> list[list[int]]:
