@@ -13,6 +13,7 @@ from psengine.parameter_server.client.chunk_map import check_tensors
 from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Push, Request
+from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import Message, MessageType
 
@@ -26,6 +27,7 @@ class ChunkExchanges:
 
     def __init__(self, job: JobConnection) -> None:
         self.job_connection = job
+        self._segments = job.transport.segments or WorkerSegments(is_wanted=False)
         # By chunk, where the job has a codec: its encoder, and its last push.
         self._encoders: dict[int, ChunkEncoder] = {}
         self._encoded: dict[int, Push] = {}
@@ -41,10 +43,11 @@ class ChunkExchanges:
 
     def configure(self, key: int, body: Mapping[str, Any]) -> Request:
         """Attach the server-side optimizer to a chunk; ``body`` as in CONFIGURE: optimizer, groups, runs."""
-        spec = self.job_connection.chunks.spec(key)
-        self.job_connection.configured[key] = dict(body)
+        job = self.job_connection
+        spec = job.chunks.spec(key)
+        job.configured[key] = dict(body)
         message = Message(MessageType.CONFIGURE, key=key, body=dict(body))
-        return self.job_connection.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
+        return job.ask(self._link(key), message, what=f"CONFIGURE of {spec.describe()}")
 
     def push(
         self,
@@ -88,20 +91,15 @@ class ChunkExchanges:
             check_tensors([payload], spec, "payload")
         link, step = self._link(key), job.steps.step_for(key)
         step.note(is_trained=spec.kind is ChunkKind.PARAMETER, has_values=payload is not None)
-        body: dict[str, Any] = {}
-        if groups is not None:
-            body["groups"] = [dict(group) for group in groups]
-        if absent:
-            body["absent"] = list(absent)
-        if weight is not None:
-            body["weight"] = weight
+        groups = None if groups is None else [dict(group) for group in groups]
+        body = _given(groups=groups, absent=list(absent) or None, weight=weight)
         message = Message(MessageType.PUSH, key=key, sequence=step.number, version=link.versions.get(key, 0), body=body)
-        encoder, segments = self._encoder(spec), job.transport.segments
+        encoder, segments = self._encoder(spec), self._segments
         if encoder is not None and encoder.held is not None:
             body["held"] = encoder.held
         if payload is not None:
             payload = payload.detach() if encoder is None else encoder.encode(payload)
-            if segments is not None and encoder is None:
+            if encoder is None:
                 payload = segments.stage(link.address, key, payload, job.chunks, job.parking.now_s)
             message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
         averages = job.options.averages
@@ -124,40 +122,37 @@ class ChunkExchanges:
             self._encoded[key] = push
         elif reads_in_place and not destinations:
             push.numel = spec.numel
-        if segments is not None:
+        if encoder is None and payload is not None:
             segments.note(link.address, push)
         job.submit(push)
         return push
 
     def encoded(self, spec: ChunkSpec) -> bool:
         """Whether the job's codec encodes the chunk's payloads."""
-        return not gradient_codec(self.job_connection.options.codec, spec).is_identity
+        codec = self.job_connection.options.codec
+        return not (codec.is_identity or gradient_codec(codec, spec).is_identity)
 
     def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
         """The chunk's encoder, told how its last push ended; None where values travel as they are."""
         if not self.encoded(spec):
             return None
-        last = self._encoded.pop(spec.key, None)
-        if last is not None:
+        if (last := self._encoded.pop(spec.key, None)) is not None:
             last.conclude()  # perhaps nobody has waited for it
         if spec.key not in self._encoders:
-            rule = self.job_connection.options.rule
-            are_weights = rule is not None and rule["name"] in WEIGHT_RULES
-            self._encoders[spec.key] = ChunkEncoder(spec, self.job_connection.options.codec, are_weights=are_weights)
+            options = self.job_connection.options
+            are_weights = options.rule is not None and options.rule["name"] in WEIGHT_RULES
+            self._encoders[spec.key] = ChunkEncoder(spec, options.codec, are_weights=are_weights)
         return self._encoders[spec.key]
 
     # ---- memory shared with servers of this host -------------------------------------------------------------------
 
     def reserve(self, size_bytes: int) -> None:
         """Make memory of this size that servers of this host can share; before ``allocate``."""
-        segments = self.job_connection.transport.segments
-        if segments is not None:
-            segments.reserve(size_bytes)
+        self._segments.reserve(size_bytes)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised flat memory for gradients, shared where ``reserve`` made enough."""
-        segments = self.job_connection.transport.segments
-        shared = None if segments is None else segments.allocate(numel, dtype)
+        shared = self._segments.allocate(numel, dtype)
         return torch.empty(numel, dtype=dtype) if shared is None else shared
 
     def adopt(self, key: int, gradient: torch.Tensor, answer: torch.Tensor | None = None) -> None:
@@ -166,18 +161,14 @@ class ChunkExchanges:
         ``answer`` is the destination of all its pushes. Its values may be overwritten as soon as the next exchange has
         ended at the server, even if that answer is lost.
         """
-        segments = self.job_connection.transport.segments
-        if segments is not None:
-            segments.adopt(key, gradient, answer)
+        self._segments.adopt(key, gradient, answer)
 
     def withdraw_memory(self) -> None:
         """After a wait that failed: servers no longer see what this process writes to shared memory, which stays valid.
 
         They may need the gradients of that step for the other workers' averages.
         """
-        segments = self.job_connection.transport.segments
-        if segments is not None:
-            segments.withdraw()
+        self._segments.withdraw()
 
     def residual(self, key: int) -> torch.Tensor | None:
         """What earlier payloads of a chunk left out, for the next one; None where the codec keeps nothing."""
@@ -187,8 +178,7 @@ class ChunkExchanges:
     def reset_codecs(self) -> None:
         """The worker takes part anew, with the values of others: its residuals are zeros."""
         for key, encoder in self._encoders.items():
-            push = self._encoded.pop(key, None)
-            if push is not None:
+            if (push := self._encoded.pop(key, None)) is not None:
                 push.conclude()
             encoder.reset()
 
@@ -206,17 +196,14 @@ class ChunkExchanges:
         The Answer has version, body (slot: "steps", blob: "pieces") and, without destinations, values.
         """
         message = Message(MessageType.PULL, key=key, body=_given(slot=slot, blob=blob))
+        job = self.job_connection
         if blob is not None:
-            return self.job_connection.ask(
-                self.job_connection.links[0], message, what=f"PULL of piece {key} of {blob!r}"
-            )
-        spec = self.job_connection.chunks.spec(key)
+            return job.ask(job.links[0], message, what=f"PULL of piece {key} of {blob!r}")
+        spec = job.chunks.spec(key)
         if destinations:
             check_tensors(destinations, spec, "memory for the answer")
-        what = f"PULL of {_slot_of(slot)}{spec.describe()}"
-        return self.job_connection.ask(
-            self._link(key), message, what=what, destinations=destinations, dtype=spec.dtype, size_bytes=spec.size_bytes
-        )
+        landing: dict[str, Any] = {"destinations": destinations, "dtype": spec.dtype, "size_bytes": spec.size_bytes}
+        return job.ask(self._link(key), message, what=f"PULL of {_slot_of(slot)}{spec.describe()}", **landing)
 
     def pull_blob(self, name: str) -> list[torch.Tensor]:
         """All pieces of a blob, in order: 1-D uint8 tensors of their own memory.
@@ -252,14 +239,15 @@ class ChunkExchanges:
         """
         fields = _given(slot=slot, steps=None if steps is None else list(steps), blob=blob, pieces=pieces)
         message = Message(MessageType.STORE, key=key, version=version or 0, body=fields, payload=payload.detach())
-        link, what = self.job_connection.links[0], f"piece {key} of {blob!r}"
+        job = self.job_connection
+        link, what = job.links[0], f"piece {key} of {blob!r}"
         if blob is None:
-            spec = self.job_connection.chunks.spec(key)
+            spec = job.chunks.spec(key)
             check_tensors([payload], spec, "payload")
             link, what = self._link(key), f"{_slot_of(slot)}{spec.describe()}"
             if version is None:
                 message.version = self.version(key)
-        return self.job_connection.ask(link, message, what=f"STORE of {what}", size_bytes=payload.nbytes)
+        return job.ask(link, message, what=f"STORE of {what}", size_bytes=payload.nbytes)
 
     def _link(self, key: int) -> Link:
         return self.job_connection.links[self.job_connection.chunks.shard_of[key]]

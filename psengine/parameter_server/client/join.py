@@ -84,28 +84,21 @@ def take_part(
 ) -> Flow[str]:
     """Do what the coordinator asks for until a view has this worker; see ``WorkerSession.enter``."""
     assert job.control is not None
-    layout = sorted(layout, key=lambda spec: spec.key)
-    given = -1
-    while True:
-        seen = job.news
-        if job.is_member:
-            break
-        try:
-            if job.state == "initialise" and given != job.registration_number:
-                given = job.registration_number
-                yield from _initialise(job, layout, initial)
-                job.has_state = True
-            elif job.state == "join":
-                compare(job, layout, (yield from _await_layout(job, layout)))
-                yield [job.control.commit("join")]
-        except ServerRefusedError as error:
-            if error.code not in _BEGIN_AGAIN:
-                raise
-            logger.warning("entering job %r again: %s", job.options.job, error)
-            given = -1
-            if error.code == ErrorCode.STALE:
-                continue
-        yield [job.control.expect(f"the values of job {job.options.job!r}", job.options.timeout_s, seen)]
+    layout, control, given = sorted(layout, key=lambda spec: spec.key), job.control, -1
+
+    def attempt() -> Flow[None]:
+        nonlocal given
+        number, given = given, -1  # after a failure it begins again
+        if job.state == "initialise" and number != job.registration_number:
+            number = job.registration_number
+            yield from _initialise(job, layout, initial)
+            job.has_state = True
+        elif job.state == "join":
+            compare(job, layout, (yield from _await_layout(job, layout)))
+            yield [control.commit("join")]
+        given = number
+
+    yield from _become_member(job, f"the values of job {job.options.job!r}", attempt)
     job.has_entered = True
     job.check_servers()
     if job.state == "initialise":
@@ -119,31 +112,45 @@ def take_part(
 def rejoin(job: JobConnection) -> Flow[str]:
     """Take part again with another worker's state; see ``WorkerSession.rejoin``."""
     assert job.control is not None
-    what, timeout_s = f"the state of job {job.options.job!r}", job.options.timeout_s
+    what = f"the state of job {job.options.job!r}"
     if job.fenced is None:  # a server restarted before this worker had read all of its state
         seen = job.news
         job.transport.do(job.begin_again)
-        yield [job.control.expect(what, timeout_s, seen)]
-    while True:
-        seen = job.news
-        if job.is_member:
-            break
+        yield [job.control.expect(what, job.options.timeout_s, seen)]
+    control = job.control
+
+    def attempt() -> Flow[None]:
         if job.state == "initialise":
             raise ServerRefusedError(
                 f"job {job.options.job!r} begins anew: no worker with its state was left. Fix: start this worker"
                 " again, from a checkpoint.",
                 ErrorCode.STATE_LOST,
             )
+        if job.state == "join":
+            yield [control.commit("join")]
+
+    yield from _become_member(job, what, attempt)
+    job.fenced = None
+    return "joined" if job.state == "join" else "ready"
+
+
+def _become_member(job: JobConnection, what: str, attempt: Callable[[], Flow[None]]) -> Flow[None]:
+    """Do what the coordinator asks for, with each of its news, until a view has this worker."""
+    assert job.control is not None
+    seen = job.news
+    while not job.is_member:
         try:
-            if job.state == "join":
-                yield [job.control.commit("join")]
+            yield from attempt()
         except ServerRefusedError as error:
             if error.code not in _BEGIN_AGAIN:
                 raise
-            logger.warning("joining job %r again: %s", job.options.job, error)
-        yield [job.control.expect(what, timeout_s, seen)]
-    job.fenced = None
-    return "joined" if job.state == "join" else "ready"
+            logger.warning("entering job %r again: %s", job.options.job, error)
+            if error.code == ErrorCode.STALE:
+                yield LAYOUT_AGAIN_S
+                seen = job.news
+                continue
+        yield [job.control.expect(what, job.options.timeout_s, seen)]
+        seen = job.news
 
 
 def _initialise(

@@ -137,7 +137,15 @@ class _Attachment:
         if self.lent is not None:
             self.lent.keeper()
 
+    def has(self, message: Message) -> bool:
+        """Whether the payload lies in its chunk's place."""
+        place, payload = self.places.get(message.key), message.payload
+        if place is None or not isinstance(payload, torch.Tensor):
+            return False
+        return payload.data_ptr() == self.address + place.gradient and payload.nbytes == place.size_bytes
+
     def is_of(self, message: Message) -> bool:
+        """Whether it is between the members and lives that a message names."""
         member = self.member
         return (message.incarnation, message.worker, message.epoch) == (member.incarnation, member.worker, self.epoch)
 
@@ -217,11 +225,8 @@ class WorkerSegments:
 
     def note(self, address: str, push: Push) -> None:
         """Remember a push that is about to be sent."""
-        attachment, payload = self._attachments.get(address), push.message.payload
-        place = None if attachment is None else attachment.places.get(push.key)
-        if attachment is None or place is None or not isinstance(payload, torch.Tensor):
-            return
-        if payload.data_ptr() == attachment.address + place.gradient:
+        attachment = self._attachments.get(address)
+        if attachment is not None and attachment.has(push.message):
             attachment.placed[push.key] = push
 
     def withdraw(self) -> None:
@@ -230,33 +235,30 @@ class WorkerSegments:
         After a wait that failed: a shard may hold gradients of that step, which others' averages may still need.
         """
         with self._lock:
-            self._is_wanted = False
-            self._invitations.clear()
-            attachments, self._attachments = self._attachments, {}
-            if self._arena is not None and attachments:
+            if self._arena is not None and self._attachments:
                 self._arena.mapping.detach()
-            for attachment in attachments.values():
+            for attachment in self._end_all():
                 attachment.end()
 
     def close(self) -> None:
         """Close every connection; tensors stay valid, and the segment lives as long as they do."""
         with self._lock:
-            self._is_wanted = False
-            self._invitations.clear()
-            for attachment in self._attachments.values():
-                attachment.end()
-            self._attachments.clear()
             self._arena = None
+            for attachment in self._end_all():
+                attachment.end()
 
     def forked(self) -> None:
         """In a forked child: the memory is shared with nobody, and the streams are the parent's alone."""
         self._lock = threading.Lock()  # a thread that the child has not may have held it
         self._arena = None
+        for attachment in self._end_all():
+            attachment.forked()
+
+    def _end_all(self) -> list[_Attachment]:
         self._is_wanted = False
         self._invitations.clear()
         attachments, self._attachments = self._attachments, {}
-        for attachment in attachments.values():
-            attachment.forked()
+        return list(attachments.values())
 
     # ---- the I/O thread ----------------------------------------------------------------------------------------
 
@@ -276,13 +278,8 @@ class WorkerSegments:
 
     def place(self, address: str, message: Message) -> None:
         """A PUSH is about to be encoded: its bytes need not travel where they lie in the chunk's place."""
-        message.in_segment = False
-        attachment, payload = self._attachments.get(address), message.payload
-        if attachment is None or not isinstance(payload, torch.Tensor) or not attachment.is_of(message):
-            return
-        place = attachment.places.get(message.key)
-        if place is not None and payload.data_ptr() == attachment.address + place.gradient:
-            message.in_segment = payload.nbytes == place.size_bytes
+        attachment = self._attachments.get(address)
+        message.in_segment = attachment is not None and attachment.is_of(message) and attachment.has(message)
 
     def fetch(self, address: str, message: Message) -> bool:
         """An UPDATED without bytes came: its payload is in the chunk's answer place, or in the server's own memory.
