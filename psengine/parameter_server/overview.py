@@ -20,6 +20,7 @@ from psengine.parameter_server.status_model import (
     CoordinatedWorker,
     Counts,
     JobCounters,
+    JobFacts,
     JobStatus,
     ShardJob,
     ShardStatus,
@@ -62,13 +63,8 @@ def _merge_job(led: CoordinatedJob | None, parts: Sequence[ShardJob]) -> JobStat
         members=len(workers),
         version_min=min((part.version_min for part in trained), default=0),
         version_max=max((part.version_max for part in trained), default=0),
-        phase=led.phase,
-        started=led.started,
-        expected_workers=led.expected_workers,
-        evicted=led.evicted,
-        lost_updates=led.lost_updates,
-        departed=led.departed,
         workers=workers,
+        **_same(led, *(one.name for one in fields(JobFacts))),
         **{
             one.name: one.metadata["merge"](getattr(part, one.name) for part in parts)
             for one in fields(JobCounters)
@@ -84,7 +80,8 @@ def _unknown(worker: ShardWorker) -> CoordinatedWorker:
 
 
 def _merge_workers(led: Sequence[CoordinatedWorker], parts: Sequence[ShardJob]) -> tuple[WorkerStatus, ...]:
-    seen: dict[int, list[ShardWorker]] = {one.rank: [] for one in sorted(led, key=lambda one: one.rank)}
+    led = sorted(led, key=lambda one: one.rank)
+    seen: dict[int, list[ShardWorker]] = {one.rank: [] for one in led}
     for part in parts:
         for worker in part.workers:
             if worker.rank in seen:
@@ -94,48 +91,41 @@ def _merge_workers(led: Sequence[CoordinatedWorker], parts: Sequence[ShardJob]) 
     if all(step is None for step in steps.values()):
         steps = {one.rank: one.telemetry.steps for one in led}
     else:
-        joining = {one.rank for one in led if one.state == "joining"}
-        in_step = {rank: step for rank, step in steps.items() if step is not None and rank not in joining}
+        in_step = {one.rank: step for one in led if (step := steps[one.rank]) is not None and one.state != "joining"}
         fastest = max(in_step.values(), default=0)
         lags = {rank: fastest - step for rank, step in in_step.items()}
-    by_rank = {one.rank: one for one in led}
     waits = {
-        rank: {*by_rank[rank].waiting_for, *(other for part in of_worker for other in part.waiting_for)}
-        for rank, of_worker in seen.items()
+        one.rank: {*one.waiting_for, *(other for part in seen[one.rank] for other in part.waiting_for)} for one in led
     }
     return tuple(
         _merge_worker(
-            by_rank[rank],
-            of_worker,
-            step=steps.get(rank),
-            lag=lags.get(rank),
-            waiting_for=tuple(sorted(waits[rank])),
-            awaited_by=sum(rank in wait for wait in waits.values()),
+            one,
+            seen[one.rank],
+            step=steps[one.rank],
+            lag=lags.get(one.rank),
+            waiting_for=tuple(sorted(waits[one.rank])),
+            awaited_by=sum(one.rank in wait for wait in waits.values()),
         )
-        for rank, of_worker in seen.items()
+        for one in led
     )
 
 
 def _merge_worker(led: CoordinatedWorker, parts: Sequence[ShardWorker], **found: Any) -> WorkerStatus:
     staleness, told = added(part.staleness for part in parts), led.telemetry
     return WorkerStatus(
-        rank=led.rank,
-        state=led.state,
-        host=led.host,
-        pid=led.pid,
-        silent_s=led.silent_s,
         staleness_p50=percentile(staleness, 0.5),
         staleness_p99=percentile(staleness, 0.99),
-        pushes=sum(part.pushes for part in parts),
-        refused=sum(part.refused for part in parts),
-        late=sum(part.late for part in parts),
-        loss=told.loss,
-        samples_per_s=told.samples_per_s,
-        steps_per_s=told.steps_per_s,
-        step_s=told.step_s,
+        **_same(led, "rank", "state", "host", "pid", "silent_s"),
+        **{name: sum(getattr(part, name) for part in parts) for name in ("pushes", "refused", "late")},
+        **_same(told, "loss", "samples_per_s", "steps_per_s", "step_s"),
         **found,
         **_split(told, parts),
     )
+
+
+def _same(source: object, *names: str) -> dict[str, Any]:
+    """These fields, as they are."""
+    return {name: getattr(source, name) for name in names}
 
 
 def _split(told: WorkerTimes, parts: Sequence[ShardWorker]) -> dict[str, Any]:

@@ -127,16 +127,22 @@ class CoordinatedWorker:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatedJob:
-    """A job as its coordinator sees it; ``phase`` is the name of its state."""
+class JobFacts:
+    """What a job's coordinator alone knows of it; ``phase`` is the name of its state."""
 
-    rule: Mapping[str, Any]
     phase: str = ""
     started: bool = False
     expected_workers: int = 1
     evicted: int = _counter("Workers removed: their lease ran out or was ended by hand, or they were too far behind.")
     lost_updates: int = _counter("Acknowledged updates of each chunk that a restart from an older snapshot lost.")
     departed: tuple[Departed, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatedJob(JobFacts):
+    """A job as its coordinator sees it."""
+
+    rule: Mapping[str, Any]
     workers: tuple[CoordinatedWorker, ...] = ()
 
 
@@ -238,17 +244,11 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobStatus(JobCounters):
+class JobStatus(JobFacts, JobCounters):
     """A job as all its shards together see it; ``kind`` is the strategy's name, ``rule_text`` has its options too."""
 
     rule_text: str
     kind: str
-    phase: str = ""
-    started: bool = False
-    expected_workers: int = 1
-    evicted: int = 0
-    lost_updates: int = 0
-    departed: tuple[Departed, ...] = ()
     workers: tuple[WorkerStatus, ...]
 
 

@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
 )
 
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 MAX_SHARDS = 256
@@ -30,21 +38,6 @@ ENVIRONMENT_PREFIX = "PSENGINE_"
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5}|\*)")
 _IPC = re.compile(r"ipc://(?P<path>[^\s*]+)")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*", re.IGNORECASE)
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def size(text: object) -> int:
-    """Bytes of ``8GiB``, ``512 MB`` or a number.
-
-    Raises:
-        ValueError: it is no size.
-    """
-    match = _SIZE.fullmatch(str(text))
-    if match is None:
-        raise ValueError("expected a size such as 8GiB, or a number of bytes")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
 def _address(text: str) -> str:
@@ -53,9 +46,8 @@ def _address(text: str) -> str:
     return text
 
 
-def _modules(value: object) -> tuple[str, ...]:
-    texts = value.split(",") if isinstance(value, str) else value
-    names = tuple(str(name).strip() for name in texts) if isinstance(texts, (list, tuple)) else ("",)
+def _modules(value: Any) -> tuple[str, ...]:
+    names = tuple(str(name).strip() for name in (value.split(",") if isinstance(value, str) else value))
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         raise ValueError("expected names of modules, with commas")
     return names
@@ -70,7 +62,7 @@ def _expanded(path: Path) -> Path:
 UserPath = Annotated[Path, AfterValidator(_expanded)]
 
 
-class ServerSettings(BaseSettings):
+class ServerSettings(BaseModel):
     """How a server process runs.
 
     Raises:
@@ -78,14 +70,7 @@ class ServerSettings(BaseSettings):
             a ConfigurationError.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENVIRONMENT_PREFIX,
-        env_ignore_empty=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     bind: Annotated[str, AfterValidator(_address)] = DEFAULT_BIND
     """Address of the first shard: tcp://HOST:PORT (port 0 takes a free one; the others get PORT+1, ...) or ipc://PATH
@@ -122,10 +107,10 @@ class ServerSettings(BaseSettings):
     insecure: bool = False
     """Admit every client without keys: everybody who reaches the address, also other local users, can change the
     model."""
-    max_memory_bytes: Annotated[int, BeforeValidator(size)] | None = Field(None, gt=0)
+    max_memory_bytes: ByteSize | None = Field(None, gt=0)
     """Most memory for values, optimizer state and held gradients, such as 8GiB; shards share it evenly. Default: four
     fifths of the machine's."""
-    plugins: Annotated[Annotated[tuple[str, ...], BeforeValidator(_modules)] | None, NoDecode] = None
+    plugins: Annotated[tuple[str, ...], BeforeValidator(_modules)] | None = None
     """Modules to import at the start, with commas: those that register codecs of your own."""
     log_format: Literal["text", "json"] = "text"
     """text or json: what a line of the log looks like."""
@@ -146,13 +131,10 @@ class ServerSettings(BaseSettings):
                 f" curve_key={_shown(self.curve_key)}, allow={_shown(self.allow)}). Fix: psengine-server keygen makes"
                 " the server's key; --allow names the directory of the clients' .pub files."
             )
-        given = {"curve_key": self.curve_key, "secret_file": self.secret_file, "insecure": self.insecure or None}
-        chosen = [name for name, value in given.items() if value is not None]
+        chosen = [name for name in ("curve_key", "secret_file", "insecure") if getattr(self, name)]
         if len(chosen) > 1:
-            raise ValueError(
-                f"curve_key, secret_file and insecure exclude each other (expected one of them, got"
-                f" {' and '.join(chosen)})."
-            )
+            text = "curve_key, secret_file and insecure exclude each other (expected one of them, got"
+            raise ValueError(f"{text} {' and '.join(chosen)}).")
         for name, needed in {"admin_allow": "curve_key", "admin_secret_file": "secret_file"}.items():
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(
@@ -171,9 +153,7 @@ class ServerSettings(BaseSettings):
     @property
     def tier(self) -> str:
         """What it keeps through its end: one of the protocol's ``DURABILITY_TIERS``."""
-        if self.durability is not None:
-            return self.durability
-        return "memory" if self.snapshot_dir is None else "snapshot"
+        return self.durability or ("memory" if self.snapshot_dir is None else "snapshot")
 
     @property
     def heartbeat_s(self) -> float:
@@ -183,10 +163,7 @@ class ServerSettings(BaseSettings):
     @property
     def is_local(self) -> bool:
         """Whether only processes of this machine reach the address; names are not looked up."""
-        if self.bind.startswith("ipc://"):
-            return True
-        host = self.host
-        return host == "localhost" or host == "::1" or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+        return re.fullmatch(r"(localhost|::1|127(\.\d{1,3}){3})?", self.host) is not None
 
     @property
     def host(self) -> str:
@@ -215,18 +192,6 @@ class ServerSettings(BaseSettings):
             raise ValueError(f"bind has too high a port (expected ports up to 65535, one a shard, got {self.bind!r})")
         return [f"tcp://{host}:{port or '*'}" for port in ports]
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only the arguments: ``read_settings`` reads the other sources, and remembers where a value came from."""
-        return (init_settings,)
-
 
 def read_settings(options: Mapping[str, Any], config: Path | None) -> tuple[ServerSettings, list[str]]:
     """The settings of a command line, the environment and a TOML file; and which lines of the file variables override.
@@ -234,10 +199,13 @@ def read_settings(options: Mapping[str, Any], config: Path | None) -> tuple[Serv
     Raises:
         ConfigurationError: a value is not understood or out of its bounds; the file cannot be read.
     """
-    in_file = {} if config is None else _read_file(config)
-    by_variable = EnvSettingsSource(ServerSettings)()
-    origins = {name: str(config) for name in in_file}
-    origins |= {name: ENVIRONMENT_PREFIX + name.upper() for name in by_variable}
+    try:
+        in_file = {} if config is None else tomllib.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"The configuration file {config} cannot be read: {error}") from error
+    variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in ServerSettings.model_fields}
+    by_variable = {name: text for name, variable in variables.items() if (text := read_variable(variable))}
+    origins = dict.fromkeys(in_file, str(config)) | {name: variables[name] for name in by_variable}
     origins |= {name: f"--{name.replace('_', '-')}" for name in options}
     overridden = [name for name in in_file if name in by_variable and name not in options]
     lines = [f"the variable {origins[name]} overrides {name} = {in_file[name]} of {config}" for name in overridden]
@@ -264,6 +232,8 @@ def _lines(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
     lines = []
     for one in error.errors():
         said = one["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
+        if one["type"].startswith("byte_size"):
+            said = "expected a size such as 8GiB, or a number of bytes"
         if not one["loc"]:
             lines.append(said)
             continue
@@ -276,14 +246,6 @@ def _lines(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
         else:
             lines.append(f"{origins.get(name, 'settings')}: {name} is not understood ({said}, got {one['input']!r})")
     return lines
-
-
-def _read_file(config: Path) -> dict[str, Any]:
-    try:
-        config.read_bytes()  # a file that is missing would count as an empty one
-        return TomlConfigSettingsSource(ServerSettings, config)()
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"The configuration file {config} cannot be read: {error}") from error
 
 
 def _shown(path: Path | None) -> str:

@@ -21,7 +21,7 @@ from psengine.parameter_server.server.durability import restoring
 from psengine.parameter_server.server.log.log import Place, segment_name
 from psengine.parameter_server.server.snapshots import generations as generations_module
 from psengine.parameter_server.server.snapshots.files import ChunkState, JobState, ServerState
-from psengine.parameter_server.server.snapshots.store import SnapshotStore
+from psengine.parameter_server.server.snapshots.generations import SnapshotStore
 from psengine.protocol.messages import DTYPES
 
 SHAPES = {

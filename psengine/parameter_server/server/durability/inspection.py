@@ -16,7 +16,7 @@ from psengine.parameter_server.server.durability.restoring import Recovered, rec
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import segment_name, segments
 from psengine.parameter_server.server.log.reading import describe
-from psengine.parameter_server.server.snapshots.store import SnapshotStore
+from psengine.parameter_server.server.snapshots.generations import SnapshotStore
 from psengine.protocol.views import View
 
 # How often a copy is begun again because generations went while it was made.

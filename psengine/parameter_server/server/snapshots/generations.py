@@ -3,18 +3,25 @@
 generation-000000000012     complete, or it would not have this name; see ``files.py``
 unfinished-000000000013     being written and fsynced; a rename makes it generation 13: the commit point
 log-000-000000000003        see ``log/``; kept as long as a generation that is kept goes on in it, or before it
+lock                        of a directory: flock of the live server; its process id
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
+import os
 import re
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import override
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.log.disk import Disk
+from psengine.parameter_server.server.log.disk import DirectoryDisk, Disk
 from psengine.parameter_server.server.log.log import Place, segment_name, segments
 from psengine.parameter_server.server.snapshots.files import (
     DamagedFileError,
@@ -149,27 +156,24 @@ class Generations:
             self._write(self.last, state)
             is_low = state.places and self.disk.free_bytes() < LOW_BYTES
         except OSError as error:
-            raise SnapshotError(self._write_failure(error, self.last)) from error
+            raise SnapshotError(self._write_failure(error)) from error
         self._prune(1 if is_low else KEPT, state.places)
         return self.last
 
     def _write(self, generation: int, state: ServerState) -> None:
-        name = _name("unfinished", generation)
+        name, complete = _name("unfinished", generation), _name("generation", generation)
         try:
-            file = self.disk.create(name)
-            try:
+            with closing(self.disk.create(name)) as file:
                 write_generation(file, generation, state)
-            finally:
-                file.close()
-            self.disk.rename(name, _name("generation", generation))
-            name = _name("generation", generation)
+            self.disk.rename(name, complete)
+            name = complete
             self.disk.sync_names()
         except BaseException:
             self._delete(name)
             raise
 
-    def _write_failure(self, error: OSError, generation: int) -> str:
-        text = f"snapshot generation {generation} was not written: {error.strerror} ({error.filename or self.disk}"
+    def _write_failure(self, error: OSError) -> str:
+        text = f"snapshot generation {self.last} was not written: {error.strerror} ({error.filename or self.disk}"
         if error.errno in FULL_ERRORS:
             with suppress(OSError):
                 text += f"; expected room for {self.needed_bytes} bytes, got {self.disk.free_bytes()} free"
@@ -206,6 +210,107 @@ class Generations:
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
         matches = (pattern.fullmatch(name) for name in self.disk.list())
         return [int(match[1]) for match in matches if match]
+
+
+class SnapshotStore(Generations):
+    """The generations in one directory of the operating system, for one server process.
+
+    Args:
+        directory: created if it is absent; its parent must exist.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        super().__init__(DirectoryDisk(self.directory))
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Take the directory: lock it, see that it is writable, remove what killed writers left unfinished.
+
+        Raises:
+            SnapshotError: another live server has it, or it cannot be created or written to.
+        """
+        try:
+            if not self.directory.is_dir():
+                self.directory.mkdir(mode=0o700)
+                DirectoryDisk(self.directory.parent).sync_names()
+            self._lock = self._take_lock()
+            self.begin()
+        except OSError as error:
+            self.close()
+            raise SnapshotError(
+                f"a snapshot directory must be writable, and its parent must exist (got {error.strerror}: "
+                f"{error.filename or self.directory}); choose another one for {self.directory}"
+            ) from error
+
+    def close(self) -> None:
+        """Release the directory's lock; it also ends with the process."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> SnapshotStore:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    @override
+    def newest(self) -> int | None:
+        try:
+            return super().newest if self._is_ours() else None
+        except FileNotFoundError:
+            return None
+
+    @override
+    def save(self, state: ServerState) -> int:
+        """See ``Generations``; SnapshotError also where the directory was replaced, and another server has it."""
+        if not self._is_ours():
+            try:
+                lock = self._take_lock()
+                self.close()
+                self._lock = lock
+                self.begin()
+            except OSError as error:
+                self.last += 1
+                raise SnapshotError(self._write_failure(error)) from error
+            logger.warning("%s was replaced while this server ran; it is locked anew", self.directory)
+        return super().save(state)
+
+    def path_of(self, generation: int) -> Path:
+        """Its file."""
+        return self.directory / _name("generation", generation)
+
+    # ---- the directory ---------------------------------------------------------------------------------------------
+
+    def _take_lock(self) -> int:
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        except BaseException as error:
+            holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise SnapshotError(
+                f"a snapshot directory belongs to one server (expected {self.directory} to be free, got a lock held by "
+                f"process {holder}); stop that server, or choose another directory"
+            ) from None
+        return lock
+
+    def _is_ours(self) -> bool:
+        """Whether this process holds the lock of the directory's lock file."""
+        assert self._lock is not None
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.directory / "lock"))
+        except FileNotFoundError:
+            return False
 
 
 def _name(kind: str, generation: int) -> str:

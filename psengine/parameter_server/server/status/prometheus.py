@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from psengine.parameter_server.overview import owns_weights
 from psengine.parameter_server.status_model import (
-    CoordinatedJob,
     JobCounters,
+    JobFacts,
     JobStatus,
     LogStatus,
     ServerStatus,
@@ -85,7 +85,7 @@ def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
     for name, text in _counters_of(JobCounters):
         yield _counter(name, text, by_job, [(labels, getattr(job, name)) for labels, job in jobs])
     led = [([name, str(shard.index)], job) for shard in shards for name, job in shard.coordinated.items()]
-    for name, text in _counters_of(CoordinatedJob):
+    for name, text in _counters_of(JobFacts):
         yield _counter(name, text, by_job, [(labels, getattr(job, name)) for labels, job in led])
     yield _histogram("staleness", "Updates between a push's weights and its application.", jobs)
     yield _histogram("lead", "Steps an answered worker was ahead of the slowest.", jobs)

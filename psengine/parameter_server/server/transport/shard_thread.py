@@ -59,8 +59,9 @@ COSTLY_S = 0.001
 KEPT_FACTOR = 10.0
 # These say nothing of updates, so they do not wait for the log: a server whose disk is slow, or full, can be looked at.
 _DO_NOT_WAIT = frozenset(
-    MessageType[name] for name in "STATUS_REPORT ECHOED ERROR PENDING CHUNKS STATE_WANTED WELCOME RESUMED".split()
-)
+    {MessageType.STATUS_REPORT, MessageType.ECHOED, MessageType.ERROR, MessageType.PENDING, MessageType.CHUNKS,
+     MessageType.STATE_WANTED, MessageType.WELCOME, MessageType.RESUMED}
+)  # fmt: skip
 
 
 class LogFailedError(ServerError):
