@@ -67,7 +67,7 @@ TRAIN = textwrap.dedent(
     psengine.shutdown()
     if child:
         assert os.waitpid(child, 0)[1] == 0, "rank 1 failed"
-        import psengine.parameter_server.server.snapshots.store  # locks its directory: what is blocked is blocked
+        import psengine.parameter_server.server.snapshots.generations  # locks its directory: what is blocked is blocked
     """
 )
 
