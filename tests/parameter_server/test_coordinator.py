@@ -680,6 +680,8 @@ def test_nobody_is_served_while_another_may_still_read_its_state() -> None:
 def test_one_donation_is_for_all_who_wait_and_lasts_until_all_have_read_it() -> None:
     bench = Bench(QUORUM, world_size=2)
     first, second = bench.team(2)
+    first.step(1)
+    second.step(1)
     joiners = [bench.worker(2), bench.worker(3)]
     for joiner in joiners:
         joiner.hello()
@@ -696,6 +698,18 @@ def test_one_donation_is_for_all_who_wait_and_lasts_until_all_have_read_it() -> 
     assert (first.count(MessageType.STATE_WANTED), second.count(MessageType.STATE_WANTED)) == (wanted, 0)
     joiners[1].step(1)
     assert first.count(MessageType.STATE_WANTED) == wanted + 1
+
+
+def test_no_state_overwrites_the_values_that_a_slow_worker_begins_with() -> None:
+    bench = Bench({**QUORUM, "quorum": 1})
+    first, slow = bench.team(2)
+    first.step(1)
+    joiner = bench.worker(2)
+    joiner.hello()
+    joiner.commit("join")
+    assert first.count(MessageType.STATE_WANTED) == 0
+    slow.step(1)
+    assert first.count(MessageType.STATE_WANTED) == 1
 
 
 # ---- servers that restart ----------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def _now(thread: Any) -> float:
 
 def _read(self: Coordinator, _: None) -> None:
     for worker in self.workers.members:
-        worker.is_reading = False
+        worker.is_reading, worker.has_begun = False, True
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------

@@ -334,7 +334,7 @@ class Coordinator:
         worker.told = Told()
         # A joiner that does not know the view which has it says how far it was before.
         if not self.averages or ("view" in body and view_of(body).number >= worker.admitted):
-            worker.completed = max(worker.completed, body.get("completed", 0))
+            self._hear_completed(worker, body.get("completed", 0))
         self._hear_cut(worker, body)
         if rule is not None:
             worker.has_rule = True
@@ -542,7 +542,8 @@ class Coordinator:
 
     def _hear_completed(self, worker: Worker, step: int) -> None:
         worker.completed = max(worker.completed, step)
-        worker.is_reading &= worker.completed < worker.first_step
+        if worker.completed >= worker.first_step:
+            worker.is_reading, worker.has_begun = False, True
 
     def _hear_cut(self, worker: Worker, body: Mapping[str, Any]) -> None:
         if not worker.unreachable:
@@ -561,7 +562,7 @@ class Coordinator:
         # Shards forgot what was pushed under an older view; it is pushed and committed again.
         if self.averages and message.view < self.view.number and step >= self.view.from_step:
             return
-        worker.is_reading = False
+        worker.is_reading, worker.has_begun = False, True
         self._decisions.commit(worker, step, abstained=message.body["abstained"], now_s=self._now_s)
 
     def _hear_join(self, worker: Worker, message: Message) -> None:
@@ -726,6 +727,7 @@ class Coordinator:
             worker.first_step, worker.admitted, worker.is_blocked, worker.committed = first_step, number, False, 0
             if self.averages:
                 worker.completed, worker.is_reading = first_step - 1, not is_first
+                worker.has_begun = worker.identity == self._registrar
                 newest = max(newest, worker.completed)
             self._came.add(worker.rank)
             self._record.note("joined", worker, " takes part")
@@ -769,7 +771,10 @@ class Coordinator:
         """Have a member deposit its state for those who join, one deposit at a time."""
         joiners = [one for one in self.workers.waiting if one.state is WorkerState.JOINING and not one.unreachable]
         members, self._asked = self.workers.members, None
-        is_busy = self._preparing is not None or self._donation is not None or any(one.is_reading for one in members)
+        is_busy = self._preparing is not None or self._donation is not None
+        # With a quorum others go on before a worker has read the values with which the job began.
+        is_quorum = type(self._decisions) is not Decisions
+        is_busy |= any(one.is_reading or (is_quorum and not one.has_begun and not one.leaving) for one in members)
         if not joiners or not members or is_busy or self.view is None:
             return
         # The same donor as long as it lives: two might deposit states of different steps at once.

@@ -68,6 +68,7 @@ class Worker:
     is_idle: bool = False  # it abstained last
     prepared: int = 0  # the view for which it is frozen
     is_reading: bool = False  # it may still be reading the state that was deposited for it
+    has_begun: bool = False  # it has read what it began with: it has done a step since it was admitted
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
     cut_s: float = 0.0  # since when there are such
