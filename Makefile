@@ -77,7 +77,7 @@ mutants: $(DEV)
 SEEDS ?= 10000
 JOBS ?= 2
 simulate: $(DEV)
-	$(BIN)/python tests/simulation/runner.py --seeds $(SEEDS) --jobs $(JOBS) $(if $(FIRST),--first $(FIRST))
+	PYTHONPATH=tests:. $(BIN)/python tests/simulation/runner.py --seeds $(SEEDS) --jobs $(JOBS) $(if $(FIRST),--first $(FIRST))
 
 lint: $(DEV)
 	$(BIN)/ruff check

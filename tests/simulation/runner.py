@@ -1,118 +1,145 @@
 """Run many seeds, each twice, under two hash seeds of Python; print failures, shrunk, and what was covered.
 
 make simulate SEEDS=1000000 JOBS=2
-python tests/simulation/runner.py --seeds 1000 --jobs 2 --first 0
+PYTHONPATH=tests:. python tests/simulation/runner.py --seeds 1000 --jobs 2 --first 0
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
+import logging
 import os
-import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from queue import Empty, SimpleQueue
+from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+
+from psengine.parameter_server.server.coordinator import coordinator, states, workers
+from simulation.scenario import draw
+from simulation.shrinking import shrink
+from simulation.world import run
+
 HASH_SEEDS = ("1", "2")
 BATCH = 50
+SEEDS_PER_COLLECTION = 10
 MAX_FAILURES = 20
 
 
 @dataclass
 class Coverage:
-    """What a run of the runner has seen."""
+    """What runs of seeds have seen; ``digests`` by seed, of each of its runs."""
 
-    seeds: int = 0
     events: int = 0
     answered: int = 0
     simulated_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     transitions: set[str] = field(default_factory=set)
     failures: dict[int, str] = field(default_factory=dict)
+    digests: dict[int, list[str]] = field(default_factory=dict)
 
-    def add(self, batch: dict[str, Any]) -> None:
-        """One batch, of one of the two runs."""
-        self.seeds += len(batch["digests"])
-        self.events += batch["events"]
-        self.answered += batch["answered"]
-        self.simulated_s += batch["simulated_s"]
-        self.counts.update(batch["counts"])
-        self.transitions.update(batch["transitions"])
-        self.failures.update({int(seed): text for seed, text in batch["failures"].items()})
+    def add(self, other: Coverage) -> None:
+        """Take over what another has seen."""
+        self.events += other.events
+        self.answered += other.answered
+        self.simulated_s += other.simulated_s
+        self.counts.update(other.counts)
+        self.transitions |= other.transitions
+        self.failures |= other.failures
+        for seed, digests in other.digests.items():
+            self.digests.setdefault(seed, []).extend(digests)
+
+
+# ---- processes that run seeds ----------------------------------------------------------------------------------------
+
+_TAKEN: set[str] = set()  # transitions of jobs and of their workers that happened in this process
+
+
+def _begin() -> None:
+    warnings.simplefilter("error")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    # Between runs a run's cycles are most of what a collection looks at; what was imported never is garbage.
+    gc.disable()
+    gc.freeze()
+    for module in (coordinator, workers):
+        module.after = _after  # type: ignore[attr-defined]
+
+
+def _after(table: Mapping[Any, Mapping[Any, Any]], state: Any, event: str) -> Any:
+    _TAKEN.add(_transition(table, state, event))
+    return states.after(table, state, event)
+
+
+def _transition(table: Mapping[Any, Any], state: Any, event: str) -> str:
+    return f"{'job' if table is states.JOB else 'worker'}: {state.value} + {event}"
+
+
+def run_batch(first: int, count: int) -> Coverage:
+    """Run these seeds, once."""
+    coverage = Coverage()
+    for seed in range(first, first + count):
+        result = run(draw(seed))
+        failures = {seed: result.violation} if result.violation else {}
+        what = result.events, result.answered, result.simulated_s, result.counts
+        coverage.add(Coverage(*what, failures=failures, digests={seed: [result.digest]}))
+        if seed % SEEDS_PER_COLLECTION == 0:
+            gc.collect()
+    coverage.transitions |= _TAKEN
+    return coverage
+
+
+# ---- who starts them -------------------------------------------------------------------------------------------------
 
 
 def run_seeds(first: int, count: int, jobs: int) -> Coverage:
     """Run ``count`` seeds; a seed whose two runs differ counts as a failure."""
-    batches = [(start, min(BATCH, first + count - start)) for start in range(first, first + count, BATCH)]
-    queues: dict[str, SimpleQueue[tuple[int, int]]] = {hash_seed: SimpleQueue() for hash_seed in HASH_SEEDS}
-    for queue in queues.values():
-        for batch in batches:
-            queue.put(batch)
-    coverage = Coverage()
-    digests: dict[int, list[str]] = {}
-    turns = [HASH_SEEDS[number % 2] for number in range(max(2, jobs))]
-    with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(lambda hash_seed: list(_work(hash_seed, queues[hash_seed], coverage)), turns):
-            for batch in found:
-                for seed, digest in enumerate(batch["digests"], batch["first"]):
-                    digests.setdefault(seed, []).append(digest)
-                coverage.add(batch)
-    coverage.seeds //= 2
-    for seed, pair in digests.items():
+    coverage, futures = Coverage(), list[Future[Coverage]]()
+    with ExitStack() as stack:
+        for hash_seed in HASH_SEEDS:
+            pool = ProcessPoolExecutor(max(1, jobs // 2), get_context("spawn"), _begin)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            with mock.patch.dict(os.environ, PYTHONHASHSEED=hash_seed, OMP_NUM_THREADS="1"):
+                for start in range(first, first + count, BATCH):
+                    futures.append(pool.submit(run_batch, start, min(BATCH, first + count - start)))
+        for future in as_completed(futures):
+            coverage.add(future.result())
+            if len(coverage.failures) >= MAX_FAILURES:
+                return coverage
+    for seed, pair in coverage.digests.items():
         if len(pair) != 2 or pair[0] != pair[1]:
             coverage.failures.setdefault(seed, f"two runs differ: {pair}")
     return coverage
 
 
-def _work(hash_seed: str, queue: SimpleQueue[tuple[int, int]], coverage: Coverage) -> Iterator[dict[str, Any]]:
-    """A process that takes batches, until there are none."""
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-m", "simulation.batch"]
-    with subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            while len(coverage.failures) < MAX_FAILURES:
-                try:
-                    first, count = queue.get_nowait()
-                except Empty:
-                    break
-                process.stdin.write(f"{first} {count}\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-                if not line:
-                    raise RuntimeError(f"the process that ran seeds {first} to {first + count - 1} has ended")
-                batch = json.loads(line)
-                coverage.failures.update({int(seed): text for seed, text in batch["failures"].items()})
-                yield batch
-        finally:
-            process.stdin.close()
-
-
-def describe(coverage: Coverage, wall_s: float, everything: set[str]) -> str:
+def describe(coverage: Coverage, wall_s: float) -> str:
     """For people."""
-    reached, missing = coverage.transitions & everything, sorted(everything - coverage.transitions)
+    tables = (states.JOB, states.WORKER)
+    everything = {_transition(table, *one) for table in tables for state in table for one in _events(table, state)}
+    missing, seeds = sorted(everything - coverage.transitions), len(coverage.digests)
     kinds = ", ".join(f"{name} {count}" for name, count in sorted(coverage.counts.items()))
     return (
-        f"{coverage.seeds} seeds, each twice, in {wall_s:.0f} s ({coverage.seeds / wall_s:.0f} seeds/s):"
+        f"{seeds} seeds, each twice, in {wall_s:.0f} s ({seeds / wall_s:.0f} seeds/s):"
         f" {len(coverage.failures)} failures\n"
         f"{coverage.events} events, {coverage.answered} answered pushes, {coverage.simulated_s / 3600:.1f} simulated"
         f" hours, in both runs together\n"
         f"faults and what came of them: {kinds}\n"
-        f"{len(reached)} of {len(everything)} transitions of jobs and workers reached; not:"
+        f"{len(everything) - len(missing)} of {len(everything)} transitions of jobs and workers reached; not:"
         f" {', '.join(missing) or 'none'}"
     )
+
+
+def _events(table: Mapping[Any, Mapping[str, Any]], state: Any) -> list[tuple[Any, str]]:
+    return [(state, event) for event in table[state]]
 
 
 def main() -> int:
@@ -120,17 +147,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time, at least 2")
     parser.add_argument("--shrink", type=int, default=3, help="how many failures are made small")
     arguments = parser.parse_args()
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-    from simulation.batch import all_transitions
-    from simulation.scenario import draw
-    from simulation.shrinking import shrink
-
     began_s = time.monotonic()
     coverage = run_seeds(arguments.first, arguments.seeds, arguments.jobs)
-    print(describe(coverage, time.monotonic() - began_s, all_transitions()))
+    print(describe(coverage, time.monotonic() - began_s))
     for number, (seed, text) in enumerate(sorted(coverage.failures.items())):
         print(f"\nseed {seed}: {text}")
         if number < arguments.shrink and not text.startswith("two runs differ"):
