@@ -187,8 +187,8 @@ class Hand:
     def step(self, step: int, *, abstained: bool = False) -> None:
         self.commit("step", step=step, abstained=abstained)
 
-    def life(self, shard: int, epoch: int, *, chunks: int = 0, view: int = 0) -> None:
-        self.commit("life", shard=shard, epoch=epoch, chunks=chunks, version=0, view=view)
+    def life(self, shard: int, epoch: int, *, chunks: int = 0, view: int = 0, **header: Any) -> None:
+        self.commit("life", shard=shard, epoch=epoch, chunks=chunks, version=0, view=view, **header)
 
     def leave(self, **fields: Any) -> list[MessageType]:
         return [one.type for one in self.say(MessageType.LEAVE, {"completed": self.completed, **fields})]
@@ -723,7 +723,7 @@ def test_a_restarted_shard_gets_a_view_that_names_its_life_once() -> None:
     number = bench.view.number
     assert (bench.view.shards, bench.view.donor, bench.view.from_step) == ((7, 11), 0, 7)
     second.life(1, 11)
-    second.life(1, 9)  # said late
+    second.life(1, 9, under=number - 1)  # said late
     assert (bench.view.number, bench.view.shards) == (number, (7, 11))
 
 

@@ -82,7 +82,6 @@ class Coordinator:
         self._registration = 0
         self._registrar: tuple[int, int] | None = None
         self._epochs: list[int] = []  # of the shards
-        self._former_epochs: list[int] = []
         self._losses: dict[int, int] = {}  # by servers' lives, how many updates of each chunk they lost
         self._halted = ""  # why nobody goes on until the servers find what they lost
         self._chunks: list[int] = []  # of each shard
@@ -385,8 +384,8 @@ class Coordinator:
             return
         # What shards told of their lives meanwhile is newer.
         for shard, epoch in enumerate(view.shards):
-            if epoch not in self._former_epochs and shard < len(self._epochs):
-                self._epochs[shard] = epoch
+            if shard < len(self._epochs):
+                self._epochs[shard] = max(self._epochs[shard], epoch)
         self.view = view
         self._expect(view.members)
         named = {(one.rank, one.incarnation) for one in view.members}
@@ -594,9 +593,8 @@ class Coordinator:
         if shard >= len(self._epochs) or self.state not in (JobState.OPEN, JobState.RESUMING):
             return
         if epoch != self._epochs[shard]:
-            if epoch in self._former_epochs:
-                return  # said late
-            self._former_epochs = [*self._former_epochs, self._epochs[shard]][-MAX_REMEMBERED:]
+            if epoch < self._epochs[shard] and (self.view is None or message.view < self.view.number):
+                return  # said late: a life before; where a clock was set back, it is said again under this view
             self._epochs[shard] = epoch
             self._is_wanted = self._has_restarted_shard = self.is_changed = True
             self._donation = None  # what was deposited there is lost
@@ -765,7 +763,7 @@ class Coordinator:
 
     def _end_change(self) -> None:
         self._preparing = self._donation = self._asked = None
-        self._is_wanted = self._has_restarted_shard = False
+        self._is_wanted = False
 
     def _ask_donor(self) -> None:
         """Have a member deposit its state for those who join, one deposit at a time."""
@@ -785,6 +783,12 @@ class Coordinator:
     def _decide(self) -> None:
         if self.view is None or self.view.epoch != self._around.epoch or self._preparing is not None:
             return
+        if self._has_restarted_shard and self.averages:
+            # What it lacks is in the workers, who keep their last average: none goes ahead until all have that.
+            newest = self.view.from_step - 1
+            if any(max(one.completed, one.committed - 1) < newest for one in self.workers.members):
+                return
+        self._has_restarted_shard = False
         for draft in self._decisions.due(self._now_s):
             self._release_count += 1
             # Numbers grow from view to view, also past those of a coordinator whose numbers are forgotten.
