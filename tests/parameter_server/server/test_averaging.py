@@ -224,10 +224,9 @@ class TestQuorum:
         assert workers[0].updates()[1].tolist() == [1.0] * 4
 
 
-def test_deposited_values_come_back():
+def test_deposited_values_do_not_come_back():
     world, (worker,) = world_of(1, [spec()])
     worker.ask(MessageType.STORE, key=0, payload=torch.full((4,), 3.0), version=6)
     world.start(8, world.shard.capture())
     world.publish([worker])
-    answer = worker.pull(0)
-    assert (answer.version, payload_tensor(answer).tolist()) == (6, [3.0] * 4)
+    assert worker.pull(0).body["code"] == ErrorCode.NOT_READY  # other shards may have newer ones

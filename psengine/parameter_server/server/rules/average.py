@@ -287,16 +287,16 @@ class Average(ChunkRule):
 
     @override
     def to_meta(self) -> dict[str, Any]:
-        """Steps are not kept: after a restart workers push again what is open."""
-        return {"version": self.version, "values_version": self.values_version}
+        """Neither steps nor values are kept: after a restart workers push again, and deposit anew."""
+        return {"version": self.version}
 
     @override
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.values is None else {"values": self.values}
+        return {}
 
     @override
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        self.version, self.values_version = meta["version"], meta["values_version"]
+        self.version = meta["version"]
 
 
 def _members_at(view: View, step: int) -> list[int]:

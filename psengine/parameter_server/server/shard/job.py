@@ -274,7 +274,7 @@ class Job:
             "view": None if self.view is None else msgspec.to_builtins(self.view),
             "taken": self.taken,
             "floor": self.floor,
-            "last_stores": self.chunks.last_stores(),
+            "last_stores": self.chunks.last_stores() if self.rule.holds_weights else [],
         }
         return JobState(self.name, meta, [chunk_state(rule, copies=True) for rule in self.chunks.rules.values()])
 

@@ -362,7 +362,9 @@ class Shard:
         self.changes += 1
         if self.append is None or not (job.rule.holds_weights or message.type in _LOGGED_OF_AVERAGES):
             return
-        if message.in_segment:
+        if not job.rule.holds_weights:
+            message = replace(message, in_segment=False, payload=None)  # which may be older than workers' by then
+        elif message.in_segment:
             # Nobody hurries the worker to leave its memory alone, and what is written must be what is hashed.
             payload = None if message.payload is None else payload_tensor(message).clone()
             message = replace(message, in_segment=False, payload=payload)
