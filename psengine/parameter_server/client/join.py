@@ -231,7 +231,13 @@ def donate(job: JobConnection, joiner: StateRequest) -> Flow[None]:
     assert job.control is not None
     epochs = [link.epoch for link in job.links]
     step = job.steps.completed
-    yield [job.control.commit("donated", rank=joiner.rank, incarnation=joiner.incarnation, step=step, epochs=epochs)]
+    donated = job.control.commit("donated", rank=joiner.rank, incarnation=joiner.incarnation, step=step, epochs=epochs)
+    try:
+        yield [donated]
+    except ServerRefusedError as error:
+        if error.code not in _BEGIN_AGAIN:
+            raise
+        logger.debug("%s is not the donor any more: %s", job, error)  # whether it is out too, WELCOME says
 
 
 def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:

@@ -150,7 +150,7 @@ class Link(Channel):
             return
         if request.message.type in _OF_VALUES and self.job.is_lost(self):
             return
-        if request.follows_pushes and self.waiting:
+        if request.follows_pushes and (self.waiting or not self.may_push):
             return
         self._requested_bytes = sum_bytes
         super()._send_request(request, now_s)
