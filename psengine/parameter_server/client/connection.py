@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 HANDSHAKE_MS = 2000
+# A connection that ends is not made again: the socket is closed.
+NEVER_MS = 1 << 30
 LINGER_MS = 500
 CLOSE_S = 5.0
 # Below this a copy is cheaper than none: 50 µs a chunk of 64 KiB against 63, of 256 KiB 110 against 85 (measured).
@@ -80,12 +82,12 @@ class _Line:
             (zmq.LINGER, LINGER_MS),
             (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            (zmq.RECONNECT_IVL, -1),
+            # Not -1, nor IMMEDIATE: libzmq would end the pipe in the middle of a message that is being read, and abort.
+            (zmq.RECONNECT_IVL, NEVER_MS),
             *keep_alive(lease_s).items(),
-            # Credits bound what is in flight. Without a connection nothing is queued.
+            # Credits bound what is in flight. Nothing is sent before there is a connection.
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
-            (zmq.IMMEDIATE, 1),
             (zmq.IPV6, int("[" in address)),
         ):
             self.socket.setsockopt(option, value)
