@@ -160,7 +160,8 @@ def rule_text(rule: Mapping[str, Any]) -> str:
 
 
 def _kind(rule: Mapping[str, Any]) -> str:
-    return _STRATEGIES.get(rule["name"], str(rule["name"]))
+    name = str(rule.get("name", ""))  # a job whose workers have not said it yet has none
+    return _STRATEGIES.get(name, name)
 
 
 def percentile(counts: Counts, share: float) -> int | None:

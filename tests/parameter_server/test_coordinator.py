@@ -963,6 +963,15 @@ def test_who_leaves_an_averaging_job_waits_until_all_have_its_averages() -> None
     assert first.leave() == [MessageType.OK]  # its OK was lost
 
 
+def test_what_a_worker_said_before_it_heard_that_it_has_left_is_answered() -> None:
+    bench = Bench(BOUND)
+    first, _ = bench.team(2)
+    first.leave()
+    assert first.commit("step", step=1, abstained=False) == [MessageType.OK]
+    assert first.heartbeat() == {}
+    assert bench.ranks == [1]
+
+
 def test_a_leaver_is_no_stranger_while_others_prepare() -> None:
     bench = Bench(AVERAGE)
     first, second = bench.team(2)

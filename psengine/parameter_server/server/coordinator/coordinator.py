@@ -565,7 +565,7 @@ class Coordinator:
         self._decisions.commit(worker, step, abstained=message.body["abstained"], now_s=self._now_s)
 
     def _hear_join(self, worker: Worker, message: Message) -> None:
-        if not self.averages:
+        if not self.averages or worker.state is WorkerState.GONE:
             return
         if worker.state is WorkerState.MEMBER:
             if message.view < max(worker.admitted, 1):

@@ -14,7 +14,7 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.states import WORKER, WorkerState, after
 from psengine.parameter_server.server.coordinator.telemetry import WorkerTelemetry
 from psengine.parameter_server.server.interfaces import Sender
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message
 from psengine.protocol.views import ViewMember
 
 # Messages that a process sent before it died may still arrive after its successor's first one.
@@ -186,8 +186,8 @@ class Workers:
         if worker is None or (not worker.route and worker.state is not WorkerState.GONE):
             raise ProtocolError(f"worker {message.worker} of job {job!r} has not said HELLO", ErrorCode.NOT_MEMBER)
         is_it = (worker.incarnation, worker.user_id) == (message.incarnation, sender.user_id)
-        is_leaver = message.type is MessageType.LEAVE and worker.why_gone == "left"
-        if not is_it or (worker.state is WorkerState.GONE and worker.leaving is None and not is_leaver):
+        # What a worker said before it heard that it has left is answered, else it would say HELLO again.
+        if not is_it or (worker.state is WorkerState.GONE and worker.why_gone != "left"):
             raise ProtocolError(
                 f"worker {message.worker} of job {job!r} was fenced: silent for more than its lease, cut off from a"
                 " server, put out by an operator, or replaced by a newer process. It has to say HELLO again; where that"
