@@ -145,7 +145,7 @@ def _split(told: WorkerTimes, parts: Sequence[ShardWorker]) -> dict[str, Any]:
 
 def owns_weights(rule: Mapping[str, Any]) -> bool:
     """Whether a job of this rule keeps its weights at the servers; where gradients are averaged, workers have them."""
-    return str(rule["name"]) != "average"
+    return str(rule.get("name", "average")) != "average"
 
 
 def rule_text(rule: Mapping[str, Any]) -> str:
