@@ -114,11 +114,15 @@ KINDS = {
 }
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 FAULTY_S = 4.0
-WAITS_S = 1.0
+WAITS_S = 2.0
 MOMENTS = (
     *("HELLO", "REGISTER", "COMMIT", "OK", "PREPARE", "VIEW", "RELEASE", "RESUME", "RESUMED", "PUSH", "UPDATED"),
-    *("STORE", "STATE_WANTED", "LEAVE", "RESULT", "PREPARE", "VIEW", "RELEASE"),
-    *("registering", "open", "preparing", "joining", "resuming"),  # so the coordinator is
+    *("STORE", "STATE_WANTED", "LEAVE", "RESULT"),
+)
+# Where a crash, or a connection that breaks, matters most: words for messages, and for where the coordinator stands.
+CRITICAL = (
+    *("VIEW", "PREPARE", "RELEASE", "COMMIT", "OK"),
+    *("registering", "open", "preparing", "preparing", "joining", "joining", "resuming"),
 )
 # "topk" keeps a part of the differences to several updates, and all that is in an average.
 CODECS = {
@@ -186,5 +190,5 @@ def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
         rng.randrange(scenario.ranks),
         rng.randrange(scenario.servers),
         round(rng.random(), 3),
-        rng.choice(MOMENTS) if rng.random() < 0.4 else "",
+        rng.choice(CRITICAL if rng.random() < 0.5 else MOMENTS) if rng.random() < 0.5 else "",
     )

@@ -34,15 +34,12 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, faults=faults[:half])
     for index in range(len(faults)):
         yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
-    for name, least in (("joins_s", ()), ("leaves", ()), ("shares", 0), ("codec", ""), ("compensation", 0.0)):
-        if getattr(scenario, name) != least:
-            yield replace(scenario, **{name: least})
     servers = 1 + max((fault.server for fault in faults), default=0)  # those that faults name
-    for name, least in (("servers", servers), ("shards", 1), ("chunks", 1), ("steps", 1)):
-        value = getattr(scenario, name)
-        if value > least:
-            yield replace(scenario, **{name: least})
-            if value - 1 > least:
-                yield replace(scenario, **{name: value - 1})
+    least = {"joins_s": (), "leaves": (), "shares": 0, "codec": "", "servers": servers, "shards": 1, "chunks": 1}
+    for name, value in least.items():
+        if getattr(scenario, name) != value:
+            yield replace(scenario, **{name: value})
+    if scenario.steps > 1:
+        yield replace(scenario, steps=scenario.steps - 1)
     if scenario.workers > 1 and all(fault.rank < scenario.workers - 1 for fault in faults):
         yield replace(scenario, workers=scenario.workers - 1)

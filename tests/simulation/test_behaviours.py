@@ -42,17 +42,7 @@ BEHAVIOURS = {
     "both servers die": _with(
         LOG, Fault("kill lead", 1.0, 0.5, on="PUSH"), Fault("kill server", 1.1, 0.5, server=1, detail=0.2)
     ),
-    "a server restarts twice in a row": _with(
-        LOG, Fault("kill server", 1.0, 0.3, server=1), Fault("kill server", 1.4, 0.3, server=1, on="RESUME")
-    ),
     "a worker dies in the middle of its pushes": _with(AVERAGE, Fault("kill worker", 1.0, 1.5, 1, on="PUSH")),
-    "a worker dies in the middle of its pushes to a merge": _with(MERGE, Fault("kill worker", 1.0, 1.5, 1, on="PUSH")),
-    "connections break all the time": _with(
-        AVERAGE, *(Fault("break", 0.3 + 0.2 * number, 0.1, number % 3, number % 2, 0.7) for number in range(15))
-    ),
-    "a process counts for its predecessor": _with(
-        replace(QUORUM, quorum=1), Fault("cut", 0.4, 3.0, 1), Fault("kill worker", 1.5, 0.1, 0)
-    ),
     "who is late under a quorum leaves a server that has restarted": _with(
         replace(QUORUM, quorum=1), Fault("kill server", 1.0, 0.2, server=1, on="RELEASE")
     ),
@@ -62,29 +52,15 @@ BEHAVIOURS = {
     # ---- silence
     "a worker goes on after its lease": _with(AVERAGE, Fault("stop worker", 1.0, 2.5, 1)),
     "an update is open while its worker is out": _with(BOUND, Fault("stop worker", 1.0, 2.5, 1, on="PUSH")),
-    "all workers stand still for longer than a lease": _with(
-        AVERAGE, *(Fault("stop worker", 1.0 + 0.1 * rank, 2.5, rank) for rank in range(3))
-    ),
-    "a process that was replaced goes on": _with(BOUND, Fault("zombie", 1.0, 3.0, 1, detail=0.7)),
-    "a process that was replaced goes on after a restart": _with(
-        LOG, Fault("zombie", 1.0, 3.0, 1, detail=0.7), Fault("kill lead", 2.0, 0.3)
-    ),
     "the lead stands still": _with(AVERAGE, Fault("stop server", 1.0, 5.0)),
-    "another server stands still": _with(QUORUM, Fault("stop server", 1.0, 5.0, server=1)),
     "a worker cannot reach a server": _with(AVERAGE, Fault("cut", 1.0, 4.0, 1, 1, 0.5)),
     "two workers cannot reach a server each": _with(
         AVERAGE, Fault("cut", 1.0, 5.0, 1, 0, 0.5), Fault("cut", 1.0, 5.0, 2, 1, 0.5)
     ),
-    "nobody reaches a server": _with(AVERAGE, Fault("cut", 1.0, 4.0, 1, 1, 0.9)),
     # ---- coming and going
-    "two workers join at once": _with(AVERAGE, joins_s=(1.0, 1.05)),
     "the donor dies": _with(AVERAGE, Fault("kill worker", 1.0, 1.0, 0, on="STORE"), joins_s=(1.0,)),
-    "a joiner dies": _with(AVERAGE, Fault("kill worker", 1.0, 1.0, 3, on="STATE_WANTED"), joins_s=(1.0,)),
     "the lead dies while a view is prepared": _with(
         AVERAGE, Fault("kill lead", 1.0, 0.5, on="PREPARE"), joins_s=(1.0,)
-    ),
-    "a server dies while a joiner reads": _with(
-        AVERAGE, Fault("kill server", 1.0, 0.5, server=1, on="STORE"), joins_s=(1.0,)
     ),
     "a worker leaves, and a server dies": _with(
         AVERAGE, Fault("kill server", 0.5, 0.5, server=1, on="LEAVE"), leaves=((1, 3),)
@@ -93,12 +69,6 @@ BEHAVIOURS = {
     # ---- disks
     "a disk is full": _with(LOG, Fault("disk full", 0.5, 4.0, server=1), Fault("kill server", 3.0, 0.5, server=1)),
     "an fsync fails": _with(LOG, Fault("fsync fails", 1.0, 1.0)),
-    "all servers lose power": _with(
-        LOG, Fault("kill lead", 1.5, 0.5, detail=0.1, on="PUSH"), Fault("kill server", 1.5, 0.5, 0, 1, 0.1, on="PUSH")
-    ),
-    "one server goes back to a snapshot": _with(
-        replace(BOUND, keeps_log=False), Fault("kill server", 1.8, 0.5, server=1)
-    ),
 }
 
 
