@@ -8,13 +8,11 @@ A coordinator that says nothing for a lease is looked for on a new connection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from typing_extensions import override
 
-from psengine.errors import PSEngineError
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Operation, Request
 from psengine.parameter_server.client.runtime import CONTROL
@@ -90,12 +88,10 @@ class Control(Channel):
             message.view = self.job.view_number
         return super().send(message)
 
-    def commit(
-        self, what: str, then: Callable[[Message | PSEngineError], None] | None = None, **fields: Any
-    ) -> Request:
+    def commit(self, what: str, **fields: Any) -> Request:
         """Begin a COMMIT; any thread."""
         message = Message(MessageType.COMMIT, view=self.job.view_number, body={"what": what, **fields})
-        return self.job.ask(self, message, what=f"COMMIT {what!r} of {self.job}", then=then)
+        return self.job.ask(self, message, what=f"COMMIT {what!r} of {self.job}")
 
     def expect(self, what: str, timeout_s: float, seen: int = 0) -> Request:
         """Begin to wait for news after ``seen`` of them, a WELCOME or a view that has this worker; any thread."""

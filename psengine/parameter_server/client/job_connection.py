@@ -522,7 +522,7 @@ class JobConnection:
         life = {"shard": link.index, "epoch": link.epoch, "chunks": chunks, "version": version, "view": held}
         if link.lost:
             life["lost"] = link.lost
-        self.control.commit("life", None, **life)
+        self.control.commit("life", **life)
 
     def _configure(self, link: Link) -> None:
         """A server may come back with a snapshot that is older than its optimizers: before pushes, send them."""
@@ -555,10 +555,6 @@ class JobConnection:
         may_push = is_led and not self.steps.is_frozen
         for link in self.links:
             link.may_push = may_push and link.is_up and self._is_named(link)
-
-    def _pump(self, now_s: float) -> None:
-        for link in self.links:
-            link.pump(now_s)
 
     def unreachable(self, now_s: float) -> list[int]:
         """The shards that this client could not reach for a lease."""
@@ -616,7 +612,8 @@ class JobConnection:
             for channel in self.channels:
                 channel.tick(now_s)
         self._refresh(now_s)
-        self._pump(now_s)
+        for link in self.links:
+            link.pump(now_s)
         if self.options.is_embedded and now_s >= self._next_look_s:
             self._next_look_s = now_s + EMBEDDED_SILENCE_S
             self._look_for_embedded(now_s)

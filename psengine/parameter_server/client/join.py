@@ -176,7 +176,7 @@ def _initialise(
         raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
     facts = {"registration": number, "epochs": epochs, "chunks": chunks}
-    yield [job.control.commit("registered", None, **facts)]
+    yield [job.control.commit("registered", **facts)]
 
 
 def _await_layout(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[list[ChunkSpec]]:

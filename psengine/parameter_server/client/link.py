@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # What a shard cannot answer between its restart and the view that names its new life.
 _OF_VALUES = frozenset({MessageType.PULL, MessageType.STORE, MessageType.LIST, MessageType.CONFIGURE})
+_OF_COORDINATOR = frozenset({MessageType.VIEW, MessageType.RELEASE})
 _FATAL = (ErrorCode.VERSION, ErrorCode.STATE_LOST)
 _FATAL_TO_REGISTRAR = (ErrorCode.RULE_MISMATCH, ErrorCode.BAD_VALUE, ErrorCode.MEMORY)
 CREDIT_BYTES = 64 * 1024 * 1024
@@ -139,7 +140,7 @@ class Link(Channel):
 
     @override
     def send(self, message: Message) -> bool:
-        if message.type not in (MessageType.VIEW, MessageType.RELEASE):  # which are the coordinator's words
+        if message.type not in _OF_COORDINATOR:
             message.epoch, message.view = self.epoch, self.job.view_number
         return super().send(message)
 
@@ -206,7 +207,8 @@ class Link(Channel):
         self._moved_s = min(self._moved_s, push.submitted_s)
         self.versions[message.key] = message.version
         push.finish(message, now_s)
-        self._remove(push)
+        del self.sent[message.key]
+        self._in_flight_bytes -= push.size_bytes
         if push.error is None:
             job.steps.answered(push)
         else:

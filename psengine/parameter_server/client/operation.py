@@ -136,6 +136,7 @@ class Operation:
         timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
         destinations: 1-D contiguous CPU tensors; the answer's payload is copied into them, one after the other.
         dtype: of the payload; None without destinations.
+        lands_late: copy it when it was waited for; the destinations may share the payload's memory.
         reads_in_place: leave a payload that lies in the server's memory there: see ``Push.lent``. Without destinations,
             leave any payload where it came: see ``Push.take``.
 
@@ -150,6 +151,7 @@ class Operation:
     timeout_s: float
     destinations: Sequence[torch.Tensor] = ()
     dtype: torch.dtype | None = None
+    lands_late: bool = field(default=False, kw_only=True)
     reads_in_place: bool = field(default=False, kw_only=True)
     size_bytes: int = field(default=0, kw_only=True)
     is_sent: bool = field(default=False, init=False)
@@ -176,7 +178,7 @@ class Operation:
             if (problem := self._misfit(answer)) is not None:
                 self.fail(problem)
                 return
-            if self._targets:
+            if self._targets and not self.lands_late:
                 self._land(answer)
         self.answer = answer
         self.seconds = now_s - self.submitted_s
@@ -300,7 +302,6 @@ class Push(Operation):
         spec, step, link: the chunk, the step of which it is, and where it goes.
         encoder: makes the chunk's payloads, where the job has a codec.
         is_shared: servers average: the answer counts once all of the step's are there.
-        lands_late: then it lands when it was waited for; the destinations may share the payload's memory.
         waiting_for: the workers that the server waits for, where it said so; else None.
     """
 
@@ -309,7 +310,6 @@ class Push(Operation):
     link: Link = field(kw_only=True)
     encoder: ChunkEncoder | None = None
     is_shared: bool = field(default=False, kw_only=True)
-    lands_late: bool = field(default=False, kw_only=True)
     waiting_for: list[int] | None = field(default=None, init=False)
     asked_s: float = field(default=-math.inf, init=False)
 
@@ -322,7 +322,6 @@ class Push(Operation):
             self._targets = []
             is_wanted = self.destinations or encoder.answers_differences
             self.numel, self.dtype = encoder.answer.numel if is_wanted else 0, encoder.answer.dtype
-        self._late_targets, self._targets = (self._targets, []) if self.lands_late else ([], self._targets)
 
     @property
     def key(self) -> int:
@@ -376,8 +375,7 @@ class Push(Operation):
         self._is_concluded = True
         encoder, answer, outcome = self.encoder, self.answer, self._outcome()
         if encoder is None:
-            if answer is not None and self._late_targets:
-                self._targets = self._late_targets
+            if answer is not None and self._targets:
                 self._land(answer)
             return
         if self.message.dtype is not None and outcome is not None:  # the push had a payload
