@@ -408,7 +408,8 @@ def test_connections_that_break_lose_and_double_nothing():
         results = results_of(members)
         options = {"job": "another"}
         log, final = workers.start(train_async, relay.address, 1, 1, 0.0, None, False, options, rank=0).result()
-    assert log and final
+    assert log
+    assert final
     assert_same_end(results)
     assert phases_of(results[0], (0, 1)) == [(0, 1)] * steps
 

@@ -8,7 +8,6 @@ after each of both:          take_changed() ─► what a log has to have before
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.states import JobState
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob
-from psengine.protocol.bounds import KEY_BYTES
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 
@@ -49,7 +47,7 @@ class Coordinators:
         settings: ShardSettings,
         clocks: Clocks,
         note: Callable[..., None],
-        draw_key: Callable[[], bytes] = lambda: secrets.token_bytes(KEY_BYTES),
+        draw_key: Callable[[], bytes],
     ) -> None:
         self.by_number: dict[int, Coordinator] = {}
         self.is_draining = False

@@ -192,9 +192,7 @@ def absent_ranges(segments: Sequence[Segment], absent: list[int]) -> list[tuple[
 
 def _spec_of(message: Message) -> ChunkSpec:
     assert message.dtype is not None
-    spec = ChunkSpec.from_body(
-        {**message.body, "key": message.key, "dtype": DTYPE_NUMBERS[message.dtype]}
-    )
+    spec = ChunkSpec.from_body({**message.body, "key": message.key, "dtype": DTYPE_NUMBERS[message.dtype]})
     segments_numel = sum(segment.numel for segment in spec.segments)
     if spec.numel != segments_numel or spec.numel == 0:
         raise ProtocolError(
