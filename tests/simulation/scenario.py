@@ -99,7 +99,7 @@ class Scenario:
 KINDS = {
     "break": (5, 0.0, 0.5),  # connections
     "cut": (4, 0.2, 6.0),  # nothing passes one way or both
-    "cut off": (3, 1.2, 3.0),  # one worker from one server, for so many leases
+    "cut off": (3, 1.2, 12.0),  # one worker from one server, for so many leases
     "slow": (3, 0.1, 2.0),  # connections
     "kill worker": (3, 0.1, 5.0),
     "stop worker": (3, 0.1, 6.0),
@@ -158,6 +158,8 @@ def draw(seed: int) -> Scenario:
         keeps_log=tier == "log",
     )
     scenario = replace(scenario, **_RULES[rule](rng))
+    if rule == "average" and scenario.joins_s:
+        scenario = replace(scenario, steps=2 * steps + 4)  # else it is over before somebody has joined
     if rng.random() < 0.4 and not (scenario.compensation or scenario.weighs):
         scenario = replace(scenario, codec=rng.choice(CODECS[rule]), joins_s=scenario.joins_s[: 4 - workers])
     elif rng.random() < 0.5:
@@ -183,12 +185,13 @@ def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
     kinds = {kind: one for kind, one in KINDS.items() if scenario.snapshot_s is not None or kind not in OF_DISKS}
     kind = rng.choices(list(kinds), [weight for weight, _, _ in kinds.values()])[0]
     _, shortest_s, longest_s = KINDS[kind] if kind != "cut off" else (bound * scenario.lease_s for bound in KINDS[kind])
+    server = rng.randrange(scenario.servers)
     return Fault(
         kind,
         round(rng.random() * FAULTY_S, 3),
         round(shortest_s + (longest_s - shortest_s) * rng.random() ** 2, 3),
         rng.randrange(scenario.ranks),
-        rng.randrange(scenario.servers),
+        scenario.servers - 1 if kind == "cut off" and rng.random() < 0.5 else server,
         round(rng.random(), 3),
         rng.choice(CRITICAL if rng.random() < 0.5 else MOMENTS) if rng.random() < 0.5 else "",
     )

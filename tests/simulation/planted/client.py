@@ -8,7 +8,6 @@ from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.control import Control
 from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.client.steps import Steps
 from psengine.protocol.messages import MessageType
 from simulation.planted.registry import constant, plant
@@ -38,15 +37,6 @@ def _commits_at_once(confirm: Any) -> Any:
     return one
 
 
-def _renumbers(begin: Any) -> Any:
-    def one(self: Steps, step: int, *, anew: bool) -> None:
-        begin(self, step, anew=anew)
-        if not anew:
-            self._next += 1
-
-    return one
-
-
 plant("a client does not freeze", JobConnection, "freeze", constant(None))
 plant("a client keeps releases to itself", Link, "send", _without(MessageType.RELEASE))
 plant("a client keeps views to itself", Link, "send", _without(MessageType.VIEW))
@@ -64,14 +54,12 @@ plant(
     "disconnected",
     lambda lost: lambda self, now_s: (lost(self, now_s), setattr(self, "_open_at_s", float("inf"))),
 )
-plant("a client does not hear that another joins", JobConnection, "hear_joiner", constant(None))
 plant(
     "a client says that it has completed one step more",
     JobConnection,
     "prepare",
     lambda prepare: lambda self, number: _ahead(self, prepare, number),
 )
-plant("a payload's place is written while a shard may read it", WorkerSegments, "note", constant(None))
 plant("a client knows no losses", JobConnection, "_look_for_losses", constant(None))
 
 

@@ -10,9 +10,8 @@ from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.decisions import Bound, Merge, Quorum
 from psengine.parameter_server.server.coordinator.grace import GraceWindow
 from psengine.parameter_server.server.coordinator.workers import Workers
-from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.protocol.messages import MessageType
-from simulation.planted.registry import after, constant, plant
+from simulation.planted.registry import after, constant, keeping, plant, then
 
 # ---- who takes part --------------------------------------------------------------------------------------------------
 
@@ -61,21 +60,9 @@ def _incarnation_again(new: Any) -> Any:
     return one
 
 
-def _forgets_the_joiner(hear: Any) -> Any:
-    def one(self: Coordinator, worker: Any, message: Any) -> None:
-        hear(self, worker, message)
-        if self._donation is not None:
-            self._donation = self._donation[0], self._donation[1] - 1
-
-    return one
-
-
-def _knows_no_life(hear: Any) -> Any:
-    def one(self: Coordinator, worker: Any, message: Any) -> None:
-        hear(self, worker, message)
-        self._has_restarted_shard = False
-
-    return one
+def _begin_early(coordinator: Coordinator) -> None:
+    if coordinator._donation is not None:
+        coordinator._donation = coordinator._donation[0], coordinator._donation[1] - 1
 
 
 plant("a view does not wait for what members have completed", Coordinator, "_unprepared", constant([]))
@@ -86,32 +73,13 @@ plant("a view has no decisions", Coordinator, "_publish", _with_view(releases=la
 plant("a worker may leave at once", module, "_is_spare", _is_spare_at_once)
 plant("another process is taken for the one that has the rank", Coordinator, "_hello", _takes_over)
 plant("a new process gets its predecessor's number", Workers, "new", _incarnation_again)
-plant("a joiner begins one step too early", Coordinator, "_hear_donated", _forgets_the_joiner)
+plant("a joiner begins one step too early", Coordinator, "_hear_donated", then(_begin_early))
 plant("no lease ever ends", Workers, "expired", constant([]))
-plant("every lease ends after a pause of the server", ShardThread, "_look_at_time", lambda _: lambda self: _now(self))
 plant("a restarted shard is not heard of", Coordinator, "_hear_life", constant(None))
-plant("a shard's restart takes nobody out", Coordinator, "_hear_life", _knows_no_life)
 plant("who is cut off from a shard stays", Coordinator, "_put_out_cut_off", constant(None))
 plant("no donor is asked", Coordinator, "_ask_donor", constant(None))
-plant(
-    "a joiner may be given state while another reads",
-    Coordinator,
-    "_hear_join",
-    lambda hear: lambda self, worker, message: _read(self, hear(self, worker, message)),
-)
 plant("views do not grow", Coordinator, "_next_number", after(lambda number: max(1, number - 1)))
 plant("a coordinator that resumes begins with whoever is back", Coordinator, "_expect", constant(None))
-
-
-def _now(thread: Any) -> float:
-    from psengine.parameter_server.server.transport import shard_thread
-
-    return shard_thread.time.monotonic()
-
-
-def _read(self: Coordinator, _: None) -> None:
-    for worker in self.workers.members:
-        worker.is_reading, worker.has_begun = False, True
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
@@ -153,15 +121,4 @@ plant("workers without a difference are merged", Merge, "commit", _counts_absent
 plant("the fastest worker is the floor", Bound, "due", _fastest)
 plant("a grace window never ends", GraceWindow, "is_over", constant(False))
 plant("decisions go to worker 0 alone", Coordinator, "_send", _says_it_again)
-plant(
-    "a step under a former view counts as committed",
-    Quorum,
-    "adopt",
-    lambda adopt: lambda self, *arguments: _kept(self, adopt, *arguments),
-)
-
-
-def _kept(self: Quorum, adopt: Any, *arguments: Any) -> None:
-    steps = dict(self._steps)
-    adopt(self, *arguments)
-    self._steps = steps
+plant("a step under a former view counts as committed", Quorum, "adopt", keeping("_steps"))

@@ -19,8 +19,8 @@ from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.protocol.messages import MessageType
 from simulation import logs
-from simulation.disk import SimulatedFile
-from simulation.planted.registry import constant, plant
+from simulation.disk import SimulatedDisk, SimulatedFile
+from simulation.planted.registry import constant, plant, without
 from simulation.snapshots import Snapshots
 
 
@@ -52,26 +52,10 @@ def _deletes_first(save: Any) -> Any:
     return one
 
 
-def _renames_only(write: Any) -> Any:
-    def one(self: Generations, *arguments: Any) -> None:
-        with mock.patch.object(self.disk, "sync_names"):
-            write(self, *arguments)
-
-    return one
-
-
-def _unsynced(write: Any) -> Any:
-    def one(*arguments: Any) -> None:
-        with mock.patch.object(SimulatedFile, "sync"):
-            write(*arguments)
-
-    return one
-
-
 plant("the older snapshots are deleted before the next one is there", Generations, "save", _deletes_first)
 plant("a single snapshot is kept", generations, "KEPT", lambda kept: 1)
-plant("a snapshot's file is not synced", generations, "write_generation", _unsynced)
-plant("a snapshot's name is not synced", Generations, "_write", _renames_only)
+plant("a snapshot's file is not synced", generations, "write_generation", without(SimulatedFile, "sync"))
+plant("a snapshot's name is not synced", Generations, "_write", without(SimulatedDisk, "sync_names"))
 plant("a snapshot is kept before its log has begun", Snapshots, "_have_logs_begun", constant(True))
 plant(
     "an update is acknowledged before its fsync",
@@ -125,14 +109,6 @@ def _deletes_needed(segments: Any) -> Any:
     return one
 
 
-def _without_its_name(write: Any) -> Any:
-    def one(self: SegmentWriter, batch: Any) -> None:
-        with mock.patch.object(self._disk, "sync_names"):
-            write(self, batch)
-
-    return one
-
-
 def _ignores_its_failure(sync: Any) -> Any:
     def one(self: SegmentWriter) -> None:
         with suppress(OSError):
@@ -149,7 +125,7 @@ def _damage(check_rest: Any) -> Any:
 
 
 plant("segments that a snapshot needs are deleted", Generations, "_prune", _deletes_needed)
-plant("a segment's name is not synced", SegmentWriter, "write", _without_its_name)
+plant("a segment's name is not synced", SegmentWriter, "write", without(SimulatedDisk, "sync_names"))
 plant("a log goes on after an fsync that failed", SegmentWriter, "sync", _ignores_its_failure)
 plant("a log's records are not checked", records, "_digest", lambda digest: lambda header, frames: 0)
 plant("a torn record is taken for damage", LogReader, "_check_rest", _damage)

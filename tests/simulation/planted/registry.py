@@ -41,6 +41,48 @@ def after(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda function: lambda *arguments, **options: change(function(*arguments, **options))
 
 
+def then(action: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """Something happens to the object after the method."""
+
+    def make(method: Any) -> Any:
+        def one(self: Any, *arguments: Any, **options: Any) -> Any:
+            result = method(self, *arguments, **options)
+            action(self)
+            return result
+
+        return one
+
+    return make
+
+
+def keeping(name: str) -> Callable[[Any], Any]:
+    """What the method takes out of this dictionary of the object stays there."""
+
+    def make(method: Any) -> Any:
+        def one(self: Any, *arguments: Any, **options: Any) -> Any:
+            kept = dict(getattr(self, name))
+            result = method(self, *arguments, **options)
+            setattr(self, name, kept | getattr(self, name))
+            return result
+
+        return one
+
+    return make
+
+
+def without(owner: Any, attribute: str) -> Callable[[Any], Any]:
+    """While the function runs, another does nothing."""
+
+    def make(function: Any) -> Any:
+        def one(*arguments: Any, **options: Any) -> Any:
+            with mock.patch.object(owner, attribute):
+                return function(*arguments, **options)
+
+        return one
+
+    return make
+
+
 def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
     """After how many seeds a planted bug is found, and by what; (0, "") where it is not within ``limit``."""
     with planted(name):

@@ -13,11 +13,24 @@ from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.server_weights import ServerWeights
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.shard.shard import Shard
-from psengine.protocol.messages import Message
-from psengine.protocol.views import View
-from simulation.planted.registry import after, constant, plant
+from simulation.planted.registry import after, constant, keeping, plant, then
 
 # ---- average ---------------------------------------------------------------------------------------------------------
+
+
+def _without_late(answer: Any) -> Any:
+    def one(self: Average, rank: int, step: int) -> Any:
+        reply = answer(self, rank, step)
+        reply.body.pop("late", None)
+        return reply
+
+    return one
+
+
+def _forget_oldest(average: Average) -> None:
+    if average._results:
+        del average._results[min(average._results)]
+
 
 plant(
     "the order of ranks is lost",
@@ -31,60 +44,11 @@ plant(
     "_combine_weighted",
     lambda combine: lambda self, tensors, weights: combine(self, tensors, [1.0] * len(weights)),
 )
-
-
-def _keeps_open_steps(adopt: Any) -> Any:
-    def one(self: Average, view: View) -> Any:
-        kept = dict(self._open)
-        replies = adopt(self, view)
-        self._open = kept | self._open
-        return replies
-
-    return one
-
-
-def _keeps_results(adopt: Any) -> Any:
-    def one(self: Average, view: View) -> Any:
-        kept = dict(self._results)
-        replies = adopt(self, view)
-        self._results = kept | self._results
-        return replies
-
-    return one
-
-
-def _takes_all_back(adopt: Any) -> Any:
-    def one(self: Average, view: View) -> Any:
-        replies = adopt(self, view)
-        self._results.clear()
-        return replies
-
-    return one
-
-
-def _without_late(answer: Any) -> Any:
-    def one(self: Average, rank: int, step: int) -> Any:
-        reply = answer(self, rank, step)
-        reply.body.pop("late", None)
-        return reply
-
-    return one
-
-
-def _one_too_early(forget: Any) -> Any:
-    def one(self: Average) -> None:
-        forget(self)
-        if self._results:
-            del self._results[min(self._results)]
-
-    return one
-
-
-plant("contributions to steps of a former view stay", Average, "adopt", _keeps_open_steps)
-plant("averages of steps that a view takes back stay", Average, "adopt", _keeps_results)
-plant("a view takes back averages of earlier steps", Average, "adopt", _takes_all_back)
+plant("contributions to steps of a former view stay", Average, "adopt", keeping("_open"))
+plant("averages of steps that a view takes back stay", Average, "adopt", keeping("_results"))
+plant("a view takes back averages of earlier steps", Average, "adopt", then(lambda average: average._results.clear()))
 plant("a late gradient is said to count", Average, "_answer", _without_late)
-plant("averages are forgotten one step too early", Average, "_forget_answered", _one_too_early)
+plant("averages are forgotten one step too early", Average, "_forget_answered", then(_forget_oldest))
 plant("the average that a donor returns is dropped", Average, "supply_result", constant([]))
 plant("a shard ignores who counts in a step", Average, "release", constant([]))
 
@@ -101,51 +65,26 @@ def _drops_every_fifth(step: Any) -> Any:
     return one
 
 
-def _off_by_one(is_held: Any) -> Any:
-    return lambda self, step: is_held(self, step - 1)
+def _forget_who_left(rule: Apply) -> None:
+    view = rule.context.view()
+    members = set() if view is None else {member.rank for member in view.members}
+    rule._taken = {rank: known for rank, known in rule._taken.items() if rank in members}
 
 
-def _forgets_who_left(adopt: Any) -> Any:
-    def one(self: Apply, view: View) -> Any:
-        replies = adopt(self, view)
-        members = {member.rank for member in view.members}
-        self._taken = {rank: known for rank, known in self._taken.items() if rank in members}
-        return replies
-
-    return one
-
-
-def _keeps_predecessors(adopt: Any) -> Any:
-    def one(self: Apply, view: View) -> Any:
-        taken = dict(self._taken)
-        replies = adopt(self, view)
-        self._taken = taken | self._taken
-        return replies
-
-    return one
-
-
-def _adds_once_more(encode: Any) -> Any:
-    def one(self: HeldWeights, rank: int, *arguments: Any, repeated: bool) -> Any:
-        held = self._held.get(rank)
-        found = encode(self, rank, *arguments, repeated=repeated)
-        if held is not None:
-            held.values.add_(1.0)
-        return found
-
-    return one
+def _add_one(held: HeldWeights) -> None:
+    for one in held._held.values():
+        one.values.add_(1.0)
 
 
 plant("every fifth update is acknowledged and dropped", ServerWeights, "_step", _drops_every_fifth)
 plant("a push that is here is taken for a new one", Apply, "has", constant(False))
-plant("the staleness bound is off by one", Apply, "_is_held", _off_by_one)
+plant("the staleness bound is off by one", Apply, "_is_held", lambda held: lambda self, step: held(self, step - 1))
 plant("a held answer never leaves", Apply, "release", constant([]))
-plant("a shard forgets the steps of a worker that is put out", Apply, "adopt", _forgets_who_left)
-plant("a new process counts for its predecessor", Apply, "adopt", _keeps_predecessors)
+plant("a shard forgets the steps of a worker that is put out", Apply, "adopt", then(_forget_who_left))
+plant("a new process counts for its predecessor", Apply, "adopt", keeping("_taken"))
 plant("a lost answer is not answered again", Apply, "answer_again", constant(None))
 plant("a stale gradient is corrected twice", DelayCompensation, "correct", after(lambda gradient: gradient * 2))
-plant("a shard thinks that a worker holds something else", HeldWeights, "answer", _adds_once_more)
-plant("nobody asks what a worker holds", HeldWeights, "note", constant(None))
+plant("a shard thinks that a worker holds something else", HeldWeights, "answer", then(_add_one))
 
 # ---- merge -----------------------------------------------------------------------------------------------------------
 
@@ -176,7 +115,7 @@ plant("a merged contribution is taken for a new one", Merge, "has", constant(Fal
 
 
 def _adopts_all(view: Any) -> Any:
-    def one(self: Shard, job: Job, message: Message, sender: Any) -> Any:
+    def one(self: Shard, job: Job, message: Any, sender: Any) -> Any:
         known, job.view = job.view, None
         outgoing = view(self, job, message, sender)
         job.view = job.view or known
@@ -197,10 +136,4 @@ plant(
     lambda _: lambda self, job: job.view is not None,
 )
 plant("a shard says that it lacks nothing", Job, "resume", _misses_nothing)
-plant(
-    "a shard takes a release twice", Job, "release", lambda release: lambda self, one: _anew(self) or release(self, one)
-)
-
-
-def _anew(job: Job) -> None:
-    job.taken = 0
+plant("a shard takes no release twice, nor a newer one", Job, "release", constant([]))
