@@ -56,10 +56,12 @@ def _merge_job(led: CoordinatedJob | None, parts: Sequence[ShardJob]) -> JobStat
     # A shard with fewer chunks than others may have none.
     trained = [part for part in parts if part.chunks]
     workers = _merge_workers(led.workers, parts)
+    # Only an averaging job that has ended has no rule.
+    rule = led.rule or next((part.rule for part in parts), {"name": "average"})
     return JobStatus(
-        rule=led.rule,
-        rule_text=rule_text(led.rule),
-        kind=_kind(led.rule),
+        rule=rule,
+        rule_text=rule_text(rule),
+        kind=_kind(rule),
         members=len(workers),
         version_min=min((part.version_min for part in trained), default=0),
         version_max=max((part.version_max for part in trained), default=0),
@@ -145,7 +147,7 @@ def _split(told: WorkerTimes, parts: Sequence[ShardWorker]) -> dict[str, Any]:
 
 def owns_weights(rule: Mapping[str, Any]) -> bool:
     """Whether a job of this rule keeps its weights at the servers; where gradients are averaged, workers have them."""
-    return str(rule.get("name", "average")) != "average"
+    return str(rule["name"]) != "average"
 
 
 def rule_text(rule: Mapping[str, Any]) -> str:
@@ -160,8 +162,7 @@ def rule_text(rule: Mapping[str, Any]) -> str:
 
 
 def _kind(rule: Mapping[str, Any]) -> str:
-    name = str(rule.get("name", ""))  # a job whose workers have not said it yet has none
-    return _STRATEGIES.get(name, name)
+    return _STRATEGIES.get(rule["name"], str(rule["name"]))
 
 
 def percentile(counts: Counts, share: float) -> int | None:

@@ -7,22 +7,21 @@ import math
 import time
 import urllib.request
 from fractions import Fraction
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
 from support.processes import run_ranks
 from support.server_process import running_server
-from support.shard_world import World, spec, team
 from support.waiting import eventually
 from torch import nn
 
 import psengine
 from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.server.events import MAX_EVENTS, REPEAT_S, EventLog
+from psengine.parameter_server.server.events import MAX_EVENTS, REPEAT_S, EventLog, JobRecord
 from psengine.parameter_server.server.interfaces import Clocks
 from psengine.parameter_server.status_model import ShardStatus, to_json
-from psengine.protocol.messages import MessageType
 from psengine.tracing.telemetry import Telemetry
 
 STEPS = 6
@@ -68,32 +67,26 @@ class TestWhatAWorkerSays:
         assert (telemetry.to_body()["loss"], telemetry.to_body()["samples"]) == (said, 7)
 
 
-# ---- what a shard makes of it --------------------------------------------------------------------------------------
-
-
 # ---- events --------------------------------------------------------------------------------------------------------
-
-
-def told(world):
-    return [(e.kind, e.worker) for e in world.shard.events.events()]
 
 
 class TestEvents:
     def test_coming_and_going(self):
-        world = World()
-        first, _, third = team(world, 3, [spec(0, 4)])
-        third.send(MessageType.BYE)
-        world.advance(6, first)
-        assert told(world) == [("joined", 0), ("joined", 1), ("joined", 2), ("left", 2), ("evicted", 1)]
-        events = world.shard.events.events()
-        assert events[3].text == "worker 2 (process 1 on h) left: it said goodbye"
-        assert "silent for 5." in events[4].text
-        assert {e.job for e in events} == {"demo"}
-        gone = world.shard.status(world.now_s).jobs["demo"].departed
-        assert [(g.rank, g.reason, g.host, g.step) for g in gone] == [
-            (2, "left", "h", 0),
-            (1, "evicted", "h", 0),
+        log = EventLog(Clocks(wall_s=lambda: 1e9, measure_s=lambda: 0.0))
+        record = JobRecord("demo", log.note, lambda: 1e9)
+        first, second = (SimpleNamespace(rank=rank, pid=1, host="h") for rank in (1, 2))
+        record.note("joined", first, " joined")
+        record.went(second, "left", "it said goodbye", 3)
+        record.went(first, "evicted", "silent for 5.1 s", 2)
+        assert [(e.kind, e.worker, e.job) for e in log.events()] == [
+            ("joined", 1, "demo"),
+            ("left", 2, "demo"),
+            ("evicted", 1, "demo"),
         ]
+        assert log.events()[1].text == "worker 2 (process 1 on h) left: it said goodbye"
+        assert log.events()[2].text == "worker 1 (process 1 on h) was evicted: silent for 5.1 s"
+        gone = [(one.rank, one.reason, one.host, one.step) for one in record.departed]
+        assert gone == [(2, "left", "h", 3), (1, "evicted", "h", 2)]
 
     def test_the_log_is_bounded_and_counts_what_it_leaves_out(self):
         now_s = [0.0]

@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,9 +57,7 @@ def make_segment(size_bytes: int) -> int:
     Raises:
         OSError: the system has none.
     """
-    descriptor = _make("psengine-worker", size_bytes)
-    _seal(descriptor, _SEALS)
-    return descriptor
+    return _make("psengine-worker", size_bytes, is_lent=False)[0]
 
 
 def make_lent_segment(size_bytes: int) -> tuple[int, SegmentMapping]:
@@ -70,27 +69,24 @@ def make_lent_segment(size_bytes: int) -> tuple[int, SegmentMapping]:
         OSError: the system has none (Linux before 5.1).
         ProtocolError: it cannot be mapped.
     """
-    descriptor = _make("psengine-server", size_bytes)
-    try:
-        mapping = SegmentMapping(descriptor, os.fstat(descriptor).st_size)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    _seal(descriptor, _SEALS | _SEAL_FUTURE_WRITE)
-    return descriptor, mapping
+    return _make("psengine-server", size_bytes, is_lent=True)
 
 
-def _make(name: str, size_bytes: int) -> int:
+def _make(name: str, size_bytes: int, *, is_lent: bool) -> tuple[int, Any]:
+    import fcntl  # Windows has none, and imports this module
+
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         os.ftruncate(descriptor, size_bytes)
         if _may_run_out():
             os.posix_fallocate(descriptor, 0, size_bytes)
+        mapping = SegmentMapping(descriptor, size_bytes) if is_lent else None
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS | (_SEAL_FUTURE_WRITE if is_lent else 0))
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+    return descriptor, mapping
 
 
 def _may_run_out() -> bool:
@@ -101,16 +97,6 @@ def _may_run_out() -> bool:
         return OVERCOMMIT.read_text().strip() == "2"
     except OSError:
         return False
-
-
-def _seal(descriptor: int, seals: int) -> None:
-    import fcntl  # Windows has none, and imports this module
-
-    try:
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(descriptor)
-        raise
 
 
 def check_segment(descriptor: int, size_bytes: int, most_bytes: int) -> None:
@@ -146,9 +132,7 @@ def check_segment(descriptor: int, size_bytes: int, most_bytes: int) -> None:
 
 def _file_system(descriptor: int) -> int:
     buffer = ctypes.create_string_buffer(256)  # struct statfs has 120 bytes, of which the first long is the type
-    if _libc.fstatfs(descriptor, buffer) != 0:
-        return 0
-    return int(struct.unpack_from("l", buffer)[0])
+    return 0 if _libc.fstatfs(descriptor, buffer) else int(struct.unpack_from("l", buffer)[0])
 
 
 class SegmentMapping:
@@ -208,10 +192,10 @@ class SegmentMapping:
 
 def _c_library() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
-    library.mremap.restype = ctypes.c_void_p
-    library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mremap.restype = library.mmap.restype = address
+    library.mremap.argtypes = [address, size, size, number, address]
+    library.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
     library.fstatfs.argtypes = [ctypes.c_int, ctypes.c_char_p]
     return library
 

@@ -48,7 +48,7 @@ from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.status.history import History
 from psengine.parameter_server.server.status.pages import server_pages
 from psengine.parameter_server.server.transport.endpoint import BindError
-from psengine.parameter_server.server.transport.segment_listener import SegmentListener
+from psengine.parameter_server.server.transport.segments import SegmentListener
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerFacts, ServerStatus, ShardStatus
 from psengine.protocol.bounds import KEY_BYTES
@@ -145,28 +145,24 @@ class Server:
         keep_freed_memory()
         _raise_descriptor_limit()
         _import_plugins(settings.plugins or ())
-        durability, durable = None, "durability memory: not durable, no --snapshot-dir"
+        durability, durable = None, "not durable, no --snapshot-dir"
         if settings.snapshot_dir is not None:
             interval_s, keeps_log = settings.snapshot_interval_s, settings.tier == "log"
             durability = Durability(
-                settings.snapshot_dir, stack, keeps_log=keeps_log, interval_s=interval_s, note=self._events.note
+                settings.snapshot_dir, stack, note=self._events.note, keeps_log=keeps_log, interval_s=interval_s
             )
         stack.enter_context(self._shards)
         shards, coordinators = self._make_shards()
         if durability is not None:
-            durable = f"durability {settings.tier}: {durability.restore(shards, coordinators)}"
+            durable = durability.restore(shards, coordinators)
+        durable = f"durability {settings.tier}: {durable}"
         self._shards.open()
         self.addresses = self._shards.addresses(socket.gethostname())
         segments = stack.enter_context(SegmentListener([e.unix_address for e in self._shards.endpoints]))
         for shard, endpoint in zip(shards, self._shards.endpoints, strict=True):
-            thread = ShardThread(
-                shard,
-                endpoint,
-                self._shards.addresses("*"),
-                coordinators=None if shard.index else coordinators,
-                facts=None if shard.index else self.facts,
-                on_admin=self._on_admin,
-            )
+            led, facts = (coordinators, self.facts) if shard.index == 0 else (None, None)
+            given = self._shards.addresses("*"), self._on_admin
+            thread = ShardThread(shard, endpoint, *given, coordinators=led, facts=facts)
             thread.segments.is_open = shard.index in segments.shards
             self._shards.threads.append(thread)
         stack.callback(self._end_threads)
@@ -278,12 +274,10 @@ class Server:
                 return True
 
     def _summary(self) -> str:
-        durable = "not durable"
-        if self._durability is not None:
-            generation = self._durability.snapshots.generation
-            durable = f"durable to {'no generation yet' if generation is None else f'generation {generation}'}"
-        durable = f"durability {self.settings.tier}, {durable}"
-        return f"{self._whereabouts()}; {durable}{'; draining' if self._is_draining else ''}"
+        generation = None if self._durability is None else self._durability.snapshots.generation
+        durable = "not durable" if generation is None else f"durable to generation {generation}"
+        text = f"{self._whereabouts()}; durability {self.settings.tier}, {durable}"
+        return f"{text}; draining" if self._is_draining else text
 
     def _whereabouts(self) -> str:
         count = len(self.addresses)

@@ -96,8 +96,7 @@ class JobRecord:
 
     def note(self, kind: str, worker: Worker, text: str) -> None:
         """An event of a worker, whose name ``text`` follows."""
-        name = f"worker {worker.rank} (process {worker.pid} on {worker.host})"
-        self._note_event(kind, name + text, job=self._job, worker=worker.rank)
+        self._note_event(kind, _name(worker) + text, job=self._job, worker=worker.rank)
 
     def went(self, worker: Worker, reason: str, why: str, step: int) -> None:
         """A worker is gone: ``reason`` is "left", "evicted" or "fenced", ``why`` is in words, ``step`` its last."""
@@ -108,18 +107,10 @@ class JobRecord:
     def out(self, worker: Worker, why: str, now_s: float) -> None:
         """The others go on without a worker."""
         # Anybody who reaches the server can come and go: a line for each would fill the disk.
-        suppressed = self._lines.allows(now_s)
-        if suppressed is None:
-            return
-        logger.warning(
-            "job %r: worker %d (process %d on %s) is out: %s; the others go on without it%s",
-            self._job,
-            worker.rank,
-            worker.pid,
-            worker.host,
-            why,
-            f" ({suppressed} more unmentioned)" if suppressed else "",
-        )
+        if (suppressed := self._lines.allows(now_s)) is not None:
+            more = f" ({suppressed} more unmentioned)" if suppressed else ""
+            text = "job %r: %s is out: %s; the others go on without it%s"
+            logger.warning(text, self._job, _name(worker), why, more)
 
     def lost(self, updates: int, shard: int) -> None:
         """A server went back to a snapshot that lacks what workers know was acknowledged."""
@@ -129,3 +120,7 @@ class JobRecord:
         )
         logger.warning("job %r: %s", self._job, text)
         self._note_event("lost", text, job=self._job)
+
+
+def _name(worker: Worker) -> str:
+    return f"worker {worker.rank} (process {worker.pid} on {worker.host})"

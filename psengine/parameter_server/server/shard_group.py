@@ -197,12 +197,9 @@ class ShardGroup:
         Args:
             excess_bytes: how much is filled beyond so many bytes, which the shards know of.
         """
-
-        def known(thread: ShardThread) -> int:
-            return thread.shard.memory_bytes() + thread.endpoint.unread_bytes
-
         try:
-            if excess_bytes(sum(self.ask(known)) + UNREAD_BYTES * self.worker_count(remembers=True)) <= 0:
+            known = self.ask(lambda thread: thread.shard.memory_bytes() + thread.endpoint.unread_bytes)
+            if excess_bytes(sum(known) + UNREAD_BYTES * self.worker_count(remembers=True)) <= 0:
                 return 0
             return sum(self.ask(lambda thread: thread.endpoint.peers.close_unfinished(UNREAD_BYTES)))
         except (FutureTimeoutError, ShardEndedError):

@@ -11,7 +11,7 @@ import pytest
 
 from psengine.parameter_server.segments.memory import IS_AVAILABLE
 from psengine.parameter_server.segments.passing import passing_path
-from psengine.parameter_server.server.transport.segment_listener import SegmentListener
+from psengine.parameter_server.server.transport.segments import SegmentListener
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
 

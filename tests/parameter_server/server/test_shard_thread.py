@@ -27,8 +27,7 @@ HELLO = {
     "job": "a job", "run": "", "nonce": 1, "host": "here", "pid": 1, "software": "", "servers": ["tcp://here:1"]
 }  # fmt: skip
 WELCOME = {
-    "state": "wait", "registration": 1, "key": b"k" * 32, "lease_s": 5.0, "heartbeat_s": 1.0, "rule": None,
-    "world_size": 1, "software": "",
+    "state": "wait", "registration": 1, "key": b"k" * 32, "lease_s": 5.0, "heartbeat_s": 1.0, "software": ""
 }  # fmt: skip
 RESUMED = {"index": 0, "chunks": 1, "version": 7, "view": 1, "missing": [], "durable_version": None}
 VIEW = message_of(View(1, 1, (), (1,)), b"k" * 32, 0)

@@ -50,18 +50,12 @@ def _describe_recovery(recovered: Recovered) -> Iterator[str]:
     yield f"a server would start from {generation} and these records of the log: {records or 'none'}"
     for note in recovered.notes:
         yield f"left out: {note}"
-    jobs: dict[str, list[int]] = {}
-    shown: dict[str, str] = {}
-    for states in recovered.shards:
-        for state in states:
-            view = state.meta["view"]
-            jobs.setdefault(state.name, []).extend(chunk.meta["version"] for chunk in state.chunks)
-            workers = "not registered to its end" if view is None else f"{len(view[_MEMBERS])} workers"
-            shown[state.name] = f"{rule_text(state.meta['rule'])}, {workers}"
-    for name, versions in sorted(jobs.items()):
-        span = f"{min(versions, default=0)} to {max(versions, default=0)}"
-        yield f"job {name!r}: {shown[name]}, {len(versions)} chunks, versions {span}"
-    if not jobs:
+    states = {state.name: state for states in recovered.shards for state in states}
+    for name, versions in sorted(recovered.versions().items()):
+        meta, span = states[name].meta, f"{min(versions, default=0)} to {max(versions, default=0)}"
+        workers = "not registered to its end" if meta["view"] is None else f"{len(meta['view'][_MEMBERS])} workers"
+        yield f"job {name!r}: {rule_text(meta['rule'])}, {workers}, {len(versions)} chunks, versions {span}"
+    if not states:
         yield "no job"
 
 

@@ -184,7 +184,11 @@ class LogThread(threading.Thread):
                     continue
             if batch is None:
                 marked = self._written
-                self._mark(marked)
+                try:
+                    self._writer.mark(marked)
+                except OSError as error:
+                    if error.errno not in FULL_ERRORS:
+                        raise
                 continue
             if not self._write(batch):
                 return
@@ -213,13 +217,6 @@ class LogThread(threading.Thread):
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         while not self._changed.wait_for(lambda: is_so() or self.error, LOOK_S):
             pass
-
-    def _mark(self, durable: int) -> None:
-        try:
-            self._writer.mark(durable)
-        except OSError as error:
-            if error.errno not in FULL_ERRORS:
-                raise
 
     def _write(self, batch: Batch) -> bool:
         """Write, as often as the disk is full; whether it was written."""

@@ -49,6 +49,13 @@ class Recovered:
     headless: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def versions(self) -> dict[str, list[int]]:
+        """Of all chunks, by job."""
+        found: dict[str, list[int]] = {}
+        for job in (job for jobs in self.shards for job in jobs):
+            found.setdefault(job.name, []).extend(chunk.meta["version"] for chunk in job.chunks)
+        return found
+
 
 def recover(store: Generations) -> Recovered:
     """Read the newest intact generation, and apply the logs that go on from it.
@@ -57,19 +64,18 @@ def recover(store: Generations) -> Recovered:
         SnapshotError: there are generations and none can be read, or a log is damaged or is not there.
     """
     loaded, found = store.load(), segments(store.disk)
-    recovered, places = Recovered(), {}
+    recovered, places = Recovered(shards=[[] for _ in range(max(found, default=-1) + 1)]), {}
     if loaded is not None:
         recovered = Recovered(loaded.generation, loaded.state.shards, [loaded.state.coordinators], notes=loaded.notes)
         places = loaded.state.places
-    else:
-        recovered.shards = [[] for _ in range(max(found, default=-1) + 1)]
-    if WITHOUT_LOG in store.disk.list():
+    is_without = WITHOUT_LOG in store.disk.list()
+    if is_without:
         recovered.notes.append(f"the log, because there is a file {WITHOUT_LOG}: what it has is lost")
     recovered.records = [0] * len(recovered.shards)
     for shard in sorted({*found, *places}):
         reader = LogReader(store.disk, shard, places.get(shard))
         # A generation without a place was written by a server that kept no log.
-        if WITHOUT_LOG not in store.disk.list() and (loaded is None or shard in places):
+        if not is_without and (loaded is None or shard in places):
             _replay(recovered, shard, reader)
         if reader.headless:
             recovered.headless.append(reader.headless)
@@ -88,7 +94,8 @@ def _replay(recovered: Recovered, shard: int, reader: LogReader) -> None:
             if state is None or epoch != reader.epoch:
                 # The server ended, and began anew with what it had.
                 states = recovered.shards[shard] if state is None else state.capture()
-                state, epoch = _replayed_shard(shard, states), reader.epoch
+                state, epoch = Shard(shard, 0, _SETTINGS, _CLOCKS, _ignore, lambda route: False), reader.epoch
+                state.restore(states)
             if placed.record.kind is not RecordKind.SEGMENT:
                 recovered.records[shard] += 1
                 _apply(recovered, state, placed.record)
@@ -101,10 +108,8 @@ def _replay(recovered: Recovered, shard: int, reader: LogReader) -> None:
         recovered.shards[shard] = state.capture()
 
 
-def _replayed_shard(index: int, states: Sequence[JobState]) -> Shard:
-    shard = Shard(index, 0, _SETTINGS, _CLOCKS, lambda *arguments, **options: None, lambda route: False)
-    shard.restore(states)
-    return shard
+def _ignore(*_: Any, **__: Any) -> None:
+    """Events are for people."""
 
 
 def _apply(recovered: Recovered, shard: Shard, record: Record) -> None:

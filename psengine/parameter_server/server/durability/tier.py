@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
@@ -201,13 +201,13 @@ class SnapshotThread(threading.Thread):
     def _capture(self, deadline_s: float) -> ServerState:
         """What all shards hold, each at the record at which its log is cut."""
         logs: Sequence[LogThread | None] = self._logs or [None] * len(self._threads)
-        asked = [_ask(thread, partial(_cut, thread, log)) for thread, log in zip(self._threads, logs, strict=True)]
+        asked = [thread.ask(partial(_cut, thread, log)) for thread, log in zip(self._threads, logs, strict=True)]
         cuts = [one.result(deadline_s) for one in asked]
-        state = ServerState([cut.states for cut in cuts], coordinators=cuts[0].coordinators)
-        for thread, log, cut in zip(self._threads, logs, cuts, strict=True):
-            if log is not None and cut.place is not None:
-                log.await_begun(cut.place.segment, deadline_s)
-                state.places[thread.shard.index] = cut.place
+        state = ServerState([states for states, _, _ in cuts], coordinators=cuts[0][1])
+        for index, (log, (_, _, place)) in enumerate(zip(logs, cuts, strict=True)):
+            if log is not None and place is not None:
+                log.await_begun(place.segment, deadline_s)
+                state.places[index] = place
         return state
 
     def _find_newest(self) -> None:
@@ -225,27 +225,10 @@ class SnapshotThread(threading.Thread):
             thread.ask(partial(thread.shard.note_durable, generation))
 
 
-class _Cut(NamedTuple):
-    """A shard's part of a snapshot."""
-
-    states: list[JobState]
-    coordinators: Any
-    place: Place | None
-
-
-def _cut(thread: ShardThread, log: LogThread | None) -> _Cut:
-    """In the shard's thread: the state, and where its log goes on from it."""
+def _cut(thread: ShardThread, log: LogThread | None) -> tuple[list[JobState], Any, Place | None]:
+    """In the shard's thread: the state, what its coordinators know, and where its log goes on from it."""
     coordinators = None if thread.coordinators is None else thread.coordinators.to_meta()
-    return _Cut(thread.shard.capture(), coordinators, None if log is None else log.cut())
-
-
-def _ask(thread: ShardThread, function: Callable[[], _Cut]) -> Future[_Cut]:
-    """Call it in the shard's thread; here, where that has not started."""
-    if thread.ident is not None:
-        return thread.ask(function)
-    future: Future[_Cut] = Future()
-    future.set_result(function())
-    return future
+    return thread.shard.capture(), coordinators, None if log is None else log.cut()
 
 
 class Durability:
@@ -296,9 +279,7 @@ class Durability:
         for meta in recovered.coordinators:
             if meta is not None:
                 coordinators.restore(meta, time.monotonic())
-        versions: dict[str, int] = {}
-        for job in (job for jobs in recovered.shards for job in jobs):
-            versions[job.name] = max([versions.get(job.name, 0), *(chunk.meta["version"] for chunk in job.chunks)])
+        versions = {name: max(of_chunks, default=0) for name, of_chunks in recovered.versions().items()}
         shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
         summary = f"durable to {store.disk}, {'no generation' if number is None else f'generation {number}'}"
         summary += f" and {records} records of the log ({shown})" if records else f" ({shown})"

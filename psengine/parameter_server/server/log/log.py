@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from psengine.parameter_server.server.log.disk import Disk, DiskFile
@@ -100,12 +100,9 @@ class ShardLog:
 
     def append(self, record: Record) -> int:
         """Add a record; ``durable`` has to reach the number that this returns before anybody is told of it."""
-        self._add(record)
+        self._waiting.append((self.segment, record))
         self.end += 1
         return self.end
-
-    def _add(self, record: Record) -> None:
-        self._waiting.append((self.segment, record))
 
     def cut(self) -> Place:
         """Records from here on go to a new segment; to the same, where it has none yet."""
@@ -114,7 +111,8 @@ class ShardLog:
             before = start.before if self._place is None else start.epoch
             self._place = Place(self.segment + 1, self.end, start.epoch)
             content = {"format": FORMAT, "shard": start.shard, "before": before, **self._place._asdict()}
-            self._add(Record(RecordKind.SEGMENT, frames=[json.dumps(content).encode()]))
+            record = Record(RecordKind.SEGMENT, frames=[json.dumps(content).encode()])
+            self._waiting.append((self.segment, record))
         return self._place
 
     def pending(self) -> Batch | None:
@@ -192,21 +190,17 @@ class SegmentWriter:
             self._file = None
 
 
-_PREFIX = "log-"
+_NAME = re.compile(r"log-(\d{3})-(\d{12})")
 
 
 def segment_name(shard: int, segment: int) -> str:
     """The name of a segment's file."""
-    return f"{_PREFIX}{shard:03d}-{segment:012d}"
+    return f"log-{shard:03d}-{segment:012d}"
 
 
 def segments(disk: Disk) -> dict[int, list[int]]:
     """By shard, the numbers of the segments that are there, ascending."""
     found: dict[int, list[int]] = {}
-    for name in disk.list():
-        if name.startswith(_PREFIX):
-            with suppress(ValueError):
-                shard, segment = (int(part) for part in name.removeprefix(_PREFIX).split("-"))
-                if name == segment_name(shard, segment):
-                    found.setdefault(shard, []).append(segment)
+    for match in filter(None, map(_NAME.fullmatch, disk.list())):
+        found.setdefault(int(match[1]), []).append(int(match[2]))
     return {shard: sorted(numbers) for shard, numbers in sorted(found.items())}

@@ -122,11 +122,8 @@ class Generations:
                 return Loaded(generation, state, notes)
         if not notes:
             return None
-        raise SnapshotError(
-            f"no snapshot in {self.disk} can be read:\n"
-            + "\n".join(notes)
-            + "\nput a copy of a generation back, or choose another directory to start without a snapshot"
-        )
+        fix = "put a copy of a generation back, or choose another directory to start without a snapshot"
+        raise SnapshotError("\n".join([f"no snapshot in {self.disk} can be read:", *notes, fix]))
 
     def places(self, generation: int) -> dict[int, Place]:
         """Where each shard's log goes on from it.
@@ -174,14 +171,11 @@ class Generations:
 
     def _write_failure(self, error: OSError) -> str:
         text = f"snapshot generation {self.last} was not written: {error.strerror} ({error.filename or self.disk}"
-        if error.errno in FULL_ERRORS:
-            with suppress(OSError):
+        durable = "whether an older one is there cannot be seen now"
+        with suppress(OSError):
+            if error.errno in FULL_ERRORS:
                 text += f"; expected room for {self.needed_bytes} bytes, got {self.disk.free_bytes()} free"
-        try:
             older = self.newest
-        except OSError:
-            durable = "whether an older one is there cannot be seen now"
-        else:
             durable = "there is no older one" if older is None else f"generation {older} stays durable"
         return f"{text}); {durable}"
 
@@ -208,8 +202,7 @@ class Generations:
             logger.warning("%s/%s could not be removed: %s", self.disk, name, error)
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
-        matches = (pattern.fullmatch(name) for name in self.disk.list())
-        return [int(match[1]) for match in matches if match]
+        return [int(match[1]) for match in map(pattern.fullmatch, self.disk.list()) if match]
 
 
 class SnapshotStore(Generations):

@@ -15,11 +15,12 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from psengine.parameter_server.status_model import NOT_FINITE, JobStatus, ServerStatus
+from psengine.parameter_server.status_model import NOT_FINITE, ServerStatus, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,38 @@ class _Row:
         return found
 
 
+_Sample = tuple[tuple[Any, ...], Mapping[str, float], Callable[[dict[str, float]], Sequence[float | None]]]
+
+
+def _samples(status: ServerStatus) -> Iterator[_Sample]:
+    """Of each row: its key, counters, and the values of its fields, given the counters' rates."""
+    for shard in status.answering:
+        # Payloads, also those in shared memory, of which the socket knows nothing.
+        moved = {name: sum(getattr(job, name) for job in shard.jobs.values()) for name in ("bytes_in", "bytes_out")}
+        yield ("shard", shard.index), moved, lambda rates: list(rates.values())
+    # Without a shard's part a job's counters are too small, and the next rates would be too large.
+    for name, job in status.jobs.items() if not status.mute else ():
+        counts = {
+            "applied": job.applied,
+            "refused": sum(count for reason, count in job.refused.items() if reason != "abstained"),
+            "staleness": job.staleness_sum,
+            "pushes": sum(job.staleness.values()),
+        }
+        yield ("job", name), counts, _of_job
+        for worker in job.workers:
+            yield ("worker", name, worker.rank), {"steps": worker.step or 0}, partial(_of_worker, worker)
+
+
+def _of_job(rates: dict[str, float]) -> Sequence[float]:
+    staleness = rates["staleness"] / rates["pushes"] if rates["pushes"] > 0 else math.nan
+    return rates["applied"], rates["refused"], staleness
+
+
+def _of_worker(worker: WorkerStatus, rates: dict[str, float]) -> Sequence[float | None]:
+    steps_per_s = rates["steps"] if worker.steps_per_s is None and worker.step is not None else worker.steps_per_s
+    return worker.step, worker.loss if worker.loss != NOT_FINITE else None, steps_per_s
+
+
 class Track:
     """Samples at one distance; not thread-safe.
 
@@ -99,36 +132,13 @@ class Track:
         for row in self._rows.values():
             for series in row.series.values():
                 series[slot] = math.nan
-        for shard in status.answering:
-            shard_row = self._row("shard", shard.index)
-            if shard_row is not None:
-                # Payloads, also those in shared memory, of which the socket knows nothing.
-                jobs = shard.jobs.values()
-                moved = {name: sum(getattr(job, name) for job in jobs) for name in ("bytes_in", "bytes_out")}
-                rates = shard_row.rates(now_s, **moved)
-                self._write(shard_row, rates["bytes_in"], rates["bytes_out"])
-        # Without a shard's part a job's counters are too small, and the next rates would be too large.
-        if not status.mute:
-            for name, job in status.jobs.items():
-                self._record_job(name, job, now_s)
+        for key, counts, values_of in _samples(status):
+            found = self._row(*key)
+            if found is not None:
+                values = values_of(found.rates(now_s, **counts))
+                for series, value in zip(found.series.values(), values, strict=True):
+                    series[slot] = math.nan if value is None else value
         self._count += 1
-
-    def _record_job(self, name: str, job: JobStatus, now_s: float) -> None:
-        row = self._row("job", name)
-        if row is None:
-            return
-        refused = sum(count for reason, count in job.refused.items() if reason != "abstained")
-        pushes = sum(job.staleness.values())
-        rates = row.rates(now_s, applied=job.applied, refused=refused, pushes=pushes, staleness=job.staleness_sum)
-        staleness = rates["staleness"] / rates["pushes"] if rates["pushes"] > 0 else math.nan
-        self._write(row, rates["applied"], rates["refused"], staleness)
-        for worker in job.workers:
-            if (row := self._row("worker", name, worker.rank)) is None:
-                continue
-            steps_per_s = worker.steps_per_s
-            if steps_per_s is None and worker.step is not None:
-                steps_per_s = row.rates(now_s, step=worker.step)["step"]
-            self._write(row, worker.step, worker.loss if worker.loss != NOT_FINITE else None, steps_per_s)
 
     def _row(self, *key: Any) -> _Row | None:
         """The row of ``key`` as part of the current sample; None where there is no room."""
@@ -143,10 +153,6 @@ class Track:
         self._rows[key] = row
         row.seen = self._count
         return row
-
-    def _write(self, row: _Row, *values: float | None) -> None:
-        for series, value in zip(row.series.values(), values, strict=True):
-            series[self._count % self._length] = math.nan if value is None else value
 
     def to_text(self, since_unix_s: float = 0.0) -> str:
         """JSON: samples after ``since_unix_s``, oldest first; null means unknown.

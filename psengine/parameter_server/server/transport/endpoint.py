@@ -39,6 +39,17 @@ LINGER_MS = 1000
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 
+_OPTIONS: dict[int, int] = {
+    zmq.LINGER: LINGER_MS,
+    zmq.ROUTER_MANDATORY: 1,  # without it, answers to a slow peer vanish
+    zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
+    zmq.HANDSHAKE_IVL: 2000,
+    zmq.SNDHWM: SENT_MESSAGES,
+    zmq.RCVHWM: RECEIVED_MESSAGES,
+    zmq.BACKLOG: 1024,
+}
+
+
 class BindError(ServerError):
     """An address could not be bound."""
 
@@ -108,8 +119,11 @@ class Endpoint:
         self.peers = Peers(self._socket)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        # ZMTP's heartbeats wait behind payloads, so that a slow link would look dead. The kernel's keep-alives do not.
+        options = _OPTIONS | keep_alive(lease_s) | {zmq.IPV6: int("[" in address)}
         try:
-            _configure(self._socket, lease_s, is_ipv6="[" in address)
+            for option, value in options.items():
+                self._socket.setsockopt(option, value)
             self._bind(address)
         except BaseException:
             self.peers.end()
@@ -179,8 +193,7 @@ class Endpoint:
         self.received_messages += 1
         self.received_bytes += size_bytes
         self.peers.heard(route, part, size_bytes)
-        names_peers = self._guard is not None and self._guard.names_peers
-        user_id = str(part.get("User-Id")) if names_peers else ""
+        user_id = str(part.get("User-Id")) if self._guard is not None and self._guard.names_peers else ""
         return Received(route, user_id, frames, size_bytes, part)
 
     def operator(self, received: Received) -> str:
@@ -192,8 +205,9 @@ class Endpoint:
         if user in (os.geteuid(), 0):
             return f"user {user}"
         # Without an authenticator a User-Id is the client's own word.
-        key = "" if self._guard is None else str(received.part.get("User-Id"))
-        return f"the key {key}" if self._guard is not None and self._guard.is_operator(key) else ""
+        if self._guard is None or not self._guard.is_operator(key := str(received.part.get("User-Id"))):
+            return ""
+        return f"the key {key}"
 
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
         """Send, or close the connection of a peer that does not read; never waits. A peer that is gone gets nothing.
@@ -238,21 +252,6 @@ class Endpoint:
         self._socket.close(linger=linger_ms)
         for file in self._files:
             file.remove()
-
-
-def _configure(router: zmq.Socket[bytes], lease_s: float, *, is_ipv6: bool) -> None:
-    router.setsockopt(zmq.LINGER, LINGER_MS)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, answers to a slow peer vanish
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    router.setsockopt(zmq.HANDSHAKE_IVL, 2000)
-    router.setsockopt(zmq.SNDHWM, SENT_MESSAGES)
-    router.setsockopt(zmq.RCVHWM, RECEIVED_MESSAGES)
-    # ZMTP's heartbeats wait behind payloads, so that a slow link would look dead. The kernel's keep-alives do not.
-    for option, value in keep_alive(lease_s).items():
-        router.setsockopt(option, value)
-    router.setsockopt(zmq.BACKLOG, 1024)
-    if is_ipv6:
-        router.setsockopt(zmq.IPV6, 1)
 
 
 def _refuse_occupied_path(address: str) -> None:

@@ -169,9 +169,9 @@ class ShardThread(threading.Thread):
         shard: used by this thread only once it started.
         endpoint: closed by this thread.
         addresses: of all shards of the server, as clients are told.
+        on_admin: called with an operator's ADMIN, the route, and who sent it; answers through ``answer``.
         coordinators: of the jobs that the server leads; None but at its first shard.
         facts: what the server says of itself; None but at its first shard.
-        on_admin: called with an operator's ADMIN, the route, and who sent it; answers through ``answer``.
 
     Attributes:
         last_tick_s: monotonic time of the last tick.
@@ -186,10 +186,10 @@ class ShardThread(threading.Thread):
         shard: Shard,
         endpoint: Endpoint,
         addresses: Sequence[str],
+        on_admin: Callable[[ShardThread, bytes, Message, str], None],
         *,
         coordinators: Coordinators | None = None,
         facts: Callable[[], ServerFacts] | None = None,
-        on_admin: Callable[[ShardThread, bytes, Message, str], None],
     ) -> None:
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
@@ -207,7 +207,6 @@ class ShardThread(threading.Thread):
         # A worker's answers without a payload frame that leave together, and its route.
         self._group: list[bytes] = []
         self._group_route = b""
-        self._group_answers = 0
         self._report = torch.empty(0, dtype=torch.uint8)
         self._report_until_s = float("-inf")
         self._ends = False
@@ -222,7 +221,7 @@ class ShardThread(threading.Thread):
     # ---- for other threads -------------------------------------------------------------------------------------
 
     def ask(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Have ``function`` called in this thread, within a tick; wait for the result with a timeout.
+        """Have ``function`` called in this thread, within a tick; at once before its start. Wait with a timeout.
 
         The future raises ``ShardEndedError`` where the thread has ended, or ends before the call.
         """
@@ -239,7 +238,7 @@ class ShardThread(threading.Thread):
                 future.set_exception(error)
 
         self._asked.put(call)
-        if self._has_ended:
+        if self._has_ended or self.ident is None:
             self._answer_asked()  # the thread may have ended without seeing this call
         return future
 
@@ -486,29 +485,22 @@ class ShardThread(threading.Thread):
         self.segments.sign(resumed)
 
     def _send_with_others(self, one: Outgoing) -> None:
-        if one.route != self._group_route:
+        if one.route != self._group_route or len(self._group) == ANSWERS_PER_GROUP:
             self._send_group()
         self._group_route = one.route
-        self._group.extend(encode(one.message))
-        self._group_answers += 1
-        if self._group_answers == ANSWERS_PER_GROUP:
-            self._send_group()
+        self._group.append(b"".join(encode(one.message)))
 
     def _send_group(self) -> None:
-        if not self._group:
-            return
-        frames, self._group, self._group_answers = [b"".join(self._group)], [], 0
-        self.answers.send(self._group_route, frames)
+        if self._group:
+            self.answers.send(self._group_route, [b"".join(self._group)])
+            self._group = []
 
     # ---- other work ----------------------------------------------------------------------------------------------
 
     def _answer_asked(self) -> None:
-        while True:
-            try:
-                call = self._asked.get_nowait()
-            except Empty:
-                return
-            self._guarded(call)
+        with suppress(Empty):
+            while True:
+                self._guarded(self._asked.get_nowait())
 
     def _guarded(self, call: Callable[[], object]) -> None:
         try:
