@@ -99,6 +99,8 @@ class JobConnection:
         lease_s, heartbeat_s: as the coordinator said.
         telemetry: the counters in this worker's heartbeats.
         fenced: why exchanges need a rejoin first; None while they go on.
+        last_view: the number of the last view that had this worker.
+        has_asked: the coordinator has heard that this worker lacks state: a view that has it is one that it joins by.
         fatal: why nothing can go on; None while it can.
         state_request: a joiner that waits for this worker's state.
         closing: set when the session ends.
@@ -129,6 +131,8 @@ class JobConnection:
         self.lease_s, self.heartbeat_s = 5.0, 1.0
         self.telemetry = Telemetry(runtime.now_s)
         self.fenced: FencedError | None = None
+        self.has_asked = False
+        self.last_view = 0
         self.fatal: PSEngineError | None = None
         self.parking = Parking(runtime.now_s)
         self.state_request: StateRequest | None = None
@@ -332,7 +336,9 @@ class JobConnection:
             for link in self.links:
                 link.forward(message)
         is_new = view.number > self.view_number
-        if view.number < self.view_number or not (is_mine or self.is_member) or (self.fenced and not is_new):
+        if view.number < self.view_number or not (is_mine or self.is_member):
+            return
+        if self.fenced and not (self.has_asked and is_new):
             return
         assert self.control is not None
         if not is_mine:
@@ -344,6 +350,7 @@ class JobConnection:
             return
         assert me is not None
         self.view, self.view_number, self.view_message, self.empty_view = view, view.number, message, None
+        self.last_view = view.number
         self._preparing = self.steps.is_frozen = False
         if not self.is_member:
             self.is_member = True
@@ -409,8 +416,18 @@ class JobConnection:
         self.state = "join"
         self.news += 1
 
+    def ask_to_join(self) -> Request:
+        """COMMIT "join", with the last view that this worker was in, though it has no part in that any more."""
+        assert self.control is not None
+
+        def heard(answer: Message | PSEngineError) -> None:
+            self.has_asked = not isinstance(answer, PSEngineError)
+
+        message = Message(MessageType.COMMIT, view=self.last_view, body={"what": "join"})
+        return self.ask(self.control, message, what=f"COMMIT 'join' of {self}", then=heard)
+
     def _fence(self) -> None:
-        self.has_state = False
+        self.has_state = self.has_asked = False
         self.is_member, self.state = False, "join" if self.state == "join" else ""
         self._preparing = self.steps.is_frozen = False
         self.fenced = FencedError(

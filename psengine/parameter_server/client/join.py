@@ -84,24 +84,24 @@ def take_part(
 ) -> Flow[str]:
     """Do what the coordinator asks for until a view has this worker; see ``WorkerSession.enter``."""
     assert job.control is not None
-    layout, control, given = sorted(layout, key=lambda spec: spec.key), job.control, -1
+    layout, given = sorted(layout, key=lambda spec: spec.key), -1
 
     def attempt() -> Flow[None]:
         nonlocal given
         number, given = given, -1  # after a failure it begins again
-        if job.state == "initialise" and number != job.registration_number:
+        if job.state == "join":
+            number = -1
+            compare(job, layout, (yield from _await_layout(job, layout)))
+            yield [job.ask_to_join()]
+        elif job.state == "initialise" and number != job.registration_number:
             number = job.registration_number
             yield from _initialise(job, layout, initial)
-            job.has_state = True
-        elif job.state == "join":
-            compare(job, layout, (yield from _await_layout(job, layout)))
-            yield [control.commit("join")]
-        given = number
+        given, job.has_state = number, number == job.registration_number
 
     yield from _become_member(job, f"the values of job {job.options.job!r}", attempt)
     job.has_entered = True
     job.check_servers()
-    if job.state == "initialise":
+    if job.has_state:
         return "initialised"
     if job.state == "join":
         return "joined"
@@ -117,7 +117,6 @@ def rejoin(job: JobConnection) -> Flow[str]:
         seen = job.news
         job.transport.do(job.begin_again)
         yield [job.control.expect(what, job.options.timeout_s, seen)]
-    control = job.control
 
     def attempt() -> Flow[None]:
         if job.state == "initialise":
@@ -126,12 +125,11 @@ def rejoin(job: JobConnection) -> Flow[str]:
                 " again, from a checkpoint.",
                 ErrorCode.STATE_LOST,
             )
-        if job.state == "join":
-            yield [control.commit("join")]
+        yield [job.ask_to_join()]
 
     yield from _become_member(job, what, attempt)
     job.fenced = None
-    return "joined" if job.state == "join" else "ready"
+    return "joined"
 
 
 def _become_member(job: JobConnection, what: str, attempt: Callable[[], Flow[None]]) -> Flow[None]:
