@@ -480,7 +480,8 @@ class Coordinator:
 
     def _end(self, *, has_failed: bool) -> None:
         """The last worker has left; where its training broke off it may be started again."""
-        if has_failed or (not self.averages and len(self._came) < self._world_size):
+        are_others = bool(self.workers.waiting) or len(self._came) < self._world_size
+        if has_failed or (not self.averages and are_others):
             if self.averages:
                 self._interrupt(self._now_s)
             return  # others are to come yet
