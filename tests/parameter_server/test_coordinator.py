@@ -299,19 +299,6 @@ def test_a_registrar_that_dies_is_followed_by_its_successor_or_the_next() -> Non
     assert refusal(first.register) == ErrorCode.FENCED
 
 
-def test_a_registrar_that_was_put_out_begins_again() -> None:
-    bench = Bench(AVERAGE, world_size=1)
-    first = bench.worker(0)
-    first.hello()
-    registration = first.welcome["registration"]
-    bench.wait(LEASE_S + 1)
-    assert refusal(first.register) == ErrorCode.FENCED
-    assert first.hello() == "initialise"
-    assert first.welcome["registration"] > registration
-    first.register()
-    assert bench.ranks == [0]
-
-
 def test_registering_under_an_older_registration_is_stale() -> None:
     bench = Bench(ASYNC, world_size=1)
     first = bench.worker(0)
@@ -355,31 +342,6 @@ def test_a_claim_to_the_rank_of_a_dead_process_replaces_it() -> None:
     assert bench.ranks == [0]
     assert refusal(dead.reconnect) == ErrorCode.DUPLICATE_RANK
     assert refusal(lambda: dead.leave()) == ErrorCode.FENCED
-
-
-def test_a_rank_that_starts_again_three_times_goes_to_its_last_process() -> None:
-    bench = Bench(AVERAGE)
-    first, _ = bench.team(2)
-    started = []
-    for _ in range(3):
-        started.append(bench.worker(1))
-        assert started[-1].hello() == ""
-        bench.wait(1.0, first)
-    bench.wait(3 * 3.0, first, started[-1])
-    assert [one.count(MessageType.ERROR) for one in started] == [0, 0, 0]
-    assert started[-1].welcome["state"] == "join"
-    assert started[-1].incarnation > started[1].incarnation
-
-
-def test_a_claim_to_the_rank_of_a_process_that_leaves_gets_it() -> None:
-    bench = Bench(ASYNC)
-    team = bench.team(2)
-    other = bench.worker(1)
-    other.hello()
-    bench.wait(0.4, *team)
-    team[1].leave()
-    bench.wait(0.2, team[0])
-    assert (other.welcome["state"], bench.ranks) == ("ready", [0, 1])
 
 
 def test_a_rank_belongs_to_the_key_of_its_process() -> None:
@@ -473,15 +435,6 @@ def test_a_change_prepares_all_and_begins_after_the_last_step_that_anybody_has()
     assert first.count(MessageType.PREPARE) == second.count(MessageType.PREPARE) == 1
 
 
-def test_a_step_that_only_the_dead_had_is_done_again() -> None:
-    bench = Bench(AVERAGE)
-    first, second = bench.team(2)
-    first.completed, second.completed = 4, 5
-    second.heartbeat()
-    bench.wait(LEASE_S + 1, first)
-    assert (bench.view.from_step, bench.view.donor) == (5, None)
-
-
 def test_a_member_that_dies_while_it_is_prepared_does_not_hold_the_change() -> None:
     bench = Bench(AVERAGE, world_size=3)
     first, second, third = bench.team(3)
@@ -494,32 +447,6 @@ def test_a_member_that_dies_while_it_is_prepared_does_not_hold_the_change() -> N
     bench.wait(LEASE_S + 1, first)
     assert bench.ranks == [0]
     assert (first.count(MessageType.PREPARE), third.view) != (0, bench.view)
-
-
-def test_prepare_is_said_again_on_a_new_connection_after_the_view() -> None:
-    bench = Bench(AVERAGE, world_size=3)
-    first, second, _ = bench.team(3)
-    second.obeys = False
-    bench.wait(LEASE_S + 1, first, second)
-    second.inbox.clear()
-    assert second.reconnect() == "ready"
-    kinds = [one.type for one in second.inbox]
-    assert kinds == [MessageType.WELCOME, MessageType.VIEW, MessageType.PREPARE]
-    second.completed = 3
-    second.prepare(second.last(MessageType.PREPARE).view)
-    assert (bench.ranks, bench.view.from_step) == ([0, 1], 4)
-
-
-def test_members_that_were_prepared_for_a_joiner_that_died_get_a_view() -> None:
-    bench = Bench(AVERAGE)
-    first, second = bench.team(2)
-    number = bench.view.number
-    second.obeys = False
-    joiner = bench.worker(2)
-    join(joiner, first)
-    bench.wait(LEASE_S + 1, first, second)
-    second.prepare(second.last(MessageType.PREPARE).view)
-    assert (bench.ranks, bench.view.number, first.view) == ([0, 1], number + 1, bench.view)
 
 
 def test_several_causes_during_a_change_end_in_one_view() -> None:
@@ -579,38 +506,6 @@ def test_prepare_reaches_the_donor_before_its_ok() -> None:
     assert first.donate() == [MessageType.PREPARE, MessageType.OK]
 
 
-def test_a_donor_that_dies_before_the_view_is_followed_by_another() -> None:
-    bench = Bench(AVERAGE, world_size=3)
-    first, second, third = bench.team(3)
-    first.completed = 4
-    second.completed = third.completed = 3
-    second.obeys = False
-    joiner = bench.worker(3)
-    joiner.hello()
-    joiner.commit("join")
-    first.donate()
-    bench.deliver(bench.coordinators.evict("job", 0, bench.now_s) or [])
-    second.prepare(second.last(MessageType.PREPARE).view)
-    assert (bench.ranks, bench.view.from_step) == ([1, 2], 4)  # step 4 is done again, so its state is of no use
-    second.obeys = True
-    second.donate()
-    assert bench.view.member(3).first_step == 4  # type: ignore[union-attr]
-
-
-def test_a_donation_under_an_older_view_is_stale_and_asked_again() -> None:
-    bench = Bench(AVERAGE, world_size=3)
-    first, *_ = bench.team(3)
-    joiner = bench.worker(3)
-    joiner.hello()
-    joiner.commit("join")
-    old = bench.view.number
-    bench.deliver(bench.coordinators.evict("job", 2, bench.now_s) or [])
-    assert refusal(lambda: first.donate(under=old)) == ErrorCode.STALE
-    assert first.count(MessageType.STATE_WANTED) == 2
-    first.donate()
-    assert bench.ranks == [0, 1, 3]
-
-
 def test_state_is_wanted_again_with_each_heartbeat_until_it_is_donated() -> None:
     bench = Bench(AVERAGE)
     first, second = bench.team(2)
@@ -624,28 +519,6 @@ def test_state_is_wanted_again_with_each_heartbeat_until_it_is_donated() -> None
     first.donate()  # its OK was lost
     first.heartbeat()
     assert (first.count(MessageType.STATE_WANTED), bench.ranks) == (2, [0, 1, 2])
-
-
-def test_a_joiner_that_dies_is_forgotten() -> None:
-    bench = Bench(AVERAGE)
-    first, second = bench.team(2)
-    joiner = bench.worker(2)
-    joiner.hello()
-    joiner.commit("join")
-    bench.wait(LEASE_S + 1, first, second)
-    first.donate()
-    assert bench.ranks == [0, 1]
-
-
-def test_join_said_again_is_a_repetition_until_the_joiner_knows_its_view() -> None:
-    bench = Bench(AVERAGE)
-    first, _ = bench.team(2)
-    joiner = bench.worker(2)
-    join(joiner, first)
-    held, joiner.view = joiner.view, None  # the connection broke before VIEW came
-    assert joiner.reconnect() == "join"
-    joiner.commit("join", under=0)
-    assert (bench.ranks, joiner.view) == ([0, 1, 2], held)
 
 
 def test_a_joiner_that_lacks_a_piece_is_taken_out_and_served_again() -> None:
@@ -675,29 +548,6 @@ def test_nobody_is_served_while_another_may_still_read_its_state() -> None:
     first.donate()
     assert bench.ranks == [0, 1, 2, 3]
     assert second.view == bench.view
-
-
-def test_one_donation_is_for_all_who_wait_and_lasts_until_all_have_read_it() -> None:
-    bench = Bench(QUORUM, world_size=2)
-    first, second = bench.team(2)
-    first.step(1)
-    second.step(1)
-    joiners = [bench.worker(2), bench.worker(3)]
-    for joiner in joiners:
-        joiner.hello()
-        joiner.commit("join")
-    first.donate()
-    assert bench.ranks == [0, 1, 2, 3]
-    wanted = first.count(MessageType.STATE_WANTED)
-    last = bench.worker(4)
-    last.hello()
-    last.commit("join")
-    joiners[0].step(1)
-    first.heartbeat()
-    second.heartbeat()
-    assert (first.count(MessageType.STATE_WANTED), second.count(MessageType.STATE_WANTED)) == (wanted, 0)
-    joiners[1].step(1)
-    assert first.count(MessageType.STATE_WANTED) == wanted + 1
 
 
 def test_no_state_overwrites_the_values_that_a_slow_worker_begins_with() -> None:
@@ -782,33 +632,6 @@ def test_a_resuming_job_goes_on_after_a_lease_without_who_is_dead(with_disk: boo
     bench.wait(LEASE_S + 1, first, newcomer)
     assert bench.ranks == [0]
     assert newcomer.welcome["state"] == "join"  # unasked
-
-
-def test_survivors_come_before_a_newcomer_that_has_registered_already() -> None:
-    bench = Bench(AVERAGE)
-    _, survivor = bench.team(2)
-    survivor.completed = 4
-    bench.restart(with_disk=False)
-    newcomer = bench.worker(0)
-    newcomer.hello()
-    newcomer.register()
-    survivor.reconnect()
-    assert (bench.ranks, bench.view.from_step) == ([1], 5)
-    assert newcomer.welcome["state"] == "join"
-
-
-def test_a_newcomer_that_registers_at_a_restarted_coordinator_gives_way_to_survivors() -> None:
-    bench = Bench(AVERAGE)
-    _, survivor = bench.team(2)
-    bench.restart(with_disk=False)
-    newcomer = bench.worker(0)
-    assert newcomer.hello() == "initialise"
-    registration = newcomer.welcome["registration"]
-    assert survivor.reconnect() == "wait"
-    assert survivor.welcome["registration"] > registration
-    assert refusal(newcomer.register) == ErrorCode.STALE
-    assert bench.ranks == [1]
-    assert newcomer.welcome["state"] == "join"
 
 
 def test_the_highest_view_that_members_bring_counts() -> None:
@@ -963,25 +786,6 @@ def test_who_leaves_an_averaging_job_waits_until_all_have_its_averages() -> None
     assert first.leave() == [MessageType.OK]  # its OK was lost
 
 
-def test_what_a_worker_said_before_it_heard_that_it_has_left_is_answered() -> None:
-    bench = Bench(BOUND)
-    first, _ = bench.team(2)
-    first.leave()
-    assert first.commit("step", step=1, abstained=False) == [MessageType.OK]
-    assert first.heartbeat() == {}
-    assert bench.ranks == [1]
-
-
-def test_a_leaver_is_no_stranger_while_others_prepare() -> None:
-    bench = Bench(AVERAGE)
-    first, second = bench.team(2)
-    second.obeys = False
-    assert first.leave() == []
-    assert first.heartbeat() == {"why": "prepare", "waiting_for": [1]}
-    second.prepare(second.last(MessageType.PREPARE).view)
-    assert first.last(MessageType.OK).sequence == first.requests - 1
-
-
 def test_a_job_whose_last_worker_left_has_ended_for_its_run() -> None:
     bench = Bench(AVERAGE)
     first, second = bench.team(2)
@@ -1087,30 +891,6 @@ def test_a_quorum_does_not_run_away_from_the_slowest() -> None:
     assert first.releases[-1].step == 9
 
 
-def test_a_quorum_decides_anew_what_a_view_dropped() -> None:
-    bench = Bench(QUORUM, world_size=3)
-    first, second, third = bench.team(3)
-    second.step(1)
-    third.step(1)
-    assert first.releases[-1].contributors == ((1, 1), (2, 1))
-    bench.deliver(bench.coordinators.evict("job", 2, bench.now_s) or [])
-    assert bench.view.releases == ()
-    first.step(1)
-    second.step(1)
-    assert first.releases[-1].contributors == ((0, 1), (1, 1))
-
-
-def test_releases_are_shown_again_on_a_new_connection() -> None:
-    bench = Bench(QUORUM, world_size=3)
-    first, second, third = bench.team(3)
-    third.connection += 1  # what is sent to it now is lost
-    first.step(1)
-    second.step(1)
-    assert third.releases == []
-    third.hello()
-    assert third.releases == first.releases
-
-
 def test_a_merge_waits_for_its_quorum_and_the_grace_window() -> None:
     bench = Bench(MERGE, world_size=3)
     first, second, third = bench.team(3)
@@ -1161,24 +941,6 @@ def test_a_merge_that_some_shard_may_lack_stands_in_the_next_view() -> None:
     first.heartbeat()
     second.hello()
     assert bench.view.releases == ()
-
-
-def test_a_restarted_coordinator_knows_what_was_merged() -> None:
-    bench = Bench(MERGE)
-    first, second = bench.team(2)
-    first.step(1)
-    second.step(1)
-    bench.restart(with_disk=True)
-    first.reconnect()
-    second.reconnect()
-    assert [one.contributors for one in bench.view.releases] == [((0, 1), (1, 1))]
-    first.step(1)
-    second.step(1)
-    assert len(first.releases) == 1
-    first.step(2)
-    second.step(2)
-    assert first.releases[-1].number > first.releases[0].number
-    assert first.releases[-1].step == 2
 
 
 # ---- for people --------------------------------------------------------------------------------------------------

@@ -57,10 +57,6 @@ def shared_maps(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("psengine-worker")
 
 
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
 def push_all(sessions: Sequence[WorkerSession], step: int, answers: list[list[torch.Tensor]]) -> list[PushResult]:
     """All workers push a gradient of every chunk; their answers land in ``answers``."""
     pushes = [
@@ -102,57 +98,18 @@ def history(
     return made
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
-def server(request):
-    with running_server(shards=request.param) as running:
+@pytest.fixture(scope="module")
+def server():
+    with running_server(shards=2) as running:
         yield running
 
 
-@pytest.mark.parametrize(
-    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("rule", [AVERAGE, APPLY], ids=["average", "apply"])
-def test_answers_have_the_bits_that_sockets_bring(server, rule, workers):
-    name = f"{rule['name']} {workers}"
-    shared = history(server, name, rule, workers)
-    sent = history(server, f"{name} over sockets", rule, workers)
-    assert len(shared) == len(sent) == 4 * workers * len(SPECS)
+def test_answers_have_the_bits_that_sockets_bring(server, rule):
+    shared = history(server, str(rule["name"]), rule, 2)
+    sent = history(server, f"{rule['name']} over sockets", rule, 2)
+    assert len(shared) == len(sent) == 4 * 2 * len(SPECS)
     assert all(torch.equal(a, b) for a, b in zip(shared, sent, strict=True))
-
-
-@pytest.mark.slow
-def test_nothing_is_left_when_workers_leave(server):
-    history(server, "before", AVERAGE, 2, steps=1)
-    eventually(lambda: shared_maps(server.pid) == 0)
-    before, ours = descriptors(server.pid), (shared_maps(os.getpid()), descriptors(os.getpid()))
-    for round_index in range(3):
-        history(server, f"round {round_index}", AVERAGE, 2, steps=1)
-    # A job stays, and its averages in memory of the server: one descriptor in each shard.
-    jobs = 3 * len(server.addresses)
-    eventually(lambda: shared_maps(server.pid) == 0 and descriptors(server.pid) <= before + jobs)
-    eventually(lambda: shared_maps(os.getpid()) <= ours[0] and descriptors(os.getpid()) <= ours[1])
-
-
-def test_a_restarted_server_gets_the_segment_again():
-    with running_server() as first:
-        session = entered(first.addresses[0], 0, SPECS)
-        try:
-            answers = [landings()]
-            push_all([session], 0, answers)
-            assert sharing(session) == 1
-            first.kill()
-            with running_server(bind=first.addresses[0]) as second:
-                # On a machine that is slow the first offer may come too late; the next one follows after a while.
-                deadline_s, step = time.monotonic() + 60.0, 0
-                while step < 2 or (sharing(session) == 0 and time.monotonic() < deadline_s):
-                    step += 1
-                    push_all([session], step, answers)
-                    for got, expected in zip(answers[0], gradient(0, step), strict=True):
-                        assert torch.equal(got, expected)
-                assert sharing(session) == 1
-                assert shared_maps(second.pid) == 1
-        finally:
-            session.close()
 
 
 def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_what_was_pushed():
@@ -230,16 +187,14 @@ def push_for_ever(address: str, rank: int) -> None:
         push_all_as(session, rank, step)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
-def test_a_worker_that_is_killed_leaves_no_memory_and_no_half_gradient(seed):
-    rng = random.Random(seed)
+def test_a_worker_that_is_killed_leaves_no_memory_and_no_half_gradient():
     with running_server(lease_s=1.0) as server:
         victim = forkserver.Process(target=push_for_ever, args=(server.addresses[0], 1), daemon=True)
         victim.start()
         survivor = entered(server.addresses[0], 0, SPECS, job="killed", world_size=2)
         try:
             eventually(lambda: 1 in survivor.members)
-            stop_s, is_dead, alone = time.monotonic() + rng.uniform(0.05, 0.6), False, 0
+            stop_s, is_dead, alone = time.monotonic() + random.uniform(0.05, 0.6), False, 0
             for step in itertools.count():
                 answers = push_all_as(survivor, 0, step)
                 own, theirs = gradient(0, step), gradient(1, step)
@@ -261,9 +216,8 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_half_gradient(seed):
             survivor.close()
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
-def test_servers_that_are_killed_at_any_moment_change_no_bit(seed):
-    rng = random.Random(seed)
+@pytest.mark.parametrize("reads_in_place", [True, False])
+def test_servers_that_are_killed_at_any_moment_change_no_bit(reads_in_place):
     with ExitStack() as stack:
         server = stack.enter_context(running_server())
         address = server.addresses[0]
@@ -272,12 +226,12 @@ def test_servers_that_are_killed_at_any_moment_change_no_bit(seed):
             for step in range(12):
                 answers = [landings() for _ in sessions]
                 pushes = [
-                    session.push(key, payload, [landing], reads_in_place=seed % 2 == 0)
+                    session.push(key, payload, [landing], reads_in_place=reads_in_place)
                     for rank, session in enumerate(sessions)
                     for key, payload, landing in zip(CHUNKS, gradient(rank, step), answers[rank], strict=True)
                 ]
                 if step in (3, 7):
-                    time.sleep(rng.uniform(0.0, 0.003))
+                    time.sleep(random.uniform(0.0, 0.003))
                     server.kill()
                     server = stack.enter_context(running_server(bind=address))
                 wait_all(pushes)

@@ -171,18 +171,6 @@ def test_pushes_under_an_older_view_do_not_count_in_an_average():
     assert torch.equal(second.updates()[1], 2 * ONES)
 
 
-def test_a_view_without_a_worker_ends_the_step_that_waits_for_it():
-    world, workers = world_of(3, [spec()])
-    for worker in workers[:2]:
-        worker.push(0, 1, ONES)
-    assert workers[0].waits(0, 1) == [2]
-    world.publish(workers[:2])
-    for worker in workers[:2]:
-        worker.push(0, 1, ONES)  # all that was open goes again
-    assert all(torch.equal(worker.updates()[1], ONES) for worker in workers[:2])
-    assert codes(workers[2].push(0, 1, ONES)) == [ErrorCode.FENCED]
-
-
 def test_a_release_is_of_its_view_and_taken_once():
     rule = {**APPLY, "max_staleness": 0}
     world, (first, second) = world_of(2, [spec()], rule=rule)
@@ -255,69 +243,6 @@ def test_an_ending_server_takes_no_connections():
 
 
 # ---- restarts ----------------------------------------------------------------------------------------------------
-
-
-def test_the_donor_returns_the_last_average_to_a_shard_that_restarted():
-    world, (first, second) = world_of(2, [spec()])
-    for worker in (first, second):
-        worker.push(0, 1, ONES)
-    average = first.updates()[1]
-    second.take()  # its answer was lost
-    world.start(8)
-    for worker in (first, second):
-        worker.connect()
-        assert worker.resume([(0, 1)])["view"] == 0
-        worker.begin()
-        worker.register(spec(), brings_values=False)
-    world.publish([first, second], from_step=2, donor=0)
-    second.resume()
-    second.push(0, 1, ONES)
-    assert second.updates() == {}
-    first.send(MessageType.RESULT, key=0, sequence=1, payload=average, body={"contributors": 2})
-    assert torch.equal(second.updates()[1], average)
-
-
-def tensors_of(shard):
-    return {
-        (job.name, chunk.key, name): tensor
-        for job in shard.capture()
-        for chunk in job.chunks
-        for name, tensor in chunk.tensors.items()
-    }
-
-
-@pytest.mark.parametrize("compress", [None, "int8", "topk:ratio=0.5"])
-@pytest.mark.parametrize("compensation", [0.0, 0.04])
-def test_a_replay_comes_to_the_same_bits(compress, compensation):
-    rule = {**APPLY, "max_staleness": 1, "delay_compensation": compensation}
-    if compress is not None:
-        rule["compress"] = compress
-    world, records = World(), []
-    world.shard.append = records.append
-    generator = torch.Generator().manual_seed(1)
-    workers = team(world, 2, [spec(0, 64)], rule=rule, values={0: torch.randn(64, generator=generator)})
-    payloads = rule_of(world).payloads
-    for step in range(1, 6):
-        for worker in workers:
-            worker.pull(0)
-            gradient = torch.randn(64, generator=generator)
-            payload = torch.empty(payloads._pushed.numel, dtype=payloads._pushed.dtype)
-            if payloads._up.is_identity:
-                payload = gradient
-            else:
-                payloads._up.encode(gradient, payload, None)
-            worker.push(0, step, payload, version=2 * step)
-            worker.resume([(0, step)])
-        world.release(workers, step, floor=step)
-    other = World(epoch=9)
-    for record in records:
-        other.shard.apply(decode([bytes(frame) for frame in record.frames]), REPLAYED)
-    here, there = world.shard.capture(), other.shard.capture()
-    assert [(job.name, job.meta) for job in here] == [(job.name, job.meta) for job in there]
-    assert [chunk.meta for chunk in here[0].chunks] == [chunk.meta for chunk in there[0].chunks]
-    expected, got = tensors_of(world.shard), tensors_of(other.shard)
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def test_of_averages_a_log_has_who_takes_part_and_no_gradients():

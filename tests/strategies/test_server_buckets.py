@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run_ranks
@@ -23,21 +21,9 @@ from psengine.tensors.bucket import Bucket
 LEASE_S = 2.0
 
 
-class StopsAgain(SyncServer):
-    """Its first rejoin takes longer than a lease."""
-
-    def pull_values(self, specs: Iterable[Any]) -> None:
-        if self.rejoins == 1:
-            dist.distributed_c10d._get_default_store().set("rank 1 has stopped again", "")
-            os.kill(os.getpid(), signal.SIGSTOP)
-        super().pull_values(specs)
-
-
-def enter(
-    address: str, kind: type[SyncServer] = SyncServer
-) -> tuple[SyncServer, list[torch.nn.Parameter], list[Bucket]]:
+def enter(address: str) -> tuple[SyncServer, list[Bucket]]:
     """A strategy in service, for two parameters in a bucket each."""
-    strategy = kind(servers=address, timeout_s=30.0)
+    strategy = SyncServer(servers=address, timeout_s=30.0)
     parameters = {"first": torch.nn.Parameter(torch.zeros(3)), "second": torch.nn.Parameter(torch.zeros(5))}
     replica = Replica(
         parameters=parameters,
@@ -51,7 +37,7 @@ def enter(
     buckets = [Bucket(i, (i,), tensors, names, sparse=False, allocate=strategy.allocate) for i in range(2)]
     strategy.lay_out(buckets)
     strategy.join()
-    return strategy, tensors, buckets
+    return strategy, buckets
 
 
 def begin(strategy: SyncServer, bucket: Bucket, value: float) -> Any:
@@ -59,8 +45,8 @@ def begin(strategy: SyncServer, bucket: Bucket, value: float) -> Any:
     return strategy.reduce(bucket)
 
 
-def stopped_between_two_buckets(rank: int, world_size: int, address: str, kind: type[SyncServer]) -> list[Any]:
-    strategy, _, buckets = enter(address, kind)
+def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> list[Any]:
+    strategy, buckets = enter(address)
     store = dist.distributed_c10d._get_default_store()
     pid = torch.tensor(os.getpid())
     dist.broadcast(pid, 1)
@@ -73,7 +59,7 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str, kind: 
         remainder = strategy.finish()
         results = [float(second.wait()[0])]
         remainder.wait()
-        assert strategy.rejoins >= 1 + (kind is StopsAgain)
+        assert strategy.rejoins >= 1
         assert first.is_superseded, "the average that was waited for before is that of an earlier step"
         assert not second.is_superseded
         results = [float(first.wait()[0]), *results]
@@ -93,10 +79,6 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str, kind: 
     os.kill(int(pid), signal.SIGCONT)
     while not store.check(["rank 1 is done"]):
         assert time.monotonic() < deadline, "rank 1 never came back"
-        if kind is StopsAgain and store.check(["rank 1 has stopped again"]):
-            time.sleep(LEASE_S + 1.0)
-            os.kill(int(pid), signal.SIGCONT)
-            kind = SyncServer
         strategy.begin(Step(live_world_size=world_size))
         # What is waited for apart is exchanged apart, at every worker alike.
         results = [float(begin(strategy, one, 100.0 + strategy.completed_steps).wait()[0]) for one in buckets]
@@ -107,10 +89,9 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str, kind: 
     return [results, steps]
 
 
-@pytest.mark.parametrize("kind", [SyncServer, StopsAgain])
-def test_a_worker_that_rejoins_between_two_buckets_waits_for_both_again(kind):
+def test_a_worker_that_rejoins_between_two_buckets_waits_for_both_again():
     with running_server(lease_s=LEASE_S) as server:
-        ahead, behind = run_ranks(stopped_between_two_buckets, 2, server.addresses[0], kind)
+        ahead, behind = run_ranks(stopped_between_two_buckets, 2, server.addresses[0])
     results, steps = behind
     assert results == [100.0 + steps - 1] * 2, "both buckets are those of the step that it took part in"
     assert steps <= ahead[1]

@@ -25,7 +25,7 @@ from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
 from psengine.codecs.topk import TopK
-from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
+from psengine.errors import ConfigurationError, ServerRefusedError
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.parameter_server.server.daemon import _import_plugins
@@ -152,22 +152,6 @@ def test_what_a_refused_gradient_brought_of_the_residual_goes_with_the_next(serv
         assert landing.tolist() == [0, 0, 0, 0, 0, 0, -14, -8]
 
 
-def test_what_a_fenced_worker_sent_does_not_count():
-    """It is silent for longer than its lease; what it sent before it noticed is not in the others' average."""
-    with running_server(sabotage=register, lease_s=0.5) as short, ExitStack() as context:
-        first, second = context.enter_context(both(short.addresses[0], "fenced"))
-        gradient, landings = torch.arange(1.0, 9.0), [torch.zeros(NUMEL), torch.zeros(NUMEL)]
-        pushes = [w.push(0, gradient, [landing]) for w, landing in zip((first, second), landings, strict=True)]
-        assert [push.wait().outcome for push in pushes] == [ExchangeOutcome.AVERAGED] * 2
-        kept = residual(second)
-        job = second.job_connection
-        job.transport.do(setattr, job.control, "_next_beat_s", float("inf"))
-        first.push(0, gradient, [landings[0]]).wait()  # the others go on
-        with pytest.raises(FencedError):
-            second.push(0, gradient, [landings[1]]).wait()
-        assert residual(second) == kept
-
-
 def test_what_an_average_that_is_not_finite_brought_of_the_residual_goes_with_the_next(server):
     """A GradScaler skips the step. A worker that has nothing to send later does not give back an older payload."""
     with closing(enter(server.addresses[0], "spoiled", 0, OneBit(), world_size=1)) as worker:
@@ -180,16 +164,6 @@ def test_what_an_average_that_is_not_finite_brought_of_the_residual_goes_with_th
         assert kept[0] == kept[1] != kept[2]
         worker.push(0, None, [landing]).wait()
         assert residual(worker) == kept[2]
-
-
-def test_an_abstaining_worker_keeps_its_residual(server):
-    with closing(enter(server.addresses[0], "abstains", 0, TopOne(), world_size=1)) as worker:
-        landing = torch.zeros(NUMEL)
-        worker.push(0, torch.arange(1.0, 9.0), [landing]).wait()
-        kept = residual(worker)
-        worker.push(0, None, [landing]).wait()
-        assert residual(worker) == kept
-        assert landing.tolist() == [0.0] * NUMEL
 
 
 # ---- weights as differences ------------------------------------------------------------------------------------------
@@ -223,14 +197,3 @@ def test_weights_that_a_difference_leaves_out_come_with_later_ones(server, codec
             worker.push(0, torch.zeros(NUMEL), [landing] if step != 3 else []).wait()
         assert before > 1e-4
         assert distance(worker, landing) < before / 4
-
-
-def test_a_worker_that_takes_part_anew_has_no_residual_and_gets_whole_weights(server):
-    with behind(server, "anew", OneBit()) as (worker, landing):
-        worker.push(0, torch.arange(1.0, 9.0), [landing]).wait()
-        assert any(residual(worker))
-        assert distance(worker, landing) > 0
-        worker.reset_codecs()
-        assert not any(residual(worker))
-        worker.push(0, torch.zeros(NUMEL), [landing]).wait()
-        assert distance(worker, landing) == 0

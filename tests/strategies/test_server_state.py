@@ -9,20 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from support.expectations import raises
 from support.processes import run_ranks
 from support.server_process import running_server
 from support.server_training import assert_equal, batches, build, state_of, train, use, wrap
-from torch import nn
 from torch.nn import functional as F
 
 import psengine
-from psengine.errors import (
-    ConfigurationError,
-    ReductionError,
-    ReplicaMismatchError,
-    ServerRefusedError,
-)
 
 
 def save_and_load(rank: int, world_size: int, address: str) -> Any:
@@ -86,47 +78,6 @@ def load_before_wrapping(rank: int, world_size: int, address: str) -> Any:
 def test_a_checkpoint_loaded_before_wrapping_counts_where_the_job_begins(server):
     [(ours, plain)] = run_ranks(load_before_wrapping, 1, server.addresses[0], init_group=False)
     assert_equal(ours, plain)
-
-
-def misuse(rank: int, world_size: int, address: str) -> None:
-    use(address)
-    wrapped = wrap(psengine.AsyncServer(job="misuse"))
-    with raises(ConfigurationError, "psengine.DistributedOptimizer"):
-        F.cross_entropy(wrapped(batches(0)[0][0]), batches(0)[0][1]).backward()
-    with raises(ConfigurationError, "LBFGS"):
-        psengine.DistributedOptimizer(torch.optim.LBFGS(wrapped.parameters()), wrapped)
-    with raises(ConfigurationError, "takes no communication hook"):
-        wrapped.register_comm_hook(None, _hook)
-    with raises(ConfigurationError, "a strategy object serves one wrapped model"):
-        wrap(wrapped.strategy)
-    wrapped.leave()
-    wrapped.leave()
-    with raises(ReductionError, "is not connected"):
-        wrapped.strategy.session  # noqa: B018
-
-    with raises(ConfigurationError, "sparse gradients of 'weight'", "sparse=False"):
-        psengine.DistributedDataParallel(nn.Embedding(5, 3, sparse=True), strategy=psengine.AsyncServer(job="sparse"))
-
-    class Wrong(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, width)
-
-    first = psengine.DistributedDataParallel(Wrong(3), strategy=psengine.AsyncServer(job="shapes"))
-    with raises(ReplicaMismatchError, "'head.", "of shape (5", "of shape (3"):
-        psengine.DistributedDataParallel(Wrong(5), strategy=psengine.AsyncServer(job="shapes"))
-    with raises(ServerRefusedError, "another rule"):
-        psengine.DistributedDataParallel(Wrong(3), strategy=psengine.AsyncServer(max_staleness=1, job="shapes"))
-    psengine.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=0.1), first)
-    second = psengine.DistributedDataParallel(Wrong(3), strategy=psengine.AsyncServer(job="shapes"))
-    with raises(ServerRefusedError, "another optimizer"):
-        psengine.DistributedOptimizer(torch.optim.Adam(second.parameters()), second)
-    first.leave()
-    second.leave()
-
-
-def _hook(state, bucket):
-    raise AssertionError
 
 
 def configured_after_the_snapshot(rank: int, world_size: int, address: str, taken: Any, restarted: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
-from support.server_training import assert_equal, batches, build, state_of, train, use, wrap
+from support.server_training import batches, build, train, use, wrap
 from support.waiting import eventually
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -26,28 +26,6 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-
-
-def own_job(rank: int, world_size: int, address: str, job: str, strategy: str) -> Any:
-    """A worker of its own: no process group, no RANK; joined by PSENGINE_SERVERS alone."""
-    use(address)
-    os.environ["PSENGINE_JOB"] = job
-    wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy=strategy)
-    start = state_of(wrapped.module)
-    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01), wrapped)
-    for batch in batches(rank):
-        time.sleep(0.1)  # so that their lives overlap
-        train(wrapped, optimizer, [batch])
-    given_rank = wrapped.strategy.session.rank
-    wrapped.leave()
-    return given_rank, start
-
-
-def test_separate_jobs_meet_at_the_servers(server):
-    results = run_ranks(own_job, 2, server.addresses[0], "separate", "async", init_group=False)
-    assert sorted(rank for rank, _ in results) == [0, 1]
-    [status, *_] = server.job("separate")
-    assert status["members"] == 0
 
 
 def numbered(rank: int, world_size: int, address: str, directory: Path) -> Any:
@@ -93,37 +71,6 @@ def test_a_worker_that_is_started_again_after_its_job_has_ended_ends_at_once(ser
     assert outcomes == [["trained"], ["ended with 0"]]
 
 
-def late_joiner(rank: int, world_size: int, address: str) -> Any:
-    """Rank 1 comes when rank 0 has made some steps; both end with the same model and optimizer state."""
-    use(address)
-    os.environ["PSENGINE_JOB"] = "late"
-    if rank == 1:
-        time.sleep(1.0)
-    wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy="sync-server")
-    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9), wrapped)
-    start = wrapped.strategy.completed_steps
-    data = batches(rank)
-    while wrapped.strategy.completed_steps < 120:
-        train(wrapped, optimizer, data[:1])
-        if rank == 0 and len(wrapped.strategy.members) < 2:
-            time.sleep(0.05)
-    state = state_of(wrapped.module)
-    momenta = [s["momentum_buffer"].clone() for s in optimizer.state_dict()["state"].values()]
-    wrapped.leave()
-    return start, state, momenta
-
-
-def test_a_late_worker_gets_the_others_state(server):
-    (first_start, first, first_momenta), (start, late, momenta) = run_ranks(
-        late_joiner, 2, server.addresses[0], init_group=False
-    )
-    assert first_start == 0
-    assert start > 0
-    assert_equal(first, late)
-    for a, b in zip(first_momenta, momenta, strict=True):
-        assert torch.equal(a, b)
-
-
 def large_quorum(rank: int, world_size: int, address: str) -> list[str]:
     use(address)
     found: list[str] = []
@@ -143,28 +90,6 @@ def test_a_quorum_of_more_workers_than_there_are_is_said_once(server):
     assert second == []
     (said,) = first
     assert "quorum=3 is more than the job's 2 workers, so each exchange waits for all of them" in said
-
-
-def independent(rank: int, world_size: int, address: str) -> list[float]:
-    """A worker of a job whose number of workers is known; worker 1 comes late. Returns the averages of two steps."""
-    use(address)
-    variables = {"PSENGINE_JOB": "counted", "PSENGINE_WORKER": str(rank), "PSENGINE_WORKERS": str(world_size)}
-    os.environ.update(variables)
-    if rank == 1:
-        time.sleep(1.0)
-    wrapped = psengine.DistributedDataParallel(nn.Linear(1, 1, bias=False), strategy="sync-server")
-    averages = []
-    for step in range(2):
-        wrapped.zero_grad()
-        wrapped(torch.tensor([[1.0 + 2 * rank + step]])).sum().backward()
-        averages.append(wrapped.module.weight.grad.item())
-    wrapped.leave()
-    return averages
-
-
-def test_the_first_step_of_independent_workers_waits_for_all_that_are_counted(server):
-    # Without PSENGINE_WORKERS worker 0 would train alone until worker 1 comes.
-    assert run_ranks(independent, 2, server.addresses[0], init_group=False) == [[2.0, 3.0], [2.0, 3.0]]
 
 
 def embedded(rank: int, world_size: int) -> Any:

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 import torch
 from support.fault_workers import worker_processes
-from support.full_disk import fill_up
 from support.mute_shards import mute_while
 from support.server_process import Peer, running_server
 from support.waiting import eventually
@@ -140,44 +139,6 @@ def test_a_diverged_worker_is_an_alarm_and_a_paused_page_shows_the_other_range()
         # The latter where a minute has ended during the test.
         empty = ("One sample a minute: lines begin with the second.", "No loss was finite.")
         assert text_of(driver, "#loss .empty") in empty
-        assert driver.execute_script("return window.violations") == []
-
-
-def test_the_head_says_how_durable_the_server_is_and_that_its_log_is_full(tmp_path):
-    flag = tmp_path / "full"
-    options = {"snapshot_dir": tmp_path / "s", "durability": "log", "snapshot_interval_s": 0.0, "sabotage": fill_up}
-    with (
-        running_server(environment={"FULL": str(flag)}, **options) as server,
-        running_server() as forgetful,
-        browser() as driver,
-        Peer(server.addresses[0]) as peer,
-    ):
-
-        def facts():
-            return dict(
-                driver.execute_script(
-                    "return [...document.querySelectorAll('#facts div')].map((one) =>"
-                    " [...one.children].map((text) => text.textContent))"
-                )
-            )
-
-        driver.get(server.status_url + "/")
-        eventually(lambda: facts().get("durability") == "log: no generation yet", "the tier")
-        eventually(lambda: facts()["log"].endswith(" free") and facts()["log"].split(", ")[1][0].isdigit(), "the room")
-        peer.make_job(torch.zeros(10))
-        flag.touch()
-        assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(10), timeout_s=0.3) is None
-        eventually(lambda: text_of(driver, "#health") == "✕ log full: nothing is acknowledged", "the alarm")
-        assert "✕ log full" in text_of(driver, "#log")
-        flag.unlink()
-        assert peer.receive(5.0).version == 1
-        eventually(lambda: text_of(driver, "#health") == "✓ serving", "it goes on")
-        driver.get(forgetful.status_url + "/")
-        eventually(lambda: facts().get("durability", "").startswith("memory: nothing is kept"), "the other tier")
-        with Peer(forgetful.addresses[0]) as another:
-            another.make_job(torch.zeros(10))
-            eventually(lambda: facts()["durability"].startswith("memory: when this server ends"), "what is at stake")
-        assert "log" not in facts()
         assert driver.execute_script("return window.violations") == []
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from support.shard_world import MERGE, SGD, Worker, World, rule_of, spec, team
+from support.shard_world import MERGE, SGD, World, rule_of, spec, team
 
 from psengine.protocol.frames import payload_tensor
-from psengine.protocol.messages import MessageType
 from psengine.protocol.views import Release
 
 NUMEL = 6
@@ -97,13 +96,6 @@ def test_what_does_not_count_is_answered_at_once_and_not_waited_for():
     assert list(workers[1].updates()) == [1]
 
 
-def test_a_step_of_other_chunks_names_what_is_here_of_an_earlier_one():
-    world, workers = start(2)
-    push(workers[0], 1)
-    world.release(workers, 1, contributors=((0, 2),))
-    assert list(workers[0].updates()) == [1]
-
-
 def test_a_chunk_that_a_worker_did_not_push_in_the_step_is_merged_without_it():
     world, workers = start(2)
     push(workers[1], 1)
@@ -140,26 +132,6 @@ class TestViews:
         world.publish(workers[:1])
         torch.testing.assert_close(workers[0].updates()[1], Oracle().merge((difference(0, 1), 1)))
 
-    def test_a_new_process_does_not_bring_what_was_named_of_the_former(self):
-        world, workers = start(2)
-        push(workers[0], 1)
-        world.release(workers, 1, contributors=((0, 1), (1, 7)))
-        new = Worker(world, 1, rule=MERGE, incarnation=99, first_step=8)
-        world.publish([workers[0], new])
-        new.resume()
-        push(new, 8)
-        assert list(workers[0].updates()) == [1]
-        assert not new.updates()
-        world.release([new], 2, contributors=((1, 8),))
-        assert list(new.updates()) == [8]
-
-    def test_who_was_dropped_and_comes_back_pushes_again(self):
-        world, workers = start(2)
-        push(workers[1], 1)
-        world.publish(workers[:1])
-        world.publish(workers)
-        assert workers[1].resume([(0, 1)])["missing"] == [0]
-
 
 def test_all_goes_on_from_a_restart():
     world, workers = start(2)
@@ -176,16 +148,3 @@ def test_all_goes_on_from_a_restart():
         merged = oracle.merge((difference(0, step), 1), (difference(1, step), 1))
         for worker in workers:
             torch.testing.assert_close(worker.updates()[step], merged)
-
-
-def test_every_shard_merges_the_same_workers():
-    world, workers = start(3, shards=2)
-    for shard in (0, 1):
-        for worker in workers:
-            worker.resume(shard=shard)
-            worker.take()
-            push(worker, 1, shard=shard)
-    world.release(workers, 1, contributors=((0, 1), (2, 1)))
-    found = [[payload_tensor(m) for m in worker.take(MessageType.UPDATED)] for worker in workers]
-    assert [len(one) for one in found] == [2, 0, 2]
-    assert all(torch.equal(one, found[0][0]) for answers in found for one in answers)

@@ -236,15 +236,6 @@ def test_an_average_that_is_not_finite_leaves_the_servers_residual_as_it_was(cod
             assert torch.equal(answer, encode(codec, decode(codec, payload, 600), state))
 
 
-def test_a_snapshot_keeps_the_codec():
-    world, worker = stepping("bf16", 4)
-    world.start(8, world.shard.capture())
-    world.publish([worker])
-    worker.resume()
-    worker.push(0, 1, encode(Bfloat16(), torch.ones(4)))
-    assert worker.updates()[1].dtype is torch.bfloat16
-
-
 @pytest.mark.parametrize("compress", ["int9", "bf16:ratio=1", "bf16,ratio=1", ":"])
 def test_a_codec_that_the_server_lacks_is_refused_and_makes_no_job(compress):
     world = World()

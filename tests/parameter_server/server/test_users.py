@@ -22,7 +22,6 @@ import psengine
 from psengine.environment import local_sockets
 from psengine.environment.local_sockets import listener_uid, private_directory, socket_beside
 from psengine.errors import AuthenticationError, ConfigurationError
-from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.parameter_server.server.transport.authentication import Authenticator
 
 NUMEL = 1000
@@ -65,25 +64,9 @@ def answers_to_strangers(address):
         return [answer.type.name for answer in answers if answer is not None]
 
 
-@contextmanager
-def server_of_kind(kind, directory):
-    if kind == "embedded":
-        with EmbeddedServer.start() as server:
-            yield server.addresses[0]
-        return
-    bind = {"tcp": "tcp://127.0.0.1:0", "ipc": f"ipc://{directory}/socket", "abstract": f"ipc://@{directory}"}[kind]
-    with running_server(bind=bind) as server:
-        if kind == "ipc":
-            os.chmod(f"{directory}/socket", 0o777)
-        yield server.addresses[0]
-
-
 @needs_root
-@pytest.mark.parametrize(
-    "kind", ["tcp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("embedded", "ipc", "abstract"))]
-)
-def test_another_user_neither_reads_nor_writes_a_model(kind, open_directory):
-    with server_of_kind(kind, open_directory) as address, trained_model(address):
+def test_another_user_neither_reads_nor_writes_a_model():
+    with running_server() as server, trained_model(address := server.addresses[0]):
         assert read_model(address) == [1.0] * NUMEL
         assert as_other_user(answers_to_strangers, address) == []
         started_s = time.monotonic()
@@ -95,9 +78,8 @@ def test_another_user_neither_reads_nor_writes_a_model(kind, open_directory):
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["tcp", pytest.param("abstract", marks=pytest.mark.slow)])
-def test_who_listens_first_is_not_taken_for_this_users_server(kind, open_directory):
-    with other_user(listen, f"ipc://@{open_directory}" if kind == "abstract" else "tcp://127.0.0.1:0") as receive:
+def test_who_listens_first_is_not_taken_for_this_users_server():
+    with other_user(listen, "tcp://127.0.0.1:0") as receive:
         address = receive()
         with pytest.raises(AuthenticationError, match=rf"another user's.*got user {OTHER_UID}'s") as caught:
             read_model(address)
@@ -175,21 +157,10 @@ def judge_that_takes_everybody():
     Authenticator._judge_user = lambda self, address: ""
 
 
-def handler_that_hangs():
-    Authenticator.run = lambda self: self._ends.wait()
-
-
-def lock_that_is_left_out():
-    Authenticator.secure = lambda self, router, address: None
-
-
-@pytest.mark.parametrize("sabotage", [judge_that_takes_everybody, handler_that_hangs, lock_that_is_left_out])
-@pytest.mark.parametrize("kind", ["tcp", pytest.param("ipc", marks=pytest.mark.slow)])
-def test_a_server_whose_locks_do_not_hold_does_not_start(sabotage, kind, tmp_path):
-    bind = "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path}/socket"
+def test_a_server_whose_locks_do_not_hold_does_not_start():
     with (
         pytest.raises(ServerFailedError, match=r"exit code 2(.|\n)*does not keep strangers out"),
-        running_server(sabotage=sabotage, bind=bind),
+        running_server(sabotage=judge_that_takes_everybody),
     ):
         pass
 
@@ -199,14 +170,10 @@ def test_a_server_whose_locks_do_not_hold_does_not_start(sabotage, kind, tmp_pat
     [
         ("localhost:{me}:0:1", b"200"),
         ("localhost:{me}:0:", b"200"),
-        ("localhost:0:7:1", b"200"),
         ("localhost:65534:0:1", b"400"),
         ("localhost:{me}9:0:1", b"400"),
-        ("localhost", b"400"),
         ("localhost:", b"400"),
-        ("127.0.0.1", b"400"),
         ("", b"400"),
-        ("::1", b"400"),
         ("localhost:-1:0:1", b"400"),
         ("xlocalhost:0:0:1", b"400"),
     ],
@@ -257,7 +224,7 @@ def test_a_server_leaves_no_socket_behind_and_clears_up_after_those_that_were_ki
 
 
 @needs_root
-@pytest.mark.parametrize("fault", ["owner", "mode", "link", "file"])
+@pytest.mark.parametrize("fault", ["owner", "mode", "link"])
 def test_a_directory_that_is_not_ours_alone_is_refused(fault, tmp_path, monkeypatch):
     directory = tmp_path / "run"
     monkeypatch.setenv("PSENGINE_RUNTIME_DIR", str(directory))
@@ -269,7 +236,7 @@ def test_a_directory_that_is_not_ours_alone_is_refused(fault, tmp_path, monkeypa
         directory.chmod(0o750)
     else:
         directory.rename(tmp_path / "aside")
-        directory.symlink_to(tmp_path / "aside") if fault == "link" else directory.touch(0o600)
+        directory.symlink_to(tmp_path / "aside")
     with pytest.raises(ConfigurationError, match=r"must be ours alone.*Fix: .*PSENGINE_RUNTIME_DIR"):
         private_directory(make=True)
     with running_server_command(["--bind", "tcp://127.0.0.1:0"]) as command:
