@@ -94,6 +94,11 @@ class MergingJob(ApplyingJob):
     def _note_push(self, process: WorkerProcess, push: Message) -> None:
         super()._note_push(process, push)
         self._weights[process.number, push.sequence] = push.body.get("weight", 1.0)
+        if not self.scenario.keeps_log:  # a shard that went back to a snapshot has the later one of a worker's
+            merged = self.chunks[push.key].versions[self.chunks[push.key].version].updates
+            for update in self.taken.keys() - merged:
+                if update[0] == process.number and update[1] < push.sequence:
+                    self.taken[update].discard(push.key)
 
     def applied(self, server: ServerProcess, shard: Any, message: Message, outgoing: list[Any]) -> None:
         """See ``Job``."""

@@ -144,7 +144,7 @@ def draw(seed: int) -> Scenario:
         seed=seed,
         rule=rule,
         workers=workers,
-        joins_s=tuple(round(rng.uniform(0.2, FAULTY_S), 3) for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))),
+        joins_s=tuple(round(rng.uniform(0.2, 2.0), 3) for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))),
         leaves=((rng.randrange(workers), rng.randint(1, steps)),) if rng.random() < 0.3 else (),
         servers=rng.choice((1, 1, 2, 2, 3)),
         shards=rng.choice((1, 2, 2, 3)) if rng.random() < 0.7 else 1,
@@ -154,7 +154,7 @@ def draw(seed: int) -> Scenario:
         latency_s=rng.choice(((0.0005, 0.002), (0.001, 0.05), (0.01, lease_s / 12))),
         lease_s=lease_s,
         tick_s=rng.choice((0.1, 0.1, 0.2)),
-        snapshot_s=None if tier == "memory" else rng.choice((0.3, 1.0)),
+        snapshot_s=None if tier == "memory" else rng.choice((0.3, 1.0, 8.0)),
         keeps_log=tier == "log",
     )
     scenario = replace(scenario, **_RULES[rule](rng))
@@ -186,9 +186,10 @@ def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
     kind = rng.choices(list(kinds), [weight for weight, _, _ in kinds.values()])[0]
     _, shortest_s, longest_s = KINDS[kind] if kind != "cut off" else (bound * scenario.lease_s for bound in KINDS[kind])
     server = rng.randrange(scenario.servers)
+    lasts_s = 0.8 + scenario.steps * (0.6 * scenario.think_s + 2 * scenario.latency_s[1])  # about so long it trains
     return Fault(
         kind,
-        round(rng.random() * FAULTY_S, 3),
+        round(rng.random() * min(FAULTY_S, lasts_s), 3),
         round(shortest_s + (longest_s - shortest_s) * rng.random() ** 2, 3),
         rng.randrange(scenario.ranks),
         scenario.servers - 1 if kind == "cut off" and rng.random() < 0.5 else server,

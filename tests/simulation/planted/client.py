@@ -10,7 +10,7 @@ from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.steps import Steps
 from psengine.protocol.messages import MessageType
-from simulation.planted.registry import constant, plant
+from simulation.planted.registry import constant, plant, then
 
 
 def _without(kind: MessageType) -> Any:
@@ -37,6 +37,19 @@ def _commits_at_once(confirm: Any) -> Any:
     return one
 
 
+def _never(channel: Channel) -> None:
+    channel._open_at_s = float("inf")
+
+
+def _ahead(prepare: Any) -> Any:
+    def one(self: JobConnection, number: int) -> None:
+        self.steps.completed += 1
+        prepare(self, number)
+        self.steps.completed -= 1
+
+    return one
+
+
 plant("a client does not freeze", JobConnection, "freeze", constant(None))
 plant("a client keeps releases to itself", Link, "send", _without(MessageType.RELEASE))
 plant("a client keeps views to itself", Link, "send", _without(MessageType.VIEW))
@@ -48,22 +61,6 @@ plant("a client does not send again what is missing", Link, "requeue", constant(
 plant("a client does not tell of a shard's new life", JobConnection, "tell_life", constant(None))
 plant("a donor returns no averages", JobConnection, "_return_results", constant(None))
 plant("a client sends no heartbeats", Control, "beat", constant(None))
-plant(
-    "a client does not open a connection again",
-    Channel,
-    "disconnected",
-    lambda lost: lambda self, now_s: (lost(self, now_s), setattr(self, "_open_at_s", float("inf"))),
-)
-plant(
-    "a client says that it has completed one step more",
-    JobConnection,
-    "prepare",
-    lambda prepare: lambda self, number: _ahead(self, prepare, number),
-)
+plant("a client does not open a connection again", Channel, "disconnected", then(_never))
+plant("a client says that it has completed one step more", JobConnection, "prepare", _ahead)
 plant("a client knows no losses", JobConnection, "_look_for_losses", constant(None))
-
-
-def _ahead(self: JobConnection, prepare: Any, number: int) -> None:
-    self.steps.completed += 1
-    prepare(self, number)
-    self.steps.completed -= 1
