@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-import threading
 
 import pytest
 import torch
 from support.other_user import as_other_user, needs_root
 from support.server_process import Peer, ServerFailedError, running_server
-from support.waiting import eventually
 
 import psengine
 from psengine.cli.main import main
@@ -207,19 +205,6 @@ def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, tmp_pa
         psengine.connect(again.addresses[0], job="kept", role="reader") as reader,
     ):
         assert reader.pull()["w"].tolist() == [-1.0] * 4
-
-
-def test_drain_waits_for_the_end(admin):
-    with running_server() as server, Peer(server.addresses[0]) as peer:
-        peer.make_job(torch.zeros(4))
-        leaving = threading.Timer(1.0, peer.leave)
-        leaving.start()
-        try:
-            code, said = admin("drain", "--wait-s", "30", server=server)
-        finally:
-            leaving.join(timeout=10)
-        assert (code, said.count("has ended")) == (0, 1)
-        eventually(lambda: not server.is_alive, timeout_s=15)
 
 
 def test_shutdown_is_answered_and_ends_the_server(admin):

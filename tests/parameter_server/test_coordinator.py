@@ -469,19 +469,6 @@ def test_jobs_whose_servers_hold_the_weights_change_views_at_once() -> None:
     assert (bench.ranks, first.count(MessageType.PREPARE)) == ([0, 1, 2], 0)
 
 
-def test_commits_under_an_older_view_change_nothing() -> None:
-    bench = Bench(QUORUM, world_size=3)
-    first, second, _ = bench.team(3)
-    old = bench.view.number
-    bench.deliver(bench.coordinators.evict("job", 2, bench.now_s) or [])
-    first.commit("step", step=1, abstained=False, under=old)
-    second.commit("step", step=1, abstained=False, under=old)
-    assert first.releases == []
-    first.step(1)
-    second.step(1)
-    assert [one.contributors for one in first.releases] == [((0, 1), (1, 1))]
-
-
 # ---- joining -----------------------------------------------------------------------------------------------------
 
 
@@ -504,21 +491,6 @@ def test_prepare_reaches_the_donor_before_its_ok() -> None:
     joiner.hello()
     joiner.commit("join")
     assert first.donate() == [MessageType.PREPARE, MessageType.OK]
-
-
-def test_state_is_wanted_again_with_each_heartbeat_until_it_is_donated() -> None:
-    bench = Bench(AVERAGE)
-    first, second = bench.team(2)
-    joiner = bench.worker(2)
-    joiner.hello()
-    joiner.commit("join")
-    first.heartbeat()
-    second.heartbeat()
-    assert (first.count(MessageType.STATE_WANTED), second.count(MessageType.STATE_WANTED)) == (2, 0)
-    first.donate()
-    first.donate()  # its OK was lost
-    first.heartbeat()
-    assert (first.count(MessageType.STATE_WANTED), bench.ranks) == (2, [0, 1, 2])
 
 
 def test_a_joiner_that_lacks_a_piece_is_taken_out_and_served_again() -> None:
@@ -632,20 +604,6 @@ def test_a_resuming_job_goes_on_after_a_lease_without_who_is_dead(with_disk: boo
     bench.wait(LEASE_S + 1, first, newcomer)
     assert bench.ranks == [0]
     assert newcomer.welcome["state"] == "join"  # unasked
-
-
-def test_the_highest_view_that_members_bring_counts() -> None:
-    bench = Bench(AVERAGE, world_size=3)
-    first, second, third = bench.team(3)
-    third.obeys = False
-    bench.wait(LEASE_S + 1, first, second)  # the third knows only the older view
-    number = bench.view.number
-    bench.restart(with_disk=False)
-    assert third.reconnect() == "wait"
-    assert first.reconnect() == "wait"
-    assert second.reconnect() == "wait"
-    assert (bench.ranks, bench.view.number) == ([0, 1], number + 1)
-    assert third.heartbeat() == {"code": ErrorCode.FENCED}
 
 
 def test_weights_that_only_the_lead_held_are_lost_with_it() -> None:
@@ -784,6 +742,15 @@ def test_who_leaves_an_averaging_job_waits_until_all_have_its_averages() -> None
     assert first.inbox[-2:] == [first.last(MessageType.VIEW), first.last(MessageType.OK)]
     assert (bench.ranks, first.view, second.view) == ([1], bench.view, bench.view)
     assert first.leave() == [MessageType.OK]  # its OK was lost
+
+
+def test_what_a_worker_said_before_it_heard_that_it_has_left_is_answered() -> None:
+    bench = Bench(BOUND)
+    first, _ = bench.team(2)
+    first.leave()
+    assert first.commit("step", step=1, abstained=False) == [MessageType.OK]
+    assert first.heartbeat() == {}
+    assert bench.ranks == [1]
 
 
 def test_a_job_whose_last_worker_left_has_ended_for_its_run() -> None:

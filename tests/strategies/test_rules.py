@@ -193,9 +193,3 @@ def test_every_model_follows_the_rule_of_every_codec(address, strategy, codec):
     name = with_codec(strategy, codec)
     models = [model for model in MODELS if model != "sparse" or "server" not in strategy]
     check(address, 2, [(name, name, model) for model in models])
-
-
-@pytest.mark.slow
-def test_three_ranks_have_the_bits_of_the_rule(address):
-    strategies = {strategy.replace("quorum=2", "quorum=3"): models for strategy, models in QUICK.items()}
-    check(address, 3, [(strategy, strategy, model) for strategy, models in strategies.items() for model in models])

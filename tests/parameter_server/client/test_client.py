@@ -34,7 +34,6 @@ from psengine.protocol.keys import CurveClientKeys, KeyPair, write_key_pair
 from psengine.protocol.layout import ChunkKind
 
 AVERAGE = {"name": "average", "quorum": None}
-APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 NUMEL = 1000
 SGD = {
     "optimizer": "SGD",
@@ -96,17 +95,6 @@ def pair(server, job):
 
 
 # ---- exchanges -----------------------------------------------------------------------------------------------------
-
-
-def test_two_workers_average(server, job):
-    with pair(server, job) as (a, b), ThreadPoolExecutor(1) as pool:
-        for step in range(1, 4):
-            first = pool.submit(exchange, a, step)
-            out, result = exchange(b, step + 2)
-            assert torch.equal(out, torch.full((NUMEL,), step + 1.0))
-            assert torch.equal(first.result(20)[0], out)
-            assert (result.version, result.contributors, result.refused) == (step, 2, None)
-            assert a.version(0) == b.version(0) == step
 
 
 def test_a_worker_without_a_weight_among_weighted_ones_is_told(server, job):
@@ -180,12 +168,6 @@ def test_another_model_is_named(server, job):
             second.enter(layout(999), zeros)
 
 
-def test_another_rule_is_refused(server, job):
-    with worker(server.addresses, job), pytest.raises(ServerRefusedError, match="another rule") as caught:
-        worker(server.addresses, job, 1, rule=APPLY).start()
-    assert caught.value.code == "rule_mismatch"
-
-
 def test_a_taken_rank_is_refused(server, job):
     with worker(server.addresses, job), pytest.raises(ServerRefusedError, match="rank 0") as caught:
         worker(server.addresses, job).start()
@@ -215,20 +197,6 @@ def test_nobody_at_the_address():
     assert time.monotonic() - begun < 5
 
 
-def test_a_silent_server_is_named():
-    with running_server() as server, worker(server.addresses, "j", timeout_s=0.5) as session:
-        session.enter(layout(), zeros)
-        exchange(session, 1)
-        server.signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(ServerLostError) as caught:
-                exchange(session, 2)
-        finally:
-            server.signal(signal.SIGCONT)
-        for text in (server.addresses[0], "push 2 of chunk 0 (weight)", "last heard from", "psengine-server"):
-            assert text in str(caught.value)
-
-
 def test_a_worker_that_never_comes_is_named(server, job):
     with (
         worker(server.addresses, job, world_size=2, timeout_s=1.5) as session,
@@ -242,34 +210,6 @@ def test_who_is_slow_in_a_step_is_named(server, job):
         a.job_connection.options = replace(a.options, timeout_s=2.5)
         with pytest.raises(ServerLostError, match=r"holds push 1 of chunk 0 \(weight\).*waits for workers \[1\]"):
             exchange(a, 1)
-
-
-def test_an_applying_server_that_lost_its_weights_is_an_error():
-    with running_server() as server, worker(server.addresses, "j", rule=APPLY) as session:
-        session.enter(layout(), zeros)
-        session.configure(0, SGD).wait()
-        exchange(session, 1)
-        server.kill()
-        with running_server(bind=server.addresses[0]):
-            for _ in range(2):
-                with pytest.raises(ServerRefusedError, match=r"durability memory.*checkpoint") as caught:
-                    exchange(session, 1)
-                assert caught.value.code == "state_lost"
-
-
-def test_an_applying_server_goes_on_from_its_snapshot(tmp_path):
-    options = {"snapshot_dir": str(tmp_path), "snapshot_interval_s": 0.0}
-    with running_server(**options) as server, worker(server.addresses, "j", rule=APPLY) as session:
-        session.enter(layout(), zeros)
-        session.configure(0, SGD).wait()
-        exchange(session, 1)
-        assert session.snapshot() == [1]
-        server.kill()
-        push = session.push(0, torch.ones(NUMEL), [out := torch.zeros(NUMEL)])
-        with running_server(bind=server.addresses[0], **options):
-            push.wait()
-            assert bool((out == -1).all())
-            assert bool((exchange(session, 1)[0] == -1.5).all())
 
 
 # ---- leaving -------------------------------------------------------------------------------------------------------

@@ -150,15 +150,6 @@ class TestBound:
         assert list(workers[0].updates()) == [1]
         assert rule_of(world).version == 1
 
-    def test_a_restarted_server_holds_what_was_held(self):
-        world, workers = fleet(2, max_staleness=0)
-        workers[0].push(0, 1, torch.ones(6))
-        world.start(8, world.shard.capture())
-        world.publish(workers)
-        workers[0].resume()
-        world.release(workers, 1, floor=1)
-        assert list(workers[0].updates()) == [1]
-
 
 class TestOnce:
     def test_no_view_takes_back_what_was_applied(self):
@@ -170,15 +161,6 @@ class TestOnce:
         assert workers[1].resume([(0, 1)])["missing"] == []
         assert list(workers[1].updates()) == [1]
         assert rule_of(world).version == 2
-
-    def test_a_new_process_numbers_its_steps_anew(self):
-        world, workers = fleet(2)
-        push_all(workers, 1, torch.ones(6))
-        new = Worker(world, 1, rule=APPLY, incarnation=99)
-        world.publish([workers[0], new])
-        assert new.resume([(0, 1)])["missing"] == [0]
-        new.push(0, 1, torch.ones(6))
-        assert rule_of(world).version == 3
 
 
 class TestLoans:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.shard_world import AVERAGE, Worker, World, codes, push_all, rule_of, spec, team, world_of
+from support.shard_world import AVERAGE, World, codes, push_all, rule_of, spec, team, world_of
 
 from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
@@ -139,32 +139,11 @@ class TestViews:
             found.append(workers[0].updates())
         assert all(torch.equal(found[0][step], found[1][step]) for step in (2, 3))
 
-    def test_a_new_process_of_a_rank_begins_at_its_first_step(self):
-        world, workers = world_of(2, [spec()])
-        push_all(workers, 1, torch.ones(4))
-        new = Worker(world, 1, incarnation=99, first_step=2)
-        world.publish([workers[0], new], from_step=2)
-        new.resume()
-        new.take()
-        workers[0].push(0, 2, torch.ones(4))
-        assert workers[0].waits(0, 2) == [1]
-        new.push(0, 2, torch.full((4,), 3.0))
-        assert new.updates()[2].tolist() == [2.0] * 4
-
     def test_who_lacks_more_than_the_last_step_has_to_take_state(self):
         world, workers = world_of(2, [spec()])
         world.publish(workers, from_step=5)
         assert codes(workers[0].push(0, 3, torch.ones(4))) == [ErrorCode.FENCED]
         assert workers[0].push(0, 4, torch.ones(4)) == []
-
-    def test_who_takes_part_later_is_not_waited_for(self):
-        world, workers = world_of(2, [spec()])
-        joiner = Worker(world, 2, first_step=3)
-        world.publish([*workers, joiner], from_step=2)
-        push_all(workers, 2, torch.ones(4))
-        assert all(worker.updates()[2].tolist() == [1.0] * 4 for worker in workers)
-        push_all(workers, 3, torch.ones(4))
-        assert workers[0].waits(0, 3) == [2]
 
 
 class TestQuorum:
@@ -194,15 +173,6 @@ class TestQuorum:
         assert [answer.body for answer in found] == [{"contributors": 0}] * 3
         assert world.shard.status().jobs["demo"].late == 0
 
-    def test_a_decision_waits_for_the_contributions_that_it_names(self):
-        world, workers = world_of(3, [spec()], rule=QUORUM)
-        workers[0].push(0, 1, torch.ones(4))
-        workers[2].push(0, 1, torch.ones(4))
-        world.release(workers, 1, contributors=named(1, 0, 1))
-        assert workers[0].waits(0, 1) == [1]
-        workers[1].push(0, 1, torch.full((4,), 3.0))
-        assert workers[0].updates()[1].tolist() == [2.0] * 4
-
     def test_averages_are_kept_for_who_is_late(self):
         world, workers = world_of(3, [spec()], rule=QUORUM)
         for step in range(1, 9):
@@ -212,16 +182,6 @@ class TestQuorum:
             (answer,) = workers[2].push(0, step, None)
             assert payload_tensor(answer).tolist() == [float(step)] * 4
         assert rule_of(world).size_bytes() == 2 * 16  # the deposited values, and the last average
-
-    def test_a_decision_of_a_step_that_is_taken_back_is_made_anew(self):
-        world, workers = world_of(3, [spec()], rule=QUORUM)
-        workers[0].push(0, 1, torch.ones(4))
-        world.release(workers, 1, contributors=named(1, 0, 2))
-        world.publish(workers[:2], from_step=1)
-        push_all(workers[:2], 1, torch.ones(4))
-        assert not workers[0].updates()
-        world.release(workers[:2], 1, contributors=named(1, 0, 1))
-        assert workers[0].updates()[1].tolist() == [1.0] * 4
 
 
 def test_deposited_values_do_not_come_back():

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.full_disk import fill_up
 from support.server_process import Peer, ServerFailedError, running_server
 from support.shard_world import APPLY, Worker, World, spec, team
 from support.waiting import eventually
@@ -356,6 +355,15 @@ def acknowledged(peer, *steps):
     for step in steps:
         answer = peer.request("PUSH", key=0, sequence=step, payload=torch.ones(10))
         assert (answer.type.name, answer.version) == ("UPDATED", step)
+
+
+def fill_up():
+    def write(descriptor, pieces, offset):
+        if os.path.exists(flag):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, pieces, offset)
+
+    real, os.pwritev, flag = os.pwritev, write, os.environ["FULL"]
 
 
 def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_path):
