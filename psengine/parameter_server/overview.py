@@ -56,7 +56,7 @@ def _merge_job(led: CoordinatedJob | None, parts: Sequence[ShardJob]) -> JobStat
     # A shard with fewer chunks than others may have none.
     trained = [part for part in parts if part.chunks]
     workers = _merge_workers(led.workers, parts)
-    # Only an averaging job that has ended has no rule.
+    # Only a job that has ended, or of which ranks are reserved, has no rule: it owns no weights.
     rule = led.rule or next((part.rule for part in parts), {"name": "average"})
     return JobStatus(
         rule=rule,

@@ -176,7 +176,7 @@ def test_a_run_shows_in_the_servers_status(strategy):
         assert fast["loss"] == loss
         if strategy.name == "async":
             assert fast["staleness_p50"] is not None
-            assert fast["wait_s"] == 0
+            assert fast["wait_s"] < SLOW_S / 4  # a busy machine may stop the shard between two looks at the clock
         else:
             assert fast["wait_s"] > 0
         kinds = [(event["kind"], event["worker"]) for event in server.status()["events"]]

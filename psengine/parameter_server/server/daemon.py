@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -419,17 +419,14 @@ class Server:
             return EXIT_OK
         written = self._durability.snapshots.begin()
         last_s = time.monotonic() + LAST_SNAPSHOT_S
-        while True:
-            try:
-                outcome = written.result(2.0)
-                break
-            except FutureTimeoutError:
-                if time.monotonic() > last_s:
-                    logger.critical("the last snapshot was not written within %g s", LAST_SNAPSHOT_S)
-                    return EXIT_SNAPSHOT
-                systemd.notify("EXTEND_TIMEOUT_USEC=10000000")
+        while not wait([written], 2.0).done:
+            if time.monotonic() > last_s:
+                logger.critical("the last snapshot was not written within %g s", LAST_SNAPSHOT_S)
+                return EXIT_SNAPSHOT
+            systemd.notify("EXTEND_TIMEOUT_USEC=10000000")
         if not self._shards.are_alive:
             return EXIT_INTERNAL
+        outcome = written.result()
         return EXIT_SNAPSHOT if outcome.error and not outcome.is_empty else EXIT_OK
 
     def _end_threads(self) -> None:

@@ -279,8 +279,7 @@ class Authenticator(threading.Thread):
         if self._is_probed:
             return
         self.refused += 1
-        suppressed = self._refusals.allows(time.monotonic())
-        if suppressed is not None:
+        if (suppressed := self._refusals.allows(time.monotonic())) is not None:
             logger.warning("refused a connection from %s: %s (%d unmentioned)", address, reason, suppressed)
 
     def probe(self, addresses: list[str]) -> None:

@@ -406,6 +406,5 @@ class SegmentListener:
                 os.close(descriptor)
 
     def _note(self, what: str, *, exc_info: bool = False) -> None:
-        suppressed = self._complaints.allows(time.monotonic())
-        if suppressed is not None:
+        if (suppressed := self._complaints.allows(time.monotonic())) is not None:
             logger.warning("%s (%d more unmentioned)", what, suppressed, exc_info=exc_info)

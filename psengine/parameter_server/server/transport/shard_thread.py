@@ -281,17 +281,14 @@ class ShardThread(threading.Thread):
 
     def evict(self, job: str, rank: int) -> bool:
         """End a worker's lease before its time; whether there is such a worker."""
-        if self.coordinators is None:
-            return False
-        outgoing = self.coordinators.evict(job, rank, self._look_at_time())
+        now_s = self._look_at_time()
+        outgoing = None if self.coordinators is None else self.coordinators.evict(job, rank, now_s)
         self._send_decided(outgoing or [])
         return outgoing is not None
 
     def forget_led(self, job: str) -> int | None:
         """Forget a job that is led here; how many workers keep it, None where it is not led here."""
-        if self.coordinators is None:
-            return None
-        kept = self.coordinators.forget(job)
+        kept = None if self.coordinators is None else self.coordinators.forget(job)
         self._send_decided([])
         return kept
 
@@ -429,18 +426,11 @@ class ShardThread(threading.Thread):
 
     def _note_bad(self, received: Received, error: ProtocolError) -> None:
         self.bad_messages += 1
-        suppressed = self._complaints.allows(time.monotonic())
-        if suppressed is not None:
-            logger.warning(
-                "shard %d refused a message from peer %s%s: %s (frames of %s bytes%s; %d like it unmentioned)",
-                self.shard.index,
-                received.route.hex(),
-                f" with key {received.user_id}" if received.user_id else "",
-                error,
-                [len(frame) for frame in received.frames[:4]],
-                ", ..." if len(received.frames) > 4 else "",
-                suppressed,
-            )
+        if (suppressed := self._complaints.allows(time.monotonic())) is not None:
+            peer = received.route.hex() + (f" with key {received.user_id}" if received.user_id else "")
+            sizes = ", ".join([str(len(frame)) for frame in received.frames[:4]] + ["..."] * (len(received.frames) > 4))
+            text = "shard %d refused a message from peer %s: %s (frames of %s bytes; %d like it unmentioned)"
+            logger.warning(text, self.shard.index, peer, error, sizes, suppressed)
 
     def _refuse(self, received: Received, error: ProtocolError) -> None:
         answer = refusal(received.frames, error)
@@ -452,8 +442,7 @@ class ShardThread(threading.Thread):
 
     def _send_decided(self, outgoing: list[Outgoing], *, is_heartbeat: bool = False) -> None:
         """Send what the coordinators say; what they have to remember is in the log before it."""
-        assert self.coordinators is not None
-        changed = self.coordinators.take_changed()
+        changed = None if self.coordinators is None else self.coordinators.take_changed()
         if changed is not None:
             self._decisions += 1
             self.append_coordinator(changed)
@@ -511,6 +500,5 @@ class ShardThread(threading.Thread):
     def _report_failure(self, what: str) -> None:
         """Log a bug of ours, and go on serving."""
         self.failures += 1
-        suppressed = self._traces.allows(time.monotonic())
-        if suppressed is not None:
+        if (suppressed := self._traces.allows(time.monotonic())) is not None:
             logger.exception("shard %d: %s (%d more unmentioned)", self.shard.index, what, suppressed)
