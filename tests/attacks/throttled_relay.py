@@ -78,11 +78,6 @@ class ThrottledRelay:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._begin(self._accept)
 
-    @property
-    def open_connections(self) -> int:
-        """How many are open now."""
-        return len(self._pairs)
-
     def cut(self) -> int:
         """End every connection at once, what is under way with it; how many there were. New ones are taken."""
         with self._lock:

@@ -7,7 +7,7 @@ import shutil
 import signal
 
 import pytest
-from support.command_process import SUPPORT, WORKER, running_command, servers_of
+from support.command_process import WORKER, running_command, servers_of
 from support.waiting import eventually
 
 from psengine.cli.launching.plan import SERVER_STRATEGIES, RunOptions, expected_servers, make_plan
@@ -16,8 +16,6 @@ from psengine.cli.run_arguments import RunArguments
 from psengine.parameter_server.client.embedded import discard, launch
 from psengine.strategies.registry import STRATEGIES
 from psengine.strategies.servers.base import ServerStrategy
-
-TRAINING = str(SUPPORT / "launched_training.py")
 
 
 def test_a_server_that_keeps_dying_ends_the_run():
@@ -49,18 +47,6 @@ def test_a_server_without_its_folder_is_given_up(tmp_path):
         assert command.wait() == 1
         assert "--snapshot-dir is a folder for the servers to write in" in command.stderr
         assert "3 times in 120 s" in command.stderr
-
-
-@pytest.mark.slow
-def test_async_training_outlives_its_server(tmp_path):
-    arguments = ["run", "--workers", "2", "--strategy", "async", "--server-option", "snapshot_interval_s=0.2"]
-    with running_command([*arguments, TRAINING, "600", "0", "0.02", str(tmp_path)]) as command:
-        command.wait_until(lambda: (tmp_path / "steps").exists() and int((tmp_path / "steps").read_text() or 0) > 100)
-        (server,) = servers_of(command.pid)
-        os.kill(server, signal.SIGKILL)
-        assert command.wait(120) == 0, command.stderr
-        assert (tmp_path / "steps").read_text() == "600"
-        assert "starting it again" in command.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from psengine.cli.main import main
 from psengine.cli.status_overview import ServerReport, merge
 from psengine.cli.status_table import jobs_view, servers_table
 from psengine.parameter_server.server.events import EventLog
-from psengine.parameter_server.server.transport.authentication import keygen
 from psengine.parameter_server.status_model import LogStatus, ServerFacts
 
 EVIL = "\x1b[2J\x9b1A\r\n\u202e[/x]"
@@ -103,17 +102,6 @@ def test_a_server_that_is_away_is_named_and_the_others_are_shown(capsys):
         (problem,) = found["problems"]
         assert dead in problem
         assert "did not answer RESUME of job" in problem
-
-
-def test_keys_come_from_the_environment(capsys, tmp_path, monkeypatch):
-    server_key, server_public = keygen(tmp_path / "server", "server")
-    client_key, _ = keygen(tmp_path / "clients", "me")
-    with running_server(curve_key=server_key, allow=tmp_path / "clients") as server:
-        code, found = status_of(capsys, "--server-address", server.addresses[0])
-        assert (code, "CURVE keys" in found["problems"][0]) == (1, True)
-        monkeypatch.setenv("PSENGINE_SERVER_KEY", str(server_public))
-        monkeypatch.setenv("PSENGINE_CLIENT_KEY", str(client_key))
-        assert status_of(capsys, "--server-address", server.addresses[0])[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ from support.server_process import running_server
 
 import psengine
 from psengine.errors import ConfigurationError
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, MessageType
-
-T = MessageType
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +22,7 @@ def reader(addresses, **options):
 
 
 class TestAgainstAServer:
-    @pytest.mark.parametrize("size_bytes", [1, 1000, 4 << 20, MAX_PAYLOAD_BYTES])
+    @pytest.mark.parametrize("size_bytes", [1, MAX_PAYLOAD_BYTES])
     def test_a_reader_without_a_job_measures_every_shard(self, server, size_bytes):
         with reader(server.addresses[:1]) as client:
             for shard in (0, 1):
@@ -42,10 +40,8 @@ class TestAgainstAServer:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"size_bytes": 0}, "expected 1 to 16777216, got 0"),
             ({"size_bytes": MAX_PAYLOAD_BYTES + 1}, "expected 1 to 16777216"),
             ({"shard": 2}, "no shard 2 .expected 0 to 1"),
-            ({"shard": -1}, "no shard -1"),
         ],
     )
     def test_what_cannot_be_asked(self, server, options, words):

@@ -191,27 +191,6 @@ def test_a_release_is_of_its_view_and_taken_once():
 # ---- connections -------------------------------------------------------------------------------------------------
 
 
-def test_a_repeated_push_is_answered_again_and_counts_once():
-    world, (member,) = world_of(1, [spec()], rule=APPLY)
-    first, again = member.push(0, 1, ONES), member.push(0, 1, ONES)
-    assert [m.type for m in first + again] == [MessageType.UPDATED] * 2
-    assert torch.equal(*member.updates().values(), *[torch.full((4,), -0.1)])
-    assert rule_of(world).version == 1
-    assert world.shard.status().jobs["demo"].duplicates == 1
-
-
-def test_a_new_connection_is_told_what_is_missing_and_gets_lost_answers():
-    _, (first, second) = world_of(2, [spec(0), spec(1), spec(2)])
-    for key in (0, 1):
-        first.push(key, 1, ONES)
-    second.push(0, 1, ONES)
-    first.connect()
-    assert first.resume([(0, 1), (1, 1), (2, 1)])["missing"] == [2]
-    assert list(first.updates()) == [1]
-    second.push(1, 1, ONES)
-    assert [m.key for m in first.take(MessageType.UPDATED)] == [1]
-
-
 def test_answers_go_to_the_newest_connection_whichever_is_read_first():
     _, (first, second) = world_of(2, [spec()])
     old = first.route

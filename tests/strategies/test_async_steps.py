@@ -284,10 +284,6 @@ def old_graph(training: Training) -> None:
 # ---- refused -----------------------------------------------------------------------------------------------------
 
 
-def unfreeze(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.module[0].requires_grad_(True)
-
-
 def append_parameters(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["params"] += optimizer.param_groups[1]["params"][:1]
 

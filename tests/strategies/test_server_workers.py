@@ -6,8 +6,6 @@ import copy
 import logging
 import os
 import re
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_training import batches, build, train, use, wrap
-from support.waiting import eventually
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
@@ -26,25 +23,6 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-
-
-def numbered(rank: int, world_size: int, address: str, directory: Path) -> Any:
-    """The servers number a worker in ``init``, so that samplers made before the model deal out its own share."""
-    use(address)
-    os.environ["PSENGINE_JOB"] = "numbered"
-    with psengine.init() as context:
-        number = context.worker
-        (directory / str(rank)).touch()
-        eventually(lambda: len(list(directory.iterdir())) == world_size)  # or a number may be free again
-        wrapped = psengine.DistributedDataParallel(build(seed=rank), strategy="async")
-        found = number, context.worker, wrapped.strategy.session.rank
-        wrapped.leave()
-    return found
-
-
-def test_init_asks_the_servers_which_worker_this_is(server, tmp_path):
-    found = run_ranks(numbered, 3, server.addresses[0], tmp_path, init_group=False)
-    assert sorted(found) == [(rank, rank, rank) for rank in range(3)]
 
 
 def trained_once(rank: int, world_size: int, address: str, calls_init: bool) -> str:
@@ -101,30 +79,6 @@ def embedded(rank: int, world_size: int) -> Any:
     process = wrapped.strategy._rendezvous.embedded
     wrapped.leave()
     return status["jobs"]["default"]["applied"] > 0, process is not None
-
-
-def slow_and_fast(rank: int, world_size: int, address: str, job: str, options: dict[str, Any]) -> Any:
-    use(address)
-    wrapped = wrap(psengine.AsyncServer(job=job, **options), seed=0)
-    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01), wrapped)
-    for batch in batches(rank, 8 if rank == 0 else 24):
-        if rank == 0:
-            time.sleep(0.05)
-        train(wrapped, optimizer, [batch])
-    status = wrapped.strategy.session.status()
-    wrapped.leave()
-    return [shard["jobs"][job] for shard in status]
-
-
-def test_staleness_is_bounded_behind_a_slow_worker_only_where_it_is_asked_for(server):
-    results = run_ranks(slow_and_fast, 2, server.addresses[0], "bounded", {"max_staleness": 2})
-    for shard in server.job("bounded"):
-        assert shard["max_lead"] <= 2
-        # Between one's pull and push the other can make at most 2 s + 1 steps.
-        assert shard["max_staleness"] <= 5
-    assert any(shard["applied"] for shard in results[0])
-    run_ranks(slow_and_fast, 2, server.addresses[0], "unbounded", {})
-    assert max(shard["max_staleness"] for shard in server.job("unbounded")) > 3
 
 
 class _FailsToLayOut(psengine.SyncServer):

@@ -41,16 +41,6 @@ def test_a_client_on_loopback_goes_through_the_socket_and_survives_a_restart():
             session.close()
 
 
-def test_a_client_may_stay_on_tcp():
-    with running_server(insecure=True) as server:
-        session = entered(server.addresses[0], 0, SPECS, uses_local_socket=False)
-        try:
-            assert exchange(session, 3.0) == 3.0
-            assert ways(session) == set(server.addresses)
-        finally:
-            session.close()
-
-
 def test_a_server_on_ipc_has_no_second_one(tmp_path):
     with running_server(bind=f"ipc://{tmp_path}/socket") as server:
         session = entered(server.addresses[0], 0, SPECS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 
 from psengine.errors import ProtocolError
@@ -108,7 +107,3 @@ def test_the_server_lends_places_of_offered_chunks_inside_its_segment():
     ):
         with pytest.raises(ProtocolError, match="no message"):
             read_answer(to_bytes(Answer(lent=bad)), GOOD)
-
-
-def test_a_message_is_msgpack():
-    assert msgspec.msgpack.decode(DATA[PREFIX_BYTES:])[1] == GOOD.token

@@ -139,17 +139,6 @@ class TestBound:
         world.release(workers[1:], 1, floor=1)
         assert torch.equal(workers[0].updates()[2], newest)
 
-    def test_a_held_answer_is_dropped_with_its_worker_and_asked_for_when_it_is_back(self):
-        world, workers = fleet(2, max_staleness=0)
-        workers[0].push(0, 1, torch.ones(6))
-        world.publish(workers[1:])
-        world.publish(workers)
-        assert workers[0].resume([(0, 1)])["missing"] == []
-        assert not workers[0].updates()
-        world.release(workers, 1, floor=1)
-        assert list(workers[0].updates()) == [1]
-        assert rule_of(world).version == 1
-
 
 class TestOnce:
     def test_no_view_takes_back_what_was_applied(self):

@@ -178,20 +178,11 @@ class WithoutEnforcement(Hole):
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
 
 
-class WithoutDomain(Hole):
-    def secure(self, router, address):
-        router.setsockopt(zmq.CURVE_SERVER, 1)
-        router.setsockopt(zmq.CURVE_SECRETKEY, self.authenticator._keys.pair.secret.encode())
-        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
 class WithoutCurve(Hole):
     pass
 
 
-@pytest.mark.parametrize(
-    ("hole", "verdict"), [(WithoutEnforcement, "accepted"), (WithoutDomain, "accepted"), (WithoutCurve, "cut")]
-)
+@pytest.mark.parametrize(("hole", "verdict"), [(WithoutEnforcement, "accepted"), (WithoutCurve, "cut")])
 def test_the_probe_finds_holes(authenticator, context, hole, verdict):
     endpoint = Endpoint(context, "tcp://127.0.0.1:0", hole(authenticator))
     if hole is WithoutEnforcement:

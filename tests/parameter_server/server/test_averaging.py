@@ -92,27 +92,6 @@ class TestSums:
 
 
 class TestViews:
-    def test_a_step_that_nobody_has_used_is_averaged_again_over_those_who_are_left(self):
-        world, workers = world_of(3, [spec()])
-        grads = gradients(3, 4)
-        for worker, gradient in zip(workers, grads, strict=True):
-            worker.push(0, 1, gradient)
-        assert equal(workers[0].updates()[1], reference(grads))
-        world.publish(workers[:2], from_step=1)
-        assert rule_of(world).version == 0
-        for worker, gradient in zip(workers[:2], grads, strict=False):
-            worker.push(0, 1, gradient)
-        assert equal(workers[1].updates()[1], reference(grads[:2]))
-
-    def test_a_step_that_somebody_has_used_stays(self):
-        world, workers = world_of(3, [spec()])
-        push_all(workers, 1, torch.ones(4))
-        first = next(worker.updates()[1] for worker in workers)
-        world.publish(workers[:2], from_step=2)
-        (again,) = workers[1].push(0, 1, torch.full((4,), 9.0))
-        assert equal(payload_tensor(again), first)
-        assert "late" not in again.body
-
     @pytest.mark.parametrize("codec", [Int8(), OneBit(), PowerSgd(rank=1)], ids=repr)
     @pytest.mark.parametrize("is_spoiled", [False, True])
     def test_a_step_that_is_taken_back_leaves_the_residual_as_it_was(self, codec, is_spoiled):

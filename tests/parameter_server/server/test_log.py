@@ -130,36 +130,6 @@ def test_a_tail_torn_at_any_byte_is_cut_off():
         assert bool(reader.notes) == bool(rest)
 
 
-def test_pages_of_the_last_group_that_came_to_the_disk_in_another_order_are_no_damage():
-    log = Written().group(2)
-    start = len(log.disk.files[segment_name(0, 1)])
-    log.append(3)
-    log.writer.write(log.log.pending())
-    torn = log.disk.files[segment_name(0, 1)]
-    torn[start + HEADER_BYTES] ^= 1
-    numbers, reader = read(MemoryDisk({segment_name(0, 1): torn}))
-    assert numbers == [0, 1]
-    assert reader.notes
-
-
-def test_a_life_after_a_torn_tail_is_read_from_before_it():
-    log = Written().group(2)
-    log.append(2)
-    log.writer.write(log.log.pending())
-    content = log.disk.files[segment_name(0, 1)]
-    disk = MemoryDisk({segment_name(0, 1): content[:-1]})
-    numbers, reader = read(disk)
-    assert numbers == [0, 1, 2]
-    Written(disk, LogStart(0, 2, reader.end, EPOCH + 1, before=EPOCH)).group(2)
-    numbers, reader = read(disk)
-    assert numbers == [0, 1, 2, 3, 4]
-    assert len(reader.notes) == 1
-    # More is missing than was torn.
-    del disk.files[segment_name(0, 1)][-len(content) // 3 :]
-    with pytest.raises(DamagedLogError, match="records are missing"):
-        read(disk)
-
-
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_flipped_bit_anywhere_is_refused_with_file_and_place(marked):
     """Only the last group, without the mark behind it, cannot be told from one that was being written."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from psengine.errors import SnapshotError
 from psengine.parameter_server.server.durability import log_thread
 from psengine.parameter_server.server.durability.log_thread import LogThread
 from psengine.parameter_server.server.log.disk import DirectoryDisk
@@ -188,16 +187,3 @@ def test_a_snapshot_is_asked_for_as_long_as_there_is_little_room(tmp_path, monke
         asked = len(log.wanted)
         time.sleep(0.2)
         assert len(log.wanted) == asked
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_segment_that_cannot_begin_is_said(tmp_path, monkeypatch):
-    def full(self, pieces):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("psengine.parameter_server.server.log.disk.DirectoryFile.append", full)
-    with running(tmp_path) as log:
-        with pytest.raises(SnapshotError, match="log of shard 0 cannot begin segment 1: its disk is full"):
-            log.thread.await_begun(1, 0.5)
-        monkeypatch.undo()
-        log.thread.await_begun(1, DEADLINE_S)

@@ -131,20 +131,3 @@ class TestViews:
         assert workers[0].waits(0, 1) == [1]
         world.publish(workers[:1])
         torch.testing.assert_close(workers[0].updates()[1], Oracle().merge((difference(0, 1), 1)))
-
-
-def test_all_goes_on_from_a_restart():
-    world, workers = start(2)
-    oracle = Oracle()
-    for step in (1, 2, 3):
-        for worker in workers:
-            push(worker, step, version=step - 1)
-            if step == 2 and worker.rank == 0:
-                world.start(7 + step, world.shard.capture())
-                world.publish(workers)
-                for one in workers:
-                    assert one.resume([(0, 2)] if one.rank == 0 else [])["missing"] == []
-        world.release(workers, step, contributors=((0, step), (1, step)), number=step)
-        merged = oracle.merge((difference(0, step), 1), (difference(1, step), 1))
-        for worker in workers:
-            torch.testing.assert_close(worker.updates()[step], merged)
