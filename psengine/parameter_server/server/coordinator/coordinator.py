@@ -29,12 +29,15 @@ from psengine.parameter_server.server.events import JobRecord
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, State
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message, MessageType
+from psengine.protocol.messages import DURABILITY_TIERS, MAX_COUNTED, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, message_of, view_of
 
 logger = logging.getLogger(__name__)
 # Of runs that are over, and of shards' former lives, the newest are remembered.
 MAX_REMEMBERED = 64
+# Numbers that a worker may say; what is counted on from them still fits where it is sent and kept.
+_LARGEST = {"view": 2**30, "completed": MAX_COUNTED, "step": MAX_COUNTED}
+MAX_INCARNATION = 2**62
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Coordinator:
             ProtocolError: it is refused; ``code`` says how to answer.
         """
         self._now_s = now_s
+        _check_numbers(message)
         if message.type is MessageType.HELLO:
             self._hello(message, sender)
             return self._settled()
@@ -223,7 +227,7 @@ class Coordinator:
             "heartbeat_s": settings.heartbeat_s,
             "software": settings.software,
         }
-        if self._key:
+        if self._key and worker.has_rule:
             body |= {"registration": self._registration, "key": self._key}
         if state == "initialise" and self._empty is not None:
             self._send(worker, self._empty)
@@ -268,13 +272,20 @@ class Coordinator:
         if holder is not None and not holder.is_process(message, sender.user_id):
             if holder.incarnation > message.incarnation > 0:
                 self._refuse_rank(rank, "went to a newer process while this one was silent (raise --lease-s)")
-            # A larger incarnation is of a process that came later, when there was another coordinator.
-            if holder.state is not WorkerState.GONE and message.incarnation <= holder.incarnation:
+            # A larger incarnation is of a process that came later, when there was another coordinator: in its view.
+            is_later = message.incarnation > holder.incarnation and self._is_in_its_view(rank, message, sender)
+            if holder.state is not WorkerState.GONE and not is_later:
                 if holder.user_id != sender.user_id:
                     self._refuse_rank(rank, "belongs to another key")
                 self.workers.claim(rank, sender, message, self._now_s)
                 return
         self._greet(rank, message, sender)
+
+    def _is_in_its_view(self, rank: int, message: Message, sender: Sender) -> bool:
+        """Whether a HELLO comes with a view of this job that has its process."""
+        body = message.body
+        member = view_of(body).member(rank) if "view" in body and body["key"] == self._key else None
+        return member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
 
     def _refuse_rank(self, rank: int, why: str) -> None:
         why = why.format(self.workers.by_rank[rank])
@@ -878,6 +889,18 @@ _DURABLE: dict[str, Any] = {
     "_least_number": int,
     "_releases": list[Release],
 }
+
+
+def _check_numbers(message: Message) -> None:
+    """Raise ProtocolError where a worker says a number that would leave no room for those that follow."""
+    said = message.body
+    if message.type is MessageType.HELLO and "view" in said:
+        said = {**said, "view": view_of(said).number}
+    what = next((name for name, most in _LARGEST.items() if said.get(name, 0) > most), "")
+    if message.incarnation > MAX_INCARNATION:
+        what = "incarnation"
+    if what:
+        raise ProtocolError(f"no job comes to such a number (got {what} {said.get(what, message.incarnation)})")
 
 
 def _is_spare(leaver: Worker, members: list[Worker]) -> bool:

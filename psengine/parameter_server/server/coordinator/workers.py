@@ -194,6 +194,8 @@ class Workers:
                 " happens often, raise --lease-s.",
                 ErrorCode.FENCED,
             )
+        if worker.route != sender.route:  # rank and incarnation are no secret
+            raise ProtocolError(f"worker {worker.rank} said HELLO on another connection", ErrorCode.NOT_MEMBER)
         return worker
 
     def claim(self, rank: int, sender: Sender, message: Message, now_s: float) -> None:
