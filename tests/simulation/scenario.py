@@ -166,6 +166,8 @@ def draw(seed: int) -> Scenario:
         scenario = replace(scenario, shares=rng.choice((scenario.ranks, scenario.ranks, 1)))
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     faults = sorted((_draw_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
+    if scenario.servers > 1 and rng.random() < 0.1:
+        faults = [_draw_long_cut(rng, scenario)]
     return replace(scenario, faults=tuple(faults))
 
 
@@ -179,6 +181,13 @@ _RULES = {
         "scales": rng.random() < 0.2,
     },
 }
+
+
+def _draw_long_cut(rng: random.Random, scenario: Scenario) -> Fault:
+    """All that fails: a worker cannot reach a server that does not lead, for longer than others may wait for it."""
+    lasts_s = (5 + scenario.grace) * scenario.lease_s + 5 + 3 * scenario.think_s + 40 * scenario.latency_s[1]
+    rank, server = rng.randrange(scenario.workers), rng.randrange(1, scenario.servers)
+    return Fault("cut off", round(0.4 + rng.random(), 3), round(lasts_s, 3), rank, server, round(rng.random(), 3))
 
 
 def _draw_fault(rng: random.Random, scenario: Scenario) -> Fault:
