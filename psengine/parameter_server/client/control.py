@@ -72,7 +72,7 @@ class Control(Channel):
         if rank is not None:
             body["rank"] = rank
         if job.options.averages and not job.has_state:
-            job.forget_view()  # who has no state does not keep a job alive
+            job.forget_view(now_s)  # who has no state does not keep a job alive
         if job.view_message is not None and job.key is not None:
             job.freeze()
             releases = [msgspec.to_builtins(release_of(release.body)) for release in job.releases]

@@ -311,9 +311,12 @@ class JobConnection:
         assert self.control is not None
         self.control.met(message, now_s)
 
-    def forget_view(self) -> None:
-        """Enter anew."""
-        self.view, self.view_number, self.view_message, self.is_member = None, 0, None, False
+    def forget_view(self, now_s: float) -> None:
+        """Enter anew: for shards, too, this worker is not at work."""
+        was_in, self.is_member = self.view is not None, False
+        self.view, self.view_number, self.view_message = None, 0, None
+        for link in self.links if was_in else ():
+            link.greet(now_s)
 
     def freeze(self) -> None:
         """Where servers average: complete no step, because the others may take this one back."""
@@ -381,12 +384,13 @@ class JobConnection:
 
     def check_servers(self) -> None:
         """Raise ConfigurationError where this worker has other servers than the job, or another order; any thread."""
-        view, epochs = self.view, [link.epoch for link in self.links]
+        view, mine = self.view, [link.epoch for link in self.first_links()]
         assert view is not None
-        if len(epochs) != len(view.shards) or (sorted(epochs) == sorted(view.shards) and epochs != [*view.shards]):
+        theirs = list(view.shards[: len(mine)])
+        if len(self.links) != len(view.shards) or (sorted(mine) == sorted(theirs) and mine != theirs):
             raise ConfigurationError(
                 f"{self} names other servers than the job's other workers, or in another order (expected"
-                f" {len(view.shards)} shards, got {len(epochs)}: {', '.join(link.address for link in self.links)})."
+                f" {len(view.shards)} shards, got {len(self.links)}: {', '.join(link.address for link in self.links)})."
                 " Fix: give every worker the same PSENGINE_SERVERS."
             )
 
@@ -416,14 +420,14 @@ class JobConnection:
         self.state = "join"
         self.news += 1
 
-    def ask_to_join(self) -> Request:
-        """COMMIT "join", with the last view that this worker was in, though it has no part in that any more."""
+    def ask_to_join(self, last_view: int) -> Request:
+        """COMMIT "join"; ``last_view``: that this worker was in, and is not, or without its state."""
         assert self.control is not None
 
         def heard(answer: Message | PSEngineError) -> None:
             self.has_asked = not isinstance(answer, PSEngineError)
 
-        message = Message(MessageType.COMMIT, view=self.last_view, body={"what": "join"})
+        message = Message(MessageType.COMMIT, view=last_view, body={"what": "join"})
         return self.ask(self.control, message, what=f"COMMIT 'join' of {self}", then=heard)
 
     def _fence(self) -> None:

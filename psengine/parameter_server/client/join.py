@@ -86,13 +86,13 @@ def take_part(
     assert job.control is not None
     layout, given = sorted(layout, key=lambda spec: spec.key), -1
 
-    def attempt() -> Flow[None]:
+    def attempt(last_view: int) -> Flow[None]:
         nonlocal given
         number, given = given, -1  # after a failure it begins again
         if job.state == "join":
             number = -1
             compare(job, layout, (yield from _await_layout(job, layout)))
-            yield [job.ask_to_join()]
+            yield [job.ask_to_join(last_view)]
         elif job.state == "initialise" and number != job.registration_number:
             number = job.registration_number
             yield from _initialise(job, layout, initial)
@@ -118,37 +118,40 @@ def rejoin(job: JobConnection) -> Flow[str]:
         job.transport.do(job.begin_again)
         yield [job.control.expect(what, job.options.timeout_s, seen)]
 
-    def attempt() -> Flow[None]:
+    def attempt(last_view: int) -> Flow[None]:
         if job.state == "initialise":
             raise ServerRefusedError(
                 f"job {job.options.job!r} begins anew: no worker with its state was left. Fix: start this worker"
                 " again, from a checkpoint.",
                 ErrorCode.STATE_LOST,
             )
-        yield [job.ask_to_join()]
+        yield [job.ask_to_join(last_view)]
 
     yield from _become_member(job, what, attempt)
     job.fenced = None
     return "joined"
 
 
-def _become_member(job: JobConnection, what: str, attempt: Callable[[], Flow[None]]) -> Flow[None]:
-    """Do what the coordinator asks for, with each of its news, until a view has this worker."""
+def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[None]]) -> Flow[None]:
+    """Do what the coordinator asks for, with each of its news, until a view has this worker.
+
+    ``attempt`` is given the number of the last view that had it: a COMMIT that a newer view overtakes tells by it.
+    """
     assert job.control is not None
-    seen = job.news
+    seen, last_view = job.news, job.last_view
     while not job.is_member:
         try:
-            yield from attempt()
+            yield from attempt(last_view)
         except ServerRefusedError as error:
             if error.code not in _BEGIN_AGAIN:
                 raise
             logger.warning("entering job %r again: %s", job.options.job, error)
             if error.code == ErrorCode.STALE:
                 yield LAYOUT_AGAIN_S
-                seen = job.news
+                seen, last_view = job.news, job.last_view
                 continue
         yield [job.control.expect(what, job.options.timeout_s, seen)]
-        seen = job.news
+        seen, last_view = job.news, job.last_view
 
 
 def _initialise(

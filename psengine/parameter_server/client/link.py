@@ -223,6 +223,8 @@ class Link(Channel):
         is_about_push = push is not None and push.message.sequence == message.sequence
         operation = push if is_about_push else self.requests.get(message.sequence)
         if code == ErrorCode.STALE and operation is None:
+            if message.epoch != self.epoch:
+                return  # RESUMED, which follows, tells of the shard's new life
             self.job.receive_stale(self, message.view, now_s)
         elif code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.is_member and not self.is_registrar:
             # The shard has a view without this worker, of which the coordinator will tell.

@@ -605,8 +605,9 @@ class Coordinator:
         if shard >= len(self._epochs) or self.state not in (JobState.OPEN, JobState.RESUMING):
             return
         if epoch != self._epochs[shard]:
-            if epoch < self._epochs[shard] and (self.view is None or message.view < self.view.number):
-                return  # said late: a life before; where a clock was set back, it is said again under this view
+            is_late = self.view is None or message.view < self.view.number
+            if epoch < self._epochs[shard] and is_late:
+                return  # a life before; where a clock was set back, it is said again under this view
             self._epochs[shard] = epoch
             self._is_wanted = self._has_restarted_shard = self.is_changed = True
             self._donation = None  # what was deposited there is lost

@@ -169,11 +169,13 @@ class Shard:
     def _resume(self, message: Message, sender: Sender) -> list[Outgoing]:
         if self.is_draining:
             raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
+        job, is_at_work = self.jobs.get(message.job), "open" in message.body
+        if job is not None and self._role(job, message, sender) is Role.MEMBER:
+            job.workers[message.worker].resume(sender.route if is_at_work else b"", message.sequence)
         if "registration" in message.body:
             self._begin(message, sender)
         job, missing, replies = self.jobs.get(message.job), list[int](), list[Reply]()
-        if job is not None and self._role(job, message, sender) is Role.MEMBER:
-            job.workers[message.worker].resume(sender.route, message.sequence)
+        if job is not None and is_at_work and self._role(job, message, sender) is Role.MEMBER:
             missing, replies = job.resume(message.worker, message.body.get("open", ()))
             if replies:
                 self._changed(job, message)

@@ -33,13 +33,14 @@ class Worker:
         self._costs: deque[list[float]] = deque(maxlen=WINDOW_STEPS)
 
     def resume(self, route: bytes, request: int) -> None:
-        """RESUME came on a connection; messages of older ones may still be read after it."""
+        """RESUME came on a connection, b"" if not as a member's; messages of older ones may still be read after it."""
         if request >= self._resumed:
             self.route, self._resumed = route, request
 
     def heard(self, route: bytes) -> None:
         """It said something, perhaps before RESUME."""
-        self.route = self.route or route
+        if not self._resumed:
+            self.route = route
 
     def pushed(self, key: int, step: int, now_s: float) -> None:
         """A push came, and no answer to it has left."""
