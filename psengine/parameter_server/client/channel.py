@@ -67,12 +67,12 @@ class Channel:
     def open(self, now_s: float) -> None:
         """Begin a new connection."""
         self.disconnected(now_s)
-        self._open_at_s = now_s + CONNECT_S
+        self._open_at_s, self._wait_s = now_s + CONNECT_S, min(REOPEN_MOST_S, 2 * self._wait_s)
         self.job.transport.open(self.number, self.address, self.job.lease_s)
 
     def connected(self, now_s: float) -> None:
         """The connection is there."""
-        self.is_connected, self.connected_s, self._open_at_s = True, now_s, math.inf
+        self.is_connected, self.connected_s, self._open_at_s, self._wait_s = True, now_s, math.inf, REOPEN_S
         try:
             self.greet(now_s)
         except PSEngineError as error:  # nothing that the protocol allows
@@ -83,7 +83,6 @@ class Channel:
         self.is_connected = self.is_up = False
         self.down_since_s = min(self.down_since_s, now_s)
         self._open_at_s = now_s + self._wait_s
-        self._wait_s = min(REOPEN_MOST_S, 2 * self._wait_s)
         for request in tuple(self.requests.values()):
             request.is_sent = False
             if request.message.type is MessageType.ADMIN:  # which must not be done twice
@@ -95,7 +94,7 @@ class Channel:
 
     def greeted(self, now_s: float) -> None:
         """The greeting was answered: send what waits."""
-        self.is_up, self._wait_s, self.down_since_s = True, REOPEN_S, math.inf
+        self.is_up, self.down_since_s = True, math.inf
         self._send_requests(now_s)
 
     def _send_requests(self, now_s: float) -> None:

@@ -308,6 +308,7 @@ class JobConnection:
         elif is_same and not self._preparing:
             self.steps.is_frozen = False
             self.steps.advance()
+        self._go_on(now_s)
         assert self.control is not None
         self.control.met(message, now_s)
 
@@ -569,6 +570,11 @@ class JobConnection:
             link.lost,
         )
 
+    def _go_on(self, now_s: float) -> None:
+        self._refresh(now_s)
+        for link in self.links:
+            link.pump(now_s)
+
     def _refresh(self, now_s: float) -> None:
         """Where pushes may go now."""
         heard_s = None if self.control is None else self.control.last_heard_s
@@ -632,9 +638,7 @@ class JobConnection:
         if self.fatal is None:
             for channel in self.channels:
                 channel.tick(now_s)
-        self._refresh(now_s)
-        for link in self.links:
-            link.pump(now_s)
+        self._go_on(now_s)
         if self.options.is_embedded and now_s >= self._next_look_s:
             self._next_look_s = now_s + EMBEDDED_SILENCE_S
             self._look_for_embedded(now_s)
