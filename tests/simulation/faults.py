@@ -94,14 +94,10 @@ def _cut(world: Simulation, fault: Fault) -> None:
     choice = int(fault.detail * 100)
     directions = ((UP,), (DOWN,), (UP, DOWN), (UP, DOWN))[choice % 4]
     cut = Cut(None if fault.detail > 0.8 else fault.rank, None if fault.detail < 0.2 else fault.server, directions)
+    if fault.kind == "cut off":
+        cut = Cut(fault.rank, fault.server, (UP, DOWN))
     world.network.begin(cut)
     world.clock.after(fault.lasts_s, lambda: world.network.end(cut, loses=choice % 3 == 0))
-
-
-def _cut_off(world: Simulation, fault: Fault) -> None:
-    cut = Cut(fault.rank, fault.server, (UP, DOWN))
-    world.network.begin(cut)
-    world.clock.after(fault.lasts_s, lambda: world.network.end(cut, loses=fault.detail < 0.3))
 
 
 def _slow(world: Simulation, fault: Fault) -> None:
@@ -183,7 +179,7 @@ def _flip_bits(world: Simulation, fault: Fault) -> None:
 _BEGIN = {
     "break": _break,
     "cut": _cut,
-    "cut off": _cut_off,
+    "cut off": _cut,
     "slow": _slow,
     "kill worker": _kill_worker,
     "stop worker": _stop_worker,

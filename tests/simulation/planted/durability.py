@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 from psengine.parameter_server.server.durability import restoring
-from psengine.parameter_server.server.log import records
 from psengine.parameter_server.server.log.log import SegmentWriter
 from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.rules.apply import Apply
@@ -21,7 +20,6 @@ from psengine.protocol.messages import MessageType
 from simulation import logs
 from simulation.disk import SimulatedDisk, SimulatedFile
 from simulation.planted.registry import constant, plant, without
-from simulation.snapshots import Snapshots
 
 
 def _without(name: str) -> Any:
@@ -56,7 +54,6 @@ plant("the older snapshots are deleted before the next one is there", Generation
 plant("a single snapshot is kept", generations, "KEPT", lambda kept: 1)
 plant("a snapshot's file is not synced", generations, "write_generation", without(SimulatedFile, "sync"))
 plant("a snapshot's name is not synced", Generations, "_write", without(SimulatedDisk, "sync_names"))
-plant("a snapshot is kept before its log has begun", Snapshots, "_have_logs_begun", constant(True))
 plant(
     "an update is acknowledged before its fsync",
     HeldAnswers,
@@ -125,7 +122,5 @@ def _damage(check_rest: Any) -> Any:
 
 
 plant("segments that a snapshot needs are deleted", Generations, "_prune", _deletes_needed)
-plant("a segment's name is not synced", SegmentWriter, "write", without(SimulatedDisk, "sync_names"))
 plant("a log goes on after an fsync that failed", SegmentWriter, "sync", _ignores_its_failure)
-plant("a log's records are not checked", records, "_digest", lambda digest: lambda header, frames: 0)
 plant("a torn record is taken for damage", LogReader, "_check_rest", _damage)
