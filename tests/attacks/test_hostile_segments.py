@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import random
-import resource
 import socket
 import tempfile
 import threading
@@ -134,22 +133,6 @@ def test_descriptors_are_one_and_none_is_kept(server, peer):
     finally:
         for descriptor in files:
             os.close(descriptor)
-
-
-def test_a_server_without_descriptors_says_so(server, peer):
-    used = {int(name) for name in os.listdir(f"/proc/{server.pid}/fd")}
-    free = next(number for number in itertools.count() if number not in used)
-    limits = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-    descriptor = make_segment(SIZE)
-    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (free + 1, limits[1]))
-    try:
-        words = refusal(server, to_bytes(offer_of(peer)), descriptor)
-        assert "the server has no file descriptor left" in words or "Too many open files" in words
-    finally:
-        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
-        os.close(descriptor)
-    with shared(server, peer):
-        assert push(peer, 1).type.name == "UPDATED"
 
 
 def test_streams_that_say_nothing_end(server, peer):

@@ -20,7 +20,6 @@ from psengine.cli import doctor
 from psengine.cli.doctor_checks import machine, training
 from psengine.cli.doctor_checks.findings import CheckContext
 from psengine.cli.main import main
-from psengine.parameter_server.server.transport.authentication import keygen
 
 PACKAGE = Path(psengine.__file__).parent
 
@@ -208,23 +207,6 @@ def test_servers_that_are_not_there():
     assert "did not answer RESUME" in found[0].text
     assert "does not resolve" in found[2].text
     assert "malformed" in found[3].text
-
-
-def test_a_server_that_wants_other_keys(tmp_path, monkeypatch):
-    server_key, server_public = keygen(tmp_path / "server", "server")
-    client_key, _ = keygen(tmp_path / "clients", "worker")
-    stranger_key, _ = keygen(tmp_path / "elsewhere", "stranger")
-    monkeypatch.setenv("PSENGINE_SERVER_KEY", str(server_public))
-    with running_server(curve_key=server_key, allow=tmp_path / "clients") as server:
-        monkeypatch.setenv("PSENGINE_CLIENT_KEY", str(stranger_key))
-        (refused,) = run_check(training.servers, servers=server.addresses[0])
-        monkeypatch.setenv("PSENGINE_CLIENT_KEY", str(client_key))
-        (welcome,) = run_check(training.servers, servers=server.addresses[0])
-    assert refused.level == "problem"
-    assert "does not know this client's public key" in refused.text
-    assert "psengine-server keygen" in refused.fix
-    assert welcome.level == "note"
-    assert "with keys" in welcome.text
 
 
 def test_gloo_on_an_interface_that_is_not_there(monkeypatch):
