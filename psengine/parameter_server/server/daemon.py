@@ -30,6 +30,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -335,27 +336,28 @@ class Server:
         self._order_threads.submit(self._obey, thread, route, request)
 
     def _obey(self, thread: ShardThread, route: bytes, request: Message) -> None:
-        action, code = request.body["action"], ""
+        action = request.body["action"]
         try:
             given = {name: value for name, value in request.body.items() if name != "action"}
             needed = {"evict": ["job", "worker"], "forget": ["job"]}.get(action, [])
             if sorted(given) != needed:
                 wanted, got = (", ".join(names) or "none" for names in (needed, sorted(given)))
                 raise ProtocolError(f"{action} has other parameters (expected {wanted}, got {got})")
-            text = str(getattr(self, f"_{action}")(**given))
+            said: str | dict[str, Any] = getattr(self, f"_{action}")(**given)
+            body = {"text": said} if isinstance(said, str) else said
         except ProtocolError as error:
-            code, text = error.code, str(error)
+            body = {"text": str(error), "code": error.code}
         except Exception as error:
             logger.exception("an order failed: %s", request.body)
-            code, text = ErrorCode.INTERNAL, f"the server failed on this order: {error!r}"
-        thread.answer(route, request, {"text": text} | ({"code": code} if code else {}))
-        if action == "shutdown" and not code:
+            body = {"text": f"the server failed on this order: {error!r}", "code": ErrorCode.INTERNAL}
+        thread.answer(route, request, body)
+        if action == "shutdown" and "code" not in body:
             self.end("psengine admin shutdown")
 
     def _shutdown(self) -> str:
         return "The server shuts down: it answers what is queued, and writes a snapshot if it keeps any."
 
-    def _snapshot(self) -> str:
+    def _snapshot(self) -> str | dict[str, Any]:
         if self._durability is None:
             text = "this server keeps no snapshots (expected a --snapshot-dir)"
             raise ProtocolError(text, ErrorCode.SNAPSHOT_FAILED)
@@ -365,7 +367,7 @@ class Server:
             return f"The snapshot is being written; it takes longer than {ORDERED_SNAPSHOT_S:g} s."
         if outcome.error:
             raise ProtocolError(f"no snapshot was written: {outcome.error}", ErrorCode.SNAPSHOT_FAILED)
-        return f"Durable to generation {outcome.generation}."
+        return {"text": f"Durable to generation {outcome.generation}.", "generation": outcome.generation}
 
     def _evict(self, job: str, worker: int) -> str:
         try:
