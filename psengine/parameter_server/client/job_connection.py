@@ -445,6 +445,9 @@ class JobConnection:
             for operation in reversed(link.open_operations()):
                 if operation.message.type in (MessageType.PUSH, MessageType.STORE, MessageType.ECHO):
                     link.fail(operation, self.fenced)
+        for step in tuple(self.steps.open):  # whose answers are here, and did not count yet
+            for push in step.pushes:
+                self.fail_push(push, self.fenced)
 
     # ---- shards; the I/O thread --------------------------------------------------------------------------------
 

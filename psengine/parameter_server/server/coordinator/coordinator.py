@@ -442,6 +442,7 @@ class Coordinator:
     def _choose_registrar(self) -> None:
         """Where nobody brings the job's first values, a worker has to."""
         waiting, is_registering = self.workers.waiting, self.state is JobState.REGISTERING
+        waiting = [one for one in waiting if not one.unreachable] or waiting
         if self.state is JobState.RESUMING:
             is_time = self._now_s >= self._resume_s or not self._survivors()
             is_due = self.averages and not self.workers.members and is_time
@@ -677,7 +678,7 @@ class Coordinator:
         if self.state is not JobState.OPEN or not may_wait or not any(one.unreachable for one in members):
             return
         by_nobody = frozenset.intersection(*(one.unreachable for one in members))
-        if not any(one.is_blocked for one in members if not one.unreachable - by_nobody):
+        if not any(one.is_blocked or one.leaving for one in members if not one.unreachable - by_nobody):
             return
         for worker in members:
             shards = worker.unreachable - by_nobody
