@@ -1,0 +1,290 @@
+"""Killed workers and cut links between hosts, under every strategy and codec: right weights, or a named culprit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hosts import DEADLINE_S, Host, HostProcess, emulated_hosts, needs_hosts
+from support.marks import slow
+
+pytestmark = needs_hosts
+
+PROGRAM = Path(__file__).parents[1] / "support" / "host_training.py"
+CODECS = ("bf16", "fp16", "int8", "fp4", "onebit", "topk,ratio=0.1", "powersgd,rank=1")
+OVER_COLLECTIVES = (
+    "sync",
+    "sync:shard_optimizer=true",
+    "local:every=3",
+    "diloco:every=3,fragments=2,overlap=1",
+    *(f"sync:compress={codec}" for codec in CODECS),
+    "local:every=3,compress=bf16",
+    "diloco:every=3,compress=fp4",
+)
+OVER_SERVERS = (
+    "sync-server",
+    "async",
+    "diloco-server:every=3,quorum=2",
+    *(f"sync-server:compress={codec}" for codec in CODECS),
+    *(f"async:compress={codec}" for codec in CODECS),
+    "diloco-server:every=3,quorum=2,compress=fp4",
+)
+PORT = 7077
+
+
+@dataclass
+class WorkerProcesses:
+    """The replicas of a training.
+
+    Attributes:
+        hosts: all of them.
+        processes: by rank.
+        server: over servers.
+    """
+
+    hosts: list[Host]
+    processes: list[HostProcess]
+    server: HostProcess | None
+
+    def await_step(
+        self, strategy: str, step: int, ranks: Sequence[int] | None = None, timeout_s: float = DEADLINE_S
+    ) -> None:
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            process = self.processes[rank]
+            process.wait_until(lambda process=process: f"{strategy} step {step}\n" in process.stdout, timeout_s)
+
+    def steps(self, strategy: str, rank: int) -> int:
+        """How many that replica has taken."""
+        return self.processes[rank].stdout.count(f"{strategy} step ")
+
+    def outcome(self, strategy: str, rank: int) -> dict[str, Any]:
+        """How that training ended there."""
+        process, found = self.processes[rank], re.compile(rf"^{re.escape(strategy)} (\{{.*\}})$", re.MULTILINE)
+        result: dict[str, Any] = json.loads(process.wait_until(lambda: found.search(process.stdout))[1])
+        return result
+
+
+@contextmanager
+def worker_processes(
+    folder: Path,
+    strategies: Sequence[str],
+    *,
+    steps: int | None,
+    pause_s: float = 0.1,
+    timeout_s: float = 60.0,
+    lease_s: float = 30.0,
+    collective: str = "auto",
+    columns: int = 64,
+    rate: str | None = None,
+    round_trip_s: float = 0.0,
+    stall_s: float = 30.0,
+) -> Iterator[WorkerProcesses]:
+    """Three hosts: with a rank each, or two on each of two; over servers the first has a server, the others a worker.
+
+    ``steps``: of each training; None: there is no undisturbed one, and the other never ends.
+    """
+    has_group = "server" not in strategies[0] and not strategies[0].startswith("async")
+    places = ([0, 0, 1, 1] if collective == "hierarchical" else [0, 1, 2]) if has_group else [1, 2]
+    plan = {
+        "strategies": strategies,
+        "steps": steps,
+        "pause_s": pause_s,
+        "timeout_s": timeout_s,
+        "collective": collective,
+        "columns": columns,
+        "folder": str(folder),
+        "has_group": has_group,
+        "size": len(places),
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PSENGINE_STALL_S"] = str(stall_s)
+    links = {"rate": rate, "round_trip_s": round_trip_s}
+    with emulated_hosts(max(places) + 1, shared=[folder], **links) as hosts, ExitStack() as stack:
+        server = None
+        if not has_group:
+            command = [sys.executable, "-m", "psengine.cli.server", "--bind", f"tcp://0.0.0.0:{PORT}", "--insecure"]
+            command += ["--lease-s", str(lease_s)]
+            server = started = stack.enter_context(hosts[0].start(command, environment=environment))
+            started.wait_until(lambda: "ready" in started.stdout + started.stderr)
+        processes = []
+        for rank, place in enumerate(places):
+            if has_group:
+                own = {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "MASTER_PORT": "29500"}
+                own["MASTER_ADDR"] = hosts[0].name
+            else:
+                own = {"PSENGINE_WORKER": str(rank), "PSENGINE_WORKERS": str(len(places))}
+                own["PSENGINE_SERVERS"] = f"tcp://{hosts[0].name}:{PORT}"
+            command = [sys.executable, PROGRAM, folder / "plan.json", str(rank)]
+            processes.append(stack.enter_context(hosts[place].start(command, environment=environment | own)))
+        yield WorkerProcesses(hosts, processes, server)
+
+
+def assert_undisturbed(trained: WorkerProcesses, strategy: str) -> None:
+    """The weights are those of the undisturbed training on every rank; with equal bits wherever sums are exact."""
+    outcomes = [trained.outcome(strategy, rank) for rank in range(len(trained.processes))]
+    assert not any("error" in outcome for outcome in outcomes), outcomes
+    is_exact = not strategy.startswith("async:compress")
+    for outcome in outcomes:
+        disturbed, undisturbed = torch.tensor(outcome["disturbed"]), torch.tensor(outcome["undisturbed"])
+        if is_exact:
+            assert torch.equal(disturbed, undisturbed), strategy
+            if "overlap" not in strategy:  # a fragment under way reaches replicas that differ
+                assert torch.equal(disturbed, torch.tensor(outcomes[0]["disturbed"])), strategy
+        else:
+            assert torch.allclose(disturbed, undisturbed, atol=1e-4), strategy
+
+
+def slowly(strategies: Sequence[str]) -> list[Any]:
+    return [slow(strategy, id=strategy) for strategy in strategies]
+
+
+def slow_group(strategies: Sequence[str], collective: str, name: str) -> Any:
+    return pytest.param(strategies, collective, marks=[pytest.mark.slow, pytest.mark.timeout(280)], id=name)
+
+
+# A codec for each way in which buckets are exchanged.
+ROAD_CODECS = ("int8", "topk,ratio=0.1", "powersgd,rank=1")
+ROADS = ("sync", *(f"sync:compress={codec}" for codec in ROAD_CODECS))
+SERVER_ROADS = (
+    *OVER_SERVERS[:4],
+    *(f"sync-server:compress={codec}" for codec in ROAD_CODECS),
+    "async:compress=int8",
+)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "collective"),
+    [
+        slow_group(OVER_COLLECTIVES, "auto", "collectives"),
+        slow_group((*OVER_COLLECTIVES[:3], *OVER_COLLECTIVES[4:]), "hierarchical", "hierarchical"),
+        slow_group(OVER_SERVERS, "auto", "servers"),
+    ],
+)
+def test_a_cut_link_that_heals_leaves_the_weights_as_they_would_be(tmp_path, strategies, collective):
+    steps = 24  # many, so that a slow machine cuts before the last
+    with worker_processes(tmp_path, strategies, steps=steps, pause_s=0.15, collective=collective) as trained:
+        for strategy in strategies:
+            trained.await_step(strategy, 3)
+            trained.hosts[1].cut()
+            time.sleep(1.5)
+            assert trained.steps(strategy, 1) < steps, "the cut came too late"
+            trained.hosts[1].mend()
+            assert_undisturbed(trained, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "collective"), [("sync", "auto"), ("sync", "hierarchical"), ("async", "auto")])
+def test_a_link_that_is_cut_for_longer_than_a_roll_call_heals(tmp_path, strategy, collective):
+    with worker_processes(tmp_path, [strategy], steps=12, collective=collective) as trained:
+        trained.await_step(strategy, 3)
+        trained.hosts[1].cut()
+        time.sleep(15.0)
+        trained.hosts[1].mend()
+        assert_undisturbed(trained, strategy)
+
+
+@pytest.mark.parametrize("strategy", slowly((*OVER_SERVERS[:4], SERVER_ROADS[-1])))
+def test_a_worker_whose_lease_ran_out_beyond_a_cut_link_comes_again(tmp_path, strategy):
+    with worker_processes(tmp_path, [strategy], steps=None, pause_s=0.01, lease_s=1.0) as trained:
+        server = trained.server
+        assert server is not None
+        trained.await_step(strategy, 3)
+        trained.hosts[2].cut()
+        server.wait_until(lambda: "longer than its lease" in server.stdout + server.stderr)
+        trained.await_step(strategy, trained.steps(strategy, 0) + 30, [0])
+        trained.hosts[2].mend()
+        for rank in (0, 1):
+            trained.await_step(strategy, trained.steps(strategy, rank) + 30, [rank])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "collective", "victim"),
+    [
+        ("sync", "auto", 1),
+        *(slow(strategy, "auto", 1, id=strategy) for strategy in (*OVER_COLLECTIVES[1:4], *ROADS[1:])),
+        *(slow(strategy, "hierarchical", 3, id=f"{strategy} hierarchical") for strategy in ROADS),
+    ],
+)
+def test_a_killed_rank_is_named_by_all_others(tmp_path, strategy, collective, victim):
+    with worker_processes(tmp_path, [strategy], steps=None, pause_s=0.01, collective=collective) as trained:
+        trained.await_step(strategy, 3)
+        trained.processes[victim].signal(signal.SIGKILL)
+        for rank in range(len(trained.processes)):
+            if rank != victim:
+                outcome = trained.outcome(strategy, rank)
+                assert outcome["ranks"] == [victim], outcome
+                assert f"Lost rank {victim} (process " in outcome["error"]
+
+
+@pytest.mark.parametrize("strategy", slowly(SERVER_ROADS))
+def test_the_others_go_on_without_a_killed_worker(tmp_path, strategy):
+    with worker_processes(tmp_path, [strategy], steps=None, pause_s=0.01, lease_s=1.0) as trained:
+        trained.await_step(strategy, 3)
+        trained.processes[1].signal(signal.SIGKILL)
+        trained.processes[1].wait()
+        trained.await_step(strategy, trained.steps(strategy, 0) + 30, [0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "collective"),
+    [
+        *(slow(strategy, "auto", id=strategy) for strategy in OVER_COLLECTIVES[:3]),
+        slow("sync", "hierarchical", id="sync hierarchical"),
+    ],
+)
+def test_who_is_beyond_a_link_that_stays_cut_is_named(tmp_path, strategy, collective):
+    beyond = [2, 3] if collective == "hierarchical" else [1]
+    with worker_processes(
+        tmp_path, [strategy], steps=None, pause_s=0.01, timeout_s=4.0, collective=collective
+    ) as trained:
+        trained.await_step(strategy, 3)
+        trained.hosts[1].cut()
+        for rank in range(len(trained.processes)):
+            outcome = trained.outcome(strategy, rank)
+            if rank in beyond:  # rank 0 has the store
+                assert outcome["ranks"] == [0], outcome
+                assert "hangs, or the link to it is cut" in outcome["error"]
+            else:
+                assert outcome["ranks"] == beyond, outcome
+
+
+@pytest.mark.parametrize("strategy", slowly(OVER_SERVERS[:4]))
+def test_a_worker_beyond_a_link_that_stays_cut_names_the_server_and_the_others_go_on(tmp_path, strategy):
+    with worker_processes(tmp_path, [strategy], steps=None, pause_s=0.01, timeout_s=4.0, lease_s=1.0) as trained:
+        trained.await_step(strategy, 3)
+        trained.hosts[2].cut()
+        outcome = trained.outcome(strategy, 1)
+        assert "ServerLostError: tcp://node-0:7077 did not answer" in outcome["error"], outcome
+        trained.await_step(strategy, trained.steps(strategy, 0) + 30, [0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("strategy", ["sync", "sync-server", "async", "diloco-server:every=1,quorum=2"])
+def test_data_that_fills_a_link_starves_neither_heartbeats_nor_roll_calls(tmp_path, strategy):
+    """10 Mbit/s and round trips of 20 ms: an all-reduce takes 37 s, the pushes of both workers 28 s and more."""
+    columns = 40_000 if strategy == "sync" else 20_000
+    link = {"rate": "10mbit", "round_trip_s": 0.02}
+    options = {"timeout_s": 120.0, "lease_s": 2.0, "stall_s": 30.0 if strategy == "sync" else 5.0}
+    with worker_processes(tmp_path, [strategy], steps=None, columns=columns, **options, **link) as trained:
+        trained.await_step(strategy, 1, timeout_s=250)
+        for process in trained.processes:
+            waits = [line for line in process.stderr.splitlines() if " has waited " in line]
+            assert waits, "nothing took long"
+            for wait in waits:
+                assert not re.search("Missing|waits for another|does not answer", wait), wait
+            assert not re.search("fenced|rejoin|lease|Lost", process.stderr), process.stderr
+        if trained.server is not None:
+            assert "lease" not in trained.server.stdout + trained.server.stderr, trained.server.stderr
