@@ -299,8 +299,8 @@ class JobConnection:
         self.registration_number = body.get("registration", self.registration_number)
         self.news += 1
         for link in self.links:
-            if link.is_registrar and not self.is_member and self.state != "initialise":
-                link.is_registrar = False
+            if link.is_registrar and not self.is_member and (self.state != "initialise" or not link.is_up):
+                link.is_registrar = self.state == "initialise"  # a shard may have refused it, and take it now
                 link.greet(now_s)
         is_out = self.state in ("join", "initialise") and self.options.averages
         if is_out and self.fenced is None and (self.is_member or self.has_entered):

@@ -61,6 +61,7 @@ class Link(Channel):
         self.waiting: deque[Push] = deque()
         self.lost = self.told_key = 0
         self.told_life: tuple[int, ...] = ()
+        self._stale = 0, 0  # of a life that has not said RESUMED yet: which, and the view that it holds
         self._in_flight_bytes = self._requested_bytes = self._greeting = 0
 
     # ---- greeting ----------------------------------------------------------------------------------------------
@@ -102,6 +103,9 @@ class Link(Channel):
         self.requeue([self.sent[key] for key in message.body.get("missing", ()) if key in self.sent])
         self.greeted(now_s)
         self.job.resumed(self, former, now_s)
+        (of_life, held), self._stale = self._stale, (0, 0)
+        if of_life == self.epoch:
+            self.job.receive_stale(self, held, now_s)
 
     # ---- sending -----------------------------------------------------------------------------------------------
 
@@ -224,7 +228,8 @@ class Link(Channel):
         operation = push if is_about_push else self.requests.get(message.sequence)
         if code == ErrorCode.STALE and operation is None:
             if message.epoch != self.epoch:
-                return  # RESUMED, which follows, tells of the shard's new life
+                self._stale = message.epoch, message.view  # RESUMED, which follows, tells of the shard's new life
+                return
             self.job.receive_stale(self, message.view, now_s)
         elif code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.is_member and not self.is_registrar:
             # The shard has a view without this worker, of which the coordinator will tell.
