@@ -445,9 +445,7 @@ class JobConnection:
             for operation in reversed(link.open_operations()):
                 if operation.message.type in (MessageType.PUSH, MessageType.STORE, MessageType.ECHO):
                     link.fail(operation, self.fenced)
-        for step in tuple(self.steps.open):  # whose answers are here, and did not count yet
-            for push in step.pushes:
-                self.fail_push(push, self.fenced)
+        self._fail_steps(self.fenced)
 
     # ---- shards; the I/O thread --------------------------------------------------------------------------------
 
@@ -603,6 +601,13 @@ class JobConnection:
             self.fatal = error
         for channel in self.channels:
             channel.fail_all(self.fatal)
+        self._fail_steps(self.fatal)
+
+    def _fail_steps(self, error: PSEngineError) -> None:
+        """End also the pushes whose answers are here, and did not count yet."""
+        for step in tuple(self.steps.open):
+            for push in step.pushes:
+                self.fail_push(push, error)
 
     # ---- called by the transport -------------------------------------------------------------------------------
 
