@@ -742,6 +742,18 @@ def test_new_processes_begin_an_abandoned_averaging_job_anew() -> None:
 # ---- leaving -----------------------------------------------------------------------------------------------------
 
 
+def test_a_run_of_servers_weights_has_not_ended_while_an_evicted_worker_may_come_back() -> None:
+    bench = Bench(BOUND)
+    first, second = bench.team(2)
+    bench.wait(LEASE_S + 1, first)
+    assert bench.ranks == [0]
+    first.leave()
+    assert second.reconnect() == "ready"
+    for step in range(second.view.member(1).first_step, 6):
+        second.step(step)
+    assert second.releases[-1].floor == 5  # nobody waits for the one that has left
+
+
 def test_who_leaves_an_averaging_job_waits_until_all_have_its_averages() -> None:
     bench = Bench(AVERAGE)
     first, second = bench.team(2)

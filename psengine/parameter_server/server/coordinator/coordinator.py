@@ -492,7 +492,9 @@ class Coordinator:
 
     def _end(self, *, has_failed: bool) -> None:
         """The last worker has left; where its training broke off it may be started again."""
-        are_others = bool(self.workers.waiting) or len(self._came) < self._world_size
+        # Who was evicted may be a process that stands still, or is started again: it has not done its part.
+        evicted = any(one.why_gone == "evicted" for one in self.workers.by_rank.values() if one.rank in self._came)
+        are_others = evicted or bool(self.workers.waiting) or len(self._came) < self._world_size
         if has_failed or (not self.averages and are_others):
             if self.averages:
                 self._interrupt(self._now_s)
