@@ -461,10 +461,11 @@ class JobConnection:
                 return
             if link.lost and self._is_named(link):
                 self._commit_life(link, 0)  # another worker has told of the restart, and may have known of less
-        if self.is_member and (link.is_registrar or not self._is_named(link)):
+        chunks, got = len(self.chunks.at(link.index)), link.resumed["chunks"]
+        lacks_specs = self.options.averages and got < chunks  # who told of its new life did not know them yet
+        if self.is_member and (link.is_registrar or lacks_specs or not self._is_named(link)):
             self._restore(link, now_s)
             return
-        chunks, got = len(self.chunks.at(link.index)), link.resumed["chunks"]
         if self.is_member and not self.options.averages and got < chunks:
             problem = f"without weights of job {self.options.job!r} (expected {chunks} chunks, got {got}): it was"
             fix = "Start the servers with --snapshot-dir, and the workers again from a checkpoint."
