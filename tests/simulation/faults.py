@@ -18,7 +18,8 @@ class Faults:
 
     Attributes:
         calm_s: since when nothing fails; None where something does, or will.
-        cut_off: the rank that is cut off from a server, since when, while this is all that fails; else None.
+        cut_off: the rank of the member that is cut off from a server, since when, while this is all that fails; else
+            None.
     """
 
     def __init__(self, world: Simulation) -> None:
@@ -26,15 +27,16 @@ class Faults:
         self._open = len(world.scenario.faults)
         self.calm_s: float | None = None if self._open else 0.0
         self._ended_s = 0.0
-        self._begun: list[tuple[Fault, float]] = []
+        self._begun: list[tuple[Fault, float, bool]] = []  # since when; whether its worker was a member
         # Faults whose time has come, and that wait for a message.
         self._waiting: list[Fault] = []
 
     @property
     def cut_off(self) -> tuple[int, float] | None:
-        if self._open != 1 or not self._begun or self._begun[0][0].kind != "cut off":
+        if self._open != 1 or not self._begun:
             return None
-        return self._begun[0][0].rank, max(self._begun[0][1], self._ended_s)
+        fault, since_s, is_member = self._begun[0]
+        return (fault.rank, max(since_s, self._ended_s)) if fault.kind == "cut off" and is_member else None
 
     def schedule(self) -> None:
         """At the beginning."""
@@ -70,11 +72,11 @@ class Faults:
         fault = fault._replace(server=fault.server % len(world.network.servers), rank=fault.rank % len(world.slots))
         world.clock.note("fault", *fault)
         world.counts[fault.kind] += 1
-        self._begun.append((fault, world.clock.now_s))
+        self._begun.append((fault, world.clock.now_s, fault.rank in world.views.members))
         _BEGIN[fault.kind](world, fault)
         world.clock.after(fault.lasts_s, self._ended, self._begun[-1])
 
-    def _ended(self, begun: tuple[Fault, float]) -> None:
+    def _ended(self, begun: tuple[Fault, float, bool]) -> None:
         self._open -= 1
         self._begun.remove(begun)
         self._ended_s = self._world.clock.now_s

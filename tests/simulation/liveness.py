@@ -25,7 +25,6 @@ class Liveness:
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self.unrest_s = 0.0
-        self._has_view = False
         scenario = world.scenario
         latency_s = 40 * scenario.latency_s[1]
         self._longest_s = scenario.lease_s * (1 + scenario.grace) + SLACK_S + 3 * scenario.think_s + latency_s
@@ -35,11 +34,10 @@ class Liveness:
         world = self._world
         world.clock.after(CHECK_S, self._check)
         calm_s, longest_s, spared = world.faults.calm_s, self._longest_s, -1
-        if world.faults.cut_off is not None and self._has_view:
+        if world.faults.cut_off is not None:
             spared, calm_s = world.faults.cut_off
             longest_s += 2 * world.scenario.lease_s + 1.0
         if calm_s is None:
-            self._has_view = len(world.views.members) > 1
             return
         since_s = max(calm_s, self.unrest_s)
         for process in world.processes:

@@ -289,6 +289,7 @@ class Simulation:
         for slot in self.slots:
             slot.process, slot.rest_s, slot.is_done = None, REST_S, False
         self.zombies.clear()
+        self.views.members = {}
         self.job.begin_anew()
         for server in self.network.servers:
             if server.is_up:

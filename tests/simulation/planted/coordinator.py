@@ -11,7 +11,7 @@ from psengine.parameter_server.server.coordinator.decisions import Bound, Merge,
 from psengine.parameter_server.server.coordinator.grace import GraceWindow
 from psengine.parameter_server.server.coordinator.workers import Workers
 from psengine.protocol.messages import MessageType
-from simulation.planted.registry import after, constant, keeping, plant, then
+from simulation.planted.registry import after, constant, plant, then
 
 # ---- who takes part --------------------------------------------------------------------------------------------------
 
@@ -121,4 +121,3 @@ plant("workers without a difference are merged", Merge, "commit", _counts_absent
 plant("the fastest worker is the floor", Bound, "due", _fastest)
 plant("a grace window never ends", GraceWindow, "is_over", constant(False))
 plant("decisions go to worker 0 alone", Coordinator, "_send", _says_it_again)
-plant("a step under a former view counts as committed", Quorum, "adopt", keeping("_steps"))
