@@ -236,7 +236,8 @@ class ShardGroup:
         for thread in self.threads:
             thread.end()
         for thread in self.threads:
-            thread.join(timeout=2.0)
+            if thread.is_alive():  # where the start fails none has begun
+                thread.join(timeout=2.0)
 
 
 def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:

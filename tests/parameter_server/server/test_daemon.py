@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -112,6 +114,26 @@ def test_exit_codes(arguments, code, words):
         shown = command.stdout + command.stderr
         assert words in shown
         assert "Traceback" not in shown
+
+
+def test_a_start_that_fails_before_its_threads_run_says_why(tmp_path):
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from psengine.errors import SnapshotError
+        from psengine.parameter_server.server.daemon import Server
+        from psengine.parameter_server.server.durability.tier import Durability
+        from psengine.parameter_server.server.settings import ServerSettings
+        def is_full(self, threads):
+            self.end_logs()
+            raise SnapshotError("its disk is full")
+        Durability._write_first = is_full
+        place = Path(sys.argv[1])
+        sys.exit(Server(ServerSettings(bind=f"ipc://{place}/s", durability="log", snapshot_dir=place / "d")).run())
+    """
+    ended = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert ended.returncode == 4, ended.stderr
+    assert "psengine-server ends: its disk is full" in ended.stderr
 
 
 def test_a_taken_port_is_exit_code_3():
