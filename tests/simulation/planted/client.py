@@ -53,7 +53,6 @@ def _ahead(prepare: Any) -> Any:
 plant("a client does not freeze", JobConnection, "freeze", constant(None))
 plant("a client keeps releases to itself", Link, "send", _without(MessageType.RELEASE))
 plant("a client keeps views to itself", Link, "send", _without(MessageType.VIEW))
-plant("a client takes answers that a view took back", JobConnection, "was_taken_back", constant(False))
 plant("a client does not push again what a view took back", Steps, "take_back", constant([]))
 plant("a client commits a step before the shards have it", JobConnection, "_confirm", _commits_at_once)
 plant("a client says after a restart that nothing is open", Link, "greet", _open_nothing)
@@ -63,4 +62,3 @@ plant("a donor returns no averages", JobConnection, "_return_results", constant(
 plant("a client sends no heartbeats", Control, "beat", constant(None))
 plant("a client does not open a connection again", Channel, "disconnected", then(_never))
 plant("a client says that it has completed one step more", JobConnection, "prepare", _ahead)
-plant("a client knows no losses", JobConnection, "_look_for_losses", constant(None))

@@ -65,12 +65,6 @@ def _drops_every_fifth(step: Any) -> Any:
     return one
 
 
-def _forget_who_left(rule: Apply) -> None:
-    view = rule.context.view()
-    members = set() if view is None else {member.rank for member in view.members}
-    rule._taken = {rank: known for rank, known in rule._taken.items() if rank in members}
-
-
 def _add_one(held: HeldWeights) -> None:
     for one in held._held.values():
         one.values.add_(1.0)
@@ -80,7 +74,6 @@ plant("every fifth update is acknowledged and dropped", ServerWeights, "_step", 
 plant("a push that is here is taken for a new one", Apply, "has", constant(False))
 plant("the staleness bound is off by one", Apply, "_is_held", lambda held: lambda self, step: held(self, step - 1))
 plant("a held answer never leaves", Apply, "release", constant([]))
-plant("a shard forgets the steps of a worker that is put out", Apply, "adopt", then(_forget_who_left))
 plant("a new process counts for its predecessor", Apply, "adopt", keeping("_taken"))
 plant("a lost answer is not answered again", Apply, "answer_again", constant(None))
 plant("a stale gradient is corrected twice", DelayCompensation, "correct", after(lambda gradient: gradient * 2))
@@ -129,11 +122,5 @@ def _misses_nothing(resume: Any) -> Any:
 
 
 plant("a shard adopts a view that is older than its own", Shard, "_view", _adopts_all)
-plant(
-    "a shard that restarted takes pushes under its old view",
-    Shard,
-    "_is_current",
-    lambda _: lambda self, job: job.view is not None,
-)
 plant("a shard says that it lacks nothing", Job, "resume", _misses_nothing)
 plant("a shard takes no release twice, nor a newer one", Job, "release", constant([]))
