@@ -187,6 +187,18 @@ def test_what_says_nothing_of_updates_does_not_wait_for_the_log(worlds):
     assert resumed.body["version"] == 7
 
 
+def test_orders_that_change_no_job_are_answered_without_the_log(worlds):
+    world = worlds()
+    world.log.end, routes = 1, []
+    world.coordinators.handle = lambda message, sender, now_s: routes.append(sender.route) or []
+    world.ask("LEAVE", body={"completed": 1})
+    for action in ("snapshot", "forget", "shutdown"):
+        world.thread.answer(routes[0], Message(MessageType.ADMIN, body={"action": action}), {"text": action})
+    assert [answer.body["text"] for answer in world.answers()] == ["snapshot", "shutdown"]
+    world.make_durable()
+    assert [answer.body["text"] for answer in world.answers()] == ["forget"]
+
+
 def test_a_decision_waits_until_it_is_in_the_log(worlds):
     world = worlds()
     world.coordinators.answers, world.coordinators.changed = [VIEW], {"jobs": []}

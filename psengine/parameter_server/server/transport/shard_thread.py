@@ -62,6 +62,8 @@ _DO_NOT_WAIT = frozenset(
     {MessageType.STATUS_REPORT, MessageType.ECHOED, MessageType.ERROR, MessageType.PENDING, MessageType.CHUNKS,
      MessageType.STATE_WANTED, MessageType.WELCOME, MessageType.RESUMED}
 )  # fmt: skip
+# Orders whose outcome a restart could make untrue; others can be given while the log has no room.
+_CHANGES_JOBS = ("evict", "forget")
 
 
 class LogFailedError(ServerError):
@@ -248,7 +250,8 @@ class ShardThread(threading.Thread):
             body["text"] = body["text"][:MAX_TEXT_CHARS]
         kind = MessageType.ERROR if "code" in body else MessageType.OK
         answer = [Outgoing(route, self._to(request, kind, body=body))]
-        self._asked.put(lambda: None if self._has_ended else self._send(answer))
+        waits = request.body.get("action") in _CHANGES_JOBS
+        self._asked.put(lambda: None if self._has_ended else self._send(answer, waits=waits))
 
     @property
     def changes(self) -> int:
