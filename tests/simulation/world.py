@@ -256,7 +256,7 @@ class Simulation:
         self.counts[f"worker ended: {code}"] += 1
         if code != ErrorCode.STATE_LOST:
             return False
-        is_kept = self.scenario.keeps_log and not self.job.excused
+        is_kept = self.scenario.keeps_log and self.scenario.rule != "average" and not self.job.excused
         require(not is_kept, "servers with logs have lost the job's state: {}", error)
         return True
 
