@@ -378,9 +378,7 @@ def _check_same_group(backend: str | None, rank: int | None, world_size: int | N
 
 def _live_session() -> _Session | None:
     """The session, unless the user has destroyed its group."""
-    if _session is None or not dist.is_initialized() or dist.group.WORLD is not _session.group:
-        return None
-    return _session
+    return _session if _session and dist.is_initialized() and dist.group.WORLD is _session.group else None
 
 
 def _shut_down_after(*, failed: bool | None = None) -> None:

@@ -36,7 +36,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 # What makes a process a task of a Slurm step.
 _SLURM = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-# Workers are numbered by two bytes in messages to the servers.
+# More workers than servers take.
 MAX_WORKERS = 0x10000
 WORKER, WORKERS = "PSENGINE_WORKER", "PSENGINE_WORKERS"
 

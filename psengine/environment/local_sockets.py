@@ -25,13 +25,8 @@ from psengine.errors import ConfigurationError
 LONGEST_PATH_BYTES = 107
 _DIRECTORY_VARIABLE = "PSENGINE_RUNTIME_DIR"
 _LOOPBACK = re.compile(r"tcp://(?P<host>localhost|127(?:\.\d{1,3}){3}|\[::1\]):(?P<port>\d+)")
-# A listener answers at once; its queue may be full for a moment.
-_CONNECT_S = 1.0
 # Younger sockets may be bound and not listen yet.
 _STALE_S = 60.0
-_LISTENS = b"0A"
-# A line of its tables.
-_LINE_BYTES = 150
 
 
 def private_directory(*, make: bool = False) -> Path:
@@ -155,7 +150,7 @@ def _connected(address: str) -> socket.socket:
     path = address.removeprefix("ipc://")
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        probe.settimeout(_CONNECT_S)
+        probe.settimeout(1.0)  # a listener answers at once; its queue may be full for a moment
         probe.connect("\0" + path[1:] if path.startswith("@") else path)
     except OSError as error:
         if not isinstance(error, TimeoutError):  # else it listens, and is busy
@@ -171,9 +166,10 @@ def _tcp_listener_uid(host: str, port: int) -> int | None:
     users, exactly = dict[str, int](), _hexadecimal(host)
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         # Listeners come first. The kernel looks at each place of its table for more lines than are asked for: 7 ms.
-        with contextlib.suppress(OSError), open(table, "rb", buffering=_LINE_BYTES) as lines:
+        # A line has 150 bytes.
+        with contextlib.suppress(OSError), open(table, "rb", buffering=150) as lines:
             for words in map(bytes.split, itertools.islice(lines, 1, None)):
-                if words[3] != _LISTENS:
+                if words[3] != b"0A":  # it listens
                     break
                 bound, _, number = words[1].decode().partition(":")
                 if int(number, 16) == port:
