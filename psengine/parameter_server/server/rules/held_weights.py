@@ -18,6 +18,9 @@ import torch
 
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 
+# Where a worker may hold either of two answers.
+NO_STEP = 0
+
 
 @dataclass(slots=True)
 class _Held:
@@ -43,13 +46,17 @@ class HeldWeights:
     def answer(
         self, rank: int, step: int, version: int, weights: torch.Tensor, *, repeated: bool
     ) -> tuple[int, torch.Tensor]:
-        """(version, payload) of the answer of a step; a repeat is what the first answer was, if that is known."""
+        """(version, payload) of the answer of a step; a repeat is what the first answer was, if that is known.
+
+        If it is not, the worker may have either of two answers, and the next difference is of neither.
+        """
         held = self._held.get(rank)
         if held is not None and held.step == step:
             return held.version, held.payload
         if held is None or repeated:
             payload = weights.clone()
-            held = self._held[rank] = _Held(self._payloads.wide(weights), step, version, payload)
+            known = NO_STEP if repeated else step
+            self._held[rank] = _Held(self._payloads.wide(weights), known, version, payload)
             return version, payload
         held.payload = self._payloads.encode_difference(weights, held.values)
         held.step, held.version = step, version
