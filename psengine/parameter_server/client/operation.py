@@ -353,6 +353,10 @@ class Push(Operation):
 
     def complete(self) -> None:
         """I/O thread: the step is complete; ``wake`` follows once all its pushes know."""
+        answer = self.answer
+        if answer is not None and answer.payload is not None and answer.in_segment and "place" not in answer.body:
+            # The shard writes the next answer there, and then a server that restarts may need this one.
+            answer.payload = payload_tensor(answer).clone()
         self.message.payload = None
         self.is_done = True
 
@@ -391,7 +395,7 @@ class Push(Operation):
         body = self.answer.body
         if body.get("refused", "abstained") != "abstained":
             return ExchangeOutcome.REFUSED
-        if body.get("late"):
+        if body.get("late") or self.step.is_late:
             return ExchangeOutcome.LATE
         return ExchangeOutcome.APPLIED if "contributors" not in body else ExchangeOutcome.AVERAGED
 
