@@ -183,14 +183,18 @@ def _initialise(
 def _await_layout(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[list[ChunkSpec]]:
     """``fetch_layout``; a shard that has restarted has no layout, or a part of it, until workers have told it."""
     whole = {spec.key: spec for spec in mine}
-    began_s = job.runtime.now_s()
+    began_s, former = job.runtime.now_s(), [link.epoch for link in job.links]
     while True:
-        waited_s = job.runtime.now_s() - began_s
+        waited_s, epochs = job.runtime.now_s() - began_s, [link.epoch for link in job.links]
         try:
             theirs = yield from fetch_layout(job)
             is_part = len(theirs) < len(mine) and all(whole.get(spec.key) == spec for spec in theirs)
-            if not is_part or waited_s >= 2 * job.lease_s:
-                return theirs
+            if epochs == [link.epoch for link in job.links]:  # else some of it was of a life before
+                if is_part and epochs != former and not job.options.averages:
+                    problem = f"a server came back without weights of job {job.options.job!r}, while this worker came"
+                    raise ServerRefusedError(f"{problem}. Fix: start it again from a checkpoint.", ErrorCode.STATE_LOST)
+                if not is_part or waited_s >= 2 * job.lease_s:
+                    return theirs
         except ServerRefusedError as error:
             if error.code != ErrorCode.NOT_READY or waited_s >= job.options.timeout_s:
                 raise
