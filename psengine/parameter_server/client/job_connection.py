@@ -252,12 +252,14 @@ class JobConnection:
 
     def _close_step(self, step: Step) -> None:
         step.is_closed = True
-        self._confirm(step)
+        self.confirm(step)
         self.steps.advance()
 
-    def _confirm(self, step: Step) -> None:
-        """Tell the coordinator, where it decides, once every shard has what this worker pushed."""
-        if not self.options.has_decisions or not step.pushes or step.has_failed or self.fatal is not None:
+    def confirm(self, step: Step) -> None:
+        """A step has ended, or is pushed again: where the coordinator decides, tell it once every shard has it."""
+        if not self.options.has_decisions or not step.is_closed or not step.pushes:
+            return
+        if step.has_failed or self.fatal is not None:
             return
         step.attempt += 1
         attempt, links = step.attempt, {push.link.index: push.link for push in step.pushes}
@@ -359,7 +361,7 @@ class JobConnection:
         if not self.is_member:
             self.is_member = True
             is_fresh = not self.has_state if self.options.averages else self.steps.completed == 0
-            self.steps.begin_at(me.first_step, anew=is_fresh)
+            self.steps.begin_at(me.first_step, anew=is_fresh, from_step=view.from_step)
         elif not self.options.averages:
             self.steps.begin_at(me.first_step, anew=False)
         if is_new:
@@ -380,8 +382,7 @@ class JobConnection:
             link.is_registrar = link.is_registrar and not self._is_named(link)
             link.greet(now_s)
         for step in self.steps.open:
-            if step.is_closed:
-                self._confirm(step)
+            self.confirm(step)
 
     def check_servers(self) -> None:
         """Raise ConfigurationError where this worker has other servers than the job, or another order; any thread."""

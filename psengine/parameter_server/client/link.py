@@ -240,6 +240,7 @@ class Link(Channel):
         elif code == ErrorCode.SEGMENT and push is not None:
             self.requeue([push])  # its bytes never came; now they travel
             self.pump(now_s)
+            self.job.confirm(push.step)
         elif code == ErrorCode.SHUTTING_DOWN:  # it is asked again on the next connection
             self.last_problem = text
             if operation is not None:

@@ -395,7 +395,7 @@ class Push(Operation):
         body = self.answer.body
         if body.get("refused", "abstained") != "abstained":
             return ExchangeOutcome.REFUSED
-        if body.get("late") or self.step.is_late:
+        if body.get("late") or (self.step.is_late and self.message.dtype is not None):
             return ExchangeOutcome.LATE
         return ExchangeOutcome.APPLIED if "contributors" not in body else ExchangeOutcome.AVERAGED
 

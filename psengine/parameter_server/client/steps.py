@@ -32,6 +32,7 @@ class Step:
         is_closed: the I/O thread knows that it has ended.
         has_failed: a push has no answer, and will have none.
         attempt: grows when its pushes are confirmed to the coordinator anew.
+        is_late: others have completed it without this worker, whose state is from before it: no gradient counts.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Step:
     is_closed: bool = False
     has_failed: bool = False
     attempt: int = 0
+    is_late: bool = False
 
     def note(self, *, is_trained: bool, has_values: bool) -> None:
         """A push is added."""
@@ -77,7 +79,7 @@ class Steps:
         self.has_failed = False
         self._is_shared = is_shared
         self._hand_over = close
-        self._next = 1
+        self._next = self._from_step = 1
         self._current: Step | None = None
 
     # ---- threads of the training -------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class Steps:
         step = self._current
         if step is None or step.is_ended or key in step.keys:
             self.end()
-            step = self._current = Step(self._next, self.end)
+            step = self._current = Step(self._next, self.end, is_late=self._next < self._from_step)
             self._next += 1
         step.keys.add(key)
         return step
@@ -101,14 +103,17 @@ class Steps:
 
     # ---- the I/O thread ----------------------------------------------------------------------------------------
 
-    def begin_at(self, step: int, *, anew: bool) -> None:
-        """The next step is ``step``, or a later one of this worker's own; ``anew``: the worker has others' state."""
+    def begin_at(self, step: int, *, anew: bool, from_step: int = 1) -> None:
+        """The next step is ``step``, or a later one of this worker's own; ``anew``: the worker has others' state.
+
+        Others have completed the steps before ``from_step``: a shard that restarted does not know without whom.
+        """
         if not anew:
             self._next = max(self._next, step)
             return
         self.open.clear()
         self.kept, self.has_failed, self._current = None, False, None
-        self._next, self.completed = step, step - 1
+        self._next, self.completed, self._from_step = step, step - 1, from_step
 
     def begin(self, push: Push) -> None:
         """A push is about to be sent for the first time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.parameter_server.client.operation import Parking, Push
 from psengine.parameter_server.client.steps import Steps
 from psengine.protocol.messages import Message, MessageType
@@ -100,3 +101,15 @@ def test_a_worker_that_took_over_state_begins_at_its_view_s_step():
     desk.steps.begin_at(5, anew=False)
     desk.steps.end()
     assert desk.push(0).step.number == 9
+
+
+def test_pushes_of_steps_that_others_completed_before_a_worker_came_do_not_count():
+    desk = Desk(is_shared=True)
+    desk.steps.begin_at(3, anew=True, from_step=4)
+    pushes = [desk.push(0), desk.push(0)]
+    for push in pushes:
+        push.message.dtype = torch.float32
+        desk.answer(push)
+    desk.steps.end()
+    desk.close()
+    assert [push.wait().outcome for push in pushes] == [ExchangeOutcome.LATE, ExchangeOutcome.APPLIED]
