@@ -26,7 +26,7 @@ class Faults:
         self._world = world
         self._open = len(world.scenario.faults)
         self.calm_s: float | None = None if self._open else 0.0
-        self._ended_s = 0.0
+        self._ended_s = self._anew_s = 0.0
         self._begun: list[tuple[Fault, float, bool]] = []  # since when; whether its worker was a member
         # Faults whose time has come, and that wait for a message.
         self._waiting: list[Fault] = []
@@ -36,7 +36,12 @@ class Faults:
         if self._open != 1 or not self._begun:
             return None
         fault, since_s, is_member = self._begun[0]
-        return (fault.rank, max(since_s, self._ended_s)) if fault.kind == "cut off" and is_member else None
+        is_counted = fault.kind == "cut off" and is_member and since_s >= self._anew_s
+        return (fault.rank, max(since_s, self._ended_s)) if is_counted else None
+
+    def begin_anew(self) -> None:
+        """All processes are started anew: none of them was a member when what fails now began."""
+        self._anew_s = self._world.clock.now_s
 
     def schedule(self) -> None:
         """At the beginning."""

@@ -290,6 +290,7 @@ class Simulation:
             slot.process, slot.rest_s, slot.is_done = None, REST_S, False
         self.zombies.clear()
         self.views.members = {}
+        self.faults.begin_anew()
         self.job.begin_anew()
         for server in self.network.servers:
             if server.is_up:
