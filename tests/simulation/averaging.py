@@ -79,6 +79,7 @@ class AveragingJob(Job):
         self.specs = layout(scenario.chunks, self._numel, self._dtype)
         self.rule: dict[str, Any] = {"name": "average", "quorum": scenario.quorum}
         self._finished: dict[int, Finished] = {}
+        self._leads: dict[WorkerProcess, int] = {}  # the life of the lead in which this process completed a step last
         # (step, rank) -> the models that its processes have contributed from.
         self._given: dict[tuple[int, int], set[bytes]] = defaultdict(set)
 
@@ -155,7 +156,9 @@ class AveragingJob(Job):
             process.land(push, landings[key])
             residual = process.session.residual(key)
             require(residual is None or not residual.any(), "chunk {} has a residual: {}", key, residual)
-        self._complete(process, replica, [landing.numpy() for landing in landings], is_in=counts == {True})
+        is_in = None if sits_out else counts == {True}  # what it pushed before it was put out may count
+        if self.world.views.has(process):  # else it has yet to hear that it is out, and that its step was taken back
+            self._complete(process, replica, [landing.numpy() for landing in landings], is_in=is_in)
         for value, landing in zip(replica.values, landings, strict=True):
             value.sub_(landing)
         replica.step += 1
@@ -202,10 +205,17 @@ class AveragingJob(Job):
         return sorted(
             process.rank
             for process, since_s in one.holders.items()
-            if process.has_finished or not (process.is_dead or views.was_out(process, since_s))
+            if (process.has_finished and self._is_remembered(process))
+            or not (process.is_dead or views.was_out(process, since_s))
         )
 
-    def _complete(self, process: WorkerProcess, replica: Replica, averages: list[Values], *, is_in: bool) -> None:
+    def _is_remembered(self, process: WorkerProcess) -> bool:
+        """Only under "log" is it known after the lead's restart that a job has ended: a zombie goes on alone."""
+        return self.scenario.keeps_log or self._leads[process] == self.world.network.servers[0].epoch
+
+    def _complete(
+        self, process: WorkerProcess, replica: Replica, averages: list[Values], *, is_in: bool | None
+    ) -> None:
         step, base, rank = replica.step + 1, replica.base, process.rank
         known = self._finished.get(step)
         if known is not None and (known.base != base or not _are_equal(known.averages, averages)):
@@ -223,8 +233,9 @@ class AveragingJob(Job):
             self._check_quorum(step, known)
         if not self.world.views.is_out(process):  # the others may take back what it completes
             known.holders[process] = self.world.clock.now_s
+            self._leads[process] = self.world.network.servers[0].epoch
         require(
-            is_in == (rank in known.contributors),
+            is_in in (None, rank in known.contributors),
             "worker {} was told that its gradient of step {} {}, and its average is of workers {}",
             rank,
             step,

@@ -62,6 +62,15 @@ def coordinator_state(server: Any) -> str:
     return "preparing" if job._preparing is not None else "joining" if job._asked or job._donation else "open"
 
 
+def worker_state(server: Any, rank: int, incarnation: int) -> str:
+    """What the coordinator of a server's only job says of a worker; "" where it does not know it."""
+    for job in server.coordinators.by_number.values():
+        worker = job.workers.by_rank.get(rank)
+        if worker is not None and worker.incarnation == incarnation:
+            return str(worker.state.value)
+    return ""
+
+
 # ---- workers -------------------------------------------------------------------------------------------------------
 
 

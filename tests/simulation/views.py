@@ -59,6 +59,12 @@ class Views:
         """Who takes part with this rank, or did last."""
         return self._processes.get((rank, self._last.get(rank, 0)))
 
+    def has(self, process: WorkerProcess) -> bool:
+        """Whether this process takes part, as the coordinator knows it, or the newest view while there is none."""
+        lead = self._world.network.servers[0]
+        state = inspection.worker_state(lead, process.rank, process.incarnation) if lead.is_up else ""
+        return state != "gone" and self.process(process.rank, self.members.get(process.rank, (0, 0))[0]) is process
+
     def was_out(self, process: WorkerProcess, since_s: float) -> bool:
         """Whether this process has been put out after that time."""
         incarnations = [number for (_, number), one in self._processes.items() if one is process]
