@@ -37,6 +37,8 @@ class Faults:
             return None
         fault, since_s, is_member = self._begun[0]
         is_counted = fault.kind == "cut off" and is_member and since_s >= self._anew_s
+        if self._world.scenario.rule == "average" and len(self._world.views.members) < 2:
+            return None  # nobody else has the state, so that who comes waits for this worker
         return (fault.rank, max(since_s, self._ended_s)) if is_counted else None
 
     def begin_anew(self) -> None:
