@@ -107,6 +107,20 @@ def test_a_repeat_of_a_difference_is_the_same_payload_and_counts_once():
     assert torch.equal(worker.updates()[3], encode(Int8(), weights_at(worker) - held))
 
 
+def test_a_worker_that_may_hold_either_of_two_answers_gets_whole_weights():
+    world, worker = stepping("int8")
+    gradient = encode(Int8(), torch.ones(600))
+    for step in (1, 2):
+        worker.push(0, step, gradient, body={"held": 1} if step == 2 else {})
+    world.publish([], forwarded_by=[worker])
+    world.publish([worker])
+    worker.updates()
+    worker.resume([(0, 2)])  # and then the first answer comes, after all
+    assert torch.equal(worker.updates()[2], weights_at(worker))
+    worker.push(0, 3, gradient, body={"held": 2})
+    assert torch.equal(worker.updates()[3], weights_at(worker))
+
+
 @pytest.mark.parametrize("held", [None, 1, 7])
 def test_a_worker_that_holds_something_else_gets_whole_weights(held):
     _, worker = stepping("int8")
