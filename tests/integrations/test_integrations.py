@@ -94,7 +94,7 @@ def test_lightning_steps_through_the_servers(lightning, server):
 
 def test_lightning_says_which_optimizers_servers_run(lightning):
     for found in lightning:
-        assert "expected one of SGD" in found["trainer"]["unknown optimizer"]
+        assert "expected that of SGD" in found["trainer"]["unknown optimizer"]
 
 
 def test_lightning_says_how_several_optimizers_train_over_servers(lightning):
@@ -133,7 +133,7 @@ def test_accelerate_trains_over_servers(transformers, server):
         for case in ("sync-server", "two optimizers", "two models"):
             assert_equal(accelerate[case], buffers=False)
         assert accelerate["steps"] == (STEPS, "DistributedSGD")
-        assert "expected one of SGD" in accelerate["unknown optimizer"]
+        assert "expected that of SGD" in accelerate["unknown optimizer"]
     assert updates(server, "accelerate-async") == WORLD_SIZE * STEPS
 
 
