@@ -84,6 +84,8 @@ class ApplyingJob(Job):
         self._promised: dict[int, dict[int, int]] = defaultdict(dict)
         # (process, step) -> chunks of which a shard has taken it in its present life.
         self.taken: dict[tuple[int, int], set[int]] = defaultdict(set)
+        # (key, process, step) that a restart lost, and that did not come again.
+        self._lost: set[tuple[int, int, int]] = set()
         self._brought: dict[tuple[int, int], set[int]] = defaultdict(set)  # the same, in any life
         # (epoch, chunk, process, step) -> what a shard says that this worker holds then.
         self._held: dict[tuple[int, int, int, int], Values] = {}
@@ -171,7 +173,7 @@ class ApplyingJob(Job):
             return  # of a life of the server that has ended
         update = process.number, push.message.sequence
         if result.refused is None:
-            is_there = update in chunk.versions[chunk.version].updates
+            is_there = update in chunk.versions[chunk.version].updates or self._may_lack(key, update)
             require(is_there, "push {} of chunk {} was acknowledged, and is not there", update, key)
         if self._has_differences:
             held = self._held.get((answer.epoch, key, *update))
@@ -232,6 +234,7 @@ class ApplyingJob(Job):
         is_same = (known is None) == (values is None) and (known is None or np.array_equal(known, values))
         require(is_same, "push {} of chunk {} came with other values than before", update, push.key)
         self.taken[update].add(push.key)
+        self._lost.discard((push.key, *update))
         self._brought[update].add(push.key)
 
     def _decoded(self, push: Message) -> Values:
@@ -282,7 +285,7 @@ class ApplyingJob(Job):
             held = inspection.held_weights(shard, key, message.worker)
             if held is not None:
                 self._held[(server.epoch, key, *update)] = held
-        is_there = key in self.taken[update]
+        is_there = key in self.taken[update] or self._may_lack(key, update)
         require(is_there, "push {} of chunk {} is answered, and did not come", update, key)
         require(message.version <= chunk.version, "an answer of chunk {} is of the future", key)
         bound = self.scenario.max_staleness
@@ -293,6 +296,10 @@ class ApplyingJob(Job):
             where = "worker {} is answered in step {} while worker {} has done {}, with a bound of {}"
             is_within = message.sequence - bound <= committed
             require(is_within, where, message.worker, message.sequence, rank, committed, bound)
+
+    def _may_lack(self, key: int, update: tuple[int, int]) -> bool:
+        """Whether a shard that has lost this push may answer it."""
+        return False
 
     def _committed(self, rank: int, incarnation: int, first_step: int) -> float:
         """The last step of this member that all shards have."""
@@ -338,8 +345,10 @@ class ApplyingJob(Job):
                 restored[key] = self._restored[server.epoch, key] = version
                 for (number, step_), taken in self.taken.items():
                     process = self.world.all_processes[number]
-                    if not inspection.knows(shard, key, process.rank, process.incarnation, step_):
+                    is_known = inspection.knows(shard, key, process.rank, process.incarnation, step_)
+                    if key in taken and not is_known:
                         taken.discard(key)
+                        self._lost.add((key, number, step_))
         for key, version in self._promised[server.index].items():
             is_there = restored.get(key, -1) >= version
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)

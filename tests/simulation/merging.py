@@ -100,6 +100,11 @@ class MergingJob(ApplyingJob):
                 if update[0] == process.number and update[1] < push.sequence:
                     self.taken[update].discard(push.key)
 
+    def _may_lack(self, key: int, update: tuple[int, int]) -> bool:
+        """A restart without a log lost it, and the merge that names it was made while its worker was out."""
+        is_lost = (key, *update) in self._lost and not self.scenario.keeps_log
+        return is_lost and any(update in updates for updates in self._decided.values())
+
     def applied(self, server: ServerProcess, shard: Any, message: Message, outgoing: list[Any]) -> None:
         """See ``Job``."""
         self._told.update(release.number for release in _releases_in(message))

@@ -131,3 +131,13 @@ class TestViews:
         assert workers[0].waits(0, 1) == [1]
         world.publish(workers[:1])
         torch.testing.assert_close(workers[0].updates()[1], Oracle().merge((difference(0, 1), 1)))
+
+    def test_who_left_is_answered_when_it_comes_back_where_all_that_it_brought_is_lost(self):
+        world, workers = start(2)
+        push(workers[0], 1)
+        world.release(workers, 1, contributors=((0, 1), (1, 1)))
+        world.publish(workers[:1])
+        assert rule_of(world).version == 1
+        world.publish(workers)
+        assert rule_of(world).has(1, 1)  # nobody names it again
+        assert not rule_of(world).has(1, 2)

@@ -79,6 +79,8 @@ class Merge(Apply):
     def adopt(self, view: View) -> list[Reply]:
         """Contributions of workers that left are dropped, unless a merge that was decided has them."""
         super().adopt(view)
+        for member in view.members:  # one that leaves is known, also where a restart lost all that it brought
+            self._taken.setdefault(member.rank, (member.incarnation, 0))
         for release in view.releases:
             self._note_due(release)
         named = {pair for pairs in self._due.values() for pair in pairs}
