@@ -18,11 +18,12 @@ import sys
 import time
 import traceback
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from psengine.errors import ProtocolError
 from psengine.protocol.frames import HEADER_BYTES, decode, encode, payload_tensor, refusal
+from psengine.protocol.messages import Message
 
 VECTORS = json.loads((Path(__file__).parents[1] / "protocol" / "protocol_vectors.json").read_text())
 SEEDS = [[bytes.fromhex(frame) for frame in vector["frames"]] for vector in VECTORS]
@@ -32,6 +33,7 @@ FIELDS += [(48, "<Q"), (56, "<Q"), (64, "<Q"), (72, "<Q"), (80, "<I"), (84, "B")
 INTERESTING = [0, 1, 2, 3, 4, 7, 8, 96, 127, 128, 255, 256, 65535, 65536, 2**24, 2**24 + 1, 2**32 - 1, 2**40, 2**63]
 INTERESTING += [2**64 - 1]
 MAX_SEGMENT_BYTES = 1 << 16
+IN_HEADER = tuple(one.name for one in fields(Message) if one.name not in ("body", "payload", "in_segment"))
 # msgpack's first bytes that begin something larger, or something we do not allow
 TOKENS = [0x80, 0x81, 0x8F, 0x90, 0x91, 0x9F, 0xA0, 0xBF, 0xC0, 0xC1, 0xC3, 0xC4, 0xC7, 0xC9, 0xCA, 0xCB, 0xCF, 0xD3]
 TOKENS += [0xD4, 0xD6, 0xD8, 0xD9, 0xDA, 0xDB, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF]
@@ -56,19 +58,7 @@ def check(frames):
         assert again.in_segment
     else:
         again = decode(encode(message))
-    for name in (
-        "type",
-        "job",
-        "epoch",
-        "view",
-        "worker",
-        "incarnation",
-        "key",
-        "sequence",
-        "version",
-        "dtype",
-        "numel",
-    ):
+    for name in IN_HEADER:
         assert getattr(again, name) == getattr(message, name), name
     assert again.body == message.body
     assert (again.payload is None) == (message.payload is None)

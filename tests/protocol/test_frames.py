@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 import xxhash
-from fuzz.fuzz_frames import check, mutate
+from fuzz.fuzz_frames import IN_HEADER, check, mutate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,19 +72,7 @@ def same(a, b):
     assert (a.payload is None) == (b.payload is None)
     if a.payload is not None:
         assert bytes(a.payload) == bytes(b.payload)
-    for name in (
-        "type",
-        "job",
-        "epoch",
-        "view",
-        "worker",
-        "incarnation",
-        "key",
-        "sequence",
-        "version",
-        "dtype",
-        "numel",
-    ):
+    for name in IN_HEADER:
         assert getattr(a, name) == getattr(b, name), name
     assert a.body == b.body
 

@@ -6,7 +6,7 @@
     donor  ◄── STATE_WANTED ───────────────────┘                          │
            ─── COMMIT donated ─► PREPARE ─► all: COMMIT prepared ─────────┘
 
-A message changes what is known; ``_settle`` then does what follows, and ``_tell`` sends each worker what it should know
+A message changes what is known; ``_settled`` then does what follows, and ``_tell`` sends each worker what it should know
 and was not told. Where workers hold the weights, members stop completing steps (PREPARE) and say which was their last
 before a view says from which step on shards forget what they have. ``states.py`` has the tables.
 """
