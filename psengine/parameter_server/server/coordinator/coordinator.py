@@ -6,9 +6,9 @@
     donor  ◄── STATE_WANTED ───────────────────┘                          │
            ─── COMMIT donated ─► PREPARE ─► all: COMMIT prepared ─────────┘
 
-A message changes what is known; ``_settled`` then does what follows, and ``_tell`` sends each worker what it should know
-and was not told. Where workers hold the weights, members stop completing steps (PREPARE) and say which was their last
-before a view says from which step on shards forget what they have. ``states.py`` has the tables.
+A message changes what is known. ``_settled`` then does what follows, and ``_tell`` sends each worker what it should
+know and was not told. Where workers hold the weights, members stop completing steps (PREPARE) and say which was their
+last, before a view says from which step on shards forget what they have. ``states.py`` has the tables.
 """
 
 from __future__ import annotations
