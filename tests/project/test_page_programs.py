@@ -65,6 +65,7 @@ def train_whole_and_in_parts(rank: int, world_size: int, strategies: list[str], 
         for name, epochs in (("whole", 4), ("parts", 2), ("parts", 4)):
             use(strategy, address, f"{strategy}-{name}-{epochs}")
             run_program(program, "--checkpoint", directory / f"{strategy}-{name}.pt", "--epochs", epochs)
+            torch.distributed.barrier()  # who resumes is started after worker 0 has written its last checkpoint
 
 
 @pytest.mark.parametrize(("strategies", "workers"), [(["sync", "sync-server"], 2), (["async"], 1)])
