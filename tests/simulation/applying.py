@@ -89,8 +89,12 @@ class ApplyingJob(Job):
         self._brought: dict[tuple[int, int], set[int]] = defaultdict(set)  # the same, in any life
         # (epoch, chunk, process, step) -> what a shard says that this worker holds then.
         self._held: dict[tuple[int, int, int, int], Values] = {}
-        self._seen: dict[tuple[int, int], int] = {}  # (process, chunk) -> the version that it was told last
+        # (process, chunk) -> the version that it was told last, and in answer to which step; later less what it lost.
+        self._seen: dict[tuple[int, int], int] = {}
+        self._answered: dict[tuple[int, int], int] = {}
+        self._life_of: dict[tuple[int, int], int] = {}  # (process, shard) -> the life that greeted it last
         self._restored: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its version at the start
+        self._differences: dict[tuple[int, int], int] = {}  # (process, life of a server) -> updates that it lost
         self._lives: set[int] = set()  # of servers, that a worker has told the coordinator
         self._residuals: dict[tuple[int, int], Values] = {}
         self._former: dict[tuple[int, int], Values] = {}  # those before the last pushes
@@ -164,7 +168,6 @@ class ApplyingJob(Job):
         process.land(push, landing)
         self.answered += 1
         key, answer, chunk = push.key, push.answer, self.chunks[push.key]
-        self._seen[process.number, key] = answer.version
         may_be = (None, "abstained", "stale")[: 2 + (self.scenario.max_staleness is not None)]
         require(result.refused in may_be, "a push of chunk {} was refused: {}", key, result.refused)
         if result.refused == "stale" and (process.number, key) in self._residuals:
@@ -184,7 +187,6 @@ class ApplyingJob(Job):
 
     def _check_whole(self, process: WorkerProcess, key: int, landing: torch.Tensor, answer: Message) -> None:
         """A worker got a state that existed."""
-        self._seen[process.number, key] = answer.version
         chunk = self.chunks[key]
         if answer.epoch != chunk.epoch:
             return
@@ -313,6 +315,24 @@ class ApplyingJob(Job):
 
     # ---- restarts ----------------------------------------------------------------------------------------------
 
+    def heard(self, process: WorkerProcess, shard: int, message: Message) -> None:
+        """See ``Job``: note which version it was told; what a restart took from that is lost once."""
+        kind, place = message.type, (process.number, message.key)
+        if kind is MessageType.UPDATED and message.sequence > self._answered.get(place, 0):
+            self._answered[place] = message.sequence  # a repeated answer is nobody's
+            self._seen[place] = message.version
+        elif kind is MessageType.VALUES and not message.body:
+            self._seen[place] = message.version
+        elif kind is MessageType.RESUMED:
+            former = self._life_of.get((process.number, shard), message.epoch)
+            self._life_of[process.number, shard] = message.epoch
+            places = [(process.number, key) for key in inspection.keys_at(process.session, shard)]
+            seen, version = [self._seen.get(place, 0) for place in places], message.body["version"]
+            if former != message.epoch and seen:
+                self._differences[process.number, message.epoch] = max(0, min(seen) - version)
+                if version < min(seen):
+                    self._seen.update((place, min(self._seen[place], version)) for place in places)
+
     def coordinated(self, server: ServerProcess, message: Message | None, outgoing: list[Any]) -> None:
         """See ``Job``: the first worker that tells of a shard's new life says what is lost."""
         if message is None or message.type is not MessageType.COMMIT or message.body["what"] != "life":
@@ -323,11 +343,10 @@ class ApplyingJob(Job):
         self._lives.add(epoch)
         keys = inspection.keys_at(process.session, message.body["shard"])
         versions = [self._restored[epoch, key] for key in keys if (epoch, key) in self._restored]
-        seen = [self._seen[process.number, key] for key in keys if (process.number, key) in self._seen]
         # Else a view has named the shard's life by now, and others have gone on.
         is_as_it_came = versions and message.body["version"] == min(versions)
-        if is_as_it_came and len(versions) == len(seen) == len(keys):
-            lost = max(0, min(seen) - min(versions))
+        if is_as_it_came and len(versions) == len(keys):
+            lost = self._differences.get((process.number, epoch), 0)
             where = "worker {} says that {} updates are lost, and {} are"
             require(message.body.get("lost", 0) == lost, where, process.rank, message.body.get("lost", 0), lost)
 

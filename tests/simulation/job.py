@@ -57,6 +57,9 @@ class Job:
     def told(self, server: ServerProcess, message: Message) -> None:
         """An answer leaves a server."""
 
+    def heard(self, process: WorkerProcess, shard: int, message: Message) -> None:
+        """A worker is about to take what this shard said."""
+
     def captured(self, shard: Any) -> dict[int, int]:
         """What a snapshot will have of this shard, captured now: versions by chunk."""
         return {}

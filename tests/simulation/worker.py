@@ -274,6 +274,8 @@ class WorkerProcess:
         if message.type is MessageType.WELCOME:
             self.world.views.welcomed(self, message)
         if self.segments is None or self._look_into(socket, message):
+            if socket.link:
+                self.world.job.heard(self, socket.link - 1, message)
             self.receiver.received(socket.link, message, self.clock.now_s)
 
     def _look_into(self, socket: Socket, message: Message) -> bool:
