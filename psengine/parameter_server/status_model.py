@@ -289,7 +289,7 @@ class Event:
 
     Attributes:
         unix_s: when, by the wall clock.
-        kind: one of ``events.KINDS``.
+        kind: such as "joined" or "evicted".
         job: name of the job, "" where it concerns none.
         worker: rank, None where it concerns none.
         text: for people, without a full stop.

@@ -7,7 +7,6 @@ import math
 import time
 import urllib.request
 from fractions import Fraction
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,8 +18,6 @@ from torch import nn
 
 import psengine
 from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.server.events import MAX_EVENTS, REPEAT_S, EventLog, JobRecord
-from psengine.parameter_server.server.interfaces import Clocks
 from psengine.parameter_server.status_model import ShardStatus, to_json
 from psengine.tracing.telemetry import Telemetry
 
@@ -65,50 +62,6 @@ class TestWhatAWorkerSays:
         telemetry.report(loss=loss, samples=3)
         telemetry.report(samples=4)
         assert (telemetry.to_body()["loss"], telemetry.to_body()["samples"]) == (said, 7)
-
-
-# ---- events --------------------------------------------------------------------------------------------------------
-
-
-class TestEvents:
-    def test_coming_and_going(self):
-        log = EventLog(Clocks(wall_s=lambda: 1e9, measure_s=lambda: 0.0))
-        record = JobRecord("demo", log.note, lambda: 1e9)
-        first, second = (SimpleNamespace(rank=rank, pid=1, host="h") for rank in (1, 2))
-        record.note("joined", first, " joined")
-        record.went(second, "left", "it said goodbye", 3)
-        record.went(first, "evicted", "silent for 5.1 s", 2)
-        assert [(e.kind, e.worker, e.job) for e in log.events()] == [
-            ("joined", 1, "demo"),
-            ("left", 2, "demo"),
-            ("evicted", 1, "demo"),
-        ]
-        assert log.events()[1].text == "worker 2 (process 1 on h) left: it said goodbye"
-        assert log.events()[2].text == "worker 1 (process 1 on h) was evicted: silent for 5.1 s"
-        gone = [(one.rank, one.reason, one.host, one.step) for one in record.departed]
-        assert gone == [(2, "left", "h", 3), (1, "evicted", "h", 2)]
-
-    def test_the_log_is_bounded_and_counts_what_it_leaves_out(self):
-        now_s = [0.0]
-        log = EventLog(Clocks(wall_s=lambda: 1e9 + now_s[0], measure_s=lambda: now_s[0]))
-        for _ in range(3):
-            log.note("refused", "no", job="a", worker=1)
-        log.note("refused", "no", job="a", worker=2)
-        now_s[0] = REPEAT_S + 1
-        log.note("refused", "no", job="a", worker=1)
-        assert [(e.worker, e.text) for e in log.events()] == [
-            (1, "no"),
-            (2, "no"),
-            (1, "no; 2 like it before"),
-        ]
-        assert log.events()[-1].unix_s == 1e9 + REPEAT_S + 1
-        for generation in range(9):
-            log.note("snapshot", f"generation {generation} is written")
-        assert [e.text for e in log.events()][3:] == ["generation 8 is written"]
-        for rank in range(MAX_EVENTS + 50):
-            log.note("joined", "in", worker=rank)
-        assert len(log.events()) == MAX_EVENTS
-        assert log.events()[-1].worker == MAX_EVENTS + 49
 
 
 # ---- everything together: two ranks, two shards, real sockets --------------------------------------------------------

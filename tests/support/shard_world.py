@@ -65,7 +65,7 @@ class World:
         self.shards[index] = shard
         return shard
 
-    def _note(self, kind, text, *, job="", worker=None, is_stranger=False):
+    def _note(self, kind, text, *, job="", worker=None):
         self.events.append((kind, job, worker, text))
 
     def deliver(self, route, message, user_id="", shard=0, codec=None):

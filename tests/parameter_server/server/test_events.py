@@ -1,22 +1,37 @@
-"""Events that repeat leave room for others."""
+"""Events that repeat leave room for others, and lines in the log are bounded."""
 
 from __future__ import annotations
 
-from psengine.parameter_server.server.events import MAX_EVENTS, SNAPSHOT_FAILED_REPEAT_S, EventLog
+from psengine.parameter_server.server.events import MAX_EVENTS, MAX_LINES, EventLog
 from psengine.parameter_server.server.interfaces import Clocks
 
 
-def test_a_disk_that_is_full_for_days_leaves_room_for_other_events():
+def test_what_repeats_stays_once_and_is_counted():
     now_s = [0.0]
-    log = EventLog(Clocks(wall_s=lambda: now_s[0], measure_s=lambda: now_s[0]))
+    log = EventLog(Clocks(wall_s=lambda: 1e9 + now_s[0], measure_s=lambda: now_s[0]))
     log.note("evicted", "silent for 6.0 s, longer than its lease", job="a", worker=1)
     for generation in range(2, 2 + 3 * MAX_EVENTS):
         now_s[0] += 60.0
-        log.note("snapshot_failed", f"a snapshot was not written: generation-{generation:08d}: disk full")
-        log.note("snapshot_failed", "a snapshot was not written: no answer")
-    events = log.events()
-    assert events[0].kind == "evicted"
-    full = [event.text for event in events if "disk full" in event.text]
-    assert len(full) == 3 * MAX_EVENTS * 60 / SNAPSHOT_FAILED_REPEAT_S
-    assert full[0].endswith("generation-00000002: disk full")
-    assert full[1].endswith("generation-00000062: disk full; 59 like it before")
+        log.note("snapshot_failed", f"generation {generation} was not written: disk full")
+        log.note("refused", "no", job="a", worker=1)
+    log.note("refused", "no", job="a", worker=2)
+    log.note("snapshot", "generation 700 is written")
+    log.note("snapshot", "generation 701 is written")
+    assert [(event.kind, event.worker, event.text) for event in log.events()] == [
+        ("evicted", 1, "silent for 6.0 s, longer than its lease"),
+        ("snapshot_failed", None, f"generation {3 * MAX_EVENTS + 1} was not written: disk full; 599 like it before"),
+        ("refused", 1, "no; 599 like it before"),
+        ("refused", 2, "no"),
+        ("snapshot", None, "generation 701 is written"),
+    ]
+    assert log.events()[1].unix_s == 1e9 + now_s[0]
+
+
+def test_the_list_and_the_lines_are_bounded(caplog):
+    log = EventLog(Clocks(wall_s=lambda: 1e9, measure_s=lambda: 0.0))
+    for rank in range(MAX_EVENTS + 50):
+        log.note("evicted", "silent", job="a", worker=rank)
+    assert len(log.events()) == MAX_EVENTS
+    assert log.events()[-1].worker == MAX_EVENTS + 49
+    assert len(caplog.records) == MAX_LINES
+    assert caplog.records[0].getMessage() == "job 'a': silent"

@@ -25,9 +25,8 @@ from psengine.parameter_server.overview import owns_weights, rule_text
 from psengine.parameter_server.server.coordinator.decisions import Decisions, decisions_of
 from psengine.parameter_server.server.coordinator.states import JOB, JobState, WorkerState, after
 from psengine.parameter_server.server.coordinator.workers import Leaving, Told, Worker, Workers
-from psengine.parameter_server.server.events import JobRecord
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
-from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, State
+from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, MAX_COUNTED, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, message_of, view_of
@@ -35,6 +34,7 @@ from psengine.protocol.views import Release, View, ViewMember, message_of, view_
 logger = logging.getLogger(__name__)
 # Of runs that are over, and of shards' former lives, the newest are remembered.
 MAX_REMEMBERED = 64
+MAX_DEPARTED = 20  # in a status
 # Numbers that a worker may say; what is counted on from them still fits where it is sent and kept.
 _LARGEST = {"view": 2**30, "completed": MAX_COUNTED, "step": MAX_COUNTED}
 MAX_INCARNATION = 2**62
@@ -71,7 +71,6 @@ class Coordinator:
         self.is_changed = False
         self._around = surroundings
         self._lease_s = surroundings.settings.lease_s
-        self._record = JobRecord(name, surroundings.note, surroundings.clocks.wall_s)
         self._outgoing: list[Outgoing] = []
         self._now_s = 0.0
         self._world_size = 1
@@ -585,7 +584,7 @@ class Coordinator:
         if worker.state is WorkerState.MEMBER:
             if message.view < max(worker.admitted, 1):
                 return  # a repetition: the view that has it is on its way
-            self._record.note("joined", worker, " lacks state, and joins again")
+            self._note("joined", worker, "lacks state, and joins again")
             self._is_wanted = True
         worker.is_reading = False
         worker.advance("asked")
@@ -629,7 +628,8 @@ class Coordinator:
         if lost > known:
             self._losses[epoch] = lost
             if not known:
-                self._record.lost(lost, shard)
+                text = f"{lost} updates of each chunk of shard {shard} are lost: workers had them acknowledged, and the"
+                self._around.note("lost", f"{text} snapshot that its server started from is older", job=self.name)
             if self._around.settings.durability == "log":
                 version = body["version"]
                 self._halted = (
@@ -664,11 +664,16 @@ class Coordinator:
             self._registrar = None  # if it comes back it begins again
         worker.advance("went")
         worker.why_gone, worker.is_reading, worker.prepared = reason, False, 0
-        self._record.went(worker, reason, why, worker.completed)
+        worker.gone_unix_s = round(self._around.clocks.wall_s(), 3)
         if reason != "left":
             worker.leaving = None
-            self._record.out(worker, why, self._now_s)
+        self._note(reason, worker, f"{'left' if reason == 'left' else f'was {reason}'}: {why}")
         self.is_changed = True
+
+    def _note(self, kind: str, worker: Worker, text: str) -> None:
+        """An event of a worker, for people."""
+        text = f"worker {worker.rank} (process {worker.pid} on {worker.host}) {text}"
+        self._around.note(kind, text, job=self.name, worker=worker.rank)
 
     def _put_out_cut_off(self) -> None:
         """Put out members that cannot reach a shard for a lease, where others reach it and wait.
@@ -744,7 +749,7 @@ class Coordinator:
                 worker.has_begun = worker.identity == self._registrar
                 newest = max(newest, worker.completed)
             self._came.add(worker.rank)
-            self._record.note("joined", worker, " takes part")
+            self._note("joined", worker, "takes part")
         members, from_step = self.workers.members, newest + 1 if self.averages else 1
         # Who reads its state from the servers has no averages to give.
         givers = [one.rank for one in members if one.completed == newest and not one.is_reading]
@@ -834,8 +839,16 @@ class Coordinator:
             expected_workers=self._world_size,
             evicted=self._evicted,
             lost_updates=sum(self._losses.values()),
-            departed=tuple(self._record.departed),
+            departed=self._departed(),
             workers=tuple(self._worker_status(one, now_s - one.last_heard_s) for one in self.workers.present),
+        )
+
+    def _departed(self) -> tuple[Departed, ...]:
+        """Workers that are gone, the latest last."""
+        gone = sorted(self.workers.of(WorkerState.GONE), key=lambda one: one.gone_unix_s)[-MAX_DEPARTED:]
+        return tuple(
+            Departed(rank=one.rank, host=one.host, reason=one.why_gone, unix_s=one.gone_unix_s, step=one.completed)
+            for one in gone
         )
 
     def _worker_status(self, worker: Worker, silent_s: float) -> CoordinatedWorker:

@@ -17,7 +17,7 @@ from psengine.parameter_server.server.coordinator.states import JobState
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 MAX_JOBS = 256
@@ -64,7 +64,9 @@ class Coordinators:
         try:
             return self._job_of(message, sender).handle(message, sender, now_s)
         except ProtocolError as error:
-            self._note_refusal(message, error)
+            job = self.by_number.get(message.job)
+            text = f"{message.type.name} was refused: {error}"
+            self._surroundings.note("refused", text, job="" if job is None else job.name)
             raise
 
     def _job_of(self, message: Message, sender: Sender) -> Coordinator:
@@ -103,17 +105,6 @@ class Coordinators:
                 ErrorCode.MEMORY,
             )
 
-    def _note_refusal(self, message: Message, error: ProtocolError) -> None:
-        job = self.by_number.get(message.job)
-        worker = message.body.get("rank") if message.type is MessageType.HELLO else message.worker
-        self._surroundings.note(
-            "refused",
-            f"{message.type.name} was refused: {error}",
-            job=job.name if job is not None else "",
-            worker=None if worker == NOBODY else worker,
-            is_stranger=job is None or worker not in job.workers.by_rank,
-        )
-
     def tick(self, now_s: float) -> list[Outgoing]:
         """Look at the clock; call it every ``TICK_S``."""
         return [outgoing for job in list(self.by_number.values()) for outgoing in job.tick(now_s)]
@@ -124,7 +115,6 @@ class Coordinators:
             job.stood_still(pause_s)
         if pause_s >= NOTABLE_PAUSE_S and any(job.workers.present for job in self.by_number.values()):
             text = f"the coordinator stood still for {pause_s:.1f} s; no worker's lease ran meanwhile"
-            logger.warning("%s", text)
             self._surroundings.note("stood_still", text)
 
     # ---- for operators and people ------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class Worker:
     cut_s: float = 0.0  # since when there are such
     leaving: Leaving | None = None  # where it is gone: the next view answers its LEAVE
     why_gone: str = ""  # "left", "evicted" or "fenced"
+    gone_unix_s: float = 0.0
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
 
     @property
@@ -107,7 +108,7 @@ class Worker:
 
 _DURABLE = (
     "rank", "incarnation", "nonce", "user_id", "host", "pid", "run", "has_rule", "first_step", "admitted", "merged",
-    "why_gone",
+    "why_gone", "gone_unix_s",
 )  # fmt: skip
 
 

@@ -160,8 +160,7 @@ class Shard:
             "memory" if error.code == ErrorCode.MEMORY else "refused",
             f"{message.type.name} was refused: {error}",
             job=job.name if job is not None else "",
-            worker=None if message.worker == NOBODY else message.worker,
-            is_stranger=job is None or message.worker not in job.workers,
+            worker=message.worker if job is not None and message.worker in job.workers else None,
         )
 
     # ---- connections and views ---------------------------------------------------------------------------------
