@@ -152,7 +152,6 @@ class JobCounters:
 
     Attributes:
         staleness: number of pushes by their age in updates. Large values are counted together; the sum is exact.
-        lead: number of answers by how many steps their worker was ahead of the slowest; likewise.
         refused: number of refused pushes by reason; "abstained" are those that only asked for weights.
     """
 
@@ -172,12 +171,9 @@ class JobCounters:
     bytes_in: int = _total("Payload bytes received from workers: pushes, registered and stored values.")
     bytes_out: int = _total("Payload bytes sent to workers and readers.")
     staleness_sum: int = _total()
-    lead_sum: int = _total()
     max_staleness: int = _merged(max, default=0)
-    max_lead: int = _merged(max, default=0)
     refused: Counts = _merged(added, default_factory=dict)
     staleness: Counts = _merged(added, default_factory=dict)
-    lead: Counts = _merged(added, default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +329,6 @@ class ShardStatus:
     index: int
     epoch: int = 0
     address: str = ""
-    durable_generation: int | None = None
     durability: str | None = None
     memory_bytes: int = 0
     max_memory_bytes: int = 0

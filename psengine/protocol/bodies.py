@@ -221,17 +221,12 @@ class Resume(Body):
 
 
 class Resumed(Body):
-    """RESUMED. Versions are the least of the job's chunks here; ``durable_version``: on the disk, None nothing."""
+    """RESUMED. ``version`` is the least of the job's chunks here."""
 
     shards: Annotated[list[bounds.Printable], Meta(min_length=1)]
-    index: bounds.Unsigned
-    credit_bytes: bounds.Unsigned
-    durability: Tier
-    software: bounds.Label
     chunks: bounds.Unsigned
     version: bounds.Unsigned
     view: bounds.Unsigned
-    durable_version: bounds.Unsigned | None = None
     missing: list[bounds.Key] | UnsetType = UNSET
     local: bounds.Printable | UnsetType = UNSET
 
@@ -319,7 +314,6 @@ class Ok(Body):
 
     generation: bounds.Unsigned | UnsetType = UNSET
     slots: list[bounds.Name] | UnsetType = UNSET
-    durable_version: bounds.Unsigned | UnsetType | None = UNSET
     waiting_for: list[bounds.Rank] | UnsetType = UNSET
     why: bounds.Printable | UnsetType = UNSET
     text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=bounds.PRINTABLE)] | UnsetType = UNSET

@@ -50,7 +50,7 @@ class Trait(Flag):
 
 
 class MessageType(IntEnum):
-    """What a message is: its number on the wire, and its traits; ``shard/permissions.py`` says who may send which.
+    """What a message is: its number on the wire, and its traits; ``shard/shard.py`` says who may send which.
 
     A request carries an id in ``sequence``, and its answer the same id; types with ``Trait.EXCHANGE`` carry the step.
     """

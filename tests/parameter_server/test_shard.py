@@ -18,8 +18,7 @@ from support.shard_world import (
 )
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.shard.permissions import MAY_SEND, Role
-from psengine.parameter_server.server.shard.shard import MAX_JOBS, REPLAYED
+from psengine.parameter_server.server.shard.shard import LEAST_ROLE, MAX_JOBS, REPLAYED, Role
 from psengine.protocol.frames import decode
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import SENT_BY_SERVERS, Message, MessageType
@@ -31,7 +30,9 @@ ONES = torch.ones(4)
 # ---- who may say what --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sorted(MAY_SEND[Role.MEMBER] - MAY_SEND[Role.READER]), ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind, role in LEAST_ROLE.items() if role > Role.READER], ids=lambda kind: kind.name
+)
 def test_who_is_in_no_view_changes_nothing(kind):
     world, (member,) = world_of(1, [spec()], rule=APPLY, values={0: ONES})
     before = world.shard.changes
@@ -61,7 +62,9 @@ def test_a_worker_is_known_by_its_key_too():
     assert codes(member.push(0, 1, ONES)) == [ErrorCode.FENCED]
 
 
-@pytest.mark.parametrize("kind", sorted(SENT_BY_SERVERS - MAY_SEND[Role.READER]), ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", sorted(SENT_BY_SERVERS - {MessageType.VIEW, MessageType.RELEASE}), ids=lambda kind: kind.name
+)
 def test_nobody_speaks_for_the_server(kind):
     _, (member,) = world_of(1, [spec()], rule=APPLY)
     answers = member.send(kind, key=0, sequence=1, codec=False)
@@ -275,19 +278,6 @@ def test_one_job_too_many_is_told_how_to_make_room():
     assert world.shard.forget("job7")
     assert not world.shard.forget("job7")
     assert worker.begin()["chunks"] == 0
-
-
-def test_a_job_of_which_nothing_is_durable_any_more_says_so():
-    world, (member,) = world_of(1, [spec()], rule=APPLY)
-    member.push(0, 1, ONES)
-    assert member.resume()["durable_version"] is None
-    world.shard.capture()
-    member.push(0, 2, ONES)
-    world.shard.note_durable(3)
-    assert member.resume()["durable_version"] == 1
-    assert world.shard.status().durable_generation == 3
-    world.shard.note_durable(None)
-    assert member.resume()["durable_version"] is None
 
 
 def test_status_says_who_waits_for_whom_and_what_a_step_costs():

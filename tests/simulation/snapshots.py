@@ -204,9 +204,7 @@ class Snapshots:
 
     def _save(self, captured: _Captured) -> None:
         self.disk.notes[self.store.last + 1] = captured.note
-        generation = self.store.save(captured.state)
+        self.store.save(captured.state)
         self.disk.saved()
         self._saved_changes = captured.changes
-        for shard in self.server.shards:
-            shard.note_durable(generation)
         self.job.durable(self.server, captured.note)

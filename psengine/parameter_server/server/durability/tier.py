@@ -193,7 +193,6 @@ class SnapshotThread(threading.Thread):
         self.generation, self.last_error = generation, ""
         self._current_s, self._durable_changes = started_s, changes
         self.last_seconds = time.monotonic() - started_s
-        self._tell_shards(generation)
         logger.info("durable to %s, generation %d, after %.2f s", self.store.directory, generation, self.last_seconds)
         self._note("snapshot", f"generation {generation} is written")
         return SnapshotOutcome(generation)
@@ -216,13 +215,7 @@ class SnapshotThread(threading.Thread):
             newest = self.store.newest
         except OSError:
             return
-        if newest != self.generation:
-            self.generation = newest
-            self._tell_shards(None)
-
-    def _tell_shards(self, generation: int | None) -> None:
-        for thread in self._threads:
-            thread.ask(partial(thread.shard.note_durable, generation))
+        self.generation = newest
 
 
 def _cut(thread: ShardThread, log: LogThread | None) -> tuple[list[JobState], Any, Place | None]:

@@ -88,9 +88,8 @@ class Apply(ServerWeights):
     def _let_go(self) -> list[Reply]:
         """Answers that may leave now, with the weights of now."""
         free = [(rank, step) for rank, step in sorted(self._waiting.items()) if not self._is_held(step)]
-        for rank, step in free:
+        for rank, _ in free:
             del self._waiting[rank]
-            self.context.statistics.count_lead(max(0, step - self.context.floor()))
         return [self._answer(rank, step) for rank, step in free]
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,30 +28,17 @@ class JobStatistics:
     refused: Counter[str] = field(default_factory=Counter)  # pushes refused, by reason
     # Number of pushes by how many updates old they were, up to ``LARGEST_BUCKET``.
     staleness: Counter[int] = field(default_factory=Counter)
-    staleness_sum: int = 0  # the exact values, added up; as ``lead_sum``
-    # Number of answers by how many steps their worker was ahead of the slowest.
-    lead: Counter[int] = field(default_factory=Counter)
-    lead_sum: int = 0
+    staleness_sum: int = 0  # the exact values, added up
     max_staleness: int = 0
-    max_lead: int = 0
     # By worker, of its last ``RECENT_PUSHES`` pushes.
-    recent_staleness: dict[int, deque[int]] = field(default_factory=dict)
+    recent_staleness: dict[int, deque[int]] = field(default_factory=lambda: defaultdict(_recent))
 
     def count_staleness(self, staleness: int, rank: int) -> None:
         """A push of worker ``rank`` was computed from weights ``staleness`` updates ago."""
-        recent = self.recent_staleness.get(rank)
-        if recent is None:
-            recent = self.recent_staleness[rank] = deque(maxlen=RECENT_PUSHES)
-        recent.append(staleness)
+        self.recent_staleness[rank].append(staleness)
         self.staleness[min(staleness, LARGEST_BUCKET)] += 1
         self.staleness_sum += staleness
         self.max_staleness = max(self.max_staleness, staleness)
-
-    def count_lead(self, lead: int) -> None:
-        """An answer left for a worker ``lead`` steps ahead of the slowest."""
-        self.lead[min(lead, LARGEST_BUCKET)] += 1
-        self.lead_sum += lead
-        self.max_lead = max(self.max_lead, lead)
 
     def staleness_of(self, rank: int) -> dict[str, int]:
         """A worker's recent pushes, counted by how many updates old they were; JSON-able."""
@@ -60,8 +47,11 @@ class JobStatistics:
     def to_status(self) -> dict[str, Any]:
         """All but the recent ones; JSON-able."""
         status = {k: v for k, v in vars(self).items() if k != "recent_staleness"}
-        counted = {"staleness": _string_keys(self.staleness), "lead": _string_keys(self.lead)}
-        return {**status, "refused": dict(self.refused), **counted}
+        return {**status, "refused": dict(self.refused), "staleness": _string_keys(self.staleness)}
+
+
+def _recent() -> deque[int]:
+    return deque(maxlen=RECENT_PUSHES)
 
 
 def _string_keys(counts: Counter[int]) -> dict[str, int]:

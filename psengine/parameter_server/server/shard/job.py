@@ -42,7 +42,6 @@ class Job:
         floor: the step that every worker has committed (a bound on staleness).
         workers: by rank, of the view.
         registrars: connections that may register chunks.
-        captured_version, durable_version: the least of its chunks in the last copy, and on the disk.
     """
 
     def __init__(
@@ -62,8 +61,6 @@ class Job:
         self.workers: dict[int, Worker] = {}
         self._members: dict[int, tuple[int, str]] = {}  # by rank: incarnation, user id
         self.registrars: set[bytes] = set()
-        self.captured_version: int | None = None
-        self.durable_version: int | None = None
         self.statistics = JobStatistics()
         self._note = note
         self._measure_s = measure_s
@@ -266,7 +263,6 @@ class Job:
 
     def capture(self) -> JobState:
         """Copies of everything: a log goes on from exactly here."""
-        self.captured_version = self.version
         meta = {
             "rule": self.rule.body,
             "registration": self.registration,
@@ -287,7 +283,6 @@ class Job:
             self._set_view(msgspec.convert(meta["view"], View))
         self.chunks.note_stores(meta["last_stores"])
         self.chunks.restore(state.chunks)
-        self.captured_version = self.version
 
 
 def merge_job_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

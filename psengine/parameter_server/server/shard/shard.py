@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 from psengine.errors import ProtocolError
@@ -19,7 +20,6 @@ from psengine.parameter_server.server.log.records import Record, RecordKind
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.shard.job import Job
-from psengine.parameter_server.server.shard.permissions import MAY_SEND, Role
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
@@ -43,6 +43,23 @@ _FOR_ANY_LIFE = frozenset({MessageType.RESUME, MessageType.VIEW, MessageType.REL
 _LOGGED_OF_AVERAGES = frozenset({MessageType.RESUME, MessageType.REGISTER, MessageType.VIEW})
 
 
+class Role(IntEnum):
+    """The sender of a message, as the shard sees it; each may send what those before it may."""
+
+    READER = 0  # anybody: evaluators, workers that are in no view yet or no longer
+    REGISTRAR = 1  # has the job's key, before a view names this life of the server
+    MEMBER = 2  # a worker of the view
+
+
+# Who may send which message, beside RESUME. VIEW and RELEASE are the coordinator's, whoever forwards them: their digest
+# is checked.
+LEAST_ROLE = {
+    **dict.fromkeys((MessageType.VIEW, MessageType.RELEASE, MessageType.LIST, MessageType.PULL), Role.READER),
+    **dict.fromkeys((MessageType.REGISTER, MessageType.CONFIGURE, MessageType.STORE), Role.REGISTRAR),
+    **dict.fromkeys((MessageType.PUSH, MessageType.WAITS, MessageType.RESULT), Role.MEMBER),
+}
+
+
 class Shard:
     """See the module's text.
 
@@ -58,7 +75,6 @@ class Shard:
         jobs: by number.
         append: takes a record for the log; None where there is none.
         changes: grows with each change of what ``capture`` returns.
-        generation: of the snapshot that is on the disk; None without one.
         is_draining: the server is about to end.
     """
 
@@ -77,23 +93,12 @@ class Shard:
         self.jobs: dict[int, Job] = {}
         self.append: Callable[[Record], object] | None = None
         self.changes = 0
-        self.generation: int | None = None
         self.is_draining = False
         self._clocks = clocks
         self._note = note
         self._is_connected = is_connected
-        self._take: dict[MessageType, Callable[[Job, Message, Sender], list[Outgoing]]] = {
-            MessageType.VIEW: self._view,
-            MessageType.RELEASE: self._release,
-            MessageType.PUSH: self._push,
-            MessageType.WAITS: self._waits,
-            MessageType.RESULT: self._result,
-            MessageType.REGISTER: self._register,
-            MessageType.CONFIGURE: self._configure,
-            MessageType.STORE: self._store,
-            MessageType.LIST: self._list,
-            MessageType.PULL: self._pull,
-        }
+        self._take: dict[MessageType, Callable[[Job, Message, Sender], list[Outgoing]]]
+        self._take = {kind: getattr(self, f"_{kind.name.lower()}") for kind in LEAST_ROLE}
 
     # ---- messages ----------------------------------------------------------------------------------------------
 
@@ -101,11 +106,11 @@ class Shard:
         """Take in one message; the messages it leads to, to any peers. A refused message changes nothing."""
         job = self.jobs.get(message.job)
         try:
-            role = self._role(job, message, sender)
-            if message.type not in MAY_SEND[role]:
-                raise self._illegal(job, message, role)
             if message.type is MessageType.RESUME:
                 return self._resume(message, sender)
+            role, least = self._role(job, message, sender), LEAST_ROLE.get(message.type)
+            if least is None or role < least:
+                raise self._illegal(job, message, role)
             if job is None and message.type in _FOR_ANY_LIFE:
                 return []  # its sender learns by RESUMED that this shard has nothing
             if job is None or (job.view is None and message.type in (MessageType.LIST, MessageType.PULL)):
@@ -142,9 +147,9 @@ class Shard:
         return job.view is not None and self.epoch in job.view.shards
 
     def _illegal(self, job: Job | None, message: Message, role: Role) -> ProtocolError:
-        expected = ", ".join(sorted(kind.name for kind in MAY_SEND[role]))
-        what = f"{message.type.name} is not legal from a {role.value} (expected one of {expected})"
-        if message.worker == NOBODY or message.type not in MAY_SEND[Role.MEMBER]:
+        expected = ", ".join(sorted(kind.name for kind, least in LEAST_ROLE.items() if role >= least))
+        what = f"{message.type.name} is not legal from a {role.name.lower()} (expected one of {expected})"
+        if message.worker == NOBODY or message.type not in LEAST_ROLE:
             return ProtocolError(what)
         if job is None or not self._is_current(job):
             return ProtocolError(f"{what}: this server waits for a view that names it", ErrorCode.NOT_MEMBER)
@@ -179,15 +184,10 @@ class Shard:
             if replies:
                 self._changed(job, message)
         body = {
-            "index": self.index,
-            "credit_bytes": self.settings.credit_bytes,
-            "durability": self.settings.durability,
-            "software": self.settings.software,
             "chunks": 0 if job is None else len(job.chunks),
             "version": 0 if job is None else job.version,
             "view": 0 if job is None or job.view is None else job.view.number,
             "missing": missing,
-            "durable_version": self.durable_version(message.job),
         }
         resumed = self._answer(MessageType.RESUMED, message, sender, body=body)
         return [resumed, *([] if job is None else self._outgoing(job, replies))]
@@ -375,16 +375,6 @@ class Shard:
         """Copies of everything, as it is now."""
         return [job.capture() for job in self.jobs.values()]
 
-    def note_durable(self, generation: int | None) -> None:
-        """The last capture is on the disk as this generation; None: what was there has disappeared."""
-        self.generation = generation
-        for job in self.jobs.values():
-            job.durable_version = None if generation is None else job.captured_version
-
-    def durable_version(self, job: int) -> int | None:
-        """The version that all of a job's chunks have on the disk; None where the job is not there."""
-        return self.jobs[job].durable_version if job in self.jobs else None
-
     def restore(self, states: Sequence[JobState]) -> None:
         """Take over a captured state, tensors included, before the first message."""
         for state in states:
@@ -445,7 +435,6 @@ class Shard:
         return ShardStatus(
             index=self.index,
             epoch=self.epoch,
-            durable_generation=self.generation,
             durability=self.settings.durability,
             memory_bytes=self.memory_bytes(),
             max_memory_bytes=self.settings.max_memory_bytes,

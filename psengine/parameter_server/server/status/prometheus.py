@@ -87,8 +87,7 @@ def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
     led = [([name, str(shard.index)], job) for shard in shards for name, job in shard.coordinated.items()]
     for name, text in _counters_of(JobFacts):
         yield _counter(name, text, by_job, [(labels, getattr(job, name)) for labels, job in led])
-    yield _histogram("staleness", "Updates between a push's weights and its application.", jobs)
-    yield _histogram("lead", "Steps an answered worker was ahead of the slowest.", jobs)
+    yield _staleness(jobs)
 
 
 def _of_workers(jobs: Mapping[str, JobStatus]) -> Iterator[Any]:
@@ -154,14 +153,15 @@ def _filled(family: Any, samples: Samples) -> Any:
     return family
 
 
-def _histogram(name: str, text: str, jobs: list[tuple[list[str], ShardJob]]) -> Any:
-    family = HistogramMetricFamily(f"psengine_{name}", text, labels=[LABEL, "shard"])
+def _staleness(jobs: list[tuple[list[str], ShardJob]]) -> Any:
+    text = "Updates between a push's weights and its application."
+    family = HistogramMetricFamily("psengine_staleness", text, labels=[LABEL, "shard"])
     for labels, job in jobs:
-        counts = getattr(job, name)
+        counts = job.staleness
         buckets = [(str(float(b)), sum(c for key, c in counts.items() if int(key) <= b)) for b in HISTOGRAM_BOUNDS]
         buckets.append(("+Inf", sum(counts.values())))
         # The largest values are counted together; their sum is exact.
-        family.add_metric(labels, buckets, sum_value=getattr(job, f"{name}_sum"))
+        family.add_metric(labels, buckets, sum_value=job.staleness_sum)
     return family
 
 

@@ -471,9 +471,7 @@ class ShardThread(threading.Thread):
 
     def _complete(self, resumed: Message) -> None:
         """Add what only this thread knows. It does not wait: a worker learns from its version what was lost."""
-        settings, body = self.shard.settings, resumed.body
-        body["shards"] = self._addresses
-        body.update(durability=settings.durability, software=settings.software, credit_bytes=settings.credit_bytes)
+        resumed.body["shards"] = self._addresses
         self.segments.sign(resumed)
 
     def _send_with_others(self, one: Outgoing) -> None:
