@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, TypeAlias
-from urllib.parse import parse_qsl
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,7 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X
 
 # Status code, content type and content.
 Page: TypeAlias = tuple[int, str, bytes]
-# From path to a function of the query's parameters; ValueError is answered by 400 and its text.
-Pages: TypeAlias = Mapping[str, Callable[[Mapping[str, str]], Page]]
+Pages: TypeAlias = Mapping[str, Callable[[], Page]]  # by path
 
 
 class HttpStatus:
@@ -133,13 +131,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _page(self) -> Page:
         if self.server.is_local and not _LOOPBACK_NAME.fullmatch(self.headers.get("Host", "").strip()):
             return 421, TEXT, b"this port answers to 127.0.0.1, localhost and [::1] alone\n"
-        path, _, query = self.path.partition("?")
+        path = self.path.partition("?")[0]
         if path not in self.server.pages:
             return 404, TEXT, f"there are {', '.join(self.server.pages)}\n".encode()
         try:
-            return self.server.pages[path](dict(parse_qsl(query)))
-        except ValueError as error:
-            return 400, TEXT, f"{error}\n".encode()
+            return self.server.pages[path]()
         except Exception:
             logger.exception("no answer to %r", self.path)
             return 500, TEXT, b"the log says why\n"

@@ -91,7 +91,7 @@ class TrainingMetrics:
         from psengine.status_port.http_status import LOOPBACK, TEXT, HttpStatus
 
         host = read_variable("PSENGINE_METRICS_BIND") or LOOPBACK
-        pages = {"/metrics": lambda query: self.render(), "/healthz": lambda query: (200, TEXT, b"ok\n")}
+        pages = {"/metrics": self.render, "/healthz": lambda: (200, TEXT, b"ok\n")}
         with Observer(f"metrics at {host}:{port}, PSENGINE_METRICS_PORT,"):
             served = HttpStatus(port, pages, host=host)
             atexit.register(served.__enter__().__exit__, None, None, None)

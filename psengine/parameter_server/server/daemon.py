@@ -46,7 +46,6 @@ from psengine.parameter_server.server.interfaces import Clocks, ShardSettings
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.shard_group import ShardGroup
-from psengine.parameter_server.server.status.history import History
 from psengine.parameter_server.server.status.pages import server_pages
 from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.segments import SegmentListener
@@ -174,8 +173,7 @@ class Server:
             thread.start()
         segments.serve(self._shards.threads)
         if settings.status_port is not None:
-            history = stack.enter_context(History(self.status))
-            port = stack.enter_context(self._open_status_port(settings.status_port, history))
+            port = stack.enter_context(self._open_status_port(settings.status_port))
             self.status_url = port.url
         if self._until_stdin_closes:
             threading.Thread(target=self._read_stdin, name="psengine-stdin", daemon=True).start()
@@ -223,9 +221,9 @@ class Server:
         draw_key = partial(secrets.token_bytes, KEY_BYTES)
         return shards, Coordinators(self.epoch, given, CLOCKS, self._events.note, draw_key)
 
-    def _open_status_port(self, port: int, history: History) -> HttpStatus:
+    def _open_status_port(self, port: int) -> HttpStatus:
         try:
-            return HttpStatus(port, server_pages(self.status, self.is_healthy, history), host=self.settings.status_bind)
+            return HttpStatus(port, server_pages(self.status, self.is_healthy), host=self.settings.status_bind)
         except OSError as error:
             raise BindError(
                 f"The status port {self.settings.status_bind}:{port} could not be bound (expected a free port of an"

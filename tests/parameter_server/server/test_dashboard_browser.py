@@ -105,7 +105,7 @@ def choose_job(driver, name):
     )
 
 
-def test_a_diverged_worker_is_an_alarm_and_a_paused_page_shows_the_other_range():
+def test_a_diverged_worker_is_an_alarm_and_a_page_can_be_paused():
     weights = {"w": torch.ones(4)}
     with running_server(lease_s=1.0) as server, browser() as driver, ExitStack() as clients:
 
@@ -130,13 +130,7 @@ def test_a_diverged_worker_is_an_alarm_and_a_paused_page_shows_the_other_range()
         assert text_of(driver, "#loss-about") == "not finite: w1"
 
         driver.execute_script("document.getElementById('pause').click()")
-        assert driver.execute_script("return tracks[60].times.length") == 0
-        driver.execute_script("document.getElementById('range-60').click()")
-        eventually(lambda: driver.execute_script("return tracks[60].times.length"), "the day's samples")
         assert text_of(driver, "#health") == "❚❚ paused"
-        # The latter where a minute has ended during the test.
-        empty = ("One sample a minute: lines begin with the second.", "No loss was finite.")
-        assert text_of(driver, "#loss .empty") in empty
         assert driver.execute_script("return window.violations") == []
 
 
@@ -230,5 +224,4 @@ def test_a_run_with_a_slow_and_a_killed_worker_and_a_hostile_one(tmp_path):
         assert {url for url in asked_of if not url.startswith("data:")} == {
             "/",
             "/status.json",
-            "/history.json",
         }

@@ -50,7 +50,6 @@ function showJobs(names) {
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
 function showTiles(job) {
-  const track = tracks[1];
   const workers = list(job.workers), live = workers.filter((worker) => worker.state === "live");
   const losses = live.map((worker) => worker.loss).filter(isNumber), lost = diverged(job);
   const refused = refusals(job).reduce((sum, [, count]) => sum + count, 0);
@@ -107,7 +106,7 @@ function departed(job) {
   for (const end of list(job.departed)) if (!here.has(end.rank) && status.unix_s - end.unix_s < GONE_S) found.set(end.rank, end);
   return [...found.values()].map((end) => {
     const event = list(status.events).find((event) => event.job === jobName && event.worker === end.rank && Math.abs(event.unix_s - end.unix_s) < 1);
-    const loss = last(tracks[1].get("worker", jobName, end.rank, "loss"));
+    const loss = last(track.get("worker", jobName, end.rank, "loss"));
     return { rank: end.rank, state: end.reason, end, host: end.host, step: end.step, loss, text: fields(event).text || end.reason };
   });
 }
@@ -244,19 +243,10 @@ function show() {
   write($("updates-about"), reasons.length ? "refused: " + reasons.join(", ") : "of chunks");
   showEvents();
 }
-function setRange(value) {
-  range = value;
-  for (const one of [1, 60]) flag($("range-" + one), "aria-pressed", String(one === value));
-  coarseAt = -1e9;
-  show();
-  turn();
-}
 sync($("workers-head"), COLUMNS, ([label]) => label, ([label, kind]) => html("th", { scope: "col", class: kind === "right" ? "right" : "" }, label), () => {});
 $("time-head").append(html("th", { scope: "col", class: "who" }, html("span", {}, "")), html("th", { scope: "col" }, ""),
   ...PARTS.map((part) => html("th", { scope: "col", class: "right part" }, html("span", { class: "swatch " + part, "aria-hidden": "true" }), part)), html("th", { scope: "col", class: "right part" }, "step"));
 $("job").addEventListener("change", () => { jobName = $("job").value; show(); });
-$("range-1").addEventListener("click", () => setRange(1));
-$("range-60").addEventListener("click", () => setRange(60));
 $("pause").addEventListener("click", () => {
   paused = !paused;
   flag($("pause"), "aria-pressed", String(paused));

@@ -22,17 +22,16 @@ class LineChart {
   }
   draw() {
     if (!status) return;
-    const track = tracks[range], times = track.times;
-    const { series, format, fromZero, empty, about } = this.data(track);
+    const times = track.times;
+    const { series, format, fromZero, empty, about } = this.data();
     const isEmpty = times.length < 2 || !series.some((one) => last(one.values) !== null);
     this.picture.toggleAttribute("hidden", isEmpty); this.picture.style.display = isEmpty ? "none" : "";
     this.legend.hidden = isEmpty;
     this.empty.hidden = !isEmpty;
     this.tip.hidden = true;
-    if (isEmpty) { if (typeof empty === "string") write(this.empty, times.length >= 2 ? empty : range === 1 ? "A few seconds, please." : "One sample a minute: lines begin with the second."); return; }
+    if (isEmpty) { if (typeof empty === "string") write(this.empty, times.length >= 2 ? empty : "A few seconds, please."); return; }
     const width = Math.max(240, this.box.clientWidth), height = 190, left = 46, right = 10, top = 8, bottom = 22;
-    const end = times[times.length - 1], span = range === 1 ? 600 : 86400;
-    const start = Math.min(end - (range === 1 ? 60 : 1800), Math.max(times[0], end - span));
+    const end = times[times.length - 1], start = Math.min(end - 60, Math.max(times[0], end - SPAN_S));
     const numbers = [];
     for (const one of series) one.values.forEach((value, i) => { if (value !== null && times[i] >= start) numbers.push(value); });
     let low = fromZero ? 0 : numbers.reduce((a, b) => Math.min(a, b), Infinity), high = numbers.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -48,7 +47,7 @@ class LineChart {
       parts.push(svg("text", { x: left - 6, y: Number(at) + 4, "text-anchor": "end" }, number(Math.abs(value) < step / 1e6 ? 0 : value)));
     }
     const wish = (end - start) / Math.max(2, Math.floor((width - left) / 95));
-    const tick = [10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600].find((one) => one >= wish) || 43200;
+    const tick = [10, 15, 30, 60, 120, 300].find((one) => one >= wish) || 600;
     const offset = new Date(end * 1000).getTimezoneOffset() * 60;
     for (let time = Math.ceil((start - offset) / tick) * tick + offset; time <= end; time += tick) {
       const at = x(time);
@@ -61,7 +60,7 @@ class LineChart {
       let path = "", pen = "M", before = 0;
       one.values.forEach((value, i) => {
         if (value === null || times[i] < start) { pen = "M"; return; }
-        if (times[i] - before > 3.5 * track.interval) pen = "M";
+        if (times[i] - before > 3.5 * REFRESH_MS / 1000) pen = "M";
         path += pen + x(times[i]).toFixed(1) + " " + y(value).toFixed(1);
         pen = "L"; before = times[i];
       });
@@ -96,7 +95,7 @@ class LineChart {
   }
 }
 const MAX_LINES = 10;
-new LineChart("loss", (track) => {
+new LineChart("loss", () => {
   const job = currentJob();
   const known = [...new Set([...list(job.workers), ...departed(job)].map((worker) => worker.rank))].filter((rank) => track.has("worker", jobName, rank, "loss"));
   const series = known.slice(0, MAX_LINES).map((rank) => ({ isLost: lostRanks(job).includes(rank), name: rankName(rank), values: track.get("worker", jobName, rank, "loss"), color: color(rank), dash: DASHES[Math.floor(rank / 8) % 3] }));
@@ -109,13 +108,13 @@ new LineChart("loss", (track) => {
   flag($("loss-about"), "class", lost ? "alarm" : "");
   return { series, format: loss, about: "Loss over time", empty: lost ? "No loss was finite." : "No loss yet: call model.report(loss=…) in the training loop." };
 });
-new LineChart("updates", (track) => ({
+new LineChart("updates", () => ({
   series: [
     { name: "accepted", values: track.get("job", jobName, "applied_per_s"), color: "var(--s2)" },
     { name: "refused", values: track.get("job", jobName, "refused_per_s"), color: "var(--bad)", dash: "5 3" },
   ], format: fixed, fromZero: true, about: "Updates per second", empty: "No update yet.",
 }));
-new LineChart("traffic", (track) => {
+new LineChart("traffic", () => {
   const shards = list(status.shards).map((shard) => shard.index);
   const mega = (values) => values.map((value) => value === null ? null : value / 1e6);
   // A pull mostly answers a push: dashes of another colour show where one lies on the other.

@@ -5,7 +5,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const UNKNOWN = "–";
 const NOT_FINITE = "nan";  // what the server calls a loss that JSON has no number for
 // The server itself waits 3 s for a shard.
-const REFRESH_MS = 1000, ANSWER_MS = 5000, SILENT_MS = 4500, GONE_S = 3600, CROWD = 16;
+const REFRESH_MS = 1000, ANSWER_MS = 5000, SILENT_MS = 4500, GONE_S = 3600, CROWD = 16, SPAN_S = 1800;
 const DASHES = ["", "6 3", "2 3"];
 
 function fill(element, attributes, children) {
@@ -67,37 +67,47 @@ const fields = (value) => value && typeof value === "object" ? value : {};
 const mean = (values) => values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
 
 // ---- what the server said ------------------------------------------------------------------------------------------
-/** Samples at one distance, kept here and topped up. */
+/** What each /status.json said since the page was opened; of counters, how fast they grew. */
 class Track {
-  constructor(interval, length) { this.interval = interval; this.length = length; this.clear(); }
-  clear() { this.times = []; this.series = new Map(); }
+  constructor(length) { this.length = length; this.clear(); }
+  clear() { this.times = []; this.series = new Map(); this.counts = new Map(); }
   get since() { return this.times.length ? this.times[this.times.length - 1] : 0; }
   static key(...parts) { return JSON.stringify(parts); }
   get(...parts) { return this.series.get(Track.key(...parts)) || this.times.map(() => null); }
   has(...parts) { const found = this.series.get(Track.key(...parts)); return !!found && last(found) !== null; }
-  merge(json) {
-    const fresh = new Map();
-    const times = list(json.unix_s);
-    const put = (parts, columns) => {
-      for (const [field, values] of Object.entries(fields(columns))) if (Array.isArray(values)) fresh.set(Track.key(...parts, field), values);
+  take(said) {
+    const fresh = new Map(), counts = new Map(), seconds = said.unix_s - this.since;
+    const grown = (count, ...parts) => {
+      const key = Track.key(...parts), before = this.counts.get(key);
+      counts.set(key, count);
+      return count >= before ? count - before : null;
     };
-    for (const shard of list(json.shards)) put(["shard", shard.index], shard);
-    for (const [name, job] of Object.entries(fields(json.jobs))) {
-      put(["job", name], job);
-      for (const [rank, worker] of Object.entries(fields(job.workers))) put(["worker", name, Number(rank)], worker);
+    const rate = (value) => value === null ? null : value / seconds;
+    for (const shard of list(said.shards)) for (const name of shard.error ? [] : ["bytes_in", "bytes_out"]) {
+      // Payloads, also those in shared memory, of which the socket knows nothing.
+      const moved = Object.values(fields(shard.jobs)).reduce((sum, job) => sum + job[name], 0);
+      fresh.set(Track.key("shard", shard.index, name + "_per_s"), rate(grown(moved, "shard", shard.index, name)));
+    }
+    // Without a shard's part a job's counters are too small, and the next rates would be too large.
+    for (const [name, job] of muteText(said) ? [] : Object.entries(fields(said.jobs))) {
+      fresh.set(Track.key("job", name, "applied_per_s"), rate(grown(job.applied, name, "applied")));
+      fresh.set(Track.key("job", name, "refused_per_s"), rate(grown(refusals(job).reduce((sum, [, count]) => sum + count, 0), name, "refused")));
+      const pushes = grown(Object.values(fields(job.staleness)).reduce((sum, count) => sum + count, 0), name, "pushes"), age = grown(job.staleness_sum, name, "staleness");
+      fresh.set(Track.key("job", name, "staleness_mean"), pushes > 0 && age !== null ? age / pushes : null);
+      for (const worker of list(job.workers)) fresh.set(Track.key("worker", name, worker.rank, "loss"), isNumber(worker.loss) ? worker.loss : null);
     }
     for (const key of fresh.keys()) if (!this.series.has(key)) this.series.set(key, this.times.map(() => null));
-    const extra = Math.max(0, this.times.length + times.length - this.length);
+    const extra = Math.max(0, this.times.length + 1 - this.length);
     for (const [key, values] of this.series) {
-      const more = fresh.get(key) || times.map(() => null);
-      const joined = values.concat(more).slice(extra);
-      if (joined.length && last(joined) === null) this.series.delete(key); else this.series.set(key, joined);
+      const joined = values.concat([fresh.has(key) ? fresh.get(key) : null]).slice(extra);
+      if (last(joined) === null && !fresh.has(key)) this.series.delete(key); else this.series.set(key, joined);
     }
-    this.times = this.times.concat(times).slice(extra);
+    this.times = this.times.concat([said.unix_s]).slice(extra);
+    this.counts = counts;
   }
 }
-const tracks = { 1: new Track(1, 600), 60: new Track(60, 1440) };
-let range = 1, paused = false, status = null, jobName = null, answeredAt = performance.now(), hasAnswered = false, coarseAt = -1e9;
+const track = new Track(SPAN_S * 1000 / REFRESH_MS);
+let paused = false, status = null, jobName = null, answeredAt = performance.now(), hasAnswered = false;
 
 async function ask(path) {
   const abort = new AbortController();
@@ -107,23 +117,18 @@ async function ask(path) {
     return { code: response.status, content: await response.json() };
   } finally { clearTimeout(timer); }
 }
-async function topUp(track) {
-  const { code, content } = await ask("history.json?resolution=" + track.interval + (track.since ? "&since=" + track.since : ""));
-  if (code === 200) track.merge(content);
-}
 async function refresh() {
   const answer = await ask("status.json");
   if (answer.code !== 200) return;
   const fresh = answer.content;
-  const turnedBack = isNumber(fresh.unix_s) && Math.max(tracks[1].since, tracks[60].since) > fresh.unix_s + 5;
-  if ((status && status.epoch !== fresh.epoch) || turnedBack) { tracks[1].clear(); tracks[60].clear(); coarseAt = -1e9; }
+  // Another server, or its clock was set back.
+  if ((status && status.epoch !== fresh.epoch) || fresh.unix_s <= track.since) track.clear();
+  track.take(fresh);
   // A shard that does not answer takes its jobs along: what was last known of them stays, and the head says so.
   if (status && status.epoch === fresh.epoch && muteText(fresh)) fresh.jobs = { ...fields(status.jobs), ...fields(fresh.jobs) };
   status = fresh;
   answeredAt = performance.now();
   hasAnswered = true;
-  await topUp(tracks[1]);
-  if (range === 60 && performance.now() - coarseAt > 15000) { await topUp(tracks[60]); coarseAt = performance.now(); }
 }
 /** Which shards did not answer the server, in words, or "". */
 function muteText(said) {
@@ -132,12 +137,10 @@ function muteText(said) {
 }
 let isRefreshing = false;
 async function turn() {
-  // Paused, nothing moves; but a range that was never shown needs its samples once.
-  const isMissing = paused && status !== null && tracks[range].times.length === 0;
-  if ((!paused || isMissing) && !isRefreshing && !document.hidden) {
+  if (!paused && !isRefreshing && !document.hidden) {
     isRefreshing = true;
-    try { await (isMissing ? topUp(tracks[range]) : refresh()); } catch (error) { /* the banner says so when it lasts */ } finally { isRefreshing = false; }
-    if (!paused || isMissing) show();
+    try { await refresh(); } catch (error) { /* the banner says so when it lasts */ } finally { isRefreshing = false; }
+    if (!paused) show();
   }
   showHealth();
 }
