@@ -6,7 +6,6 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +14,7 @@ from psengine.cli.console import printable
 from psengine.cli.status import ServerAddress, TimeoutS
 from psengine.cli.status_overview import StatusSource, merge, open_sources
 from psengine.environment.local_sockets import is_listening
-from psengine.environment.variables import read_variable
-from psengine.errors import ConfigurationError, PSEngineError, ServerRefusedError
-from psengine.protocol.keys import CurveClientKeys
+from psengine.errors import PSEngineError, ServerRefusedError
 
 EXIT_REFUSED = 1
 POLL_S = 0.5
@@ -27,18 +24,10 @@ HELP = (
 )
 EPILOG = (
     "Example: [bold]psengine admin snapshot --server-address tcp://127.0.0.1:7077[/bold]. Servers obey their own user"
-    " on their machine, a key of --admin-allow (PSENGINE_CLIENT_KEY, PSENGINE_SERVER_KEY), and those who have the"
-    " secret of --admin-secret-file. Exit code 0: done; 1: refused, or a server does not answer; 2: wrong arguments."
+    " on their machine, and a key of --admin-allow (PSENGINE_CLIENT_KEY, PSENGINE_SERVER_KEY). Exit code 0: done; 1:"
+    " refused, or a server does not answer; 2: wrong arguments."
 )
 
-Secret = Annotated[
-    Path | None,
-    typer.Option(
-        "--admin-secret-file",
-        metavar="FILE",
-        help="The operators' secret, beside PSENGINE_SECRET_FILE; by default PSENGINE_ADMIN_SECRET_FILE.",
-    ),
-]
 JobName = Annotated[
     str, typer.Option("--job", metavar="NAME", help="The job; its name is PSENGINE_JOB of its workers.")
 ]
@@ -52,25 +41,24 @@ def register(app: typer.Typer) -> None:
     app.add_typer(admin, name="admin")
 
 
-def snapshot(address: ServerAddress = None, secret: Secret = None, timeout_s: TimeoutS = 10.0) -> None:
+def snapshot(address: ServerAddress = None, timeout_s: TimeoutS = 10.0) -> None:
     """Write a snapshot now, and wait for it up to six seconds."""
-    _tell(_open(address, secret, timeout_s), action="snapshot")
+    _tell(_open(address, timeout_s), action="snapshot")
 
 
 def evict(
     job: JobName,
     worker: Annotated[int, typer.Option("--worker", metavar="N", help="The worker's rank.", min=0)],
     address: ServerAddress = None,
-    secret: Secret = None,
     timeout_s: TimeoutS = 10.0,
 ) -> None:
     """End a worker's lease: the others go on without it. If its process lives, it comes back."""
-    _tell(_open(address, secret, timeout_s), action="evict", job=job, worker=worker)
+    _tell(_open(address, timeout_s), action="evict", job=job, worker=worker)
 
 
-def forget(job: JobName, address: ServerAddress = None, secret: Secret = None, timeout_s: TimeoutS = 10.0) -> None:
+def forget(job: JobName, address: ServerAddress = None, timeout_s: TimeoutS = 10.0) -> None:
     """Drop a job without workers: its values, also in the next snapshot. There is no way back."""
-    _tell(_open(address, secret, timeout_s), action="forget", job=job)
+    _tell(_open(address, timeout_s), action="forget", job=job)
 
 
 def drain(
@@ -78,11 +66,10 @@ def drain(
         float, typer.Option("--wait-s", help="Wait so long for the servers' end; 0: do not wait.", min=0.0)
     ] = 0.0,
     address: ServerAddress = None,
-    secret: Secret = None,
     timeout_s: TimeoutS = 10.0,
 ) -> None:
     """Let no more workers in, and end each server, with a last snapshot, once its last worker has left."""
-    servers = _open(address, secret, timeout_s)
+    servers = _open(address, timeout_s)
     _tell(servers, action="drain")
     deadline_s = time.monotonic() + wait_s
     for server in servers if wait_s else ():
@@ -108,14 +95,14 @@ def drain(
         _say(f"{server.address}: has ended")
 
 
-def shutdown(address: ServerAddress = None, secret: Secret = None, timeout_s: TimeoutS = 10.0) -> None:
+def shutdown(address: ServerAddress = None, timeout_s: TimeoutS = 10.0) -> None:
     """End the servers now, in order: with a last snapshot. Workers wait for a server to come back."""
-    _tell(_open(address, secret, timeout_s), action="shutdown")
+    _tell(_open(address, timeout_s), action="shutdown")
 
 
-def _open(address: str | None, secret: Path | None, timeout_s: float) -> list[StatusSource]:
+def _open(address: str | None, timeout_s: float) -> list[StatusSource]:
     logging.getLogger("psengine").addHandler(logging.NullHandler())  # the answers say what is wrong
-    return open_sources(address, timeout_s, _operator_keys(secret))
+    return open_sources(address, timeout_s)
 
 
 def _tell(servers: Sequence[StatusSource], **order: Any) -> None:
@@ -136,21 +123,6 @@ def _tell(servers: Sequence[StatusSource], **order: Any) -> None:
     are_unknown = [isinstance(one, ServerRefusedError) and one.code == ErrorCode.UNKNOWN_JOB for one in failures]
     if failures and (len(failures) == len(servers) or not all(are_unknown)):
         raise typer.Exit(EXIT_REFUSED)
-
-
-def _operator_keys(secret: Path | None) -> CurveClientKeys | None:
-    named = secret or read_variable("PSENGINE_ADMIN_SECRET_FILE")
-    if not named:
-        return None
-    shared = read_variable("PSENGINE_SECRET_FILE")
-    if not shared:
-        raise ConfigurationError(
-            f"the operators' secret is the second one (expected PSENGINE_SECRET_FILE beside {named}, got none). Fix:"
-            " set PSENGINE_SECRET_FILE to a copy of the secret that the server shares with its workers"
-        )
-    from psengine.parameter_server.shared_secret import operator_keys
-
-    return operator_keys(named, shared)
 
 
 def _has_ended(address: str) -> bool:

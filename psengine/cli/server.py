@@ -1,6 +1,6 @@
 """``psengine-server``: serve; make keys; look at, and copy, what a server keeps.
 
-Options are the fields of ``ServerSettings``: an option beats a ``PSENGINE_*`` variable, which beats a TOML file.
+Options are the fields of ``ServerSettings``: an option beats a ``PSENGINE_*`` variable.
 """
 
 import importlib
@@ -20,8 +20,6 @@ from psengine.version import __version__
 
 if TYPE_CHECKING:
     from psengine.parameter_server.server.settings import ServerSettings
-
-logger = logging.getLogger(__name__)
 
 EXIT_USAGE = 2
 
@@ -48,30 +46,27 @@ def _read_arguments() -> list[str]:
     return arguments
 
 
-def build_app(run: "Callable[[ServerSettings, bool, int | None, Sequence[str]], int]") -> typer.Typer:
+def build_app(run: "Callable[[ServerSettings, bool, int | None], int]") -> typer.Typer:
     """The command line.
 
     Args:
-        run: serves, given the settings, ``--until-stdin-closes``, ``--announce-fd`` and what is to be logged about
-            where settings came from; returns the exit code.
+        run: serves, given the settings, ``--until-stdin-closes`` and ``--announce-fd``; returns the exit code.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     def serve(context: typer.Context, **options: Any) -> None:
         until_stdin_closes, announce_fd = options.pop("until_stdin_closes"), options.pop("announce_fd")
-        config = options.pop("config")
         del options["version"]
         if context.invoked_subcommand is not None:
             return
-        from psengine.parameter_server.server.settings import read_settings
+        from psengine.parameter_server.server.settings import make_settings
 
         given = {name: value for name, value in options.items() if value is not None}
-        settings, overrides = read_settings(given, config)
-        raise typer.Exit(run(settings, until_stdin_closes, announce_fd, overrides))
+        raise typer.Exit(run(make_settings(given), until_stdin_closes, announce_fd))
 
     serve.__doc__ = (
         "Keep the parameters of training jobs: a psengine parameter server.\n\nEvery option may also be given as a"
-        " variable (PSENGINE_BIND, ...) or in the file of --config. Ends in order on SIGTERM. Exit codes: 0 ended as"
+        " variable (PSENGINE_BIND, ...). Ends in order on SIGTERM. Exit codes: 0 ended as"
         " told, 2 bad usage or configuration, 3 address taken, 4 snapshots, 5 internal error."
     )
     parameters = _parameters()
@@ -124,7 +119,7 @@ def _print_lines(lines: Iterator[str]) -> None:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """One option for each setting, which ``read_settings`` checks, and further ones."""
+    """One option for each setting, which ``make_settings`` checks, and further ones."""
     from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings
 
     def show_version(is_wanted: bool) -> None:
@@ -135,16 +130,14 @@ def _parameters() -> list[inspect.Parameter]:
     found: list[tuple[str, Any, Any]] = [("context", typer.Context, inspect.Parameter.empty)]
     for name, setting in ServerSettings.model_fields.items():
         default = "" if setting.default is None else f"  [default: {setting.default}]"
-        text = f"{setting.description}  [variable: {ENVIRONMENT_PREFIX}{name.upper()}]{default}"
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        text = f"{setting.description}  [variable: {variable}]{default}"
         flag, kind = f"--{name.replace('_', '-')}", bool if setting.annotation is bool else str
-        option = typer.Option(flag, help=" ".join(text.split()), metavar=None if kind is bool else "VALUE")
+        metavar = None if kind is bool else "VALUE"
+        option = typer.Option(flag, help=" ".join(text.split()), metavar=metavar, envvar=variable, show_envvar=False)
         found.append((name, Annotated[kind | None, option], None))
-    config = typer.Option(
-        "--config", metavar="FILE", envvar=f"{ENVIRONMENT_PREFIX}CONFIG", help="TOML file of settings."
-    )
     version = typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     found += [
-        ("config", Annotated[Path | None, config], None),
         ("version", Annotated[bool, version], False),
         ("until_stdin_closes", Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)], False),
         ("announce_fd", Annotated[int | None, typer.Option("--announce-fd", hidden=True)], None),
@@ -155,14 +148,10 @@ def _parameters() -> list[inspect.Parameter]:
     ]
 
 
-def _serve(
-    settings: "ServerSettings", until_stdin_closes: bool, announce_fd: int | None, overrides: Sequence[str]
-) -> int:
+def _serve(settings: "ServerSettings", until_stdin_closes: bool, announce_fd: int | None) -> int:
     from psengine.parameter_server.server.daemon import Server, log_start
 
     _log_to_stderr(settings.log_format)
-    for line in overrides:
-        logger.warning("%s", line)
 
     def announce(line: str) -> None:
         is_ready = line.startswith("psengine-server ready")

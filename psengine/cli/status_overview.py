@@ -149,13 +149,12 @@ class Overview:
         }
 
 
-def open_sources(servers: str | None, timeout_s: float, keys: CurveClientKeys | None = None) -> list[StatusSource]:
+def open_sources(servers: str | None, timeout_s: float) -> list[StatusSource]:
     """A source for each address of an argument, else of PSENGINE_SERVERS.
 
     Args:
         servers: addresses with commas.
         timeout_s: deadline of one answer.
-        keys: CURVE keys; by default those that variables name.
 
     Raises:
         ConfigurationError: none is named, one is malformed, or CURVE keys are half given.
@@ -166,7 +165,7 @@ def open_sources(servers: str | None, timeout_s: float, keys: CurveClientKeys | 
             "no server is named (expected tcp://host:port; got none). Fix: --server-address tcp://127.0.0.1:7077, or"
             " set PSENGINE_SERVERS"
         )
-    keys = keys or keys_from_environment()
+    keys = keys_from_environment()
     return [StatusSource(address, keys, timeout_s) for address in dict.fromkeys(addresses)]
 
 

@@ -120,7 +120,7 @@ class PSEngineConfig(TorchConfig):  # type: ignore[misc]
             )
         if ours := [name for name in self.server_options if name in _OURS]:
             raise ConfigurationError(f"Ray's actors set these settings themselves (expected others, got {ours})")
-        make_settings(self.server_options, dict.fromkeys(self.server_options, "server_options"))
+        make_settings(self.server_options)
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -28,17 +28,6 @@ def pairs_of_secret(path: str | Path) -> tuple[KeyPair, KeyPair]:
     return _pair(secret, b"psengine server"), _pair(secret, b"psengine client")
 
 
-def operator_keys(admin_secret_file: str | Path, secret_file: str | Path) -> CurveClientKeys:
-    """What an operator needs to give orders to a server that has both secrets. Raises like ``pairs_of_secret``."""
-    server, _ = pairs_of_secret(secret_file)
-    return CurveClientKeys(operator_pair(admin_secret_file), server.public, secret_file=str(admin_secret_file))
-
-
-def operator_pair(path: str | Path) -> KeyPair:
-    """The pair of a server's operators, from their secret. Raises like ``pairs_of_secret``."""
-    return _pair(read_token(path, called="operators' secret").encode(), b"psengine admin")
-
-
 def client_keys_of_secret(path: str | Path) -> CurveClientKeys:
     """What a client needs to talk to a server that has the same secret. Raises like ``pairs_of_secret``."""
     server, client = pairs_of_secret(path)

@@ -9,7 +9,7 @@ import tempfile
 import pytest
 import torch
 from support.other_user import as_other_user, needs_root
-from support.server_process import Peer, ServerFailedError, running_server
+from support.server_process import Peer, running_server
 
 import psengine
 from psengine.cli.main import main
@@ -19,7 +19,7 @@ from psengine.protocol.frames import encode
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.messages import NOBODY, Message, MessageType
 
-KEY_VARIABLES = ("SERVERS", "SECRET_FILE", "ADMIN_SECRET_FILE", "SERVER_KEY", "CLIENT_KEY")
+KEY_VARIABLES = ("SERVERS", "SECRET_FILE", "SERVER_KEY", "CLIENT_KEY")
 
 
 @pytest.fixture(autouse=True)
@@ -114,23 +114,16 @@ def test_a_worker_s_key_does_not_give_orders_and_an_operator_s_does(admin, tmp_p
         assert "ordered by the key" in server.log()
 
 
-def test_the_job_s_secret_does_not_give_orders_and_the_operators_does(admin, tmp_path, monkeypatch):
-    files = {"secret_file": tmp_path / "secret", "admin_secret_file": tmp_path / "operators"}
-    for path in files.values():
-        path.touch(mode=0o600)
-        path.write_text(f"a-random-word-of-{path.name}")
-    with running_server(bind="tcp://0.0.0.0:0", **files) as server:
+def test_the_workers_secret_does_not_give_orders(admin, tmp_path, monkeypatch):
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("a-random-word-of-some-length")
+    with running_server(bind="tcp://0.0.0.0:0", secret_file=secret) as server:
         address = f"tcp://127.0.0.1:{server.addresses[0].rpartition(':')[2]}"
-        assert order(address, client_keys_of_secret(files["secret_file"])).body["code"] == "not_allowed"
-        monkeypatch.setenv("PSENGINE_SECRET_FILE", str(files["secret_file"]))
+        assert order(address, client_keys_of_secret(secret)).body["code"] == "not_allowed"
+        monkeypatch.setenv("PSENGINE_SECRET_FILE", str(secret))
         code, said = admin("drain", server=address)
         assert (code, "not_allowed" in said) == (1, True), said
-        code, said = admin("drain", "--admin-secret-file", str(files["admin_secret_file"]), server=address)
-        assert code == 0, said
-        assert server.wait() == 0
-    same = {**files, "admin_secret_file": files["secret_file"]}
-    with pytest.raises(ServerFailedError, match=r"exit code 2(.|\n)*a secret of their own"), running_server(**same):
-        pass
 
 
 def test_over_tcp_nobody_is_the_server_s_user_whatever_a_client_says():

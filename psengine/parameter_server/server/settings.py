@@ -1,13 +1,11 @@
 """Every setting of a server, in one place: its type, bounds, default and explanation.
 
-``psengine-server`` makes an option of each. An option beats a variable (PSENGINE_SHARDS), which beats a TOML file.
+``psengine-server`` makes an option of each. An option beats a variable (PSENGINE_SHARDS).
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,15 +20,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from psengine.environment.local_sockets import LONGEST_PATH_BYTES
-from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 MAX_SHARDS = 256
@@ -101,9 +94,6 @@ class ServerSettings(BaseModel):
     admin_allow: UserPath | None = None
     """Public keys, as in --allow, of operators: they may connect, and give orders (psengine admin). Needs a curve
     key."""
-    admin_secret_file: UserPath | None = None
-    """File of mode 0600 with a second random word, for operators (PSENGINE_ADMIN_SECRET_FILE of psengine admin). Needs
-    a secret file, which holds another word."""
     insecure: bool = False
     """Admit every client without keys: everybody who reaches the address, also other local users, can change the
     model."""
@@ -121,26 +111,25 @@ class ServerSettings(BaseModel):
         if (self.tier == "memory") != (self.snapshot_dir is None):
             raise ValueError(
                 "A server keeps what it has in a directory (expected durability snapshot or log with snapshot_dir, or"
-                f" memory without, got {self.tier} and snapshot_dir = {_shown(self.snapshot_dir)}). Fix: give"
+                f" memory without, got {self.tier} and snapshot_dir = {self.snapshot_dir}). Fix: give"
                 " --snapshot-dir DIRECTORY, or leave both out.",
             )
         self.bind_addresses()
         if (self.curve_key is None) != (self.allow is None):
             raise ValueError(
                 "Keys need both sides (expected curve_key and allow together, got"
-                f" curve_key={_shown(self.curve_key)}, allow={_shown(self.allow)}). Fix: psengine-server keygen makes"
+                f" curve_key = {self.curve_key} and allow = {self.allow}). Fix: psengine-server keygen makes"
                 " the server's key; --allow names the directory of the clients' .pub files."
             )
         chosen = [name for name in ("curve_key", "secret_file", "insecure") if getattr(self, name)]
         if len(chosen) > 1:
             text = "curve_key, secret_file and insecure exclude each other (expected one of them, got"
             raise ValueError(f"{text} {' and '.join(chosen)}).")
-        for name, needed in {"admin_allow": "curve_key", "admin_secret_file": "secret_file"}.items():
-            if getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ValueError(
-                    f"{name} names operators beside the workers (expected {needed} with it, got none). Fix: give both;"
-                    " the server's own user needs neither over the Unix socket."
-                )
+        if self.admin_allow is not None and self.curve_key is None:
+            raise ValueError(
+                "admin_allow names operators beside the workers (expected curve_key with it, got none). Fix: give both;"
+                " the server's own user needs neither over the Unix socket."
+            )
         if not self.is_local and not chosen:
             raise ValueError(
                 f"Addresses that other machines reach need keys (expected curve_key and allow, or secret_file, for"
@@ -193,31 +182,8 @@ class ServerSettings(BaseModel):
         return [f"tcp://{host}:{port or '*'}" for port in ports]
 
 
-def read_settings(options: Mapping[str, Any], config: Path | None) -> tuple[ServerSettings, list[str]]:
-    """The settings of a command line, the environment and a TOML file; and which lines of the file variables override.
-
-    Raises:
-        ConfigurationError: a value is not understood or out of its bounds; the file cannot be read.
-    """
-    try:
-        in_file = {} if config is None else tomllib.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"The configuration file {config} cannot be read: {error}") from error
-    variables = {name: ENVIRONMENT_PREFIX + name.upper() for name in ServerSettings.model_fields}
-    by_variable = {name: text for name, variable in variables.items() if (text := read_variable(variable))}
-    origins = dict.fromkeys(in_file, str(config)) | {name: variables[name] for name in by_variable}
-    origins |= {name: f"--{name.replace('_', '-')}" for name in options}
-    overridden = [name for name in in_file if name in by_variable and name not in options]
-    lines = [f"the variable {origins[name]} overrides {name} = {in_file[name]} of {config}" for name in overridden]
-    return make_settings({**in_file, **by_variable, **options}, origins), lines
-
-
-def make_settings(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> ServerSettings:
-    """Settings of these values.
-
-    Args:
-        values: by name; texts are read as on the command line.
-        origins: what errors say of where a value came from, by name.
+def make_settings(values: Mapping[str, Any]) -> ServerSettings:
+    """Settings of these values, by name; texts are read as on the command line.
 
     Raises:
         ConfigurationError: a name is unknown, a value is out of its bounds, or two contradict each other.
@@ -225,28 +191,15 @@ def make_settings(values: Mapping[str, Any], origins: Mapping[str, str] | None =
     try:
         return ServerSettings(**values)
     except ValidationError as error:
-        raise ConfigurationError("\n".join(_lines(error, origins or {}))) from None
+        raise ConfigurationError("\n".join(map(_line, error.errors()))) from None
 
 
-def _lines(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
-    lines = []
-    for one in error.errors():
-        said = one["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
-        if one["type"].startswith("byte_size"):
-            said = "expected a size such as 8GiB, or a number of bytes"
-        if not one["loc"]:
-            lines.append(said)
-            continue
-        name = str(one["loc"][0])
-        if one["type"] == "extra_forbidden":
-            known = list(ServerSettings.model_fields)
-            close = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
-            hint = f"Fix: did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
-            lines.append(f"{origins.get(name, 'unknown')}: there is no setting {name!r}. {hint}")
-        else:
-            lines.append(f"{origins.get(name, 'settings')}: {name} is not understood ({said}, got {one['input']!r})")
-    return lines
-
-
-def _shown(path: Path | None) -> str:
-    return "nothing" if path is None else str(path)
+def _line(error: ErrorDetails) -> str:
+    said = error["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
+    if error["type"].startswith("byte_size"):
+        said = "expected a size such as 8GiB, or a number of bytes"
+    if not error["loc"]:
+        return said
+    name = str(error["loc"][0])
+    flag, variable = f"--{name.replace('_', '-')}", ENVIRONMENT_PREFIX + name.upper()
+    return f"{name} ({flag}, {variable}) is not understood ({said}, got {error['input']!r})"

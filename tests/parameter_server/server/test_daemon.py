@@ -79,10 +79,8 @@ def test_ipc_paths_are_for_their_owner_and_are_not_taken_over(tmp_path):
 # ---- the command -----------------------------------------------------------------------------------------------
 
 
-def test_the_command_serves_until_sigterm(tmp_path):
-    config = tmp_path / "server.toml"
-    config.write_text('bind = "tcp://127.0.0.1:0"\nshards = 3\nlog_format = "json"\nlease_s = 9')
-    arguments = ["--config", str(config), "--lease-s", "4"]
+def test_the_command_serves_until_sigterm():
+    arguments = ["--bind", "tcp://127.0.0.1:0", "--log-format", "json", "--lease-s", "4"]
     with running_server_command(arguments, environment={"PSENGINE_SHARDS": "2"}) as command:
         eventually(lambda: "psengine-server ready" in command.stdout)
         addresses = command.stdout.splitlines()[-1].split()[2:]

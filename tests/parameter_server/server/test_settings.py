@@ -14,13 +14,6 @@ from psengine.parameter_server.server.settings import ServerSettings, make_setti
 def no_variables(monkeypatch):
     for name in ServerSettings.model_fields:
         monkeypatch.delenv(f"PSENGINE_{name.upper()}", raising=False)
-    monkeypatch.delenv("PSENGINE_CONFIG", raising=False)
-
-
-def write(tmp_path, text):
-    path = tmp_path / "server.toml"
-    path.write_text(text)
-    return path
 
 
 def settings_of(*arguments):
@@ -30,16 +23,12 @@ def settings_of(*arguments):
     return found[0]
 
 
-def test_argument_beats_environment_beats_file_beats_default(tmp_path, monkeypatch):
-    config = write(tmp_path, 'shards = 2\nlease_s = 7\nlog_format = "json"\nsnapshot_interval_s = 1.5\n')
+def test_argument_beats_environment_beats_default(monkeypatch):
     monkeypatch.setenv("PSENGINE_SHARDS", "3")
     monkeypatch.setenv("PSENGINE_LEASE_S", "8.5")
     monkeypatch.setenv("PSENGINE_STATUS_PORT", "")
-    settings = settings_of("--config", config, "--shards", 4)
-    assert (settings.shards, settings.lease_s, settings.log_format) == (4, 8.5, "json")
-    assert (settings.snapshot_interval_s, settings.status_port) == (1.5, None)
-    monkeypatch.setenv("PSENGINE_CONFIG", str(config))
-    assert settings_of("--shards", 4) == settings
+    settings = settings_of("--shards", 4)
+    assert (settings.shards, settings.lease_s, settings.status_port) == (4, 8.5, None)
 
 
 def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
@@ -56,7 +45,6 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "allow": None,
         "secret_file": None,
         "admin_allow": None,
-        "admin_secret_file": None,
         "insecure": True,
         "max_memory_bytes": "2GiB",
         "plugins": "json,os.path",
@@ -66,29 +54,12 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
     given = {name: value for name, value in values.items() if value is not None}
     flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     by_argument = settings_of(*(part for item in flags.items() for part in item if part is not True))
-    toml = [f"{name} = {str(v).lower() if isinstance(v, int | float) else repr(v)}" for name, v in given.items()]
-    by_file = settings_of("--config", write(tmp_path, "\n".join(toml)))
     for name, value in given.items():
         monkeypatch.setenv(f"PSENGINE_{name.upper()}", str(value))
-    assert by_argument == by_file == settings_of()
+    assert by_argument == settings_of()
     assert by_argument.max_memory_bytes == 2 << 30
     assert by_argument.snapshot_dir == Path(tmp_path)
     assert by_argument.plugins == ("json", "os.path")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("snapshot-dirs = '/x'", r"server\.toml: there is no setting 'snapshot-dirs'.*did you mean snapshot_dir\?"),
-        ("colour = 'red'", "Known: bind, shards"),
-        ("shards = ", r"server\.toml cannot be read"),
-        (None, r"server\.toml cannot be read"),
-    ],
-)
-def test_a_file_that_is_not_understood_is_refused(tmp_path, text, words):
-    path = tmp_path / "server.toml" if text is None else write(tmp_path, text)
-    with pytest.raises(ConfigurationError, match=words):
-        settings_of("--config", path)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +72,11 @@ def test_a_file_that_is_not_understood_is_refused(tmp_path, text, words):
         ("plugins", "not a module"),
     ],
 )
-def test_what_is_no_such_value_is_refused(tmp_path, name, text):
-    option = f"--{name.replace('_', '-')}"
-    with pytest.raises(ConfigurationError, match=rf"^{option}: {name} is not understood \(expected .*, got '{text}'\)"):
+def test_what_is_no_such_value_is_refused_with_its_option_and_variable(name, text):
+    option, variable = f"--{name.replace('_', '-')}", f"PSENGINE_{name.upper()}"
+    words = rf"^{name} \({option}, {variable}\) is not understood \(expected .*, got '{text}'\)"
+    with pytest.raises(ConfigurationError, match=words):
         settings_of(f"{option}={text}")
-    with pytest.raises(ConfigurationError, match=rf"server\.toml: {name} is not understood .*got '{text}'\)"):
-        settings_of("--config", write(tmp_path, f"{name} = '{text}'"))
 
 
 @pytest.mark.parametrize(
@@ -165,29 +135,6 @@ def test_keys_come_in_pairs_and_not_with_insecure(tmp_path):
     assert ServerSettings(bind="tcp://0.0.0.0:7077", secret_file=tmp_path).is_wildcard
 
 
-# ---- where a value came from -----------------------------------------------------------------------------------------
-
-
-def test_a_variable_that_overrides_the_file_is_told(tmp_path, monkeypatch):
-    told = []
-    config = write(tmp_path, "shards = 2\nlease_s = 7\n")
-    monkeypatch.setenv("PSENGINE_SHARDS", "3")
-    monkeypatch.setenv("PSENGINE_STATUS_PORT", "9")
-    app = build_app(lambda settings, embedded, descriptor, overrides: told.extend(overrides) or 0)
-    app(["--config", str(config), "--lease-s", "8"], standalone_mode=False)
-    assert told == [f"the variable PSENGINE_SHARDS overrides shards = 2 of {config}"]
-
-
-def test_a_wrong_value_elsewhere_is_not(tmp_path, monkeypatch):
-    config = write(tmp_path, "shards = 2\n")
-    with pytest.raises(ConfigurationError, match=r"^--shards: shards is not understood"):
-        settings_of("--config", config, "--shards", 0)
-    monkeypatch.setenv("PSENGINE_SHARDS", "0")
-    with pytest.raises(ConfigurationError, match=r"^PSENGINE_SHARDS: shards is not understood"):
-        settings_of("--config", config)
-
-
 def test_operators_are_named_beside_workers(tmp_path):
-    for name in ("admin_allow", "admin_secret_file"):
-        with pytest.raises(ConfigurationError, match=f"{name} names operators beside the workers"):
-            make_settings({name: tmp_path})
+    with pytest.raises(ConfigurationError, match="admin_allow names operators beside the workers"):
+        make_settings({"admin_allow": tmp_path})

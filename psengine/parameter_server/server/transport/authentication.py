@@ -27,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from psengine.errors import AuthenticationError, ConfigurationError
 from psengine.parameter_server.server.settings import ServerSettings
-from psengine.parameter_server.shared_secret import operator_pair, pairs_of_secret
+from psengine.parameter_server.shared_secret import pairs_of_secret
 from psengine.protocol.keys import KeyPair, read_allowed, read_key_pair, write_key_pair
 from psengine.tracing.logging_format import RateLimit
 
@@ -123,27 +123,18 @@ def key_ring(settings: ServerSettings) -> KeyRing | None:
     """That of a server's settings; None without keys.
 
     Raises:
-        ConfigurationError: a file is missing, malformed, or readable by others; or operators have the workers' secret.
+        ConfigurationError: a file is missing, malformed, or readable by others.
     """
-    operators: KeyList | AbstractSet[str] = frozenset()
     if settings.curve_key is not None and settings.allow is not None:
         pair, listed = read_key_pair(settings.curve_key), KeyList(settings.allow)
         if pair.public in listed:
             logger.warning("the server's own key is among the allowed clients in %s", settings.allow)
-        if settings.admin_allow is not None:
-            operators = KeyList(settings.admin_allow)
+        operators = frozenset() if settings.admin_allow is None else KeyList(settings.admin_allow)
         return KeyRing(pair, listed, operators)
     if settings.secret_file is None:
         return None
     pair, client = pairs_of_secret(settings.secret_file)
-    if (theirs := settings.admin_secret_file) is not None:
-        if pairs_of_secret(theirs) == (pair, client):
-            raise ConfigurationError(
-                "Operators have a secret of their own (expected another word in admin_secret_file than in secret_file,"
-                f" got the same in {theirs} and {settings.secret_file})."
-            )
-        operators = {operator_pair(theirs).public}
-    return KeyRing(pair, {client.public}, operators, names_peers=False)
+    return KeyRing(pair, {client.public}, names_peers=False)
 
 
 def new_key_pair() -> KeyPair:
@@ -243,7 +234,7 @@ class Authenticator(threading.Thread):
             self._socket.close(linger=0)
 
     def judge(self, request: list[bytes]) -> list[bytes]:
-        """The answer to one request: 200 and, for an operator and with keys that name peers, the User-Id; or 400."""
+        """The answer to one request: 200 and, with keys that name peers, the User-Id; or 400."""
         if len(request) < 6:
             return [b"1.0", b"".join(request[1:2]), b"500", b"malformed request", b"", b""]
         version, number, domain, address, _, mechanism, *credentials = request
@@ -255,7 +246,7 @@ class Authenticator(threading.Thread):
             is_operator = self.is_operator(key)
             is_allowed = is_operator or (self._keys is not None and key in self._keys.clients)
             reason = "" if is_allowed else f"unknown key {key}"
-            user_id = key if self.names_peers or is_operator else ""
+            user_id = key if self.names_peers else ""
         elif mechanism == b"NULL" and not credentials and self._users:
             reason = self._judge_user(address)
         else:

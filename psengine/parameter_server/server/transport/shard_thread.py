@@ -421,8 +421,8 @@ class ShardThread(threading.Thread):
         operator = self.endpoint.operator(received)
         if not operator:
             raise ProtocolError(
-                "this server does not obey this client (expected the server's own user over its Unix socket, a key of"
-                " --admin-allow, or the secret of --admin-secret-file)",
+                "this server does not obey this client (expected the server's own user over its Unix socket, or a key"
+                " of --admin-allow)",
                 ErrorCode.NOT_ALLOWED,
             )
         self._on_admin(self, received.route, decode(received.frames), operator)
