@@ -129,7 +129,9 @@ def key_ring(settings: ServerSettings) -> KeyRing | None:
         pair, listed = read_key_pair(settings.curve_key), KeyList(settings.allow)
         if pair.public in listed:
             logger.warning("the server's own key is among the allowed clients in %s", settings.allow)
-        operators = frozenset() if settings.admin_allow is None else KeyList(settings.admin_allow)
+        operators: KeyList | AbstractSet[str] = frozenset()
+        if settings.admin_allow is not None:
+            operators = KeyList(settings.admin_allow)
         return KeyRing(pair, listed, operators)
     if settings.secret_file is None:
         return None
