@@ -85,11 +85,11 @@ class Psengine:
             )
         )
         self._session.start()
-        self._session.reserve(bytes_for(self._specs))
-        self._packed = self._session.allocate(size, torch.float32).split(numels)
+        self._session.segments.reserve(bytes_for(self._specs))
+        self._packed = self._session.segments.allocate(size, torch.float32).split(numels)
         self._session.enter(self._specs, lambda spec: self._parts[spec.key])
         for spec, packed in zip(self._specs, self._packed, strict=True):
-            self._session.adopt(spec.key, packed)
+            self._session.segments.adopt(spec.key, packed)
         self._groups = None
         if rule["name"] == "apply":
             made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)

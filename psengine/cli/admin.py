@@ -112,8 +112,8 @@ def _tell(servers: Sequence[StatusSource], **order: Any) -> None:
     failures = []
     for server in servers:
         try:
-            (text,) = server.connected().session.administer(order)
-            _say(f"{server.address}: {text}")
+            (answer,) = server.connected().session.administer(order)
+            _say(f"{server.address}: {answer.get('text', '')}")
         except PSEngineError as error:
             failures.append(error)
             _say(str(error))

@@ -22,9 +22,6 @@ from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import codec_for, row_numel
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
-# Rules of HELLO whose answers are weights.
-WEIGHT_RULES = frozenset({"apply"})
-
 
 def gradient_codec(codec: Codec, spec: ChunkSpec) -> Codec:
     """By which codec workers encode what they push for a chunk, in a job with ``codec``."""

@@ -71,7 +71,7 @@ def account(trainers: list[Trainer], rule: dict[str, Any], steps: int) -> Counte
     counters = Counters(survived=1)
     chunks = trainers[0].chunks
     if rule["name"] == "apply":
-        answers = [trainers[0].session.pull(key).wait().values for key in range(chunks)]
+        answers = [trainers[0].session.pull(key).wait().payload for key in range(chunks)]
         shares = [round(-values[rank].item()) - steps for values in answers if values is not None for rank in
                   range(WORKERS)]  # fmt: skip
         counters.lost = sum(max(0, -share) for share in shares)

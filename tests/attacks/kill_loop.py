@@ -243,7 +243,7 @@ class AsyncTrial:
         options = SessionOptions(addresses=self._servers.addresses, job="job", rule=READER_RULE, role="reader")
         with WorkerSession(options) as reader:
             keys = [one.key for one in reader.layout()]
-            values = [reader.pull(key).wait().values for key in keys]
+            values = [reader.pull(key).wait().payload for key in keys]
         assert all(value is not None for value in values)
         return [[round(-value[rank].item()) for value in values] for rank in range(WORKERS)]  # type: ignore[index]
 

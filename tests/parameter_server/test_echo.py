@@ -13,7 +13,7 @@ from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server(shards=2) as process:
+    with running_server() as process:
         yield process
 
 
@@ -23,27 +23,19 @@ def reader(addresses, **options):
 
 class TestAgainstAServer:
     @pytest.mark.parametrize("size_bytes", [1, MAX_PAYLOAD_BYTES])
-    def test_a_reader_without_a_job_measures_every_shard(self, server, size_bytes):
-        with reader(server.addresses[:1]) as client:
-            for shard in (0, 1):
-                assert 0 < client.echo(size_bytes, shard=shard) < 10
+    def test_a_reader_without_a_job_measures(self, server, size_bytes):
+        with reader(server.addresses) as client:
+            assert 0 < client.echo(size_bytes) < 10
 
     def test_a_worker_measures_between_its_exchanges(self, server):
         weights = {"w": torch.zeros(10)}
-        with psengine.connect(server.addresses[:1], job="echoing", timeout_s=10.0) as client:
+        with psengine.connect(server.addresses, job="echoing", timeout_s=10.0) as client:
             with pytest.raises(ConfigurationError, match="not connected"):
                 client.echo(1000)
             client.register(weights)
             assert client.echo() > 0
             assert torch.equal(client.push_pull({"w": torch.ones(10)})["w"], torch.ones(10))
 
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [
-            ({"size_bytes": MAX_PAYLOAD_BYTES + 1}, "expected 1 to 16777216"),
-            ({"shard": 2}, "no shard 2 .expected 0 to 1"),
-        ],
-    )
-    def test_what_cannot_be_asked(self, server, options, words):
-        with reader(server.addresses[:1]) as client, pytest.raises(ConfigurationError, match=words):
-            client.echo(**options)
+    def test_what_is_too_large(self, server):
+        with reader(server.addresses) as client, pytest.raises(ConfigurationError, match="expected 1 to 16777216"):
+            client.echo(MAX_PAYLOAD_BYTES + 1)

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 import psengine
 from psengine.errors import ServerRefusedError
+from psengine.parameter_server.client import join
 
 LEASE_S = 1.0
 # What the promises add to a lease, and what a rejoining worker may take.
@@ -487,7 +488,7 @@ class DieAsDonor:
 
     def __call__(self, strategy: Any) -> None:
         session = strategy.session
-        store, await_stores = session.store, session.await_stores
+        store = session.store
         stored = 0
 
         def store_or_die(*arguments: Any, **keywords: Any) -> Any:
@@ -498,13 +499,9 @@ class DieAsDonor:
                 end_myself()
             return store(*arguments, **keywords)
 
-        def await_and_die(stores: Any) -> None:
-            await_stores(stores)
-            end_myself()
-
         session.store = store_or_die
         if self._where == "stored":
-            session.await_stores = await_and_die
+            join.donate = lambda *_: end_myself()
 
 
 @pytest.mark.parametrize("where", [slow("store"), "stored"])

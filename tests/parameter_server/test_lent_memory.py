@@ -160,7 +160,7 @@ def average(sessions: Sequence[WorkerSession], value: float) -> list[Push]:
         pushes.append(session.push(0, torch.full((NUMEL,), value), [landing], reads_in_place=True))
     for one in pushes:
         one.wait()
-        values = one.destinations[0] if one.lent is None else one.lent
+        values = one.destinations[0] if one.take() is None else one.take()
         assert values.eq(value).all()
     return pushes
 
@@ -171,16 +171,16 @@ def test_averages_are_read_where_the_server_makes_them_and_stay_while_somebody_m
         try:
             for step in range(4):
                 pushes = average(sessions, float(step))
-                assert all(one.lent is not None for one in pushes)
-            kept = pushes[0].lent
+                assert all(one.take() is not None for one in pushes)
+            kept = pushes[0].take()
             del pushes
             sessions.pop(0).close()
             # Of two places one is read by a worker that has left, the other has the last average: then it is copied.
-            found = {average(sessions, float(step))[0].lent is None for step in range(4, 10)}
+            found = {average(sessions, float(step))[0].take() is None for step in range(4, 10)}
             assert found == {False, True}
             assert kept.eq(3.0).all()
             del kept
-            eventually(lambda: [average(sessions, 1.0)[0].lent is None for _ in range(4)] == [False] * 4)
+            eventually(lambda: [average(sessions, 1.0)[0].take() is None for _ in range(4)] == [False] * 4)
         finally:
             for session in sessions:
                 session.close()

@@ -24,7 +24,7 @@ from support.worker_sessions import all_entered, entered
 from psengine.errors import EnvironmentVariableError, ServerError, ServerLostError
 from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.worker_session import PushResult, WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.parameter_server.segments.memory import IS_AVAILABLE
 from psengine.protocol.layout import ChunkKind
 
@@ -57,7 +57,7 @@ def shared_maps(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("psengine-worker")
 
 
-def push_all(sessions: Sequence[WorkerSession], step: int, answers: list[list[torch.Tensor]]) -> list[PushResult]:
+def push_all(sessions: Sequence[WorkerSession], step: int, answers: list[list[torch.Tensor]]) -> None:
     """All workers push a gradient of every chunk; their answers land in ``answers``."""
     pushes = [
         session.push(key, payload, [landing])
@@ -65,7 +65,6 @@ def push_all(sessions: Sequence[WorkerSession], step: int, answers: list[list[to
         for key, payload, landing in zip(CHUNKS, gradient(rank, step), answers[rank], strict=True)
     ]
     wait_all(pushes)
-    return [push.wait() for push in pushes]
 
 
 def history(
@@ -117,16 +116,16 @@ def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_wha
         sessions = all_entered(server.addresses[0], 2, SPECS[:1], job="late", timeout_s=2.0)
         try:
             mine = sessions[0]
-            mine.reserve(1 << 20)
-            flat = mine.allocate(SPECS[0].numel, torch.float32)
-            mine.adopt(0, flat)
+            mine.segments.reserve(1 << 20)
+            flat = mine.segments.allocate(SPECS[0].numel, torch.float32)
+            mine.segments.adopt(0, flat)
             flat.fill_(1.0)
             landing = torch.zeros(SPECS[0].numel)
             push = mine.push(0, flat, [landing])
             with pytest.raises(ServerLostError):
                 push.wait()
             assert sharing(mine) == 1
-            mine.withdraw_memory()
+            mine.segments.withdraw()
             flat.fill_(100.0)  # the next step's gradients, in the same memory
             assert sharing(mine) == 0
             sessions[1].push(0, torch.full_like(flat, 3.0), [landing]).wait()
@@ -140,9 +139,9 @@ def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
     with running_server(lease_s=30.0) as server, ExitStack() as stack:
         session = entered(server.addresses[0], 0, SPECS[:1])
         stack.callback(session.close)
-        session.reserve(1 << 20)
-        flat, result = (session.allocate(SPECS[0].numel, torch.float32) for _ in range(2))
-        session.adopt(0, flat, result)
+        session.segments.reserve(1 << 20)
+        flat, result = (session.segments.allocate(SPECS[0].numel, torch.float32) for _ in range(2))
+        session.segments.adopt(0, flat, result)
         session.push(0, flat.fill_(1.0), [result]).wait()
         assert sharing(session) == 1
         reader, writer = os.pipe()
@@ -155,7 +154,7 @@ def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
                 result.fill_(7.0)
                 with contextlib.suppress(ServerError):
                     session.push(0, torch.full_like(flat, 9.0), [result])
-                session.withdraw_memory()
+                session.segments.withdraw()
                 code = 0
             os.write(writer, bytes([code]))
             time.sleep(60.0)
@@ -170,7 +169,7 @@ def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
         assert sharing(session) == 1
         session.push(0, flat.add_(1.0), [result]).wait()
         assert result.eq(2.0).all()
-        session.withdraw_memory()
+        session.segments.withdraw()
         eventually(lambda: shared_maps(server.pid) == 0)
 
 
@@ -235,7 +234,7 @@ def test_servers_that_are_killed_at_any_moment_change_no_bit(reads_in_place):
                     server.kill()
                     server = stack.enter_context(running_server(bind=address))
                 wait_all(pushes)
-                read = [push.destinations[0] if push.lent is None else push.lent for push in pushes]
+                read = [push.destinations[0] if (values := push.take()) is None else values for push in pushes]
                 halves = read[: len(SPECS)], read[len(SPECS) :]
                 for spec, mine, theirs, *landed in zip(
                     SPECS, gradient(0, step), gradient(1, step), *halves, strict=True
@@ -252,16 +251,16 @@ def test_adopted_memory_is_packed_in_and_the_answer_read_without_a_copy(monkeypa
     with running_server() as server:
         session = entered(server.addresses[0], 0, SPECS[:1])
         try:
-            session.reserve(1 << 20)
-            flat, result = (session.allocate(SPECS[0].numel, torch.float32) for _ in range(2))
-            session.adopt(0, flat, result)
+            session.segments.reserve(1 << 20)
+            flat, result = (session.segments.allocate(SPECS[0].numel, torch.float32) for _ in range(2))
+            session.segments.adopt(0, flat, result)
             moved: list[int] = []
             monkeypatch.setattr(operation.ctypes, "memmove", lambda *arguments: moved.append(arguments[2]))
             for step in range(3):
                 flat.copy_(gradient(0, step)[0])
                 push = session.push(0, flat, [result], reads_in_place=True)
                 push.wait()
-                assert torch.equal(push.lent, gradient(0, step)[0])
+                assert torch.equal(push.take(), gradient(0, step)[0])
             assert sharing(session) == 1
             assert not moved
         finally:

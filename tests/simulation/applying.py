@@ -129,7 +129,7 @@ class ApplyingJob(Job):
         pulls = [process.session.pull(spec.key, [weights[spec.key]]) for spec in self.specs]
         yield pulls
         for spec, pull in zip(self.specs, pulls, strict=True):
-            self._check_whole(process, spec.key, weights[spec.key], pull.reply())
+            self._check_whole(process, spec.key, weights[spec.key], pull.wait())
         return weights
 
     def _initial(self, key: int) -> Values:
@@ -164,18 +164,18 @@ class ApplyingJob(Job):
         self._residuals[place] = residual.numpy().copy()
 
     def _check_answer(self, process: WorkerProcess, push: Any, landing: torch.Tensor) -> None:
-        result = push.wait()
+        refused = push.wait().body.get("refused")
         process.land(push, landing)
         self.answered += 1
         key, answer, chunk = push.key, push.answer, self.chunks[push.key]
         may_be = (None, "abstained", "stale")[: 2 + (self.scenario.max_staleness is not None)]
-        require(result.refused in may_be, "a push of chunk {} was refused: {}", key, result.refused)
-        if result.refused == "stale" and (process.number, key) in self._residuals:
+        require(refused in may_be, "a push of chunk {} was refused: {}", key, refused)
+        if refused == "stale" and (process.number, key) in self._residuals:
             self._residuals[process.number, key] = self._former[process.number, key]
         if answer.epoch != chunk.epoch:
             return  # of a life of the server that has ended
         update = process.number, push.message.sequence
-        if result.refused is None:
+        if refused is None:
             is_there = update in chunk.versions[chunk.version].updates or self._may_lack(key, update)
             require(is_there, "push {} of chunk {} was acknowledged, and is not there", update, key)
         if self._has_differences:

@@ -119,11 +119,9 @@ class AveragingJob(Job):
     def _take_values(self, process: WorkerProcess, replica: Replica, *, whole: bool) -> Flow[None]:
         yield [process.session.pull(spec.key, [replica.values[spec.key]]) for spec in self.specs]
         if whole:
-            blob = process.session.pull(0, blob=STATE_BLOB)
+            blob = process.session.pull_piece(STATE_BLOB, 0)
             yield [blob]
-            values = blob.wait().values
-            assert values is not None
-            replica.step = struct.unpack("<q", bytes(values.numpy()))[0]
+            replica.step = struct.unpack("<q", bytes(blob.wait().payload.numpy()))[0]
 
     def _step(self, process: WorkerProcess, replica: Replica) -> Flow[None]:
         rejoins, sits_out, is_out = 0, False, False
@@ -146,11 +144,11 @@ class AveragingJob(Job):
                 if rejoins > MAX_REJOINS or not _may_join_again(error):
                     raise
                 is_out = True
-        results = [push.wait() for push in pushes]
-        self.answered += len(results)
-        refused = [result.refused for result in results if result.refused not in (None, "abstained")]
+        answers = [push.wait() for push in pushes]
+        self.answered += len(answers)
+        refused = [one for answer in answers if (one := answer.body.get("refused")) not in (None, "abstained")]
         require(not refused, "worker {} was refused: {}", process.rank, refused)
-        counts = {result.outcome.counts for result in results} if not sits_out else {False}
+        counts = {push.outcome.counts for push in pushes} if not sits_out else {False}
         require(len(counts) == 1, "step {} of worker {} counts in some chunks only", replica.step + 1, process.rank)
         for key, push in enumerate(pushes):
             process.land(push, landings[key])
@@ -168,11 +166,11 @@ class AveragingJob(Job):
         stores = [process.session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
         try:
             yield stores
-        except BaseException:  # as ``WorkerSession.await_stores``
+        except BaseException:  # as ``WorkerSession.serve_joiner``
             for store in stores:
                 store.abandon()
             raise
-        yield [process.session.store(0, blob, blob=STATE_BLOB, pieces=1)]
+        yield process.session.store_blob(STATE_BLOB, [blob])
 
     def _push(self, process: WorkerProcess, replica: Replica, key: int, landing: torch.Tensor, sits_out: bool) -> Any:
         process.check_lent(key)

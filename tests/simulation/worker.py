@@ -140,9 +140,9 @@ class WorkerProcess:
 
     def land(self, push: Any, landing: torch.Tensor) -> None:
         """Copy an answer that is in the server's memory; it must stay as it is until ``check_lent``."""
-        if push.lent is not None:
-            landing.copy_(push.lent)
-            self._lent[push.key] = push.lent, landing.clone()
+        if (values := push.take()) is not None:
+            landing.copy_(values)
+            self._lent[push.key] = values, landing.clone()
 
     def check_lent(self, key: int) -> None:
         """The chunk's next push comes."""

@@ -116,6 +116,12 @@ def both(address: str, job: str, rule: dict[str, Any] = AVERAGE) -> Iterator[lis
         yield [context.enter_context(closing(session.result())) for session in sessions]
 
 
+def outcome(session: WorkerSession, gradient: torch.Tensor, landing: torch.Tensor) -> ExchangeOutcome | None:
+    push = session.push(0, gradient, [landing])
+    push.wait()
+    return push.outcome
+
+
 # ---- residuals -------------------------------------------------------------------------------------------------------
 
 
@@ -129,12 +135,12 @@ def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server)
         first, second = context.enter_context(both(server.addresses[0], "late", rule))
         outcomes = []
         for worker in (first, second, second, first):
-            outcomes.append(worker.push(0, gradient, [landing]).wait().outcome)
+            outcomes.append(outcome(worker, gradient, landing))
         assert outcomes == [ExchangeOutcome.AVERAGED, ExchangeOutcome.LATE] * 2
         assert residual(first) == without_top, "only its first push counted"
         assert residual(second) == without_top, "only its second push counted"
         # The next payload is made from the residual that was kept: 7 + 7 is the largest now.
-        assert second.push(0, gradient, [landing]).wait().outcome is ExchangeOutcome.AVERAGED
+        assert outcome(second, gradient, landing) is ExchangeOutcome.AVERAGED
         assert landing.tolist() == [0, 0, 0, 0, 0, 0, 14, 0]
         first.push(0, None, [landing]).wait()  # has the last average too, for which the second's end would wait
 
@@ -142,13 +148,13 @@ def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server)
 def test_what_a_refused_gradient_brought_of_the_residual_goes_with_the_next(server):
     with closing(enter(server.addresses[0], "refused", 0, TopOne(), APPLY, world_size=1)) as worker:
         gradient, landing = torch.arange(1.0, 9.0), torch.zeros(NUMEL)
-        assert worker.push(0, gradient, [landing]).wait().outcome is ExchangeOutcome.APPLIED
+        assert outcome(worker, gradient, landing) is ExchangeOutcome.APPLIED
         kept = residual(worker)
         poisoned = gradient.clone()
         poisoned[3] = torch.nan
-        assert worker.push(0, poisoned, [landing]).wait().outcome is ExchangeOutcome.REFUSED
+        assert outcome(worker, poisoned, landing) is ExchangeOutcome.REFUSED
         assert residual(worker) == kept
-        assert worker.push(0, gradient, [landing]).wait().outcome is ExchangeOutcome.APPLIED
+        assert outcome(worker, gradient, landing) is ExchangeOutcome.APPLIED
         assert landing.tolist() == [0, 0, 0, 0, 0, 0, -14, -8]
 
 
@@ -185,7 +191,7 @@ def behind(server, job: str, codec: Codec) -> Iterator[tuple[WorkerSession, torc
 
 
 def distance(worker: WorkerSession, landing: torch.Tensor) -> float:
-    return float((landing - worker.pull(0).wait().values).norm())
+    return float((landing - worker.pull(0).wait().payload).norm())
 
 
 @pytest.mark.parametrize("codec", [Int8(), OneBit(), TopK(ratio=0.2)], ids=repr)

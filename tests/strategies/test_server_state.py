@@ -83,7 +83,7 @@ def test_a_checkpoint_loaded_before_wrapping_counts_where_the_job_begins(server)
 def configured_after_the_snapshot(rank: int, world_size: int, address: str, taken: Any, restarted: Any) -> None:
     use(address)
     wrapped = psengine.DistributedDataParallel(build(0), strategy=psengine.AsyncServer(timeout_s=30))
-    wrapped.strategy.session.snapshot()
+    wrapped.strategy.session.administer({"action": "snapshot"})
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), wrapped)
     open(taken, "w").close()
     deadline_s = time.monotonic() + 30

@@ -135,7 +135,7 @@ class Channel:
             got = f"{message.type.name} of key {message.key}"
             request.fail(ProtocolError(f"{self.address} answered {request.describe()} with {got}"))
             return None
-        request.finish(message, now_s)
+        request.finish(message)
         return request
 
     # ---- time --------------------------------------------------------------------------------------------------

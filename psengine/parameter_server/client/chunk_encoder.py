@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.chunk_codecs import answer_codec, answers_differences, gradient_codec, held_dtype
 from psengine.protocol.layout import ChunkSpec
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.operation import Push
 
 
 class ChunkEncoder:
@@ -27,6 +31,7 @@ class ChunkEncoder:
         state: the residual of earlier payloads; None where the codec keeps nothing.
         answers_differences: whether answers are differences from ``held``, or whole weights.
         held: number of the exchange whose answer this worker holds; None before the first.
+        last: the push whose payload was encoded last.
     """
 
     def __init__(self, spec: ChunkSpec, codec: Codec, *, are_weights: bool = False) -> None:
@@ -37,6 +42,7 @@ class ChunkEncoder:
         self.decodes = not self._down.is_identity
         self.answers_differences = are_weights and answers_differences(codec, spec)
         self.held: int | None = None
+        self.last: Push | None = None
         self._held = torch.empty(0)
         # Whether the last payload is part of the average that comes.
         self._counted = False
@@ -64,14 +70,15 @@ class ChunkEncoder:
         """Whether an answer of this form is whole weights, where others are differences."""
         return self.answers_differences and (dtype, numel) == (self._spec.dtype, self._spec.numel)
 
-    def decode(self, payload: torch.Tensor, destinations: Sequence[torch.Tensor], sequence: int) -> None:
-        """Write the values of the answer of exchange ``sequence`` to ``destinations``, one after the other.
+    def decode(self, payload: torch.Tensor, destinations: Sequence[torch.Tensor], sequence: int) -> torch.Tensor:
+        """The values of the answer of exchange ``sequence``, also written to ``destinations``, one after the other.
 
-        For an average that is not finite training code skips the step, so what was sent did not count.
+        They stay as they are until the next is decoded. For an average that is not finite training code skips the step,
+        so what was sent did not count.
         """
         if self.answers_differences:
             self._hold(payload, sequence)
-            values = self._held
+            values = self._held.to(self._spec.dtype)
         else:
             is_alone = len(destinations) == 1
             values = destinations[0].view(-1) if is_alone else torch.empty(self._spec.numel, dtype=self._spec.dtype)
@@ -79,13 +86,11 @@ class ChunkEncoder:
             if self.state is not None and self._counted and not is_finite(values):
                 self.state.give_back()
             self._counted = False
-            if is_alone:
-                return
-        if not destinations:
-            return
-        parts = values.split([destination.numel() for destination in destinations])
-        for destination, part in zip(destinations, parts, strict=True):
-            destination.view(-1).copy_(part)
+        if destinations and destinations[0].data_ptr() != values.data_ptr():
+            parts = values.split([destination.numel() for destination in destinations])
+            for destination, part in zip(destinations, parts, strict=True):
+                destination.view(-1).copy_(part)
+        return values
 
     def _hold(self, payload: torch.Tensor, sequence: int) -> None:
         if self.is_whole(payload.dtype, payload.numel()):

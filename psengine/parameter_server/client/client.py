@@ -12,7 +12,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,10 @@ import torch
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.environment.variables import read_variable
-from psengine.errors import ConfigurationError
+from psengine.errors import ConfigurationError, ProtocolError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.identity import DEFAULT_JOB, run_name
-from psengine.parameter_server.client.operation import Push, wait_all
+from psengine.parameter_server.client.operation import Operation, Push, wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.partition import (
     NamedTensors,
@@ -38,6 +39,7 @@ from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
 
 
 def connect(
@@ -252,11 +254,11 @@ class Client:
         session.end_step()
         return Exchange(self._last, landing, session)
 
-    def _deposit_state(self) -> None:
+    def _deposit_state(self) -> Iterator[Sequence[Operation]]:
         """A worker that joins an averaging job starts from this worker's tensors."""
-        named, session = self._require_named(), self.session
+        named = self._require_named()
         images = named.to_send(self._tensors)
-        session.await_stores([session.store(spec.key, _payload(spec, images)) for spec in named.specs])
+        yield [self.session.store(spec.key, _payload(spec, images)) for spec in named.specs]
 
     def pull(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Read the servers' values.
@@ -287,9 +289,26 @@ class Client:
         """Every shard's status report."""
         return self.session.status()
 
-    def echo(self, size_bytes: int = 4 << 20, shard: int = 0) -> float:
-        """Seconds that random bytes, at most 16 MiB, take to a shard and back. Raises like ``WorkerSession.echo``."""
-        return self.session.echo(size_bytes, shard)
+    def echo(self, size_bytes: int = 4 << 20) -> float:
+        """Seconds that random bytes, at most 16 MiB, take to the first shard and back.
+
+        Raises:
+            ConfigurationError: the size is out of bounds.
+            ServerLostError: nothing came back in time.
+            ProtocolError: the answer has other bytes.
+        """
+        if not 1 <= size_bytes <= MAX_PAYLOAD_BYTES:
+            raise ConfigurationError(
+                f"size_bytes is out of bounds (expected 1 to {MAX_PAYLOAD_BYTES}, got {size_bytes})"
+            )
+        job = self.session.job_connection
+        payload = torch.frombuffer(bytearray(os.urandom(size_bytes)), dtype=torch.uint8)
+        what, begun_s = f"ECHO of {size_bytes} bytes", job.runtime.now_s()
+        answer = job.ask(job.links[0], Message(MessageType.ECHO, payload=payload), what=what).wait()
+        seconds = job.runtime.now_s() - begun_s
+        if not torch.equal(answer.payload, payload):
+            raise ProtocolError(f"{job.links[0].address} sent other bytes back than it got ({what})")
+        return seconds
 
     def layout(self) -> list[ChunkSpec]:
         """The job's chunks."""
@@ -297,7 +316,7 @@ class Client:
 
     def snapshot(self) -> list[int]:
         """Let every server write a snapshot now; their generations, once they are durable."""
-        return self.session.snapshot()
+        return [int(answer.get("generation", 0)) for answer in self.session.administer({"action": "snapshot"})]
 
     def close(self) -> None:
         """Leave the servers."""

@@ -111,7 +111,7 @@ class Control(Channel):
     def met(self, message: Message, now_s: float) -> None:
         """What was expected has come."""
         if (expected := self.requests.pop(_EXPECTED, None)) is not None:
-            expected.finish(message, now_s)
+            expected.finish(message)
 
     @override
     def _send_request(self, request: Request, now_s: float) -> None:

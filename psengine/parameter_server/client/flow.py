@@ -4,7 +4,7 @@
 
     request = job.ask(link, message)
     yield [request]                 until all of these are answered; the first failure is raised here
-    answer = request.reply()
+    answer = request.wait()
     yield 0.1                       for so many seconds
 
 A worker's thread runs a flow to its end; a simulation steps it.

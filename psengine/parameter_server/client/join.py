@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import torch
 
 from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchError, ServerRefusedError
-from psengine.parameter_server.client.chunk_map import check_tensors
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.job_connection import JobConnection, StateRequest
 from psengine.parameter_server.client.link import Link
@@ -166,10 +165,8 @@ def _initialise(
     job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
     under_way: deque[Request] = deque()
     for spec in layout:
-        values = initial(spec)
-        check_tensors([values], spec, "tensor of initial values")
         link = job.links[job.chunks.shard_of[spec.key]]
-        under_way.append(job.register(link, spec, values.detach()))
+        under_way.append(job.register(link, spec, initial(spec).detach()))
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way
@@ -209,7 +206,7 @@ def fetch_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
         while more:
             request = job.ask(link, Message(MessageType.LIST, body={"after": after}))
             yield [request]
-            reply = request.reply()
+            reply = request.wait()
             page = [ChunkSpec.from_body(entry) for entry in reply.body["chunks"]]
             found.extend((spec, link.index) for spec in page)
             more = reply.body["more"] and bool(page)

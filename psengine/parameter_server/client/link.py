@@ -210,7 +210,7 @@ class Link(Channel):
             return
         self._moved_s = min(self._moved_s, push.submitted_s)
         self.versions[message.key] = message.version
-        push.finish(message, now_s)
+        push.finish(message)
         del self.sent[message.key]
         self._in_flight_bytes -= push.size_bytes
         if push.error is None:

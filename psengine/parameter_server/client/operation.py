@@ -1,10 +1,9 @@
 """One question to a server, from the thread that asks to the answer it gets.
 
-    a worker's thread   push() ───────── wait() ░░░░░░░░░░░░░░░░░░░░░░ result
-    the I/O thread           send ── copy the answer into the destinations ── release the waiter
+    a worker's thread   push() ───────── wait() ░░░░░░░░░░░░░░░░░░░░░░ answer
+    the I/O thread           send ── copy the answer into the destinations ── wake the waiter
 
-A worker's thread makes an operation; the I/O thread owns it until ``is_done``. Each waiting thread has one lock: a step
-has a hundred chunks and one thread that waits for them.
+A worker's thread makes an operation; the I/O thread owns it until ``is_done``.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
+from psengine.codecs.base import PayloadSpec
 from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
@@ -36,44 +35,8 @@ if TYPE_CHECKING:
 WAITER_PATIENCE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a request.
-
-    Attributes:
-        version: the chunk's version at the server; 0 where the answer has none.
-        body: the answer's fields.
-        values: 1-D; None where the request named destinations, or without a payload.
-        key: number of the chunk, or of the blob's piece.
-    """
-
-    version: int = 0
-    body: dict[str, Any] = field(default_factory=dict)
-    values: torch.Tensor | None = None
-    key: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PushResult:
-    """The result of a push; its values are in the destinations.
-
-    Attributes:
-        version: of the chunk, including this push.
-        contributors: how many workers' gradients are in the average; None where servers apply updates.
-        refused: why the server did not use the push ("non_finite"); None where it did.
-        outcome: whether the push counts.
-        seconds: from ``push()`` to the answer.
-    """
-
-    version: int
-    contributors: int | None
-    refused: str | None
-    outcome: ExchangeOutcome
-    seconds: float
-
-
 class Parking:
-    """The threads that wait for one client's operations, so that a failure wakes all of them.
+    """The threads that wait for one client's operations.
 
     Args:
         now_s: the clock of the operations' deadlines.
@@ -82,39 +45,28 @@ class Parking:
     def __init__(self, now_s: Callable[[], float]) -> None:
         self.now_s = now_s
         self.process_id = os.getpid()
-        self._locks: set[threading.Lock] = set()
+        self._changed = threading.Condition()
 
     def park(self, operation: Operation, also: Sequence[Operation]) -> None:
         """Wait until ``operation`` is done, or one of ``also`` failed."""
         if os.getpid() != self.process_id:
             raise forked_error()
-        lock = threading.Lock()
-        lock.acquire()
-        self._locks.add(lock)
-        operation.waiters.append(lock)
-        try:
-            # The waiter is registered before this looks: the I/O thread sets is_done first and releases second.
+        with self._changed:
+            # Said before this looks: the I/O thread sets is_done first, and looks whether to wake second.
+            operation.is_awaited = True
             while not operation.is_done and not any(other.error for other in also):
                 wait_s = max(0.0, operation.deadline_s + WAITER_PATIENCE_S - self.now_s())
                 # The deadline moves while answers arrive.
-                if not lock.acquire(timeout=wait_s) and self.now_s() >= operation.deadline_s + WAITER_PATIENCE_S:
+                if not self._changed.wait(wait_s) and self.now_s() >= operation.deadline_s + WAITER_PATIENCE_S:
                     raise ServerError(
                         f"the client's I/O thread did not end {operation.describe()}, which is"
                         f" {WAITER_PATIENCE_S:g} s past its deadline. Is the process starved of CPU time?"
                     )
-        finally:
-            self._locks.discard(lock)
 
     def wake_all(self) -> None:
-        """An operation failed: every waiter looks again."""
-        for lock in tuple(self._locks):
-            release(lock)
-
-
-def release(lock: threading.Lock) -> None:
-    """Release a waiter that may have been released already."""
-    with suppress(RuntimeError):
-        lock.release()
+        """Every waiter looks again."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 def forked_error() -> ServerError:
@@ -134,15 +86,14 @@ class Operation:
         message: the question; the link fills in job, epoch, view, worker and incarnation when it sends it.
         parking: the client's.
         timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
-        destinations: 1-D contiguous CPU tensors; the answer's payload is copied into them, one after the other.
-        dtype: of the payload; None without destinations.
-        lands_late: copy it when it was waited for; the destinations may share the payload's memory.
-        reads_in_place: leave a payload that lies in the server's memory there: see ``Push.lent``. Without destinations,
-            leave any payload where it came: see ``Push.take``.
+        destinations: 1-D contiguous CPU tensors of one dtype; the answer's payload is copied into them, one after the
+            other. Without them it stays in the answer.
+        size_bytes: what counts for the server's credit.
+        then: called on the I/O thread with the answer, or the failure.
 
     Attributes:
-        numel: of the answer's payload; 0 where none is wanted.
-        size_bytes: what counts for the server's credit.
+        is_shared: the answer counts once all of the step's are there.
+        is_awaited: a thread waits for it.
         last_refusal: why the server did not take it last time.
     """
 
@@ -150,21 +101,22 @@ class Operation:
     parking: Parking
     timeout_s: float
     destinations: Sequence[torch.Tensor] = ()
-    dtype: torch.dtype | None = None
-    lands_late: bool = field(default=False, kw_only=True)
-    reads_in_place: bool = field(default=False, kw_only=True)
     size_bytes: int = field(default=0, kw_only=True)
+    then: Callable[[Message | PSEngineError], None] | None = field(default=None, kw_only=True)
+    is_shared: bool = field(default=False, kw_only=True)
     is_sent: bool = field(default=False, init=False)
     is_done: bool = field(default=False, init=False)
+    is_awaited: bool = field(default=False, init=False)
     error: PSEngineError | None = field(default=None, init=False)
     answer: Message | None = field(default=None, init=False)
-    seconds: float = field(default=0.0, init=False)
     last_refusal: str = field(default="", init=False)
-    waiters: list[threading.Lock] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._targets = [(d.data_ptr(), d.nbytes) for d in self.destinations]
-        self.numel = sum(map(torch.numel, self.destinations))
+        # Of the values that are wanted.
+        self._form: PayloadSpec | None = None
+        if self.destinations:
+            self._form = PayloadSpec(self.destinations[0].dtype, sum(map(torch.numel, self.destinations)))
         self.submitted_s = self.parking.now_s()
         self.deadline_s = self.submitted_s + self.timeout_s
 
@@ -172,27 +124,29 @@ class Operation:
         """Its name, for error messages."""
         raise NotImplementedError
 
-    def finish(self, answer: Message, now_s: float) -> None:
-        """I/O thread: take the answer, with its payload; an answer that does not fit fails the operation."""
-        if self.numel:
-            if (problem := self._misfit(answer)) is not None:
-                self.fail(problem)
-                return
-            if self._targets and not self.lands_late:
+    def finish(self, answer: Message) -> None:
+        """I/O thread: take the answer, whose payload becomes a tensor; one that does not fit fails the operation."""
+        if (form := self._form) is not None and not self._fits(answer, form):
+            got = f"{answer.numel} of {answer.dtype}" if answer.payload is not None else "no values"
+            expected = f"{form.numel} of {form.dtype}"
+            self.fail(ProtocolError(f"the answer to {self.describe()} does not fit (expected {expected}, got {got})"))
+            return
+        if answer.payload is not None:
+            answer.payload = payload_tensor(answer)  # perhaps a copy
+            if self._targets:
                 self._land(answer)
         self.answer = answer
-        self.seconds = now_s - self.submitted_s
-        self._end()
+        if not self.is_shared:
+            self.complete()
 
-    def _end(self) -> None:
+    def complete(self) -> None:
+        """I/O thread: the answer counts."""
         self.message.payload = None  # frames that are still being sent keep the memory alive
         self.is_done = True
-        self.wake()
-
-    def wake(self) -> None:
-        """I/O thread: it is done."""
-        for lock in self.waiters:
-            release(lock)
+        if self.is_awaited:
+            self.parking.wake_all()
+        if self.then is not None and self.answer is not None:
+            self.then(self.answer)
 
     def abandon(self) -> None:
         """Nobody waits for it any more: its channel drops it at the next tick."""
@@ -205,33 +159,22 @@ class Operation:
         self.error = error
         self.is_done = True
         self.parking.wake_all()
+        if self.then is not None:
+            self.then(error)
 
-    def _misfit(self, answer: Message) -> ProtocolError | None:
-        if answer.payload is not None and answer.numel == self.numel and answer.dtype is self.dtype:
-            return None
-        got = f"{answer.numel} of {answer.dtype}" if answer.payload is not None else "no values"
-        return ProtocolError(
-            f"the answer to {self.describe()} does not fit (expected {self.numel} of {self.dtype}, got {got})"
-        )
+    def _fits(self, answer: Message, form: PayloadSpec) -> bool:
+        return answer.payload is not None and answer.numel == form.numel and answer.dtype is form.dtype
 
     def _land(self, answer: Message) -> None:
         """Copy the payload to the destinations."""
-        if self._stays(answer):
-            return
-        source = payload_tensor(answer)  # perhaps a copy, which lives as long as this name
-        address = source.data_ptr()
+        address = answer.payload.data_ptr()
         # memmove runs without the GIL, and without torch's thread pool, which belongs to the training.
         for target, size_bytes in self._targets:
             if target != address:  # the server may have written it there
                 ctypes.memmove(target, address, size_bytes)
             address += size_bytes
-        self._release_payload(answer)
-
-    def _release_payload(self, answer: Message) -> None:
-        answer.payload = None
-
-    def _stays(self, answer: Message) -> bool:
-        return self.reads_in_place and answer.in_segment and "place" in answer.body
+        if not self.is_shared:  # a server that restarts may need an average from here
+            answer.payload = None
 
     def begin_wait(self) -> None:
         """A thread is about to wait for it."""
@@ -239,8 +182,8 @@ class Operation:
     def conclude(self) -> None:
         """A worker's thread: do what remains once it is done; idempotent."""
 
-    def settle(self) -> None:
-        """Wait for the end.
+    def wait(self) -> Message:
+        """Wait for the answer, and return it; without destinations its payload is a 1-D tensor, if it has one.
 
         Raises:
             ServerLostError: no answer before the deadline.
@@ -248,6 +191,8 @@ class Operation:
             AuthenticationError, ProtocolError, ServerError: see there.
         """
         wait_all((self,))
+        assert self.answer is not None
+        return self.answer
 
 
 @dataclass(eq=False)
@@ -256,42 +201,15 @@ class Request(Operation):
 
     Attributes:
         what: its name, for error messages.
-        then: called on the I/O thread with the answer, or the failure.
         follows_pushes: it is sent behind the pushes of its link.
     """
 
     what: str = field(default="", kw_only=True)
-    then: Callable[[Message | PSEngineError], None] | None = field(default=None, kw_only=True)
     follows_pushes: bool = field(default=False, kw_only=True)
 
     @override
     def describe(self) -> str:
         return self.what or self.message.type.name
-
-    def reply(self) -> Message:
-        """Wait for the answer and return it as it came. Raises like ``settle``."""
-        self.settle()
-        assert self.answer is not None
-        return self.answer
-
-    def wait(self) -> Answer:
-        """Wait for the answer. Raises like ``settle``."""
-        reply = self.reply()
-        values = None if reply.payload is None else payload_tensor(reply)
-        return Answer(reply.version, reply.body, values, reply.key)
-
-    @override
-    def _end(self) -> None:
-        super()._end()
-        if self.then is not None and self.answer is not None:
-            self.then(self.answer)
-
-    @override
-    def fail(self, error: PSEngineError) -> None:
-        was_done = self.is_done
-        super().fail(error)
-        if self.then is not None and not was_done:
-            self.then(error)
 
 
 @dataclass(eq=False)
@@ -301,7 +219,7 @@ class Push(Operation):
     Attributes:
         spec, step, link: the chunk, the step of which it is, and where it goes.
         encoder: makes the chunk's payloads, where the job has a codec.
-        is_shared: servers average: the answer counts once all of the step's are there.
+        reads_in_place: values are taken where they came: see ``take``.
         waiting_for: the workers that the server waits for, where it said so; else None.
     """
 
@@ -309,19 +227,21 @@ class Push(Operation):
     step: Step = field(kw_only=True)
     link: Link = field(kw_only=True)
     encoder: ChunkEncoder | None = None
-    is_shared: bool = field(default=False, kw_only=True)
+    reads_in_place: bool = field(default=False, kw_only=True)
     waiting_for: list[int] | None = field(default=None, init=False)
     asked_s: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         encoder = self.encoder
-        self._is_concluded = encoder is None and not self.lands_late
+        self._is_concluded = encoder is None
         if encoder is not None and encoder.decodes:
             # The training's threads decode, when they wait; until then the answer stays encoded.
             self._targets = []
-            is_wanted = self.destinations or encoder.answers_differences
-            self.numel, self.dtype = encoder.answer.numel if is_wanted else 0, encoder.answer.dtype
+            is_wanted = self.destinations or self.reads_in_place or encoder.answers_differences
+            self._form = encoder.answer if is_wanted else None
+        elif self.reads_in_place:
+            self._form = PayloadSpec(self.spec.dtype, self.spec.numel)
 
     @property
     def key(self) -> int:
@@ -332,64 +252,51 @@ class Push(Operation):
     def describe(self) -> str:
         return f"push {self.step.number} of {self.spec.describe()}"
 
-    def wait(self) -> PushResult:
-        """Wait until the answer is in the destinations. Raises like ``settle``."""
-        self.settle()
-        outcome = self._outcome()
-        assert self.answer is not None
-        assert outcome is not None
-        body = self.answer.body
-        return PushResult(self.answer.version, body.get("contributors"), body.get("refused"), outcome, self.seconds)
-
     @override
     def begin_wait(self) -> None:
         if not self.step.is_ended:
             self.step.end()
 
     @override
-    def _end(self) -> None:
-        if not self.is_shared:
-            super()._end()
-
     def complete(self) -> None:
-        """I/O thread: the step is complete; ``wake`` follows once all its pushes know."""
         answer = self.answer
-        if answer is not None and answer.payload is not None and answer.in_segment and "place" not in answer.body:
+        if self.is_shared and answer is not None and answer.in_segment and "place" not in answer.body:
             # The shard writes the next answer there, and then a server that restarts may need this one.
-            answer.payload = payload_tensor(answer).clone()
-        self.message.payload = None
-        self.is_done = True
+            answer.payload = answer.payload.clone()
+        super().complete()
 
     @override
-    def _misfit(self, answer: Message) -> ProtocolError | None:
+    def _fits(self, answer: Message, form: PayloadSpec) -> bool:
         encoder = self.encoder
         if encoder is not None and answer.payload is not None and encoder.is_whole(answer.dtype, answer.numel):
-            return None
-        return super()._misfit(answer)
+            return True
+        return super()._fits(answer, form)
 
     @override
-    def _release_payload(self, answer: Message) -> None:
-        if not self.is_shared:  # a server that restarts may need an average from here
-            answer.payload = None
+    def _land(self, answer: Message) -> None:
+        if not self._stays(answer):
+            super()._land(answer)
+
+    def _stays(self, answer: Message) -> bool:
+        return self.reads_in_place and answer.in_segment and "place" in answer.body
 
     @override
     def conclude(self) -> None:
         if self._is_concluded or not self.is_done:
             return
         self._is_concluded = True
-        encoder, answer, outcome = self.encoder, self.answer, self._outcome()
-        if encoder is None:
-            if answer is not None and self._targets:
-                self._land(answer)
-            return
+        encoder, answer, outcome = self.encoder, self.answer, self.outcome
+        assert encoder is not None
         if self.message.dtype is not None and outcome is not None:  # the push had a payload
             encoder.end(outcome)
-        if encoder.decodes and self.numel and answer is not None:
-            encoder.decode(payload_tensor(answer), self.destinations, self.step.number)
-            self._release_payload(answer)
+        if encoder.decodes and self._form is not None and answer is not None:
+            values = encoder.decode(answer.payload, self.destinations, self.step.number)
+            if not self.is_shared:
+                answer.payload = None if self.destinations else values
 
-    def _outcome(self) -> ExchangeOutcome | None:
-        """None: the push failed, and nobody knows whether the servers have it."""
+    @property
+    def outcome(self) -> ExchangeOutcome | None:
+        """Whether the push counts; None: it failed, and nobody knows whether the servers have it."""
         if self.error is not None or self.answer is None:
             return ExchangeOutcome.FENCED if isinstance(self.error, FencedError) else None
         body = self.answer.body
@@ -399,16 +306,18 @@ class Push(Operation):
             return ExchangeOutcome.LATE
         return ExchangeOutcome.APPLIED if "contributors" not in body else ExchangeOutcome.AVERAGED
 
-    @property
-    def lent(self) -> torch.Tensor | None:
-        """The answer's values in the server's memory, to be read until the chunk's next push; None if they landed."""
-        return self.answer.payload if self.answer is not None and self._stays(self.answer) else None
+    def take(self) -> torch.Tensor | None:
+        """The answer's values, 1-D, to be read until the chunk's next push; None if they are in the destinations.
 
-    def take(self) -> torch.Tensor:
-        """The answer's values, 1-D, to be read until the chunk's next push; once. For a push without destinations."""
-        assert self.answer is not None
-        values = payload_tensor(self.answer)
-        self._release_payload(self.answer)  # a frame's memory ends with the values
+        Once, but for averages.
+        """
+        answer = self.answer
+        assert answer is not None
+        if self.destinations and not self._stays(answer):
+            return None
+        values: torch.Tensor = answer.payload
+        if not self.is_shared:
+            answer.payload = None  # a frame's memory ends with the values
         return values
 
     def result(self) -> Message:
@@ -422,7 +331,7 @@ class Push(Operation):
 
 
 def wait_all(operations: Sequence[Operation]) -> None:
-    """Wait for all of them; the first failure of any is raised at once. Raises like ``Operation.settle``."""
+    """Wait for all of them; the first failure of any is raised at once. Raises like ``Operation.wait``."""
     for operation in operations:
         operation.begin_wait()
     # From the back: the last question is mostly answered last, so this mostly waits once.

@@ -185,17 +185,19 @@ class WorkerSegments:
             self._is_wanted = False
             self._tell("", f"there is no shared memory ({error})")
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for gradients; None where there is none."""
-        if self._arena is None or not numel:
-            return None
-        offset = self._arena.allocate(numel * dtype.itemsize)
-        return None if offset is None else self._arena.mapping.tensor(offset, numel, dtype)
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised flat memory, shared where ``reserve`` made enough."""
+        arena = self._arena
+        offset = None if arena is None or not numel else arena.allocate(numel * dtype.itemsize)
+        if arena is None or offset is None:
+            return torch.empty(numel, dtype=dtype)
+        return arena.mapping.tensor(offset, numel, dtype)
 
     def adopt(self, key: int, gradient: torch.Tensor, answer: torch.Tensor | None = None) -> None:
-        """Gradients of the chunk ``key`` are packed into ``gradient``, and answers land in ``answer``.
+        """Gradients of the chunk ``key`` are packed into ``gradient``; before its first push.
 
-        Of use where that is memory of ``allocate``.
+        ``answer`` is the destination of all its pushes. Its values may be overwritten as soon as the next exchange has
+        ended at the server, even if that answer is lost. Both are of use where they are memory of ``allocate``.
         """
         for adopted, values in ((self._gradients, gradient), (self._answers, answer)):
             if self._arena is None or values is None:

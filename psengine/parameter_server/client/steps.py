@@ -144,8 +144,6 @@ class Steps:
             self.kept = step
             for push in step.pushes:
                 push.complete()
-            for push in step.pushes:
-                push.wake()
 
     def failed(self, push: Push) -> list[Push]:
         """A push has no answer, and will have none; where servers average the others of its step fail too: those."""

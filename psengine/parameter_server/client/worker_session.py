@@ -4,6 +4,8 @@ with WorkerSession(options) as session:                      HELLO, RESUME
     session.enter(layout, initial)                           REGISTER | LIST and compare | COMMIT "join"; VIEW
     push = session.push(key, gradient, [weights])            PUSH ─► UPDATED
     push.wait()
+
+Chunks go by their keys. Each exchange returns at once an operation to wait for.
 """
 
 from __future__ import annotations
@@ -13,31 +15,35 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from psengine.errors import ConfigurationError, FencedError, ProtocolError, ServerRefusedError
+from psengine.errors import FencedError, ServerRefusedError
+from psengine.parameter_server.chunk_codecs import gradient_codec
 from psengine.parameter_server.client import join
-from psengine.parameter_server.client.chunk_exchanges import ChunkExchanges
+from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.parameter_server.client.connection import PROCESS
 from psengine.parameter_server.client.flow import Flow, run
 from psengine.parameter_server.client.job_connection import JobConnection
-from psengine.parameter_server.client.operation import Answer, Push, PushResult, Request, wait_all
+from psengine.parameter_server.client.link import Link
+from psengine.parameter_server.client.operation import Operation, Push, Request, wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime
-from psengine.protocol.layout import ChunkSpec
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
-from psengine.tracing.telemetry import Telemetry
+from psengine.parameter_server.client.segments import WorkerSegments
+from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 
-__all__ = ["Answer", "Push", "PushResult", "Request", "SessionOptions", "WorkerSession", "wait_all"]
+__all__ = ["Push", "Request", "SessionOptions", "WorkerSession", "wait_all"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# A joiner that hears this from a donor's servers asks again.
+_ASKED_AGAIN = (ErrorCode.NOT_READY, ErrorCode.STALE)
 
 
-class WorkerSession(ChunkExchanges):
+class WorkerSession:
     """A worker (or a reader) of one job. Methods may be called from any thread; the sockets have a thread of their own.
 
     Args:
@@ -48,6 +54,8 @@ class WorkerSession(ChunkExchanges):
         state: what the coordinator first said: "initialise" (give the job its values), "wait" (another worker does),
             "ready", or "join" (an averaging job is under way). For a reader "ready", or "wait": the job has no values.
         job_connection: the client's core.
+        telemetry: the counters in this worker's heartbeats; strategies fill them.
+        segments: the memory that this worker shares with servers of its host.
 
     A context manager; ``close`` is idempotent, and is called at interpreter exit for sessions left open.
     """
@@ -56,9 +64,13 @@ class WorkerSession(ChunkExchanges):
         options.check()
         self.options = options
         self.state = ""
-        super().__init__(JobConnection(options, runtime))
+        self.job_connection = job = JobConnection(options, runtime)
+        self.telemetry = job.telemetry
+        self.segments = job.transport.segments or WorkerSegments(is_wanted=False)
+        # By chunk; None where the job's codec leaves its values as they are.
+        self._encoders: dict[int, ChunkEncoder | None] = {}
         # Called at exit too; it holds no reference to this object, so that a forgotten session is collected.
-        self._finalizer = weakref.finalize(self, _say_goodbye, self.job_connection, os.getpid())
+        self._finalizer = weakref.finalize(self, _say_goodbye, job, os.getpid())
 
     def __enter__(self) -> WorkerSession:
         if not self.state:
@@ -129,11 +141,12 @@ class WorkerSession(ChunkExchanges):
     def _run(self, flow: Flow[T]) -> T:
         return run(flow, self.job_connection.closing)
 
-    def serve_joiner(self, deposit: Callable[[], None]) -> None:
+    def serve_joiner(self, deposit: Callable[[], Iterable[Sequence[Operation]]]) -> None:
         """Where a worker waits for this worker's state: deposit it, and let that worker take part.
 
         Args:
-            deposit: STOREs the state and waits. An error is raised on; the joiner asks again.
+            deposit: begins STOREs; each group is waited for before the next begins. Where one fails none of its group
+                is sent again: it could come after a later deposit's.
 
         Raises:
             ServerLostError, ServerRefusedError: the joiner could not be admitted; it asks again.
@@ -142,28 +155,20 @@ class WorkerSession(ChunkExchanges):
         request = job.state_request
         if request is None:
             return
+        stores: Sequence[Operation] = ()
         try:
-            deposit()
+            for stores in deposit():
+                wait_all(stores)
             self._run(join.donate(job, request))
-        except ServerRefusedError as error:
-            if error.code not in (ErrorCode.NOT_READY, ErrorCode.STALE):
+        except BaseException as error:
+            for store in stores:
+                store.abandon()
+            is_asked_again = isinstance(error, ServerRefusedError) and error.code in _ASKED_AGAIN
+            if not is_asked_again:
                 raise
             logger.debug("worker %d asks for state again: %s", request.rank, error)
         finally:
             job.state_request = None  # who still waits is named again
-
-    def await_stores(self, stores: Sequence[Request]) -> None:
-        """Wait for the STOREs of a deposit. Where one fails none is sent again: it could come after a later deposit's.
-
-        Raises:
-            ServerLostError, ServerRefusedError: as of the first that failed.
-        """
-        try:
-            wait_all(stores)
-        except BaseException:
-            for store in stores:
-                store.abandon()
-            raise
 
     def close(self, *, failed: bool = False) -> None:
         """Leave, and end the thread; everything under way fails.
@@ -183,83 +188,197 @@ class WorkerSession(ChunkExchanges):
         return self.job_connection.identity.worker
 
     @property
-    def job(self) -> str:
-        """Name of the job."""
-        return self.options.job
-
-    @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the workers that take part, by the view."""
         view = self.job_connection.view
         return () if view is None else tuple(member.rank for member in view.members)
 
     @property
-    def shard_count(self) -> int:
-        """Shards of all servers together."""
-        return len(self.job_connection.links)
-
-    @property
     def fenced(self) -> FencedError | None:
         """Why exchanges need a ``rejoin`` first; None where they go on."""
         return self.job_connection.fenced
 
-    @property
-    def telemetry(self) -> Telemetry:
-        """The counters in this worker's heartbeats; strategies fill them."""
-        return self.job_connection.telemetry
+    # ---- exchanges ---------------------------------------------------------------------------------------------
 
-    # ---- for people --------------------------------------------------------------------------------------------
+    def version(self, key: int) -> int:
+        """The version of the chunk's values that came last, by push or pull; 0 before."""
+        return self._link(key).versions.get(key, 0)
 
-    def echo(self, size_bytes: int, shard: int = 0) -> float:
-        """Seconds that ``size_bytes`` random bytes take to a shard and back.
+    def end_step(self) -> None:
+        """Later pushes belong to the next step. The first wait for a push of a step ends it too."""
+        self.job_connection.steps.end()
+
+    def configure(self, key: int, body: Mapping[str, Any]) -> Request:
+        """Attach the server-side optimizer to a chunk; ``body`` as in CONFIGURE: optimizer, groups, runs."""
+        self.job_connection.configured[key] = dict(body)
+        return self._ask_of_chunk(Message(MessageType.CONFIGURE, key=key, body=dict(body)))
+
+    def push(
+        self,
+        key: int,
+        payload: torch.Tensor | None,
+        destinations: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        absent: Sequence[int] = (),
+        weight: float | None = None,
+        *,
+        reads_in_place: bool = False,
+    ) -> Push:
+        """Begin the chunk's next exchange.
+
+        Args:
+            key: the chunk.
+            payload: 1-D, contiguous, on the CPU, of the chunk's dtype and numel: the gradient, or a buffer's values;
+                must stay unchanged until the answer came. None takes part without contributing (averaging jobs). The
+                job's codec encodes it.
+            destinations: contiguous CPU tensors that together have the chunk's elements: overwritten, one after the
+                other, by the answer (weights or average), at the latest when it was waited for. Empty drops the answer.
+            groups: the optimizer's hyperparameters now, per group.
+            absent: indices of the chunk's segments without a gradient this time.
+            weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0 needs
+                no payload; such a worker takes part and counts nothing.
+            reads_in_place: an answer in the server's memory stays there, and does not land; without destinations every
+                answer stays. See ``Push.take``.
 
         Raises:
-            ConfigurationError: there is no such shard, or the size is out of bounds.
-            ServerLostError: nothing came back in time.
-            ProtocolError: the answer has other bytes.
+            ServerError: the session has failed or is closed.
         """
-        links = self.job_connection.links
-        if not 0 <= shard < len(links):
-            raise ConfigurationError(f"there is no shard {shard} (expected 0 to {len(links) - 1})")
-        link = links[shard]
-        if not 1 <= size_bytes <= MAX_PAYLOAD_BYTES:
-            raise ConfigurationError(
-                f"size_bytes is out of bounds (expected 1 to {MAX_PAYLOAD_BYTES}, got {size_bytes})"
+        job, link = self.job_connection, self._link(key)
+        spec, step, averages = job.chunks.specs[key], job.steps.step_for(key), job.options.averages
+        step.note(is_trained=spec.kind is ChunkKind.PARAMETER, has_values=payload is not None)
+        groups = None if groups is None else [dict(group) for group in groups]
+        body = _given(groups=groups, absent=list(absent) or None, weight=weight)
+        message = Message(MessageType.PUSH, key=key, sequence=step.number, version=link.versions.get(key, 0), body=body)
+        encoder = self._encoder(spec)
+        if encoder is not None and encoder.held is not None:
+            body["held"] = encoder.held
+        if payload is not None:
+            if encoder is None:
+                payload = self.segments.stage(link.address, key, payload.detach(), job.chunks, job.parking.now_s)
+            else:
+                payload = encoder.encode(payload)
+            message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
+        push = Push(
+            message,
+            job.parking,
+            job.options.timeout_s,
+            destinations,
+            encoder,
+            spec=spec,
+            step=step,
+            link=link,
+            is_shared=averages,
+            reads_in_place=reads_in_place,
+            size_bytes=spec.size_bytes if payload is None else max(spec.size_bytes, payload.nbytes),
+        )
+        if encoder is not None:
+            encoder.last = push
+        elif payload is not None:
+            self.segments.note(link.address, push)
+        job.submit(push)
+        return push
+
+    def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
+        """The chunk's encoder, told how its last push ended; None where values travel as they are."""
+        options = self.job_connection.options
+        if options.codec.is_identity:
+            return None
+        if spec.key not in self._encoders:
+            is_identity = gradient_codec(options.codec, spec).is_identity
+            are_weights = not options.averages
+            self._encoders[spec.key] = (
+                None if is_identity else ChunkEncoder(spec, options.codec, are_weights=are_weights)
             )
-        payload = torch.frombuffer(bytearray(os.urandom(size_bytes)), dtype=torch.uint8)
-        what = f"ECHO of {size_bytes} bytes"
-        request = self.job_connection.ask(link, Message(MessageType.ECHO, payload=payload), what=what)
-        answer = request.wait()
-        if answer.values is None or not torch.equal(answer.values, payload):
-            raise ProtocolError(f"{link.address} sent other bytes back than it got ({what})")
-        return request.seconds
+        encoder = self._encoders[spec.key]
+        if encoder is not None and encoder.last is not None:
+            encoder.last.conclude()  # perhaps nobody has waited for it
+        return encoder
+
+    def residual(self, key: int) -> torch.Tensor | None:
+        """What earlier payloads of a chunk left out, for the next one; None where the codec keeps nothing."""
+        encoder = self._encoder(self.job_connection.chunks.specs[key])
+        return None if encoder is None or encoder.state is None else encoder.state.residual
+
+    def reset_codecs(self) -> None:
+        """The worker takes part anew, with the values of others: its residuals are zeros."""
+        for spec in self.job_connection.chunks.specs.values():
+            if (encoder := self._encoder(spec)) is not None:
+                encoder.reset()
+
+    def pull(self, key: int, destinations: Sequence[torch.Tensor] = (), slot: str | None = None) -> Request:
+        """Begin to read a chunk's values, or a slot of its optimizer's state, as CONFIGURE's answer lists them.
+
+        ``destinations`` are as in ``push``; without them the answer has the values as its payload. A slot's body has
+        "steps".
+        """
+        size_bytes = self.job_connection.chunks.specs[key].size_bytes
+        message = Message(MessageType.PULL, key=key, body=_given(slot=slot))
+        return self._ask_of_chunk(message, destinations=destinations, size_bytes=size_bytes)
+
+    def store(
+        self, key: int, payload: torch.Tensor, slot: str | None = None, steps: Sequence[float] | None = None
+    ) -> Request:
+        """Begin to overwrite a chunk's values, or a slot and its step count per run; see ``pull``.
+
+        The ``payload``, contiguous on the CPU, must stay unchanged until the answer came. The stored values have the
+        version of those that this session saw last.
+        """
+        body = _given(slot=slot, steps=None if steps is None else list(steps))
+        message = Message(MessageType.STORE, key=key, version=self.version(key), body=body, payload=payload.detach())
+        return self._ask_of_chunk(message, size_bytes=payload.nbytes)
+
+    def _ask_of_chunk(self, message: Message, **options: Any) -> Request:
+        slot, spec = message.body.get("slot"), self.job_connection.chunks.specs[message.key]
+        what = f"{message.type.name} of {f'slot {slot!r} of ' if slot else ''}{spec.describe()}"
+        return self.job_connection.ask(self._link(message.key), message, what=what, **options)
+
+    def _link(self, key: int) -> Link:
+        return self.job_connection.links[self.job_connection.chunks.shard_of[key]]
+
+    # ---- blobs: bytes by name, at the lead ---------------------------------------------------------------------
+
+    def pull_piece(self, name: str, piece: int) -> Request:
+        """Begin to read a piece of a blob, 1-D uint8; the answer's body says of how many "pieces"."""
+        message = Message(MessageType.PULL, key=piece, body={"blob": name})
+        return self.job_connection.ask(self.job_connection.links[0], message, what=f"PULL of piece {piece} of {name!r}")
+
+    def pull_blob(self, name: str) -> list[torch.Tensor]:
+        """All pieces of a blob, in order.
+
+        Raises:
+            ServerRefusedError: there is no such blob ("unknown_key").
+        """
+        first = self.pull_piece(name, 0).wait()
+        rest = [self.pull_piece(name, piece) for piece in range(1, first.body["pieces"])]
+        return [answer.payload.clone() for answer in (first, *(request.wait() for request in rest))]
+
+    def store_blob(self, name: str, pieces: Sequence[torch.Tensor]) -> list[Request]:
+        """Begin to store all pieces of a blob, each 1-D uint8."""
+        requests = []
+        for piece, values in enumerate(pieces):
+            message = Message(MessageType.STORE, key=piece, body={"blob": name, "pieces": len(pieces)}, payload=values)
+            what = f"STORE of piece {piece} of {name!r}"
+            link = self.job_connection.links[0]
+            requests.append(self.job_connection.ask(link, message, what=what, size_bytes=values.nbytes))
+        return requests
+
+    # ---- for people --------------------------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, Any]]:
         """Every shard's status report."""
         links = self.job_connection.links
         requests = [self.job_connection.ask(link, Message(MessageType.STATUS)) for link in links]
-        reports = [json.loads(bytes(request.reply().payload)) for request in requests]
+        reports = [json.loads(bytes(request.wait().payload.numpy())) for request in requests]
         return [{"address": link.address, **report} for link, report in zip(links, reports, strict=True)]
 
-    def snapshot(self) -> list[int]:
-        """Let every server write a snapshot now; their generations, once they are durable.
-
-        Raises:
-            ServerRefusedError: a server could not ("snapshot_failed").
-        """
-        return [int(answer.get("generation", 0)) for answer in self._order({"action": "snapshot"})]
-
-    def administer(self, order: dict[str, Any]) -> list[str]:
-        """Give every server an order, the body of an ADMIN; their answers.
+    def administer(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Give every server an order, the body of an ADMIN; the bodies of their answers.
 
         Raises:
             ServerRefusedError: a server does not obey this client ("not_allowed"), or could not do it.
         """
-        return [str(answer.get("text", "")) for answer in self._order(order)]
-
-    def _order(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         job = self.job_connection
-        requests = [job.ask(link, Message(MessageType.ADMIN, body=dict(body))) for link in job.first_links()]
+        requests = [job.ask(link, Message(MessageType.ADMIN, body=dict(order))) for link in job.first_links()]
         return [request.wait().body for request in requests]
 
 
@@ -278,3 +397,7 @@ def _say_goodbye(job: JobConnection, process_id: int) -> None:
     finally:
         job.closing.set()
         job.transport.close()
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

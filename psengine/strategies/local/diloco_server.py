@@ -196,16 +196,17 @@ class DilocoServer(CountedSteps, ServerStrategy):
             with self.session.telemetry.blocked():
                 wait_all([*(push for _, push in pushes), *buffers])
         except BaseException:
-            self.session.withdraw_memory()
+            self.session.segments.withdraw()
             raise
         self.chunks.write_back([spec for spec, _ in pushes])
         for spec, push in pushes:
-            if push.wait().refused not in (None, "abstained"):
+            refused = push.wait().body.get("refused")
+            if refused not in (None, "abstained"):
                 self.refused_pushes += 1
                 logger.warning(
                     "the servers refused the difference of %s (%s); this worker goes on from their parameters",
                     spec.describe(),
-                    push.wait().refused,
+                    refused,
                 )
         self._note_agreed()
         if counts:

@@ -251,7 +251,7 @@ class ServerStrategy(ConfiguredStrategy):
             with ending_with_the_job(), taking_reservation(session_options) as session_options:
                 self._session = WorkerSession(session_options)
                 self._session.start()
-            self._session.reserve(_shared_bytes(replica))
+            self._session.segments.reserve(_shared_bytes(replica))
             if rendezvous.rank is None and not rendezvous.is_embedded:
                 assign_worker(self._session.rank)
         except BaseException:
@@ -265,7 +265,7 @@ class ServerStrategy(ConfiguredStrategy):
         """Memory that servers of this host read gradients from."""
         if device.type != "cpu" or self._session is None:
             return super().allocate(numel, dtype, device, keeps_dtype=keeps_dtype)
-        return self._session.allocate(numel, dtype)
+        return self._session.segments.allocate(numel, dtype)
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
@@ -292,7 +292,7 @@ class ServerStrategy(ConfiguredStrategy):
             self.session.options.job,
             state,
             len(self.chunks.specs),
-            self.session.shard_count,
+            len(self.session.job_connection.links),
         )
 
     def _receive(self, state: str) -> None:
@@ -307,7 +307,7 @@ class ServerStrategy(ConfiguredStrategy):
         for bucket in self._buckets:
             for spec, start, end in self.chunks.of_bucket[bucket.index]:
                 if bucket.device.type == "cpu":
-                    self.session.adopt(spec.key, bucket.flat[start:end])
+                    self.session.segments.adopt(spec.key, bucket.flat[start:end])
 
     def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
         """Overwrite this replica's tensors by the servers' values."""
@@ -351,7 +351,7 @@ class ServerStrategy(ConfiguredStrategy):
             ServerLostError: one does not answer within ``timeout_s``.
         """
         session = self.session
-        counts = counts_at_servers(session.status(), session.job)
+        counts = counts_at_servers(session.status(), session.options.job)
         return {"worker": session.rank, **counts}
 
     # ---- leaving -----------------------------------------------------------------------------------------------

@@ -46,8 +46,6 @@ class GradientPushes:
         self._buffer_pushes: list[Push] = []
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
-        # Of chunks that a codec encodes: where the answer is decoded.
-        self._landings: dict[int, torch.Tensor] = {}
 
     @property
     def mean_staleness(self) -> float:
@@ -77,19 +75,9 @@ class GradientPushes:
             abstains = len(absent) == len(spec.segments)
             gradient = None if abstains else payload[start:end]
             absent = [] if abstains else absent
-            landing = self._landing(spec)
-            push = self._session.push(
-                spec.key, gradient, landing, groups=self.groups, absent=absent, reads_in_place=not landing
-            )
+            # Weights are read where they come.
+            push = self._session.push(spec.key, gradient, (), groups=self.groups, absent=absent, reads_in_place=True)
             pushes.append((spec, push))
-
-    def _landing(self, spec: ChunkSpec) -> list[torch.Tensor]:
-        """Memory for the answer; none where weights are read where they come."""
-        if not self._session.encoded(spec):
-            return []
-        if spec.key not in self._landings:
-            self._landings[spec.key] = torch.empty(spec.numel, dtype=spec.dtype)
-        return [self._landings[spec.key]]
 
     def push_buffers(self) -> None:
         """Send the buffers' values, which ends the step. Nothing comes back: workers keep their running statistics."""
@@ -120,21 +108,21 @@ class GradientPushes:
                 wait_all(buffer_pushes)
         except BaseException:
             self._copies_payloads = True
-            self._session.withdraw_memory()
+            self._session.segments.withdraw()
             raise
         for _, _, pushes in buckets:
             for spec, push in pushes:
-                result = push.wait()
-                if not result.refused:
+                answer = push.wait()
+                refused = answer.body.get("refused")
+                if not refused:
                     self._applied += 1
-                    self._staleness += max(0, result.version - push.message.version - 1)
-                elif result.refused != "abstained":
-                    self._report_refusal(spec, result.refused)
+                    self._staleness += max(0, answer.version - push.message.version - 1)
+                elif refused != "abstained":
+                    self._report_refusal(spec, refused)
 
     def _load(self, pushes: Sequence[tuple[ChunkSpec, Push]]) -> set[str]:
-        specs = [spec for spec, _ in pushes]
-        values = [self._landings[spec.key] if push.destinations else push.take() for spec, push in pushes]
-        return self._chunks.load(specs, values)
+        values = [values for _, push in pushes if (values := push.take()) is not None]
+        return self._chunks.load([spec for spec, _ in pushes], values)
 
     def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
         self.refused += 1

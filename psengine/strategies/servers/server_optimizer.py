@@ -87,7 +87,7 @@ class ServerOptimizer(ReplacedOptimizer):
             if slot not in slots
         }
         wait_all([*requests.values(), *asked.values()])
-        found = {place: request.wait().values for place, request in asked.items()}
+        found = {place: request.wait().payload for place, request in asked.items()}
         kept = {slot for (_, slot), values in found.items() if values is not None}
         if kept:
             name, slots, flats = self._slots(kept)

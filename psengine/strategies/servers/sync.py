@@ -15,7 +15,7 @@ for. With ``skip_all_reduce_unused_params`` the map is a step of its own, before
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from typing_extensions import Unpack, override
 
 from psengine.collectives.base import DeferredWork, Work
 from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
-from psengine.parameter_server.client.operation import Push, wait_all
+from psengine.parameter_server.client.operation import Operation, Push, wait_all
 from psengine.protocol.messages import MAX_WEIGHT, ErrorCode
 from psengine.strategies.exchange import Reduction, Step
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
@@ -97,18 +97,18 @@ class SyncServer(ServerStrategy):
         # last one. Without a quorum nobody lacks the last one by then: everybody has contributed, and so had it.
         lands_in_place = self._options["quorum"] is None
         self._results = [
-            self.session.allocate(bucket.numel, bucket.dtype)
+            self.session.segments.allocate(bucket.numel, bucket.dtype)
             if lands_in_place
             else torch.empty(bucket.numel, dtype=bucket.dtype)
             for bucket in buckets
         ]
         self._payloads = [
-            bucket.flat if bucket.device.type == "cpu" else self.session.allocate(bucket.numel, bucket.dtype)
+            bucket.flat if bucket.device.type == "cpu" else self.session.segments.allocate(bucket.numel, bucket.dtype)
             for bucket in buckets
         ]
         for bucket, payload, result in zip(buckets, self._payloads, self._results, strict=True):
             for spec, start, end in self.chunks.of_bucket[bucket.index]:
-                self.session.adopt(spec.key, payload[start:end], result[start:end] if lands_in_place else None)
+                self.session.segments.adopt(spec.key, payload[start:end], result[start:end] if lands_in_place else None)
 
     @override
     def _receive(self, state: str) -> None:
@@ -173,10 +173,7 @@ class SyncServer(ServerStrategy):
         if self._copies_payloads:
             payload = payload.clone()
         self._exchanges.append(_ChunkExchange(key, payload, landing))
-        try:
-            self._pushes.append(self._push(self._exchanges[-1]))
-        except FencedError as error:
-            self._rejoin(error)
+        self._pushes.append(self._push(self._exchanges[-1]))
 
     def drop_step(self) -> None:
         """The backward under way counts for nothing here; the other workers take part in all of its exchanges."""
@@ -197,11 +194,11 @@ class SyncServer(ServerStrategy):
         read until the next step, else in ``landing``.
         """
         pushes = self._pushes[indices.start : indices.stop]
-        lent = [push.lent for push in pushes]
-        whole = neighbours(lent)
+        taken = [push.take() for push in pushes]
+        whole = neighbours(taken)
         if whole is not None:
             return whole
-        for push, values in zip(pushes, lent, strict=True):
+        for push, values in zip(pushes, taken, strict=True):
             if values is not None:
                 push.destinations[0].copy_(values)
         return landing
@@ -237,7 +234,7 @@ class SyncServer(ServerStrategy):
                     self._rejoin(error)
         except BaseException:
             self._is_open, self._copies_payloads = False, True
-            self.session.withdraw_memory()
+            self.session.segments.withdraw()
             raise
 
     @override
@@ -276,14 +273,12 @@ class SyncServer(ServerStrategy):
         assert self._replica is not None
         return {parameter: name for name, parameter in self._replica.parameters.items()}
 
-    def _deposit_state(self) -> None:
+    def _deposit_state(self) -> Iterator[Sequence[Operation]]:
         """Store this worker's state at the servers, for a worker that waits to join."""
-        self.session.await_stores([self.session.store(s.key, self.chunks.values(s)) for s in self.chunks.specs])
+        yield [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
         # Where a shard refuses weights, because a joiner reads, the rest is not stored: the lead may have no weights.
         pieces = self.optimizers.pack(self.completed_steps, self._parameter_names())
-        self.session.await_stores(
-            [self.session.store(index, one, blob=STATE_BLOB, pieces=len(pieces)) for index, one in enumerate(pieces)]
-        )
+        yield self.session.store_blob(STATE_BLOB, pieces)
 
     def _rejoin(self, fenced: ServerRefusedError) -> None:
         """After this worker's lease ran out: take the others' state, and sit this step out.

@@ -27,7 +27,7 @@ class Desk:
         return push
 
     def answer(self, push):
-        push.finish(Message(MessageType.UPDATED, key=push.key, sequence=push.step.number), 0.0)
+        push.finish(Message(MessageType.UPDATED, key=push.key, sequence=push.step.number))
         self.steps.answered(push)
 
     def close(self):
@@ -112,4 +112,4 @@ def test_pushes_of_steps_that_others_completed_before_a_worker_came_do_not_count
         desk.answer(push)
     desk.steps.end()
     desk.close()
-    assert [push.wait().outcome for push in pushes] == [ExchangeOutcome.LATE, ExchangeOutcome.APPLIED]
+    assert [push.outcome for push in pushes] == [ExchangeOutcome.LATE, ExchangeOutcome.APPLIED]
