@@ -93,5 +93,4 @@ def waits_since_s(program: Any) -> float:
 def open_operations(session: Any) -> list[str]:
     """What a session waits for."""
     core = session.job_connection
-    channels = [core.control, *core.links] if getattr(core, "control", None) is not None else core.links
-    return [one.describe() for channel in channels for one in channel.open_operations()]
+    return [one.describe() for channel in core.channels for one in channel.open_operations()]

@@ -46,7 +46,7 @@ class Socket:
     """A worker's end: of one connection, or of an attempt."""
 
     peer: Peer
-    link: int
+    channel: Any
     server: int
     shard: int
     connection: Connection | None = None

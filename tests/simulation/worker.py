@@ -6,15 +6,17 @@ What blocks a worker's thread elsewhere is a flow here: it goes on when messages
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from psengine.errors import ProtocolError, PSEngineError, ServerError, ServerRefusedError
 from psengine.parameter_server.client import join
+from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.runtime import Receiver, Runtime
+from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.frames import decode, encode, split
 from psengine.protocol.layout import ChunkSpec
@@ -55,8 +57,7 @@ class WorkerProcess:
         self.is_dead = self.is_stopped = self.has_finished = self.has_state = False
         self.error: PSEngineError | None = None
         self.waits_since_s = self.clock.now_s
-        self._sockets: dict[int, Socket] = {}
-        self._addresses: dict[int, str] = {}
+        self._sockets: dict[Channel, Socket] = {}
         self._waiting: list[Callable[[], None]] = []
         # By chunk, the answer that it reads in the server's memory, and a copy.
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -64,14 +65,11 @@ class WorkerProcess:
         clock = self.clock
         runtime = Runtime(
             now_s=lambda: clock.now_s,
-            draw_nonce=lambda: nonce,
-            connect=self._connect,
-            watch=lambda *_: None,
-            is_listening=lambda _: True,
+            connect=lambda _: self,
             host=lambda: "node",
             process_id=lambda: 1,
         )
-        self.session = WorkerSession(options, runtime)
+        self.session = WorkerSession(replace(options, nonce=nonce), runtime)
         inspection.forget_at_exit(self.session)  # nobody says goodbye for a process that was killed
         self._program = SteppedFlow(self._life())
         clock.note("worker starts", rank, number)
@@ -218,40 +216,35 @@ class WorkerProcess:
 
     # ---- its transport -----------------------------------------------------------------------------------------
 
-    def _connect(self, receiver: Receiver, options: SessionOptions) -> WorkerProcess:
-        return self
-
     def do(self, function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
 
-    def open(self, link: int, address: str, lease_s: float) -> None:
-        network, former = self.world.network, self._sockets.get(link)
+    def open(self, channel: Channel) -> None:
+        network, former = self.world.network, self._sockets.get(channel)
         if former is not None:
             network.close(former)
-        self._addresses[link] = address
-        self._sockets[link] = socket = Socket(self, link, *place_of(address))
+        self._sockets[channel] = socket = Socket(self, channel, *place_of(channel.address))
         network.connect(socket)
 
     def opened(self, socket: Socket) -> None:
-        self._call(lambda: self.receiver.connected(socket.link, self.clock.now_s))
+        self._call(lambda: socket.channel.connected(self.clock.now_s))
 
     def lost(self, socket: Socket) -> None:
         socket.connection = None
 
         def tell() -> None:
-            if self._sockets.get(socket.link) is socket:
-                self.receiver.disconnected(socket.link, self.clock.now_s)
+            if self._sockets.get(socket.channel) is socket:
+                socket.channel.disconnected(self.clock.now_s)
 
         self._call(tell)
 
-    def send(self, link: int, message: Message) -> bool:
-        socket = self._sockets.get(link)
+    def send(self, channel: Channel, message: Message) -> None:
+        socket = self._sockets.get(channel)
         if socket is None or socket.connection is None:
-            return False
+            return
         if self.segments is not None and message.type is MessageType.PUSH:
-            self.segments.place(self._addresses[link], message)
+            self.segments.place(channel.address, message)
         self.world.network.carry(socket.connection, UP, copied(encode(message)))
-        return True
 
     def close(self) -> None:
         self.receiver.crashed(ServerError("the simulation is over"))
@@ -262,25 +255,25 @@ class WorkerProcess:
             self._call(lambda part=part: self._take(socket, part))  # type: ignore[misc]
 
     def _take(self, socket: Socket, frames: list[bytes]) -> None:
-        if self._sockets.get(socket.link) is not socket:
+        if self._sockets.get(socket.channel) is not socket:
             return
         try:
             message = decode(frames)
         except ProtocolError as error:
-            self.receiver.garbled(socket.link, error, self.clock.now_s)
+            socket.channel.garbled(error)
             return
         self.clock.note_message("to worker", (self.rank, self.number), frames[0], message)
         self.world.faults.noticed(message.type.name)
         if message.type is MessageType.WELCOME:
             self.world.views.welcomed(self, message)
         if self.segments is None or self._look_into(socket, message):
-            if socket.link:
-                self.world.job.heard(self, socket.link - 1, message)
-            self.receiver.received(socket.link, message, self.clock.now_s)
+            if socket.channel is not self.receiver.control:
+                self.world.job.heard(self, socket.channel.index, message)
+            socket.channel.received(message, self.clock.now_s)
 
     def _look_into(self, socket: Socket, message: Message) -> bool:
         """Take what a message says of shared memory, as ``Connection`` does; whether the session gets it."""
-        address = self._addresses[socket.link]
+        address = socket.channel.address
         assert self.segments is not None
         if message.type is MessageType.RESUMED:
             self.segments.resumed(address, message)
@@ -290,5 +283,5 @@ class WorkerProcess:
             return True
         self.segments.lost(address, "an answer is not there any more")
         self.world.network.close(socket)
-        self.receiver.disconnected(socket.link, self.clock.now_s)
+        socket.channel.disconnected(self.clock.now_s)
         return False

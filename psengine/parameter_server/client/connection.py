@@ -4,8 +4,7 @@
       do(function, argument) ── deque ──►   run the queued tasks ─► poll ─► receive all messages ─► tick every 100 ms
                        └─ wake-up byte, only if it may be asleep ──┘
 
-A socket has one connection in its life; the next connection of a link is another socket. The thread passes messages to
-a ``Receiver``, which knows what they mean.
+A socket has one connection in its life; the next connection of a channel is another socket.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import os
-import random
 import socket as sockets
 import sys
 import threading
@@ -29,12 +27,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from psengine.environment import local_sockets
 from psengine.environment.variables import read_variable
-from psengine.errors import EnvironmentVariableError, ProtocolError, PSEngineError, ServerError
+from psengine.errors import EnvironmentVariableError, ProtocolError, PSEngineError, ServerError, ServerLostError
 from psengine.kernels.freed_memory import keep_freed_memory
+from psengine.parameter_server.client.channel import Channel
+from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.operation import forked_error
-from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.reachability import Handshakes, watch_first_contact
-from psengine.parameter_server.client.runtime import Receiver, Runtime, Transport
+from psengine.parameter_server.client.runtime import Runtime, Transport
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.zero_copy import ZeroCopySends
@@ -69,14 +68,14 @@ _monitor_numbers = itertools.count()
 
 
 class _Line:
-    """One connection of a link: its socket, and the events of it.
+    """One connection of a channel: its socket, and the events of it.
 
     Attributes:
         group: messages without a payload frame that leave before the thread waits.
     """
 
-    def __init__(self, context: Any, link: int, address: str, way: str, handshakes: Handshakes, lease_s: float) -> None:
-        self.link, self.address, self.way, self.handshakes = link, address, way, handshakes
+    def __init__(self, context: Any, channel: Channel, way: str, handshakes: Handshakes) -> None:
+        self.channel, self.way, self.handshakes = channel, way, handshakes
         self.socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, LINGER_MS),
@@ -84,11 +83,11 @@ class _Line:
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
             # Not -1, nor IMMEDIATE: libzmq would end the pipe in the middle of a message that is being read, and abort.
             (zmq.RECONNECT_IVL, NEVER_MS),
-            *keep_alive(lease_s).items(),
+            *keep_alive(channel.job.lease_s).items(),
             # Credits bound what is in flight. Nothing is sent before there is a connection.
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
-            (zmq.IPV6, int("[" in address)),
+            (zmq.IPV6, int("[" in channel.address)),
         ):
             self.socket.setsockopt(option, value)
         if (keys := handshakes.keys_for(way)) is not None:
@@ -105,14 +104,12 @@ class _Line:
         self.group: list[bytes] = []
         self.socket.connect(way)
 
-    def send_group(self) -> bool:
+    def send_group(self) -> None:
         """Send what is gathered."""
         frame = b"".join(self.group)
         self.group.clear()
         with contextlib.suppress(zmq.Again):
             self.socket.send(frame, zmq.NOBLOCK)
-            return True
-        return False
 
     def close(self, linger_ms: int) -> None:
         """End the connection."""
@@ -128,8 +125,7 @@ class Connection(Transport):
     """Sockets and their thread.
 
     Args:
-        receiver: gets the messages.
-        options: of the session.
+        job: whose channels get the messages.
 
     Attributes:
         segments: memory to share with servers of this host.
@@ -137,16 +133,16 @@ class Connection(Transport):
     ``close`` is idempotent, and does nothing in a child process.
     """
 
-    def __init__(self, receiver: Receiver, options: SessionOptions) -> None:
-        self._receiver = receiver
-        self._options = options
+    def __init__(self, job: JobConnection) -> None:
+        self._job = job
+        self._options = options = job.options
         # With CURVE keys of its own a client is somebody else than its user.
         is_this_user = options.keys is None or bool(options.keys.secret_file)
         is_wanted = options.uses_segments and options.uses_local_socket and _may_share()
         self.segments = WorkerSegments(is_wanted=is_wanted and is_this_user, codec=options.codec)
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[Channel, _Line] = {}
         self._of_socket: dict[Any, _Line] = {}
         self._handshakes: dict[str, Handshakes] = {}
         self._poller: Any = zmq.Poller()
@@ -194,55 +190,58 @@ class Connection(Transport):
     # ---- I/O thread --------------------------------------------------------------------------------------------
 
     @override
-    def open(self, link: int, address: str, lease_s: float) -> None:
-        if (former := self._lines.get(link)) is not None:
+    def open(self, channel: Channel) -> None:
+        if (former := self._lines.get(channel)) is not None:
             self._drop(former)
-        handshakes = self._handshakes.setdefault(address, Handshakes(address, self._options.keys))
+        address = channel.address
+        if address not in self._handshakes:
+            self._handshakes[address] = Handshakes(address, self._options.keys)
+            watch_first_contact(channel)
+        handshakes = self._handshakes[address]
         # A server that restarts listens at the Unix socket a moment after it does at the address beside.
-        line = _Line(self._context, link, address, handshakes.way or self._way_to(address), handshakes, lease_s)
-        self._lines[link] = line
+        line = _Line(self._context, channel, handshakes.way or self._way_to(address), handshakes)
+        self._lines[channel] = line
         for source in (line.socket, line.events):
             self._of_socket[source] = line
             self._poller.register(source, zmq.POLLIN)
         if (stranger := handshakes.find_stranger(line.way)) is not None:
             self._drop(line)
-            self._receiver.rejected(link, stranger, time.monotonic())
+            self._job.fail(stranger)
 
     def _way_to(self, address: str) -> str:
         """The Unix socket beside the address, where there is one."""
         return local_sockets.way_to(address) if self._options.uses_local_socket else address
 
     def _drop(self, line: _Line) -> None:
-        del self._lines[line.link]
+        del self._lines[line.channel]
         for source in (line.socket, line.events):
             self._poller.unregister(source)
             del self._of_socket[source]
         line.close(0)
 
     @override
-    def send(self, link: int, message: Message) -> bool:
-        line = self._lines.get(link)
+    def send(self, channel: Channel, message: Message) -> None:
+        line = self._lines.get(channel)
         if line is None:
-            return False
+            return
         if message.type is MessageType.PUSH:
-            self.segments.place(line.address, message)
+            self.segments.place(channel.address, message)
         *frames, last = encode(message, checksum=self._options.checksum)
         group = line.group
         if message.in_segment:
             group.extend((*frames, last))
-            return len(group) < 2 * PUSHES_PER_GROUP or line.send_group()
+            if len(group) >= 2 * PUSHES_PER_GROUP:
+                line.send_group()
+            return
         if group:
             line.send_group()  # a connection keeps its order
-        try:
+        with contextlib.suppress(zmq.Again):
             for frame in frames:
                 line.socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
             if len(last) < ZERO_COPY_BYTES:
                 line.socket.send(last, zmq.NOBLOCK)
             else:
                 line.zero_copy.send(last)
-        except zmq.Again:
-            return False
-        return True
 
     def _run(self) -> None:
         failure: PSEngineError = ServerError("the connection to the parameter servers is closed")
@@ -256,7 +255,7 @@ class Connection(Transport):
         finally:
             self._failure = failure
             try:
-                self._receiver.crashed(failure)
+                self._job.crashed(failure)
                 self._run_leftovers()
             finally:
                 self._close_sockets()
@@ -280,7 +279,7 @@ class Connection(Transport):
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
                 self._look_at_sent(now_s)
-                self._receiver.tick(now_s)
+                self._job.tick(now_s)
             for line in self._lines.values():
                 if line.group:
                     line.send_group()
@@ -305,12 +304,12 @@ class Connection(Transport):
             unsent_bytes = line.zero_copy.unread_bytes()
             line.zero_copy.release()
             if line.zero_copy.unread_bytes() < unsent_bytes:
-                self._receiver.moved(line.link, now_s)
+                line.channel.moved(now_s)
 
     def _receive(self, line: _Line, most: int) -> None:
         """Receive what is there, at most so many messages."""
         for _ in range(most):
-            if self._lines.get(line.link) is not line:
+            if self._lines.get(line.channel) is not line:
                 return
             try:
                 frame = line.socket.recv(zmq.NOBLOCK, copy=False)
@@ -325,42 +324,56 @@ class Connection(Transport):
                 try:
                     message = decode(part)
                 except ProtocolError as error:
-                    self._receiver.garbled(line.link, error, now_s)
+                    line.channel.garbled(error)
                 else:
                     if not (message.in_segment or message.type in _OF_SEGMENTS) or self._look_into(line, message):
-                        self._receiver.received(line.link, message, now_s)
+                        line.channel.received(message, now_s)
 
     def _look_into(self, line: _Line, message: Message) -> bool:
         """Take what a message says of shared memory; whether the receiver gets it."""
+        address = line.channel.address
         if message.type is MessageType.RESUMED:
-            self.segments.resumed(line.address, message)
+            self.segments.resumed(address, message)
         elif message.type is MessageType.ERROR and message.body["code"] == ErrorCode.SEGMENT:
-            self.segments.lost(line.address, message.body["text"])
-        if not message.in_segment or self.segments.fetch(line.address, message):
+            self.segments.lost(address, message.body["text"])
+        if not message.in_segment or self.segments.fetch(address, message):
             return True
         # On another connection the shard answers by bytes.
-        self.segments.lost(line.address, "an answer lies in memory that this process does not have")
+        self.segments.lost(address, "an answer lies in memory that this process does not have")
         self._end(line)
         return False
 
     def _read_events(self, line: _Line) -> None:
-        while self._lines.get(line.link) is line and line.events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._lines.get(line.channel) is line and line.events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event, now_s = int(recv_monitor_message(line.events, zmq.NOBLOCK)["event"]), time.monotonic()
             error = line.handshakes.ended(event, line.way, now_s) if event & _HANDSHAKES else None
             # A client that is refused at a TCP address may have been too early for the socket beside it.
-            if error is not None and (line.handshakes.way or self._way_to(line.address) == line.way):
-                self._receiver.rejected(line.link, error, now_s)
+            if error is not None and (line.handshakes.way or self._way_to(line.channel.address) == line.way):
+                self._job.fail(error)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 line.socket.getsockopt(zmq.EVENTS)  # else a send may not see the connection yet
-                self._receiver.connected(line.link, now_s)
+                line.channel.connected(now_s)
             elif event & _ENDS:
                 self._receive(line, sys.maxsize)  # what came before the end
                 self._end(line)
 
     def _end(self, line: _Line) -> None:
-        if self._lines.get(line.link) is line:
-            self._drop(line)
-            self._receiver.disconnected(line.link, time.monotonic())
+        if self._lines.get(line.channel) is not line:
+            return
+        self._drop(line)
+        line.channel.disconnected(time.monotonic())
+        if self._options.is_embedded:
+            self._look_for_embedded(line.channel)
+
+    def _look_for_embedded(self, channel: Channel) -> None:
+        """An embedded server that ended does not come back: nobody waits for its answers until a deadline."""
+        with contextlib.suppress(OSError):  # such as no free descriptor to look with
+            if not local_sockets.is_listening(channel.address):
+                text = (
+                    f"the embedded parameter server at {channel.address} is gone: rank 0, which started it, failed or"
+                    " closed its strategy. See its output."
+                )
+                self._job.fail(ServerLostError(text))
 
     def _close_sockets(self) -> None:
         for line in self._lines.values():
@@ -382,10 +395,4 @@ def _may_share() -> bool:
 
 
 # The runtime of a client in a process.
-PROCESS = Runtime(
-    now_s=time.monotonic,
-    draw_nonce=lambda: random.SystemRandom().getrandbits(64),
-    connect=Connection,
-    watch=watch_first_contact,
-    is_listening=local_sockets.is_listening,
-)
+PROCESS = Runtime(now_s=time.monotonic, connect=Connection)

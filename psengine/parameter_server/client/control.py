@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Operation, Request
-from psengine.parameter_server.client.runtime import CONTROL
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import release_of, view_of
 from psengine.version import __version__
@@ -44,18 +43,16 @@ class Control(Channel):
     """
 
     def __init__(self, job: JobConnection, address: str) -> None:
-        super().__init__(job, CONTROL, address)
+        super().__init__(job, address)
         self.epoch = 0
         self._hello = self._heartbeat = 0
         self._next_beat_s = 0.0
-        self._hello_at_s: float | None = None
         self._waiting_for = ""
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
     @override
-    def greet(self, now_s: float) -> None:
-        """HELLO."""
+    def say_hello(self, now_s: float) -> None:
         job, options = self.job, self.job.options
         rank = options.rank if job.identity.worker == NOBODY else job.identity.worker
         body: dict[str, Any] = {
@@ -79,14 +76,14 @@ class Control(Channel):
             view = msgspec.to_builtins(view_of(job.view_message.body))
             body["view"] = [*view[:-1], [*view[-1], *releases]]
             body |= {"key": job.key, "completed": job.steps.completed, "unreachable": job.unreachable(now_s)}
-        self.is_up, self._hello, self._hello_at_s = False, job.next_id(), None
+        self._hello = job.next_id()
         self.send(Message(MessageType.HELLO, sequence=self._hello, body=body))
 
     @override
-    def send(self, message: Message) -> bool:
+    def send(self, message: Message) -> None:
         if message.type is not MessageType.COMMIT:  # which is about the view that it was made under
             message.view = self.job.view_number
-        return super().send(message)
+        super().send(message)
 
     def commit(self, what: str, **fields: Any) -> Request:
         """Begin a COMMIT; any thread."""
@@ -114,13 +111,9 @@ class Control(Channel):
             expected.finish(message)
 
     @override
-    def _send_request(self, request: Request, now_s: float) -> None:
+    def _send_request(self, request: Request) -> None:
         if request.message.type is not MessageType.HELLO:  # which comes by itself
-            super()._send_request(request, now_s)
-
-    def ask_again(self, now_s: float) -> None:
-        """Say HELLO once more, after a heartbeat."""
-        self._hello_at_s = now_s + self.job.heartbeat_s
+            super()._send_request(request)
 
     def beat(self, now_s: float) -> None:
         """Send a HEARTBEAT."""
@@ -140,8 +133,6 @@ class Control(Channel):
     @override
     def tick(self, now_s: float) -> None:
         super().tick(now_s)
-        if self._hello_at_s is not None and now_s >= self._hello_at_s and self.is_connected:
-            self.greet(now_s)
         if self.is_connected and now_s - max(self.connected_s, self.last_heard_s or 0.0) >= self.job.lease_s:
             self.open(now_s)
         elif now_s >= self._next_beat_s:
@@ -149,9 +140,8 @@ class Control(Channel):
 
     # ---- what comes --------------------------------------------------------------------------------------------
 
+    @override
     def receive(self, message: Message, now_s: float) -> None:
-        """Take a message."""
-        self.heard(now_s)
         job, kind = self.job, message.type
         if kind is MessageType.WELCOME:
             is_same, self.epoch = message.epoch == self.epoch, message.epoch
@@ -171,14 +161,14 @@ class Control(Channel):
             ranks, why = message.body.get("waiting_for", []), message.body.get("why", "")
             self._waiting_for = f"workers {ranks} {_REASONS.get(why, why)}".rstrip() if ranks else ""
         else:
-            self.receive_answer(message, now_s)
+            self.receive_answer(message)
 
     def _receive_error(self, message: Message, now_s: float) -> None:
         code, request = message.body["code"], self.requests.get(message.sequence)
         is_lost = code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
         if message.sequence == self._hello and code == ErrorCode.SHUTTING_DOWN:
             self.last_problem = message.body["text"]
-            self._hello_at_s = now_s + HELLO_AGAIN_S
+            self.retry_at_s = now_s + HELLO_AGAIN_S
         elif message.sequence == self._hello or code in (ErrorCode.STATE_LOST, ErrorCode.ENDED, ErrorCode.VERSION):
             self.job.fail(self.refusal(self.requests.get(_EXPECTED), message))
         elif is_lost and (request is None or request.message.type is not MessageType.LEAVE):

@@ -76,10 +76,9 @@ class Reservation:
     def __init__(self, options: SessionOptions, runtime: Runtime = PROCESS) -> None:
         self.process_id = os.getpid()
         self._job = JobConnection(options, runtime)
-        assert self._job.control is not None, "not a reader"
         try:
             welcome = self._job.control.expect(f"HELLO to job {options.job!r}", options.connect_timeout_s)
-            self._job.begin()
+            self._job.open(self._job.control)
             welcome.wait()
         except BaseException:
             self.close()

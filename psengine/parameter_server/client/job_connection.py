@@ -4,16 +4,16 @@
     the transport    received, connected, tick ─────► channels
     the coordinator  PREPARE ─► freeze ─ COMMIT       VIEW ─► adopt, forward to every shard, push again what is open
 
-Pure: clock, randomness and sockets come with the ``Runtime``.
+Pure: clock and sockets come with the ``Runtime``.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,19 +21,16 @@ from typing import Any
 import torch
 
 from psengine.errors import (
-    AuthenticationError,
     ConfigurationError,
     FencedError,
-    ProtocolError,
     PSEngineError,
-    ServerLostError,
     ServerRefusedError,
 )
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.chunk_map import ChunkMap
 from psengine.parameter_server.client.control import Control
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.operation import Operation, Parking, Push, Request
+from psengine.parameter_server.client.operation import Parking, Push, Request
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime, Transport
 from psengine.parameter_server.client.stalls import StallWatch
@@ -48,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Request ids lie above any step, so that an ERROR's sequence tells which of the two it is about.
 FIRST_REQUEST = 1 << 40
-# After so long without a connection a client looks whether its embedded server is still there.
-EMBEDDED_SILENCE_S = 2.0
 # Decisions since the view, for shards that a new connection is made to: a shard has taken earlier ones.
 KEPT_RELEASES = 64
 
@@ -72,16 +67,16 @@ class StateRequest:
 
 
 class JobConnection:
-    """See the module's text. The ``Receiver`` of its transport.
+    """See the module's text.
 
     Args:
         options: of the session.
-        runtime: the clock, randomness and sockets.
+        runtime: the clock and sockets.
 
     Attributes:
         identity: who this client is.
         nonce: tells the coordinator this client from others that claim its rank.
-        control: the connection to the coordinator; None for a reader.
+        control: the connection to the coordinator; a reader never opens it.
         links: one per shard, the lead's first.
         server_sizes: number of shards of each server, in the order of addresses.
         chunks: where the job's chunks are.
@@ -112,7 +107,7 @@ class JobConnection:
         self.options = options
         self.runtime = runtime
         self.identity = Identity(job_number(options.job))
-        self.nonce = runtime.draw_nonce() if options.nonce is None else options.nonce
+        self.nonce = secrets.randbits(64) if options.nonce is None else options.nonce
         self.links: list[Link] = []
         self.server_sizes: list[int] = []
         self.chunks = ChunkMap()
@@ -141,9 +136,8 @@ class JobConnection:
         self._preparing = False  # PREPARE came, and the view did not yet
         self._ids = itertools.count(FIRST_REQUEST)
         self._stalls = StallWatch(stall_after_s())
-        self._next_look_s = 0.0
-        self.control = None if options.role == "reader" else Control(self, options.addresses[0])
-        self.transport = runtime.connect(self, options)
+        self.control = Control(self, options.addresses[0])
+        self.transport = runtime.connect(self)
 
     def __str__(self) -> str:
         """Who this is, for the log."""
@@ -156,21 +150,16 @@ class JobConnection:
         """A request's id."""
         return next(self._ids)
 
-    def begin(self) -> None:
-        """Connect to the coordinator."""
-        assert self.control is not None
-        self._watch(self.control)
+    def open(self, channel: Channel) -> None:
+        """Begin a connection."""
+        self.transport.do(lambda: channel.open(self.runtime.now_s()))
 
-    def open(self, address: str) -> Link:
+    def add_link(self, address: str) -> Link:
         """Connect to one more shard."""
         link = Link(self, len(self.links), address)
         self.links.append(link)
-        self._watch(link)
+        self.open(link)
         return link
-
-    def _watch(self, channel: Channel) -> None:
-        self.transport.do(lambda: channel.open(self.runtime.now_s()))
-        self.runtime.watch(channel, self.closing, min(self.options.connect_timeout_s, self.options.timeout_s))
 
     def first_links(self) -> list[Link]:
         """Each server's first shard; the other shards' links follow all of these."""
@@ -211,10 +200,7 @@ class JobConnection:
             raise self.fatal.with_traceback(None)
         message.sequence = self.next_id()
         request = Request(message, self.parking, self.options.timeout_s if timeout_s is None else timeout_s, **options)
-        if self.transport.is_own_thread:
-            self._begin(channel, request)
-        else:
-            self.transport.do(self._begin, channel, request)
+        self.transport.do(self._begin, channel, request)
         return request
 
     def _begin(self, channel: Channel, request: Request) -> None:
@@ -223,7 +209,7 @@ class JobConnection:
         elif self.fenced is not None and request.message.type is MessageType.STORE:
             request.fail(self.fenced)
         else:
-            channel.begin(request, self.runtime.now_s())
+            channel.begin(request)
 
     def register(self, link: Link, spec: ChunkSpec, values: torch.Tensor | None, **options: Any) -> Request:
         """Begin to REGISTER a chunk; without values only what it is."""
@@ -267,7 +253,7 @@ class JobConnection:
 
         def taken(index: int, answer: Message | PSEngineError) -> None:
             missing.discard(index)
-            if not missing and not isinstance(answer, PSEngineError) and attempt == step.attempt and self.control:
+            if not missing and not isinstance(answer, PSEngineError) and attempt == step.attempt:
                 self.control.commit("step", step=step.number, abstained=not step.has_values)
 
         for index, link in links.items():
@@ -311,7 +297,6 @@ class JobConnection:
             self.steps.is_frozen = False
             self.steps.advance()
         self._go_on(now_s)
-        assert self.control is not None
         self.control.met(message, now_s)
 
     def forget_view(self, now_s: float) -> None:
@@ -327,10 +312,9 @@ class JobConnection:
 
     def prepare(self, number: int) -> None:
         """PREPARE: a view will come."""
-        if self.control is not None:
-            self._preparing = True
-            self.freeze()
-            self.control.commit("prepared", view=number, completed=self.steps.completed)
+        self._preparing = True
+        self.freeze()
+        self.control.commit("prepared", view=number, completed=self.steps.completed)
 
     def receive_view(self, message: Message, now_s: float) -> None:
         """VIEW: adopt it, and forward it to every shard."""
@@ -346,7 +330,6 @@ class JobConnection:
             return
         if self.fenced and not (self.has_asked and is_new):
             return
-        assert self.control is not None
         if not is_mine:
             for link in self.links if view.members else ():  # who leaves tells the shards
                 link.forward(message)
@@ -424,7 +407,6 @@ class JobConnection:
 
     def ask_to_join(self, last_view: int) -> Request:
         """COMMIT "join"; ``last_view``: that this worker was in, and is not, or without its state."""
-        assert self.control is not None
 
         def heard(answer: Message | PSEngineError) -> None:
             self.has_asked = not isinstance(answer, PSEngineError)
@@ -534,13 +516,12 @@ class JobConnection:
         """COMMIT "life": the shard has another epoch than the view names, or that view's number from elsewhere."""
         held = max(view, link.resumed.get("view", 0))
         told = (link.epoch, held, self.view_number)
-        if told == link.told_life or self.control is None or not link.epoch or not self.is_member:
+        if told == link.told_life or not link.epoch or not self.is_member:
             return
         link.told_life = told
         self._commit_life(link, held)
 
     def _commit_life(self, link: Link, held: int) -> None:
-        assert self.control is not None
         chunks, version = len(self.chunks.at(link.index)), link.resumed["version"]
         if not self.options.averages:
             chunks = link.resumed["chunks"]
@@ -580,7 +561,7 @@ class JobConnection:
 
     def _refresh(self, now_s: float) -> None:
         """Where pushes may go now."""
-        heard_s = None if self.control is None else self.control.last_heard_s
+        heard_s = self.control.last_heard_s
         is_led = self.is_member and heard_s is not None and now_s - heard_s < self.lease_s
         may_push = is_led and not self.steps.is_frozen
         for link in self.links:
@@ -595,14 +576,15 @@ class JobConnection:
     @property
     def channels(self) -> list[Channel]:
         """All connections."""
-        return [*self.links] if self.control is None else [self.control, *self.links]
+        return [self.control, *self.links]
 
     def fail(self, error: PSEngineError) -> None:
         """Nothing can go on: every operation ends with ``error``."""
         if self.fatal is None:
             self.fatal = error
         for channel in self.channels:
-            channel.fail_all(self.fatal)
+            for operation in reversed(channel.open_operations()):
+                channel.fail(operation, self.fatal)
         self._fail_steps(self.fatal)
 
     def _fail_steps(self, error: PSEngineError) -> None:
@@ -613,61 +595,13 @@ class JobConnection:
 
     # ---- called by the transport -------------------------------------------------------------------------------
 
-    def _channel(self, link: int) -> Any:
-        return self.links[link - 1] if link else self.control
-
-    def received(self, link: int, message: Message, now_s: float) -> None:
-        """A message came."""
-        if self.fatal is None:
-            self._channel(link).receive(message, now_s)
-
-    def garbled(self, link: int, error: ProtocolError, now_s: float) -> None:
-        """Something came that is no message."""
-        channel = self._channel(link)
-        logger.warning("%s sent what is no message: %s", channel.address, error)
-        channel.receive_garbled(error)
-
-    def connected(self, link: int, now_s: float) -> None:
-        """A connection is there."""
-        self._channel(link).connected(now_s)
-
-    def disconnected(self, link: int, now_s: float) -> None:
-        """A connection has ended."""
-        self._channel(link).disconnected(now_s)
-
-    def moved(self, link: int, now_s: float) -> None:
-        """Bytes of payloads have left."""
-        self._channel(link).moved(now_s)
-
-    def rejected(self, link: int, error: AuthenticationError, now_s: float) -> None:
-        """A server does not let this client in."""
-        self.fail(error)
-
     def tick(self, now_s: float) -> None:
         """100 ms have passed."""
         if self.fatal is None:
             for channel in self.channels:
                 channel.tick(now_s)
         self._go_on(now_s)
-        if self.options.is_embedded and now_s >= self._next_look_s:
-            self._next_look_s = now_s + EMBEDDED_SILENCE_S
-            self._look_for_embedded(now_s)
         self._stalls.look(self, self.channels, now_s)
-
-    def _look_for_embedded(self, now_s: float) -> None:
-        """An embedded server that ended does not come back: nobody waits for its answers until a deadline."""
-        for channel in self.channels:
-            asked: Operation | None = channel.oldest()
-            if asked is None or max(asked.submitted_s, channel.down_since_s) > now_s - EMBEDDED_SILENCE_S:
-                continue
-            with suppress(OSError):  # such as no free descriptor to look with
-                if self.runtime.is_listening(channel.address):
-                    continue
-                text = (
-                    f"the embedded parameter server at {channel.address} is gone (expected an answer to"
-                    f" {asked.describe()}): rank 0, which started it, failed or closed its strategy. See its output."
-                )
-                self.fail(ServerLostError(text))
 
     def crashed(self, error: PSEngineError) -> None:
         """The transport has ended."""

@@ -42,13 +42,13 @@ _BEGIN_AGAIN = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE)
 def start(job: JobConnection) -> Flow[str]:
     """Say HELLO, and connect to every shard; see ``WorkerSession.start``."""
     options = job.options
-    if job.control is not None:
+    if options.role == "worker":
         wait_s = min(options.connect_timeout_s, options.timeout_s)
         welcome = job.control.expect(f"HELLO to job {options.job!r}", wait_s)
-        job.begin()
+        job.open(job.control)
         yield [welcome]
     yield from _connect(job)
-    if job.control is None:
+    if options.role == "reader":
         return "ready" if any(link.resumed["chunks"] for link in job.links) else "wait"
     return job.state
 
@@ -56,7 +56,7 @@ def start(job: JobConnection) -> Flow[str]:
 def _connect(job: JobConnection) -> Flow[None]:
     """Connect to all shards of all servers: each server's first shard lists the others."""
     addresses = job.options.addresses
-    yield [_greeting(job, job.open(address)) for address in addresses]
+    yield [_greeting(job, job.add_link(address)) for address in addresses]
     known: dict[int, str] = {}
     others: list[str] = []
     for link in job.first_links():
@@ -68,7 +68,7 @@ def _connect(job: JobConnection) -> Flow[None]:
         known[link.epoch] = link.address
         others += shard_addresses(link.address, link.resumed["shards"])
     job.server_sizes = [len(link.resumed["shards"]) for link in job.first_links()]
-    yield [_greeting(job, job.open(address)) for address in others]
+    yield [_greeting(job, job.add_link(address)) for address in others]
 
 
 def _greeting(job: JobConnection, link: Link) -> Request:
@@ -82,7 +82,6 @@ def take_part(
     job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
 ) -> Flow[str]:
     """Do what the coordinator asks for until a view has this worker; see ``WorkerSession.enter``."""
-    assert job.control is not None
     layout, given = sorted(layout, key=lambda spec: spec.key), -1
 
     def attempt(last_view: int) -> Flow[None]:
@@ -110,7 +109,6 @@ def take_part(
 
 def rejoin(job: JobConnection) -> Flow[str]:
     """Take part again with another worker's state; see ``WorkerSession.rejoin``."""
-    assert job.control is not None
     what = f"the state of job {job.options.job!r}"
     if job.fenced is None:  # a server restarted before this worker had read all of its state
         seen = job.news
@@ -136,7 +134,6 @@ def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[
 
     ``attempt`` is given the number of the last view that had it: a COMMIT that a newer view overtakes tells by it.
     """
-    assert job.control is not None
     seen, last_view = job.news, job.last_view
     while not job.is_member:
         try:
@@ -157,7 +154,6 @@ def _initialise(
     job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
 ) -> Flow[None]:
     """Give the job its values."""
-    assert job.control is not None
     number = job.registration_number
     job.transport.do(job.begin_registration)
     yield [_greeting(job, link) for link in job.links]
@@ -230,7 +226,6 @@ def compare(job: JobConnection, mine: Sequence[ChunkSpec], theirs: Sequence[Chun
 
 def donate(job: JobConnection, joiner: StateRequest) -> Flow[None]:
     """The joiner's state is deposited: let it take part from this worker's next step on."""
-    assert job.control is not None
     epochs = [link.epoch for link in job.links]
     step = job.steps.completed
     donated = job.control.commit("donated", rank=joiner.rank, incarnation=joiner.incarnation, step=step, epochs=epochs)
@@ -249,7 +244,7 @@ def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:
     here. A worker that is in the middle of a step, or failed in one, has no such average and waits for nobody.
     """
     options, control = job.options, job.control
-    if control is None or not control.is_up or job.fatal is not None:
+    if not control.is_up or job.fatal is not None:
         return
     steps, members = job.steps, () if job.view is None else job.view.members
     is_needed = job.is_member and options.averages and len(members) > 1 and not (steps.open or steps.has_failed)

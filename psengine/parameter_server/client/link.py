@@ -51,7 +51,7 @@ class Link(Channel):
     """
 
     def __init__(self, job: JobConnection, index: int, address: str) -> None:
-        super().__init__(job, 1 + index, address)
+        super().__init__(job, address)
         self.index = index
         self.epoch = 0
         self.may_push = self.is_registrar = self.is_reborn = False
@@ -67,13 +67,9 @@ class Link(Channel):
     # ---- greeting ----------------------------------------------------------------------------------------------
 
     @override
-    def greet(self, now_s: float) -> None:
-        """VIEW, where there is one, and RESUME."""
-        job = self.job
-        self.is_up = self.may_push = False
+    def say_hello(self, now_s: float) -> None:
+        job, self.may_push = self.job, False
         body: dict[str, Any] = {}
-        if not self.is_connected:
-            return
         if self.is_registrar:
             if job.empty_view is not None:
                 self.send(job.empty_view)
@@ -133,7 +129,7 @@ class Link(Channel):
             except PSEngineError as error:
                 self.fail(push, error)
         if self.requests and not waiting:
-            self._send_requests(now_s)
+            self.send_requests()
 
     def requeue(self, pushes: Iterable[Push]) -> None:
         """These were lost: they are sent again, before all others."""
@@ -143,13 +139,13 @@ class Link(Channel):
             self.waiting.appendleft(push)
 
     @override
-    def send(self, message: Message) -> bool:
+    def send(self, message: Message) -> None:
         if message.type not in _OF_COORDINATOR:
             message.epoch, message.view = self.epoch, self.job.view_number
-        return super().send(message)
+        super().send(message)
 
     @override
-    def _send_request(self, request: Request, now_s: float) -> None:
+    def _send_request(self, request: Request) -> None:
         sum_bytes = self._requested_bytes + request.size_bytes
         if request.is_sent or not self.is_up or (self._requested_bytes and sum_bytes > REQUESTED_BYTES):
             return
@@ -158,12 +154,12 @@ class Link(Channel):
         if request.follows_pushes and (self.waiting or not self.may_push):
             return
         self._requested_bytes = sum_bytes
-        super()._send_request(request, now_s)
+        super()._send_request(request)
 
-    def _return_credit(self, request: Request, now_s: float) -> None:
+    def _return_credit(self, request: Request) -> None:
         if request.is_sent and request.size_bytes:
             self._requested_bytes -= request.size_bytes
-            self._send_requests(now_s)
+            self.send_requests()
 
     # ---- time --------------------------------------------------------------------------------------------------
 
@@ -180,9 +176,9 @@ class Link(Channel):
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
+    @override
     def receive(self, message: Message, now_s: float) -> None:
-        """Take a message. Repeated answers, and answers that nobody waits for any more, are ignored."""
-        self.heard(now_s)
+        # Repeated answers, and answers that nobody waits for any more, are ignored.
         kind = message.type
         if kind is MessageType.UPDATED:
             push = self.sent.get(message.key)
@@ -196,13 +192,13 @@ class Link(Channel):
                 push.waiting_for = message.body["waiting_for"]
         elif kind is MessageType.ERROR:
             self._receive_error(message, now_s)
-        elif (request := self.receive_answer(message, now_s)) is not None:
+        elif (request := self.receive_answer(message)) is not None:
             asked = request.message
             # The next gradient is computed from these values, whether they were read or written.
             is_stored = asked.type is MessageType.STORE and message.version > 0
             if (message.type is MessageType.VALUES or is_stored) and not asked.body:
                 self.versions[message.key] = message.version
-            self._return_credit(request, now_s)
+            self._return_credit(request)
 
     def _receive_updated(self, push: Push, message: Message, now_s: float) -> None:
         job = self.job
@@ -235,8 +231,7 @@ class Link(Channel):
             # The shard has a view without this worker, of which the coordinator will tell.
             if isinstance(operation, Request):
                 operation.is_sent = False
-            if self.job.control is not None:
-                self.job.control.beat(now_s)
+            self.job.control.beat(now_s)
         elif code == ErrorCode.SEGMENT and push is not None:
             self.requeue([push])  # its bytes never came; now they travel
             self.pump(now_s)
@@ -251,8 +246,8 @@ class Link(Channel):
             self.job.fail(self.refusal(None, message))
         else:
             self.last_problem = f"it refused a message ({code}): {text}"
-            if self.is_registrar and not self.job.is_member and self.job.control is not None:
-                self.job.control.ask_again(now_s)  # the job may be under way, as the shard knows
+            if self.is_registrar and not self.job.is_member:  # the job may be under way, as the shard knows
+                self.job.control.retry_at_s = now_s + self.job.heartbeat_s
 
     # ---- open operations, endings ------------------------------------------------------------------------------
 
@@ -280,7 +275,7 @@ class Link(Channel):
             return
         assert isinstance(operation, Request)
         super().fail(operation, error)
-        self._return_credit(operation, self.job.runtime.now_s())
+        self._return_credit(operation)
 
     def end(self, push: Push, error: PSEngineError) -> None:
         """End a push without an answer."""

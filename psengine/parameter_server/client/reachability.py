@@ -137,16 +137,15 @@ class Handshakes:
         )
 
 
-def watch_first_contact(channel: Channel, closing: threading.Event, wait_s: float) -> None:
+def watch_first_contact(channel: Channel) -> None:
     """Report, in the log and in the channel's errors, a name that does not resolve or an address without a listener.
 
     Resolving and connecting may take long and have a thread of their own, which nobody waits for.
 
     Args:
         channel: to an address as ``addresses.parse_addresses`` returns it; ipc:// is not checked.
-        closing: set when the session ends.
-        wait_s: how long the client waits for its first answer.
     """
+    closing, options = channel.job.closing, channel.job.options
     if not channel.address.startswith("tcp://"):
         return
     host, _, port = channel.address.removeprefix("tcp://").rpartition(":")
@@ -168,7 +167,7 @@ def watch_first_contact(channel: Channel, closing: threading.Event, wait_s: floa
                     channel.address,
                     channel.last_problem,
                     fix,
-                    wait_s,
+                    min(options.connect_timeout_s, options.timeout_s),
                 )
 
     threading.Thread(target=look, name="psengine-reachability", daemon=True).start()

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 
 from psengine.parameter_server.client.channel import Channel
-from psengine.parameter_server.client.operation import Operation, Push
 from psengine.tracing.observers import Observer
 
 logger = logging.getLogger(__name__)
@@ -75,17 +74,5 @@ class StallWatch:
             self._what,
             f" (and {' and '.join(others)})" if others else "",
             max(0.0, operation.deadline_s - now_s),
-            _reason(link, operation, now_s),
+            link.why_late(operation, now_s),
         )
-
-
-def _reason(link: Channel, operation: Operation, now_s: float) -> str:
-    if whom := link.waits_for(operation):
-        return f"The server has it, and waits for {whom}: are they stuck, dead or slow?"
-    if link.last_heard_s is None:
-        return "The server was never heard from: is it running, and reachable from this host?"
-    if not link.is_up:
-        return "There is no connection to the server, or it has not answered on a new one."
-    if isinstance(operation, Push) and not operation.is_sent:
-        return "It could not be sent yet: the coordinator has not said who takes part, or too much is in flight."
-    return f"The server was last heard from {now_s - link.last_heard_s:.1f} s ago."

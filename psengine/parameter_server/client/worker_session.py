@@ -391,7 +391,7 @@ def _say_goodbye(job: JobConnection, process_id: int) -> None:
     try:
         if not job.transport.is_own_thread:
             run(join.leave(job, failed=failed), job.closing)
-        elif job.control is not None:
+        else:
             # The garbage collector may close a forgotten session on the I/O thread, which must not wait.
             job.control.send(Message(MessageType.LEAVE, body={"completed": job.steps.completed}))
     finally:

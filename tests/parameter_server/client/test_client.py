@@ -186,7 +186,7 @@ def test_nobody_at_the_address():
 def test_a_worker_that_never_comes_is_named(server, job):
     with (
         worker(server.addresses, job, world_size=2, timeout_s=1.5) as session,
-        pytest.raises(ServerLostError, match=r"holds the values of job .* and waits for workers \[1\] to come"),
+        pytest.raises(ServerLostError, match=r"the values of job .* waits for workers \[1\] to come"),
     ):
         session.enter(layout(), zeros)
 
@@ -194,7 +194,7 @@ def test_a_worker_that_never_comes_is_named(server, job):
 def test_who_is_slow_in_a_step_is_named(server, job):
     with pair(server, job) as (a, _):
         a.job_connection.options = replace(a.options, timeout_s=2.5)
-        with pytest.raises(ServerLostError, match=r"holds push 1 of chunk 0 \(weight\).*waits for workers \[1\]"):
+        with pytest.raises(ServerLostError, match=r"push 1 of chunk 0 \(weight\).*waits for workers \[1\]"):
             exchange(a, 1)
 
 
@@ -409,7 +409,7 @@ def test_who_waits_for_an_embedded_server_that_ended_learns_it_at_once():
         held = session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)])
         server.kill()
         eventually(lambda: held.is_done, timeout_s=20.0)
-        with pytest.raises(ServerLostError, match=r"embedded parameter server .* is gone .*push 2 of chunk 0.*rank 0"):
+        with pytest.raises(ServerLostError, match=r"embedded parameter server .* is gone: rank 0"):
             held.wait()
 
 

@@ -229,11 +229,11 @@ class TestStallsByAClockOfOurs:
 
     def channel(self, address):
         job = SimpleNamespace(runtime=SimpleNamespace(now_s=lambda: 0.0))
-        return Channel(job, 1, address)
+        return Channel(job, address)
 
     def begin(self, link, now_s):
         request = Request(Message(T.PULL, key=0, sequence=1), Parking(lambda: now_s), 1e6, what="PULL of something")
-        link.begin(request, now_s)
+        link.begin(request)
         return request
 
     def looked(self, watch, links, until_s, caplog):
@@ -262,7 +262,7 @@ class TestStallsByAClockOfOurs:
         watch = StallWatch(10.0)
         self.begin(link, 0.0)
         watch.look("worker 0", [link], 10.0)
-        link.receive_answer(Message(T.VALUES, key=0, sequence=1), 12.0)
+        link.receive_answer(Message(T.VALUES, key=0, sequence=1))
         watch.look("worker 0", [link], 13.0)
         self.begin(link, 14.0)
         watch.look("worker 0", [link], 20.0)
@@ -300,7 +300,7 @@ def test_waiting_longer_than_a_heartbeat_asks_whom_for_and_sends_nothing_again()
     with connected(timeout_s=1.5) as (peer, session):
         peer.script[T.PUSH] = lambda *_: None
         peer.script[T.WAITS] = lambda peer, route, m: peer.reply(m, T.PENDING, body={"waiting_for": [3]})
-        with pytest.raises(ServerLostError, match=r"holds push 1 of chunk 0 .*waits for workers \[3\]"):
+        with pytest.raises(ServerLostError, match=r"did not answer push 1 of chunk 0 .*waits for workers \[3\]"):
             push(session)[0].wait()
         assert peer.seen[T.PUSH] == 1
         assert peer.seen[T.WAITS] > 1

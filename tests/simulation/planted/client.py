@@ -31,14 +31,14 @@ def _open_nothing(greet: Any) -> Any:
 
 def _commits_at_once(confirm: Any) -> Any:
     def one(self: JobConnection, step: Any) -> None:
-        if self.options.has_decisions and step.is_closed and step.pushes and self.control is not None:
+        if self.options.has_decisions and step.is_closed and step.pushes:
             self.control.commit("step", step=step.number, abstained=not step.has_values)
 
     return one
 
 
 def _never(channel: Channel) -> None:
-    channel._open_at_s = float("inf")
+    channel.retry_at_s = float("inf")
 
 
 def _ahead(prepare: Any) -> Any:
@@ -55,7 +55,7 @@ plant("a client keeps releases to itself", Link, "send", _without(MessageType.RE
 plant("a client keeps views to itself", Link, "send", _without(MessageType.VIEW))
 plant("a client does not push again what a view took back", Steps, "take_back", constant([]))
 plant("a client commits a step before the shards have it", JobConnection, "confirm", _commits_at_once)
-plant("a client says after a restart that nothing is open", Link, "greet", _open_nothing)
+plant("a client says after a restart that nothing is open", Link, "say_hello", _open_nothing)
 plant("a client does not send again what is missing", Link, "requeue", constant(None))
 plant("a client does not tell of a shard's new life", JobConnection, "tell_life", constant(None))
 plant("a donor returns no averages", JobConnection, "_return_results", constant(None))
