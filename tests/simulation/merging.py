@@ -70,8 +70,11 @@ class MergingJob(ApplyingJob):
     def _note_decision(self, release: Any) -> None:
         processes = [(self.world.views.member(rank), step) for rank, step in release.contributors]
         updates = frozenset((process.number, step) for process, step in processes if process is not None)
-        known = self._decided.setdefault(release.number, updates)
-        if known is not updates:
+        known = self._decided.get(release.number)
+        # A coordinator that restarted may use a number again that nobody was told of.
+        if known is None or release.number not in self._told:
+            self._decided[release.number] = updates
+        if known is not None:
             is_same = {step for _, step in updates} <= {step for _, step in known}
             require(is_same, "merge {} is decided twice: {} and {}", release.number, known, updates)
             return

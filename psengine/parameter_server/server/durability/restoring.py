@@ -93,9 +93,11 @@ def _replay(recovered: Recovered, shard: int, reader: LogReader) -> None:
         try:
             if state is None or epoch != reader.epoch:
                 # The server ended, and began anew with what it had.
-                states = recovered.shards[shard] if state is None else state.capture()
+                is_next, states = state is not None, recovered.shards[shard] if state is None else state.capture()
                 state, epoch = Shard(shard, 0, _SETTINGS, _CLOCKS, _ignore, lambda route: False), reader.epoch
                 state.restore(states)
+                if is_next:
+                    state.begin_life()
             if placed.record.kind is not RecordKind.SEGMENT:
                 recovered.records[shard] += 1
                 _apply(recovered, state, placed.record)
@@ -132,6 +134,7 @@ def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None
         for shard, jobs in zip(shards, parts, strict=True):
             _check_memory(shard, jobs, what)
             shard.restore(jobs)
+            shard.begin_life()
     except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
         text = f"{what} cannot be taken over (expected one of this version of psengine, got: {error!r})."
         raise SnapshotError(text) from error

@@ -120,6 +120,11 @@ class Apply(ServerWeights):
         return []
 
     @override
+    def begin_life(self) -> None:
+        """A worker whose answer was held may have got it, with weights that the restart lost: it asks, or has it."""
+        self._waiting.clear()
+
+    @override
     def waiting_for(self, rank: int, step: int) -> list[int]:
         view = self.context.view()
         if view is None or self._max_staleness is None or self._waiting.get(rank) != step:

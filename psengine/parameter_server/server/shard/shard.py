@@ -382,6 +382,12 @@ class Shard:
             job.restore(state)
             self.jobs[job.number] = job
 
+    def begin_life(self) -> None:
+        """This server has started with what it restored: who still waits for an answer says so by RESUME."""
+        for job in self.jobs.values():
+            for rule in job.chunks.rules.values():
+                rule.begin_life()
+
     # ---- jobs --------------------------------------------------------------------------------------------------
 
     def drop(self, number: int) -> None:
