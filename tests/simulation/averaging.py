@@ -80,8 +80,9 @@ class AveragingJob(Job):
         self.rule: dict[str, Any] = {"name": "average", "quorum": scenario.quorum}
         self._finished: dict[int, Finished] = {}
         self._leads: dict[WorkerProcess, int] = {}  # the life of the lead in which this process completed a step last
-        # (step, rank) -> the models that its processes have contributed from.
+        # (step, rank) -> the models that its processes have contributed from, and these processes.
         self._given: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        self._givers: dict[tuple[int, int], set[int]] = defaultdict(set)
 
     def begin_anew(self) -> None:
         """See ``Job``."""
@@ -178,6 +179,7 @@ class AveragingJob(Job):
             return process.session.push(key, None, [landing])
         values, weight = self._contribution(process.rank, replica.step + 1, key, replica.base)
         self._given[replica.step + 1, process.rank].add(replica.base)
+        self._givers[replica.step + 1, process.rank].add(process.number)
         return process.session.push(
             key,
             torch.from_numpy(values.copy()),
@@ -232,8 +234,10 @@ class AveragingJob(Job):
         if not self.world.views.is_out(process):  # the others may take back what it completes
             known.holders[process] = self.world.clock.now_s
             self._leads[process] = self.world.network.servers[0].epoch
+        # What is in the average may be of the process that had this rank before.
+        is_other = is_in is False and len(self._givers[step, rank]) > 1
         require(
-            is_in in (None, rank in known.contributors),
+            is_other or is_in in (None, rank in known.contributors),
             "worker {} was told that its gradient of step {} {}, and its average is of workers {}",
             rank,
             step,

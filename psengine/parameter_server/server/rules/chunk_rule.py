@@ -152,7 +152,7 @@ class ChunkRule(ABC):
     def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Inverse of ``to_meta`` and ``tensors``, which are owned here from now on; the values are here already."""
 
-    def begin_life(self) -> None:
+    def begin_life(self) -> None:  # noqa: B027 - others have nothing to forget
         """The server has restarted: what follows may differ from what workers were told by its former life."""
 
     def _updated(self, rank: int, step: int, version: int, place: Place, **body: Any) -> Reply:

@@ -383,7 +383,7 @@ class Shard:
             self.jobs[job.number] = job
 
     def begin_life(self) -> None:
-        """This server has started with what it restored: who still waits for an answer says so by RESUME."""
+        """Go on from what was restored: who still waits for an answer says so by RESUME."""
         for job in self.jobs.values():
             for rule in job.chunks.rules.values():
                 rule.begin_life()
