@@ -93,7 +93,6 @@ class Hello(Body):
     nonce: bounds.Unsigned64
     host: bounds.Label
     pid: bounds.Unsigned
-    software: bounds.Label
     servers: Annotated[list[bounds.Printable], Meta(min_length=1)]
     rank: bounds.Rank | UnsetType | None = UNSET
     world_size: bounds.Workers | UnsetType = UNSET
@@ -117,7 +116,6 @@ class Welcome(Body):
     state: Annotated[str, bounds.one_of("reserved", "initialise", "wait", "ready", "join")]
     lease_s: bounds.Seconds
     heartbeat_s: bounds.Seconds
-    software: bounds.Label
     registration: bounds.Unsigned64 | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
 
@@ -250,7 +248,6 @@ class Chunks(Body):
 
     chunks: list[Chunk]
     more: bool
-    total: bounds.Unsigned
 
 
 class Push(Body):
@@ -313,7 +310,6 @@ class Ok(Body):
     """OK. To a HEARTBEAT also: the workers whom this one waits for at the coordinator, and why."""
 
     generation: bounds.Unsigned | UnsetType = UNSET
-    slots: list[bounds.Name] | UnsetType = UNSET
     waiting_for: list[bounds.Rank] | UnsetType = UNSET
     why: bounds.Printable | UnsetType = UNSET
     text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=bounds.PRINTABLE)] | UnsetType = UNSET
@@ -413,8 +409,10 @@ def convert(value: Any, wanted: Any, what: str, code: str = ErrorCode.BAD_MESSAG
             got = got[name or int(index)]
     if "(expected" not in text:
         text = re.sub(", got `?[^`]*`?$", "", text).replace(f"matching regex {bounds.PRINTABLE!r}", "without controls")
-        text = re.sub(r"matching regex '\\+A(\(.*\))\\+Z'", r"\1", text)  # a list of words
-        text += f", got {reprlib.repr(got)}"
+        text = re.sub(r"`str` matching regex '\\+A\((.*)\)\\+Z'", r"one of \1", text)  # a list of words
+        text = f"{text}, got {reprlib.repr(got)}"
+    if text.startswith("Expected"):
+        text = f"(e{text[1:]})".replace("`", "")
     text = f"{what}{path}: {text[:_MAX_COMPLAINT_CHARS]}"
     raise ProtocolError(text if text.isprintable() else ascii(text), code)
 

@@ -129,7 +129,6 @@ class ErrorCode:
     NOT_READY = "not_ready"  # the job has no values yet; for STORE: a joiner reads what would be overwritten
     BAD_VALUE = "bad_value"  # a number out of its bounds
     MEMORY = "memory"  # the server's --max-memory-bytes
-    CREDIT = "credit"  # more bytes in flight than granted
     SEGMENT = "segment"  # the memory that a payload lies in is not shared with this shard (any more)
     STATE_LOST = "state_lost"  # the server lost the job's weights
     SHUTTING_DOWN = "shutting_down"

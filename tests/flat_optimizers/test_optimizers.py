@@ -336,19 +336,19 @@ def spec(runs=((0, 4, 0),), name="SGD", **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("SGD", {"lr": -0.5}, "SGD's group 0.lr: Expected `float` >= -1e-09, got -0.5"),
+        ("SGD", {"lr": -0.5}, "SGD's group 0.lr: (expected float >= -1e-09, got -0.5"),
         ("SGD", {"lr": math.nan}, "got nan"),
         ("SGD", {"lr": "9" * 60000}, "got '999999"),
-        ("SGD", {"momentum": 1.5}, "SGD's group 0.momentum: Expected `float` <= 1.0, got 1.5"),
-        ("SGD", {"nesterov": 1}, "SGD's group 0.nesterov: Expected `bool`, got 1"),
+        ("SGD", {"momentum": 1.5}, "SGD's group 0.momentum: (expected float <= 1.0, got 1.5"),
+        ("SGD", {"nesterov": 1}, "SGD's group 0.nesterov: (expected bool, got 1"),
         ("SGD", {"nesterov": True}, "nesterov needs a momentum and no dampening"),
         ("SGD", {"eps": 1e-8}, "SGD's group 0: Object contains unknown field `eps`, got "),
         (
             "Adam",
             {"betas": [0.9, 1.0]},
-            "Adam's group 0.betas[1]: Expected `float` < 1.0, got 1.0",
+            "Adam's group 0.betas[1]: (expected float < 1.0, got 1.0",
         ),
-        ("Adam", {"betas": [[0.9], 0.9]}, ".betas[0]: Expected `float`, got [0.9]"),
+        ("Adam", {"betas": [[0.9], 0.9]}, ".betas[0]: (expected float, got [0.9]"),
         ("RMSprop", {"fused": True}, "RMSprop's group 0: Object contains unknown field `fused`"),
     ],
 )

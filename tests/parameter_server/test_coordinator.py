@@ -151,7 +151,7 @@ class Hand:
     def hello(self, **fields: Any) -> str:
         """The state that WELCOME says; "" where no answer came yet."""
         body = {
-            "job": "job", "run": self.run, "nonce": self.nonce, "host": "here", "pid": 1, "software": "0",
+            "job": "job", "run": self.run, "nonce": self.nonce, "host": "here", "pid": 1,
             "servers": self.servers, "world_size": self.bench.world_size, "rule": self.bench.rule,
         }  # fmt: skip
         if self.rank is not None:

@@ -82,13 +82,13 @@ class Peer:
             return self.reply(message, T.VALUES, payload=torch.ones(SPECS[message.key].numel))
         if kind is T.LIST:
             chunks = [spec.to_body() for spec in SPECS]
-            return self.reply(message, T.CHUNKS, body={"chunks": chunks, "more": False, "total": len(chunks)})
+            return self.reply(message, T.CHUNKS, body={"chunks": chunks, "more": False})
         if kind is T.ECHO:
             return self.reply(message, T.ECHOED, payload=payload_tensor(message))
         return None if kind in (T.VIEW, T.RELEASE, T.WAITS) else self.reply(message, T.OK)
 
     def welcome(self):
-        return {"state": "ready", "lease_s": 5.0, "heartbeat_s": HEARTBEAT_S, "software": "test", "key": KEY}
+        return {"state": "ready", "lease_s": 5.0, "heartbeat_s": HEARTBEAT_S, "key": KEY}
 
     def view(self, message):
         view = View(1, self.epoch, (ViewMember(0, INCARNATION, "", 1),), (self.epoch,))

@@ -305,7 +305,6 @@ class Peer:
             "rule": rule or APPLY,
             "host": "test",
             "pid": os.getpid(),
-            "software": "test",
             **body,
         }
         answer = self.request("HELLO", worker=NOBODY, incarnation=0, body=full)

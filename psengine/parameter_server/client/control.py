@@ -17,7 +17,6 @@ from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Operation, Request
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import release_of, view_of
-from psengine.version import __version__
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.job_connection import JobConnection
@@ -61,7 +60,6 @@ class Control(Channel):
             "nonce": job.nonce,
             "host": job.runtime.host()[:255],
             "pid": job.runtime.process_id(),
-            "software": __version__,
             "servers": list(options.addresses),
         }
         if options.rule is not None:  # else it reserves a rank

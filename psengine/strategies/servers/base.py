@@ -141,7 +141,7 @@ class ServerStrategy(ConfiguredStrategy):
         try:
             convert(self._whole_rule(), AnyRule, f"strategy {self.name!r}")
         except ProtocolError as error:
-            raise ConfigurationError(str(error)) from None
+            raise ConfigurationError(f"{error}. Fix: give such a value, or leave the option out") from None
 
     @property
     def session(self) -> WorkerSession:

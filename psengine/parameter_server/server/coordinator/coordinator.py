@@ -224,7 +224,6 @@ class Coordinator:
             "state": state,
             "lease_s": settings.lease_s,
             "heartbeat_s": settings.heartbeat_s,
-            "software": settings.software,
         }
         if self._key and worker.has_rule:
             body |= {"registration": self._registration, "key": self._key}

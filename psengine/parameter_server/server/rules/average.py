@@ -91,7 +91,7 @@ class Average(ChunkRule):
             raise ProtocolError(
                 f"{self.spec.describe()}: worker {rank} has contributions to {MAX_OPEN} open steps already"
                 f" (expected no more, got step {step})",
-                ErrorCode.CREDIT,
+                ErrorCode.BAD_VALUE,
             )
         gathered = self._open.get(step) or ContributionSet(self.spec)
         gathered.check_weight(contribution)

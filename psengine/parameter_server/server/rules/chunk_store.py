@@ -72,21 +72,20 @@ class ChunkStore:
         known = self.rules.get(message.key)
         more_bytes = (0 if values is None else spec.size_bytes) - (0 if known is None else known.size_bytes())
         try:
-            bodies.pack(MessageType.CHUNKS, {"chunks": [spec.to_body()], "more": False, "total": len(self.rules) + 1})
+            bodies.pack(MessageType.CHUNKS, {"chunks": [spec.to_body()], "more": False})
         except ProtocolError as error:
             raise ProtocolError(f"{spec.describe()} cannot be listed: {error}. Cut it into more chunks.") from None
         if more_bytes > 0:
             self.take_memory(more_bytes, f"registering {spec.describe()}")
         self.rules[message.key] = self._rule.make(spec, values, self._context)
 
-    def configure(self, message: Message) -> list[str]:
-        """CONFIGURE: attach the server-side optimizer; returns the names of its slots so far."""
+    def configure(self, message: Message) -> None:
+        """CONFIGURE: attach the server-side optimizer."""
         rule = self.find(message.key)
         spec = OptimizerSpec.from_body(message.body, rule.spec.numel)
         if rule.optimizer is None:
             self.take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
         rule.configure(spec)
-        return sorted(_optimizer_of(rule).slots())
 
     def page(self, after: int) -> dict[str, Any]:
         """LIST: the specs of as many chunks after key ``after`` as fit a page."""
@@ -100,7 +99,7 @@ class ChunkStore:
             if entries and size_bytes > PAGE_BYTES:
                 break
             entries.append(entry)
-        return {"chunks": entries, "more": len(entries) < len(keys), "total": len(self.rules)}
+        return {"chunks": entries, "more": len(entries) < len(keys)}
 
     def read(self, message: Message) -> Values:
         """PULL: (version, payload, body) of a chunk, a slot of its optimizer, or a piece of a blob."""

@@ -297,9 +297,9 @@ class Shard:
         return [self._answer(MessageType.OK, message, sender)]
 
     def _configure(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        slots = job.chunks.configure(message)
+        job.chunks.configure(message)
         self._changed(job, message)
-        return [self._answer(MessageType.OK, message, sender, body={"slots": slots})]
+        return [self._answer(MessageType.OK, message, sender)]
 
     def _store(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         job.chunks.store(message)
