@@ -13,7 +13,7 @@ from simulation.reference import Values
 def chunks(shard: Any) -> Iterator[tuple[int, int, Values]]:
     """Of a shard whose job has a view, or is being registered: (key, version, values) of each chunk."""
     for job in shard.jobs.values():
-        for key, rule in job.chunks.rules.items():
+        for key, rule in job.rules.items():
             yield key, rule.version, rule.values.numpy().copy()
 
 
@@ -25,17 +25,17 @@ def view_number(shard: Any) -> tuple[int, int]:
 
 def last_merge(shard: Any, key: int) -> int:
     """The number of the last decision that a chunk has merged."""
-    return next((job.chunks.rules[key]._merged for job in shard.jobs.values() if key in job.chunks.rules), 0)
+    return next((job.rules[key].merged for job in shard.jobs.values() if key in job.rules), 0)
 
 
 def knows(shard: Any, key: int, rank: int, incarnation: int, step: int) -> bool:
     """Whether a chunk that servers step has this worker's contribution, waiting or taken."""
     for job in shard.jobs.values():
-        rule = job.chunks.rules[key]
-        process, last = rule._taken.get(rank, (0, 0))
-        if process == incarnation and step <= last:
+        rule = job.rules[key]
+        known = rule.workers.get(rank)
+        if known is not None and known.incarnation == incarnation and step <= known.step:
             return True
-        waiting = rule._gathered.by_rank.get(rank) if hasattr(rule, "_gathered") else None
+        waiting = rule.here.get(rank) if hasattr(rule, "here") else None
         return waiting is not None and (waiting.incarnation, waiting.step) == (incarnation, step)
     return False
 
@@ -43,9 +43,10 @@ def knows(shard: Any, key: int, rank: int, incarnation: int, step: int) -> bool:
 def held_weights(shard: Any, key: int, rank: int) -> Values | None:
     """What a worker holds of a chunk, by its shard's word, where answers are differences."""
     for job in shard.jobs.values():
-        held = job.chunks.rules[key]._held
-        if held is not None and rank in held._held:
-            return held.values(rank).numpy().copy()  # type: ignore[no-any-return]
+        rule = job.rules[key]
+        known = rule.workers.get(rank) if rule.payloads.answers_differences else None
+        if known is not None and known.held is not None and known.held.step is not None:
+            return known.held.values.numpy().copy()  # type: ignore[no-any-return]
     return None
 
 

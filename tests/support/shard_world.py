@@ -247,7 +247,7 @@ def codes(messages):
 
 
 def rule_of(world, key=0, job="demo", shard=0):
-    return world.shards[shard].jobs[job_number(job)].chunks.rules[key]
+    return world.shards[shard].jobs[job_number(job)].rules[key]
 
 
 __all__ = [

@@ -10,35 +10,40 @@ from psengine.parameter_server.server.durability import restoring
 from psengine.parameter_server.server.log.log import SegmentWriter
 from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.rules.apply import Apply
-from psengine.parameter_server.server.rules.server_weights import ServerWeights
-from psengine.parameter_server.server.shard import job as shard_job
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots import generations
+from psengine.parameter_server.server.snapshots.files import ChunkState
 from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.protocol.messages import MessageType
 from simulation import logs
 from simulation.disk import SimulatedDisk, SimulatedFile
-from simulation.planted.registry import constant, plant, without
+from simulation.planted.registry import after, constant, plant, without
 
 
-def _without(name: str) -> Any:
-    return lambda to_meta: lambda self: {**to_meta(self), name: {}}
+def _without_steps(state: ChunkState) -> ChunkState:
+    for worker in state.meta["workers"].values():
+        worker["step"] = 0
+    return state
 
 
-plant("a snapshot lacks the table of steps", Apply, "to_meta", _without("taken"))
-plant(
-    "a snapshot's version is one ahead",
-    ServerWeights,
-    "to_meta",
-    lambda to_meta: lambda self: {**to_meta(self), "version": self.version + 1},
-)
-plant(
-    "a snapshot keeps the values that the server goes on changing",
-    shard_job,
-    "chunk_state",
-    lambda state: lambda rule, copies=False: state(rule, copies=False),
-)
+def _one_ahead(state: ChunkState) -> ChunkState:
+    state.meta["version"] += 1
+    return state
+
+
+def _keeps_values(capture: Any) -> Any:
+    def one(self: Apply) -> ChunkState:
+        state: ChunkState = capture(self)
+        state.tensors["values"] = self.values
+        return state
+
+    return one
+
+
+plant("a snapshot lacks the table of steps", Apply, "capture", after(_without_steps))
+plant("a snapshot's version is one ahead", Apply, "capture", after(_one_ahead))
+plant("a snapshot keeps the values that the server goes on changing", Apply, "capture", _keeps_values)
 
 
 def _deletes_first(save: Any) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from psengine.parameter_server.server.rules import apply
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.average import Average
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
 from psengine.parameter_server.server.rules.held_weights import HeldWeights
 from psengine.parameter_server.server.rules.merge import Merge
-from psengine.parameter_server.server.rules.server_weights import ServerWeights
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.shard.shard import Shard
 from simulation.planted.registry import after, constant, keeping, plant, then
@@ -56,7 +56,7 @@ plant("a shard ignores who counts in a step", Average, "release", constant([]))
 
 
 def _drops_every_fifth(step: Any) -> Any:
-    def one(self: ServerWeights, values: Any, given: Any) -> None:
+    def one(self: Apply, values: Any, given: Any) -> None:
         if (self.version + 1) % 5:
             step(self, values, given)
         else:
@@ -65,35 +65,46 @@ def _drops_every_fifth(step: Any) -> Any:
     return one
 
 
-def _add_one(held: HeldWeights) -> None:
-    for one in held._held.values():
-        one.values.add_(1.0)
+def _keeps_steps(adopt: Any) -> Any:
+    def one(self: Apply, view: Any) -> Any:
+        former = {rank: known.step for rank, known in self.workers.items()}
+        replies = adopt(self, view)
+        for rank, step in former.items():
+            self.workers[rank].step = max(self.workers[rank].step, step)
+        return replies
+
+    return one
 
 
-plant("every fifth update is acknowledged and dropped", ServerWeights, "_step", _drops_every_fifth)
+def _add_one(held: HeldWeights) -> HeldWeights:
+    held.values.add_(1.0)
+    return held
+
+
+plant("every fifth update is acknowledged and dropped", Apply, "_step", _drops_every_fifth)
 plant("a push that is here is taken for a new one", Apply, "has", constant(False))
 plant("the staleness bound is off by one", Apply, "_is_held", lambda held: lambda self, step: held(self, step - 1))
 plant("a held answer never leaves", Apply, "release", constant([]))
-plant("a new process counts for its predecessor", Apply, "adopt", keeping("_taken"))
+plant("a new process counts for its predecessor", Apply, "adopt", _keeps_steps)
 plant("a lost answer is not answered again", Apply, "answer_again", constant(None))
 plant("a stale gradient is corrected twice", DelayCompensation, "correct", after(lambda gradient: gradient * 2))
-plant("a shard thinks that a worker holds something else", HeldWeights, "answer", then(_add_one))
+plant("a shard thinks that a worker holds something else", apply, "next_held", after(_add_one))
 
 # ---- merge -----------------------------------------------------------------------------------------------------------
 
 
 def _merges_all(merge: Any) -> Any:
     def one(self: Merge, number: int, pairs: Any) -> Any:
-        return merge(self, number, tuple((rank, one.step) for rank, one in sorted(self._gathered.by_rank.items())))
+        return merge(self, number, tuple((rank, one.step) for rank, one in sorted(self.here.items())))
 
     return one
 
 
 def _merges_again(merge: Any) -> Any:
     def one(self: Merge, number: int, pairs: Any) -> Any:
-        here = dict(self._gathered.by_rank)
+        here = dict(self.here)
         replies = merge(self, number, pairs)
-        self._gathered.by_rank.update(here)
+        self.here.update(here)
         return replies
 
     return one
@@ -109,9 +120,9 @@ plant("a merged contribution is taken for a new one", Merge, "has", constant(Fal
 
 def _adopts_all(view: Any) -> Any:
     def one(self: Shard, job: Job, message: Any, sender: Any) -> Any:
-        known, job.view = job.view, None
+        known, job.context.view = job.view, None
         outgoing = view(self, job, message, sender)
-        job.view = job.view or known
+        job.context.view = job.view or known
         return outgoing
 
     return one

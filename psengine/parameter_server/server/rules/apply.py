@@ -1,4 +1,4 @@
-"""Rule "apply": a contribution is applied when it arrives; its answer may be held.
+"""Rule "apply": a contribution is applied when it arrives; its answer, the new weights, may be held.
 
     rank 0   push ─► apply ─► weights           rank 2, four times slower
     rank 1      push ─► apply ─► weights        push ─► apply ─► weights
@@ -10,41 +10,69 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server"). The coordina
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.rules.exchange import Contribution, Reply
-from psengine.parameter_server.server.rules.server_weights import ServerWeights
+from psengine.flat_optimizers.finite import is_finite
+from psengine.parameter_server.server.rules.answer_memory import Place
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
+from psengine.parameter_server.server.rules.held_weights import HeldWeights, next_held
+from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import Release, View
 
-# In ``_oldest_base``, of a worker that is not in the view.
-_GONE = -1
+
+@dataclass(slots=True)
+class KnownWorker:
+    """What a chunk knows of a worker's process, also while that is in no view."""
+
+    incarnation: int
+    step: int = 0  # the last that was taken in
+    is_waiting: bool = False  # its answer is held
+    # Pushes computed from older versions were under way when it was put out of the view; None: it is out.
+    oldest_base: int | None = 0
+    refused: str | None = None  # why its last contribution does not count
+    held: HeldWeights | None = None  # where later answers depend on it
 
 
-class Apply(ServerWeights):
+class Apply(ChunkRule):
     """See the module's text. The chunk's version counts the contributions that changed it."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    holds_weights = True
+    pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER})
+    kept: ClassVar[dict[str, Any]] = {
+        "version": int,
+        "workers": dict[int, KnownWorker],
+        "compensation": DelayCompensation | None,
+    }
+    values: torch.Tensor
+
+    def __init__(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext) -> None:
+        if values is None:
+            raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
+        super().__init__(spec, values, context)
+        options = context.options
+        self._place = Place(values)
+        self._is_parameter = spec.kind is ChunkKind.PARAMETER
         # An answer is held while its step is more than this many after the last that all have committed; None never
         # holds.
-        self._max_staleness: int | None = self.options.get("max_staleness")
-        # By rank, the incarnation and its last step that was taken in. Of workers that left too: who comes back may
-        # have an answer to come, and is not applied twice.
-        self._taken: dict[int, tuple[int, int]] = {}
-        # By rank, the step whose answer is held.
-        self._waiting: dict[int, int] = {}
-        # Pushes computed from older versions were under way when their worker was put out of the view.
-        self._oldest_base: dict[int, int] = {}
+        self._max_staleness: int | None = options.get("max_staleness")
+        self._scales_by_staleness = options.get("staleness_scaling") == "inverse"
+        strength: float = options.get("delay_compensation", 0.0) if self._is_parameter else 0.0
+        self.compensation = DelayCompensation(strength, options.get("compensation_decay")) if strength else None
+        # By rank. Of workers that left too: who comes back may have an answer to come, and is not applied twice.
+        self.workers: dict[int, KnownWorker] = {}
 
     @override
     def push(self, contribution: Contribution) -> list[Reply]:
-        rank, step = contribution.rank, contribution.step
+        rank, step, known = contribution.rank, contribution.step, self.workers[contribution.rank]
         if contribution.weight is not None:
             raise ProtocolError(
                 f"{self.spec.describe()}: an asynchronous job averages nothing, so that no gradient has a weight"
@@ -55,42 +83,60 @@ class Apply(ServerWeights):
         reason = self._reason_to_refuse(contribution)
         if reason is None and contribution.values is not None:
             self._step(contribution.values, (contribution,))
-        self._note_reason(contribution, reason)
-        self._note_held(contribution)
-        self._taken[rank] = contribution.incarnation, step
+        self._take(contribution, reason)
+        if known.held is not None and known.held.step != contribution.held:
+            known.held.step = None
         if self._max_staleness is None:
             return [self._answer(rank, step)]
-        self._waiting[rank] = step
+        known.is_waiting = True
         return self._let_go()
 
-    @override
+    def _check_ready(self) -> None:
+        if self._is_parameter and self.optimizer is None:
+            text = f"{self.spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
+            raise ProtocolError(text, ErrorCode.NOT_READY)
+
     def _reason_to_refuse(self, contribution: Contribution) -> str | None:
-        reason = super()._reason_to_refuse(contribution)
-        is_stale = contribution.base_version < self._oldest_base.get(contribution.rank, 0)
-        return "stale" if is_stale and contribution.values is not None else reason
+        if contribution.values is None:
+            return "abstained"
+        if contribution.base_version < (self.workers[contribution.rank].oldest_base or 0):
+            return "stale"
+        # A buffer may hold infinities on purpose, such as an attention mask.
+        return "non_finite" if self._is_parameter and not is_finite(contribution.values) else None
+
+    def _take(self, contribution: Contribution, reason: str | None) -> None:
+        """The step is answered, or will be, also where it does not count for this reason."""
+        known = self.workers[contribution.rank]
+        known.step, known.refused = contribution.step, reason
+        if reason is not None:
+            self.context.statistics.refused[reason] += 1
+        if reason not in (None, "abstained"):  # a worker that only asks for weights
+            self.context.discarded(contribution, self.spec, reason)
 
     @override
     def has(self, rank: int, step: int) -> bool:
-        return rank in self._taken and step <= self._taken[rank][1]
+        return rank in self.workers and step <= self.workers[rank].step
 
     @override
     def answer_again(self, rank: int, step: int) -> Reply | None:
-        if rank not in self._taken or step != self._taken[rank][1]:
+        if step != self.workers[rank].step:
             return None
         if self._is_held(step):
-            self._waiting[rank] = step  # its worker had left the view
+            self.workers[rank].is_waiting = True  # its worker had left the view
             return None
         return self._answer(rank, step, repeated=True)
 
     def _is_held(self, step: int) -> bool:
-        return self._max_staleness is not None and step - self._max_staleness > self.context.floor()
+        return self._max_staleness is not None and step - self._max_staleness > self.context.floor
 
     def _let_go(self) -> list[Reply]:
         """Answers that may leave now, with the weights of now."""
-        free = [(rank, step) for rank, step in sorted(self._waiting.items()) if not self._is_held(step)]
-        for rank, _ in free:
-            del self._waiting[rank]
-        return [self._answer(rank, step) for rank, step in free]
+        replies = []
+        for rank, step in sorted(self.open_steps().items()):
+            if not self._is_held(step):
+                self.workers[rank].is_waiting = False
+                replies.append(self._answer(rank, step))
+        return replies
 
     @override
     def release(self, release: Release) -> list[Reply]:
@@ -100,51 +146,149 @@ class Apply(ServerWeights):
     def adopt(self, view: View) -> list[Reply]:
         """Nothing that was applied is taken back. A new process of a rank begins anew."""
         members = {member.rank: member.incarnation for member in view.members}
-        for rank in (*self._waiting, *self._backups):
-            if rank not in members:
-                self._waiting.pop(rank, None)
-                self._forget_answers(rank)
-        for rank, (incarnation, _) in list(self._taken.items()):
-            if members.get(rank) == incarnation:
-                if self._oldest_base.get(rank) == _GONE:
-                    self._oldest_base[rank] = self.version
+        for rank, known in list(self.workers.items()):
+            if members.get(rank) == known.incarnation:
+                if known.oldest_base is None:
+                    known.oldest_base = self.version
                 continue
-            self._waiting.pop(rank, None)
-            self._forget_answers(rank)
+            known.is_waiting, known.held = False, None
             if rank in members:
-                del self._taken[rank]
-                self._oldest_base.pop(rank, None)
-                self._refused.pop(rank, None)
+                del self.workers[rank]
             elif self._max_staleness is not None:
-                self._oldest_base[rank] = _GONE
+                known.oldest_base = None
+        for rank, incarnation in members.items():
+            self.workers.setdefault(rank, KnownWorker(incarnation))
         return []
 
     @override
     def begin_life(self) -> None:
         """A worker whose answer was held may have got it, with weights that the restart lost: it asks, or has it."""
-        self._waiting.clear()
+        for known in self.workers.values():
+            known.is_waiting = False
 
     @override
     def waiting_for(self, rank: int, step: int) -> list[int]:
-        view = self.context.view()
-        if view is None or self._max_staleness is None or self._waiting.get(rank) != step:
+        view = self.context.view
+        if view is None or self._max_staleness is None or self.open_steps().get(rank) != step:
             return []
         needed = step - self._max_staleness
-        return [other.rank for other in view.members if self._taken.get(other.rank, (0, 0))[1] < needed]
+        return [other.rank for other in view.members if not self.has(other.rank, needed)]
 
     @override
     def open_steps(self) -> dict[int, int]:
-        return dict(self._waiting)
+        return {rank: known.step for rank, known in self.workers.items() if known.is_waiting}
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def _step(self, values: torch.Tensor, given: Sequence[Contribution]) -> None:
+        """Step with the combined ``values`` of these contributions: one version. An error leaves all as it was.
+
+        After a restart workers may be ahead of the restored weights for one push.
+        """
+        if self.optimizer is None:
+            self._overwrite(values)
+        else:
+            groups, absent = _groups_of(given), _absent_in_all(given)
+            staleness = max(0, self.version - min(one.base_version for one in given))
+            if self.compensation is not None:
+                self.optimizer.check(groups, absent)  # before anything changes
+                values = self._compensated(self.compensation, values, given[0])
+            place = self.memory.next_of(self._place)
+            self.optimizer.apply(
+                values,
+                groups=groups,
+                # Zhang et al. 2016, "Staleness-aware Async-SGD" (https://arxiv.org/abs/1511.05950)
+                learning_rate_scale=1.0 / (staleness + 1) if self._scales_by_staleness else 1.0,
+                absent=absent,
+                into=place.values,
+            )
+            self._place, self.values = place, place.values
+        if self._is_parameter:
+            statistics = self.context.statistics
+            statistics.applied += len(given)
+            for one in given:
+                statistics.count_staleness(max(0, self.version - one.base_version), one.rank)
+        self.version += 1
+
+    def _compensated(self, by: DelayCompensation, gradient: torch.Tensor, given: Contribution) -> torch.Tensor:
+        """The gradient of one worker, corrected for what changed since its weights left."""
+        by.observe(gradient)
+        held = self.workers[given.rank].held
+        if held is None or held.version != given.base_version or held.version >= self.version:
+            return gradient
+        return by.correct(gradient, self.values, held.values)
+
+    def _overwrite(self, values: torch.Tensor) -> None:
+        place = self.memory.next_of(self._place)
+        place.values.copy_(values)
+        if self.optimizer is not None:
+            self.optimizer.move_to(place.values)
+        self._place, self.values = place, place.values
+
+    # ---- answers -----------------------------------------------------------------------------------------------
+
+    def _answer(self, rank: int, step: int, *, repeated: bool = False) -> Reply:
+        """UPDATED; ``repeated``: the worker may have received the first one, so that this must bring the same."""
+        version, place, known = self.version, self._place, self.workers[rank]
+        if self.compensation is not None or self.payloads.answers_differences:
+            held = next_held(known.held, step, version, self.values, self.payloads, repeated=repeated)
+            known.held, version = held, held.version
+            place = Place(self.payloads.encode(held.values) if held.payload is None else held.payload)
+        elif self.payloads.encodes_answers:
+            place = Place(self.payloads.encode(self.values))
+        answer = self._updated(rank, step, version, place)
+        if known.refused is not None:
+            answer.body["refused"] = known.refused
+        return answer
+
+    # ---- values and memory -------------------------------------------------------------------------------------
 
     @override
-    def to_meta(self) -> dict[str, Any]:
-        tables: dict[str, dict[int, Any]] = {"taken": self._taken, "waiting": self._waiting}
-        tables["oldest_base"] = self._oldest_base
-        return super().to_meta() | {name: {str(k): v for k, v in table.items()} for name, table in tables.items()}
+    def read(self) -> tuple[int, torch.Tensor]:
+        return self.version, self.values
 
     @override
-    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        super().restore(meta, tensors)
-        self._taken = {int(rank): (incarnation, step) for rank, (incarnation, step) in meta["taken"].items()}
-        self._waiting = {int(rank): step for rank, step in meta["waiting"].items()}
-        self._oldest_base = {int(rank): version for rank, version in meta["oldest_base"].items()}
+    def store(self, values: torch.Tensor, version: int) -> None:
+        self._overwrite(values)
+        for known in self.workers.values():
+            if known.held is not None:
+                known.held.step = None
+        self.version += 1
+
+    @override
+    def note_base(self, rank: int) -> bool:
+        known = self.workers.get(rank)
+        if self.compensation is None or known is None:
+            return False
+        known.held = HeldWeights(self.version, self.values.clone(), None)
+        return True
+
+    @override
+    def lent_places(self, workers: int) -> int:
+        is_lent = self.spec.kind in self.pushed_kinds and self.compensation is None
+        # Each may read another version, and who pushes reads none.
+        return workers if is_lent and not self.payloads.encodes_answers else 0
+
+    @override
+    def size_bytes(self) -> int:
+        parts = [self.optimizer, self.compensation, *(known.held for known in self.workers.values())]
+        parts_bytes = sum(part.size_bytes for part in parts if part is not None)
+        return self.spec.size_bytes + self.memory.extra_bytes + parts_bytes
+
+
+def _groups_of(contributions: Sequence[Contribution]) -> Sequence[Mapping[str, Any]] | None:
+    """The hyperparameters that the first contribution brings which brings any."""
+    return next((one.groups for one in contributions if one.groups is not None), None)
+
+
+def _absent_in_all(contributions: Sequence[Contribution]) -> Sequence[tuple[int, int]]:
+    """[start, end) ranges of elements for which no contribution has a gradient."""
+    common = contributions[0].absent
+    for one in contributions[1:]:
+        common = [
+            (max(start, other_start), min(end, other_end))
+            for start, end in common
+            for other_start, other_end in one.absent
+            if max(start, other_start) < min(end, other_end)
+        ]
+    return common

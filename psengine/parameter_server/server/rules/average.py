@@ -8,14 +8,14 @@ With a quorum the coordinator names who counts in a step, for all chunks (RELEAS
 ``values`` are what a worker last deposited for others. A step has one result, kept until every member has it.
 
 A view takes back all steps from its ``from_step`` on: nobody has used them, and workers push them again. Of an earlier
-step nothing is taken back. A server that restarted has no results; the view's donor returns that of the last step.
+step nothing is taken back. A server that restarted has no results; the view's donor returns that of the last step. A
+snapshot has neither steps nor values: after a restart workers push again, and deposit anew.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from typing_extensions import override
@@ -25,8 +25,8 @@ from psengine.errors import ProtocolError
 from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
-from psengine.parameter_server.server.rules.contribution_set import ContributionSet
-from psengine.parameter_server.server.rules.exchange import Contribution, Reply
+from psengine.parameter_server.server.rules.contribution_set import ContributionSet, check_weight
+from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import Release, View
@@ -35,7 +35,6 @@ from psengine.protocol.views import Release, View
 HISTORY = 8
 # A worker has at most this many contributions to open steps of a chunk: it pushes the next when it has the answer.
 MAX_OPEN = 2
-MAX_SHOWN_RANKS = 256
 
 
 class _Result(NamedTuple):
@@ -52,13 +51,12 @@ class Average(ChunkRule):
     holds_weights = False
     pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER, ChunkKind.USAGE})
 
-    def __init__(self, spec: ChunkSpec, values: torch.Tensor | None, *arguments: Any) -> None:
-        super().__init__(spec, values, *arguments)
-        self._values = values
+    def __init__(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext) -> None:
+        super().__init__(spec, values, context)
         self.values_version = 0
         # A step is closed with this many gradients (backup workers, Chen et al. 2016,
         # https://arxiv.org/abs/1604.00981), which the coordinator names; else with those of all members.
-        self._has_quorum = self.options.get("quorum") is not None
+        self._has_quorum = context.options.get("quorum") is not None
         # Of each member the incarnation, and the last step that it contributed to or does not need.
         self._last: dict[int, tuple[int, int]] = {}
         self._open: dict[int, ContributionSet] = {}
@@ -71,17 +69,12 @@ class Average(ChunkRule):
         # The last step that changed it, and what it was before. The tensors are shared: codecs write into others.
         self._former: tuple[int, CodecState] | None = None
 
-    @property
-    @override
-    def values(self) -> torch.Tensor | None:
-        return self._values
-
     @override
     def push(self, contribution: Contribution) -> list[Reply]:
         rank, step = contribution.rank, contribution.step
         if step in self._results:
             return [self._answer_late(contribution)]
-        view = self.context.view()
+        view = self.context.view
         if view is not None and step < view.from_step - 1:
             raise ProtocolError(
                 f"{self.spec.describe()}: the average of step {step} is gone, the others are at step {view.from_step}",
@@ -94,7 +87,7 @@ class Average(ChunkRule):
                 ErrorCode.BAD_VALUE,
             )
         gathered = self._open.get(step) or ContributionSet(self.spec)
-        gathered.check_weight(contribution)
+        check_weight(self.spec, contribution, gathered.by_rank.values())
         if contribution.values is None:
             self.context.statistics.abstained += 1
         gathered.add(contribution, () if self._has_quorum or view is None else _members_at(view, step))
@@ -128,13 +121,13 @@ class Average(ChunkRule):
             incarnation, last = self._last.get(member.rank, (0, 0))
             is_known = incarnation == member.incarnation
             members[member.rank] = member.incarnation, min(last, first - 1) if is_known else member.first_step - 1
-        kept = {step: gathered for step, gathered in self._open.items() if step < first}
-        for gathered in kept.values():
+        self._last = members
+        for step, gathered in list(self._open.items()):
             for one in list(gathered.by_rank.values()):
                 if members.get(one.rank, (0, 0))[0] != one.incarnation:
                     gathered.remove(one.rank)
-        self._open = {step: gathered for step, gathered in kept.items() if gathered.by_rank}
-        self._last = members
+            if step >= first or not gathered.by_rank:
+                del self._open[step]
         self._released.clear()
         self._results = {step: result for step, result in self._results.items() if step < first}
         if self._former is not None and self._former[0] >= first:
@@ -145,9 +138,6 @@ class Average(ChunkRule):
 
     @override
     def supply_result(self, rank: int, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
-        view = self.context.view()
-        if view is None or step != view.from_step - 1:
-            return super().supply_result(rank, step, payload, contributors)
         if step in self._results:
             return []  # this server did not restart, or others were asked too
         gathered = self._open.pop(step, None)
@@ -162,14 +152,14 @@ class Average(ChunkRule):
 
     @override
     def waiting_for(self, rank: int, step: int) -> list[int]:
-        gathered, view = self._open.get(step), self.context.view()
+        gathered, view = self._open.get(step), self.context.view
         if gathered is None or view is None or rank not in gathered.by_rank:
             return []
         if step < view.from_step:
             return [] if view.donor is None else [view.donor]
         counted = self._counted(step, view)
         awaited = _members_at(view, step) if counted is None else sorted(counted)
-        return [other for other in awaited if other not in gathered.by_rank][:MAX_SHOWN_RANKS]
+        return [other for other in awaited if other not in gathered.by_rank]
 
     @override
     def open_steps(self) -> dict[int, int]:
@@ -187,7 +177,7 @@ class Average(ChunkRule):
 
     def _close(self, step: int) -> list[Reply]:
         """Close the step, if everything is here that counts."""
-        gathered, view = self._open.get(step), self.context.view()
+        gathered, view = self._open.get(step), self.context.view
         if gathered is None or view is None or step < view.from_step:
             return []
         counted = self._counted(step, view)
@@ -270,7 +260,7 @@ class Average(ChunkRule):
 
     @override
     def store(self, values: torch.Tensor, version: int) -> None:
-        self._values, self.values_version = values.clone(), version
+        self.values, self.values_version = values.clone(), version
 
     @override
     def lent_places(self, workers: int) -> int:
@@ -284,19 +274,6 @@ class Average(ChunkRule):
         state_bytes = 0 if self._state is None else self._state.size_bytes
         results_bytes = max(self.memory.extra_bytes, len(self._results) * self.payloads.answer_bytes)
         return values_bytes + state_bytes + results_bytes + sum(one.size_bytes for one in self._open.values())
-
-    @override
-    def to_meta(self) -> dict[str, Any]:
-        """Neither steps nor values are kept: after a restart workers push again, and deposit anew."""
-        return {"version": self.version}
-
-    @override
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    @override
-    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        self.version = meta["version"]
 
 
 def _members_at(view: View, step: int) -> list[int]:

@@ -4,22 +4,24 @@ average.py    every member of the view has contributed, or those that the coordi
 apply.py      each contribution is applied when it comes; its answer may be held (bounded staleness)
 merge.py      contributions are merged as the coordinator names them
 
-The last two keep the weights and step them (``server_weights.py``).
+The last two keep the weights and step them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from msgspec import convert, to_builtins
 
 from psengine.errors import ProtocolError
+from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.answer_memory import AnswerMemory, Place
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
+from psengine.parameter_server.server.snapshots.files import ChunkState
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.protocol.views import Release, View
@@ -31,7 +33,9 @@ class ChunkRule(ABC):
     Args:
         values: 1-D, the chunk's values; owned and mutated here. None where nobody has brought any.
         context: shared with the job's other chunks.
-        options: the rule as in HELLO.
+
+    Attributes:
+        values: what PULL reads; None where nobody has brought any.
     """
 
     # Whether the weights that are trained are here; else they are in the workers, who deposit copies for each other.
@@ -40,32 +44,17 @@ class ChunkRule(ABC):
     pushed_kinds: ClassVar[frozenset[ChunkKind]]
     # Whether the job's codec may encode answers; else they are exact, whatever it is.
     encodes_answers: ClassVar[bool] = True
+    # What a snapshot has beside weights and optimizer: attributes, and their types.
+    kept: ClassVar[dict[str, Any]] = {"version": int}
 
-    def __init__(
-        self,
-        spec: ChunkSpec,
-        values: torch.Tensor | None,
-        payloads: ChunkPayloads,
-        context: RuleContext,
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext) -> None:
         self.spec = spec
-        self.payloads = payloads
+        self.values = values
         self.context = context
-        self.options = options
+        self.payloads = ChunkPayloads(spec, context.codec)
         self.version = 0
         self.memory = AnswerMemory(spec.numel, spec.dtype)
         self.optimizer: ChunkOptimizer | None = None
-
-    @property
-    @abstractmethod
-    def values(self) -> torch.Tensor | None:
-        """What PULL reads; None where nobody has brought any."""
-
-    @property
-    def remembers_answers(self) -> bool:
-        """Whether an answer, or a read by a member, changes what later answers are."""
-        return False
 
     def configure(self, spec: OptimizerSpec) -> None:
         """Attach the optimizer; a repetition of the same is no change.
@@ -73,10 +62,24 @@ class ChunkRule(ABC):
         Raises:
             ProtocolError: another one is attached, or the chunk takes none.
         """
-        raise ProtocolError(
-            f"{self.spec.describe()} takes no optimizer (expected a parameter of a job whose servers step)",
-            ErrorCode.RULE_MISMATCH,
-        )
+        if not self.holds_weights or self.spec.kind is not ChunkKind.PARAMETER:
+            raise ProtocolError(
+                f"{self.spec.describe()} takes no optimizer (expected a parameter of a job whose servers step)",
+                ErrorCode.RULE_MISMATCH,
+            )
+        if self.optimizer is None:
+            assert self.values is not None
+            self.optimizer = ChunkOptimizer(self.values, spec, places_of(spec.runs, self.spec.segments))
+            return
+        known = self.optimizer.spec
+        # Hyperparameters may differ, and change.
+        if (known.name, len(known.groups), known.runs) != (spec.name, len(spec.groups), spec.runs):
+            raise ProtocolError(
+                f"{self.spec.describe()} has another optimizer already (expected {known.name} of {len(known.groups)}"
+                f" groups over {len(known.runs)} runs, got {spec.name} over {len(spec.runs)} runs). Every worker of a"
+                " job needs the same optimizer and parameter groups.",
+                ErrorCode.RULE_MISMATCH,
+            )
 
     @abstractmethod
     def push(self, contribution: Contribution) -> list[Reply]:
@@ -111,12 +114,8 @@ class ChunkRule(ABC):
         """By rank, the last step whose contribution is here and not answered."""
 
     def supply_result(self, rank: int, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
-        """Member ``rank`` returns the average of a step that was closed before this server started.
-
-        Raises:
-            ProtocolError: nobody lacks it.
-        """
-        raise ProtocolError(f"{self.spec.describe()}: nobody lacks the average of step {step}")
+        """Member ``rank`` returns the average of the last step before the view, for a server that restarted."""
+        return []
 
     @abstractmethod
     def read(self) -> tuple[int, torch.Tensor]:
@@ -126,9 +125,9 @@ class ChunkRule(ABC):
     def store(self, values: torch.Tensor, version: int) -> None:
         """STORE: overwrite what PULL reads; ``version``: as the worker says."""
 
-    def note_base(self, rank: int) -> int:
-        """Worker ``rank`` computes its next gradient from the values as they are: their version, 0 if unknown here."""
-        return 0
+    def note_base(self, rank: int) -> bool:
+        """Worker ``rank`` computes its next gradient from the values as they are; whether a snapshot has that."""
+        return False
 
     @abstractmethod
     def lent_places(self, workers: int) -> int:
@@ -140,17 +139,37 @@ class ChunkRule(ABC):
     def size_bytes(self) -> int:
         """Memory of values, contributions that are kept, results, optimizer and backups."""
 
-    @abstractmethod
-    def to_meta(self) -> dict[str, Any]:
-        """All that is here beside the tensors; JSON-able."""
+    def capture(self) -> ChunkState:
+        """All that lasts: what is JSON-able, and copies of tensors, for which it has their names."""
+        tensors: dict[str, torch.Tensor] = {}
 
-    @abstractmethod
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors that are here, by name; not copies."""
+        def name_of(tensor: torch.Tensor) -> str:
+            name = str(len(tensors))
+            tensors[name] = tensor.clone()
+            return name
 
-    @abstractmethod
-    def restore(self, meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of ``to_meta`` and ``tensors``, which are owned here from now on; the values are here already."""
+        meta: dict[str, Any] = {"spec": self.spec.to_body()}
+        if self.holds_weights and self.values is not None:
+            tensors["values"] = self.values.clone()
+        if self.optimizer is not None:
+            # With the current hyperparameters.
+            meta |= {"optimizer": self.optimizer.spec.to_body(), "steps": self.optimizer.steps()}
+            tensors |= {f"slot/{name}": slot.clone() for name, slot in self.optimizer.slots().items()}
+        fields = {name: getattr(self, name) for name in self.kept}
+        meta |= to_builtins(fields, str_keys=True, enc_hook=name_of)
+        return ChunkState(self.spec.key, meta, tensors)
+
+    def restore(self, state: ChunkState) -> None:
+        """Inverse of ``capture`` in a new object, which has the values already and owns the other tensors now."""
+        meta, tensors = state.meta, state.tensors
+        for name, kind in self.kept.items():
+            setattr(self, name, convert(meta[name], kind, str_keys=True, dec_hook=lambda _, key: tensors[key]))
+        if "optimizer" in meta:
+            self.configure(OptimizerSpec.from_body(meta["optimizer"], self.spec.numel))
+            assert self.optimizer is not None
+            for name, tensor in tensors.items():
+                if name.startswith("slot/"):
+                    self.optimizer.load_slot(name.removeprefix("slot/"), tensor, meta["steps"])
 
     def begin_life(self) -> None:  # noqa: B027 - others have nothing to forget
         """The server has restarted: what follows may differ from what workers were told by its former life."""

@@ -13,7 +13,7 @@ scaled by a power of two; equal weights give the very bits of no weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -30,8 +30,11 @@ class ContributionSet:
 
     def __init__(self, spec: ChunkSpec) -> None:
         self._spec = spec
+        self._dtype = torch.float32 if spec.dtype in (torch.float16, torch.bfloat16) else spec.dtype
         self.by_rank: dict[int, Contribution] = {}
-        self._sum = _RankOrderSum(spec.dtype)
+        self._added: list[Contribution] = []  # ascending by rank
+        # Their sum, nobody else's memory; None until there are two: the first is not copied for itself.
+        self._total: torch.Tensor | None = None
 
     def add(self, contribution: Contribution, live: Sequence[int]) -> None:
         """One more, which was checked, of a rank that is not here yet; ``live``: the ranks awaited, ascending."""
@@ -39,56 +42,32 @@ class ContributionSet:
         if self._spec.kind is ChunkKind.BUFFER or len(self.by_rank) == len(live):
             return  # nothing is added, or the rest at once, into the result
         for rank in live:
-            if self._sum.added and rank <= self._sum.added[-1].rank:
+            if self._added and rank <= self._added[-1].rank:
                 continue
             one = self.by_rank.get(rank)
-            if one is None or not self._sum.takes(one):
+            if one is None:
                 return
-            if one.values is not None:
-                self._sum.add(one)
+            if one.values is None:
+                continue
+            if self._added and one.weight != self._added[0].weight:
+                return  # those that weigh differently are scaled at the end
+            self._add(one)
 
-    def remove(self, rank: int) -> Contribution:
+    def remove(self, rank: int) -> None:
         """The contribution of this worker does not count after all."""
-        removed = self.by_rank.pop(rank)
-        if any(one.rank == rank for one in self._sum.added):
-            self._sum = _RankOrderSum(self._spec.dtype)
-        return removed
+        del self.by_rank[rank]
+        if any(one.rank == rank for one in self._added):
+            self._added, self._total = [], None
 
     @property
     def size_bytes(self) -> int:
         """Memory of the contributions and of what is added already."""
-        return len(self.given) * self._spec.size_bytes + self._sum.size_bytes
+        return len(self.given) * self._spec.size_bytes + (0 if self._total is None else self._total.nbytes)
 
     @property
     def given(self) -> list[Contribution]:
         """Those that bring values, in the order of ranks."""
         return [one for _, one in sorted(self.by_rank.items()) if one.values is not None]
-
-    def check_weight(self, contribution: Contribution) -> None:
-        """Raise ProtocolError for a weight that makes no sense here, or where one is missing."""
-        weight, chunk = contribution.weight, self._spec.describe()
-        complaint = ""
-        if weight is not None and self._spec.kind is not ChunkKind.PARAMETER:
-            complaint = f"only gradients have a weighted average (expected no weight, got {weight:g})"
-        elif weight is not None and (weight == 0) != (contribution.values is None):
-            has = "no" if contribution.values is None else "a"
-            complaint = (
-                f"weight 0 goes with no gradient, and every other with one (got weight {weight:g} and {has} gradient)"
-            )
-        elif weight is not None or contribution.values is not None:  # else it abstains, from either kind
-            # Those that are here agree: the first one that does not abstain tells.
-            present = (one for one in self.by_rank.values() if one.values is not None or one.weight is not None)
-            other = next(present, contribution)
-            if (other.weight is None) != (weight is None):
-                rank = contribution.rank
-                weighs, not_ = (rank, other.rank) if other.weight is None else (other.rank, rank)
-                complaint = (
-                    f"in step {contribution.step} worker {weighs} weighs its gradient and worker {not_} does"
-                    " not (expected a weight of every worker, or of none). Set model.batch_weight on all workers in"
-                    " every step, or on none."
-                )
-        if complaint:
-            raise ProtocolError(f"{chunk}: {complaint}", ErrorCode.BAD_VALUE)
 
     def combine(self, memory: Callable[[], Place]) -> Place | None:
         """The average of gradients, the lowest rank's buffer, or the sum of usage maps; None where there is none.
@@ -109,13 +88,12 @@ class ContributionSet:
         if len(set(weights)) > 1:
             values = [one.values for one in given if one.values is not None]
             return _copied(self._combine_weighted(values, weights), memory())
-        added = self._sum.added
-        # A worker that was not awaited may stand between those added.
-        rank_order = self._sum if given[: len(added)] == added else _RankOrderSum(self._spec.dtype)
+        if given[: len(self._added)] != self._added:  # a worker that was not awaited stands between them
+            self._added, self._total = [], None
         result, count = memory(), len(given)
-        for one in given[len(rank_order.added) :]:
-            rank_order.add(one, result.values if one is given[-1] else None)
-        total = rank_order.total
+        for one in given[len(self._added) :]:
+            self._add(one, result.values if one is given[-1] else None)
+        total = self._total
         assert total is not None
         if self._spec.kind is not ChunkKind.USAGE:
             if total.is_floating_point() and not count & (count - 1):
@@ -124,11 +102,28 @@ class ContributionSet:
                 total /= count
         return result if total is result.values else _copied(total, result)
 
+    def _add(self, contribution: Contribution, into: torch.Tensor | None = None) -> None:
+        """Add the next one; the sum is ``into`` from then on, where that has the type in which they are added."""
+        values, first = contribution.values, self._added[0].values if self._added else None
+        assert values is not None
+        self._added.append(contribution)
+        if first is None:
+            return
+        if first.dtype is self._dtype and (self._total is None or into is not None):
+            self._total = torch.add(first if self._total is None else self._total, values, out=into)
+            return
+        if self._total is None:
+            self._total = first.to(self._dtype)
+        if self._total.is_floating_point():
+            ops.accumulate_(self._total, values)  # 16-bit values are widened in the same pass
+        else:
+            self._total += values
+
     def _combine_weighted(self, tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
         # Weights of up to 1e12 would overflow what gradients are added in. By a power of two they are scaled exactly.
         _, exponent = math.frexp(max(weights))
         scaled = [math.ldexp(weight, -exponent) for weight in weights]
-        total = torch.zeros(self._spec.numel, dtype=_accumulation_dtype(self._spec.dtype))
+        total = torch.zeros(self._spec.numel, dtype=self._dtype)
         for values, weight in zip(tensors, scaled, strict=True):
             if total.is_floating_point():
                 ops.accumulate_(total, values, weight)
@@ -137,46 +132,31 @@ class ContributionSet:
         return total.div_(sum(scaled))
 
 
+def check_weight(spec: ChunkSpec, contribution: Contribution, others: Iterable[Contribution]) -> None:
+    """Raise ProtocolError for a weight that makes no sense here, or where one is missing that ``others`` have."""
+    weight, rank = contribution.weight, contribution.rank
+    complaint = ""
+    if weight is not None and spec.kind is not ChunkKind.PARAMETER:
+        complaint = f"only gradients have a weighted average (expected no weight, got {weight:g})"
+    elif weight is not None and (weight == 0) != (contribution.values is None):
+        has = "no" if contribution.values is None else "a"
+        complaint = (
+            f"weight 0 goes with no gradient, and every other with one (got weight {weight:g} and {has} gradient)"
+        )
+    elif weight is not None or contribution.values is not None:  # else it abstains, from either kind
+        # Those that are here agree: the first one that does not abstain tells.
+        other = next((one for one in others if one.values is not None or one.weight is not None), contribution)
+        if (other.weight is None) != (weight is None):
+            weighs, not_ = (rank, other.rank) if other.weight is None else (other.rank, rank)
+            complaint = (
+                f"in step {contribution.step} worker {weighs} weighs its gradient and worker {not_} does not (expected"
+                " a weight of every worker, or of none). Set model.batch_weight on all workers in every step, or on"
+                " none."
+            )
+    if complaint:
+        raise ProtocolError(f"{spec.describe()}: {complaint}", ErrorCode.BAD_VALUE)
+
+
 def _copied(values: torch.Tensor, place: Place) -> Place:
     place.values.copy_(values)
     return place
-
-
-class _RankOrderSum:
-    """The sum of some contributions' values, added one after the other."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = _accumulation_dtype(dtype)
-        self.added: list[Contribution] = []  # ascending by rank
-        # Nobody else's memory; None until there are two: the first is not copied for itself.
-        self.total: torch.Tensor | None = None
-
-    def takes(self, contribution: Contribution) -> bool:
-        """Whether this one can be added as it is: contributions that weigh differently are scaled at the end."""
-        return contribution.values is None or not self.added or contribution.weight == self.added[0].weight
-
-    def add(self, contribution: Contribution, into: torch.Tensor | None = None) -> None:
-        """Add the next one; the sum is ``into`` from then on, where that has the type in which they are added."""
-        values, first = contribution.values, self.added[0].values if self.added else None
-        assert values is not None
-        self.added.append(contribution)
-        if first is None:
-            return
-        if first.dtype is self._dtype and (self.total is None or into is not None):
-            self.total = torch.add(first if self.total is None else self.total, values, out=into)
-            return
-        if self.total is None:
-            self.total = first.to(self._dtype)
-        if self.total.is_floating_point():
-            ops.accumulate_(self.total, values)  # 16-bit values are widened in the same pass
-        else:
-            self.total += values
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of the sum."""
-        return self.total.nbytes if self.total is not None else 0
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 # Of the adaptive strength; the paper's.
 EPSILON = 1e-7
 
 
+@dataclass(slots=True)
 class DelayCompensation:
     """Moves a stale gradient to where the weights are now.
 
-    Args:
+    Attributes:
         strength: the paper's lambda; with ``decay`` its lambda_0.
         decay: None: the strength is constant (DC-ASGD-c). Else each element's strength is divided by the root of a
             running mean of its squared gradients with this decay (DC-ASGD-a).
-
-    Attributes:
         mean_squares: that mean, of the chunk's shape; None before the first gradient, and without ``decay``.
     """
 
-    def __init__(self, strength: float, decay: float | None) -> None:
-        self.mean_squares: torch.Tensor | None = None
-        self._strength = strength
-        self._decay = decay
+    strength: float
+    decay: float | None
+    mean_squares: torch.Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -32,11 +32,11 @@ class DelayCompensation:
 
     def observe(self, gradient: torch.Tensor) -> None:
         """Take a gradient that will be applied, stale or not, into the mean."""
-        if self._decay is None:
+        if self.decay is None:
             return
         if self.mean_squares is None:
             self.mean_squares = torch.zeros_like(gradient)
-        self.mean_squares.mul_(self._decay).addcmul_(gradient, gradient, value=1 - self._decay)
+        self.mean_squares.mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
 
     def correct(self, gradient: torch.Tensor, values: torch.Tensor, backup: torch.Tensor) -> torch.Tensor:
         """``gradient`` + strength * gradient * gradient * (``values`` - ``backup``), elementwise; a new tensor.
@@ -49,4 +49,4 @@ class DelayCompensation:
         change = torch.sub(values, backup).mul_(gradient)
         if self.mean_squares is not None:
             change.div_((self.mean_squares + EPSILON).sqrt_())
-        return torch.addcmul(gradient, change, gradient, value=self._strength)
+        return torch.addcmul(gradient, change, gradient, value=self.strength)

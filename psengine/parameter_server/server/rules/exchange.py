@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from psengine.codecs.base import Codec
+from psengine.codecs.identity import IDENTITY
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkSpec
@@ -56,10 +58,12 @@ class Reply:
 
 @dataclass(kw_only=True)
 class RuleContext:
-    """Shared by the rules of all chunks of a job."""
+    """Shared by the rules of all chunks of a job, which change the statistics and nothing else of it."""
 
-    view: Callable[[], View | None] = lambda: None  # who takes part; None before the first view
-    floor: Callable[[], int] = lambda: 0  # the step that every worker has committed, as last released
-    statistics: JobStatistics = field(default_factory=JobStatistics)  # counters, mutated by the rules
+    options: Mapping[str, Any]  # the rule as in HELLO
+    codec: Codec = IDENTITY
+    view: View | None = None  # who takes part; None before the first view
+    floor: int = 0  # the step that every worker has committed, as last released
+    statistics: JobStatistics = field(default_factory=JobStatistics)
     # Called with a contribution to a chunk that does not count: "late", or why it was refused.
-    discarded: Callable[[Contribution, ChunkSpec, str], None] = lambda contribution, spec, why: None
+    discarded: Callable[[Contribution, ChunkSpec, str], None]

@@ -9,19 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
+import torch
+from msgspec import convert, to_builtins
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.rules.chunk_store import ChunkStore, absent_ranges, chunk_state
+from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
+from psengine.parameter_server.chunk_codecs import only_gradients
+from psengine.parameter_server.server.rules.apply import Apply
+from psengine.parameter_server.server.rules.average import Average
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
-from psengine.parameter_server.server.rules.registry import JobRule
-from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.parameter_server.server.rules.merge import Merge
+from psengine.parameter_server.server.rules.payloads import codec_of, received_values
 from psengine.parameter_server.server.shard.worker import Worker
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardJob, ShardWorker
-from psengine.protocol.layout import ChunkKind, ChunkSpec, job_number
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.frames import payload_tensor
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
+from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View
+
+PAGE_BYTES = 48 * 1024
+# Chunk-sized slots of an optimizer that may be attached.
+MAX_SLOTS = 3
+# By the name in HELLO.
+RULES: dict[str, type[ChunkRule]] = {"average": Average, "apply": Apply, "merge": Merge}
 
 
 class Job:
@@ -29,25 +41,28 @@ class Job:
 
     Args:
         name: as workers say it.
-        rule: of all its chunks.
-        take_memory: see ``ChunkStore``.
+        rule: of all its chunks, as in HELLO: name, codec, options.
+        take_memory: told of bytes about to be taken, and for what; raises ProtocolError where there are not enough.
         note: told of refused gradients, for people: see ``EventLog.note``.
         measure_s: measures what work costs.
 
     Attributes:
         registration: which attempt to register the chunks these are of; grows.
         key: what views and releases are signed with.
-        view: the newest that came; None before the chunks are registered.
         taken: the number of the last release that was taken.
-        floor: the step that every worker has committed (a bound on staleness).
         workers: by rank, of the view.
         registrars: connections that may register chunks.
+        rules: its chunks, by key.
+        blobs: by name, pieces by number.
+
+    Raises:
+        ProtocolError: this server knows no such codec.
     """
 
     def __init__(
         self,
         name: str,
-        rule: JobRule,
+        rule: Mapping[str, Any],
         take_memory: Callable[[int, str], None],
         note: Callable[..., None],
         measure_s: Callable[[], float],
@@ -56,26 +71,38 @@ class Job:
         self.number = job_number(name)
         self.rule = rule
         self.registration, self.key = 0, b""
-        self.view: View | None = None
-        self.taken = self.floor = 0
+        self.taken = 0
         self.workers: dict[int, Worker] = {}
-        self._members: dict[int, tuple[int, str]] = {}  # by rank: incarnation, user id
         self.registrars: set[bytes] = set()
-        self.statistics = JobStatistics()
+        self.rules: dict[int, ChunkRule] = {}
+        self.blobs: dict[str, dict[int, torch.Tensor]] = {}
+        self.take_memory = take_memory
         self._note = note
         self._measure_s = measure_s
-        context = RuleContext(
-            view=lambda: self.view,
-            floor=lambda: self.floor,
-            statistics=self.statistics,
+        # (worker, key, slot) -> (incarnation, id) of the last STORE: its repetition must not undo what came after it.
+        self._last_stores: dict[tuple[int, int, str | None], tuple[int, int]] = {}
+        self._kind, codec = RULES[rule["name"]], codec_of(rule)
+        self.context = RuleContext(
+            options=rule,
+            codec=codec if self._kind.encodes_answers else only_gradients(codec),
             discarded=self._discarded,
         )
-        self.chunks = ChunkStore(rule, context, take_memory)
+        self.statistics = self.context.statistics
+
+    @property
+    def view(self) -> View | None:
+        """The newest that came; None before the chunks are registered."""
+        return self.context.view
+
+    @property
+    def holds_weights(self) -> bool:
+        """See ``ChunkRule.holds_weights``."""
+        return self._kind.holds_weights
 
     @property
     def version(self) -> int:
         """The least of all chunks."""
-        return min((rule.version for rule in self.chunks.rules.values()), default=0)
+        return min((rule.version for rule in self.rules.values()), default=0)
 
     @property
     def expected_workers(self) -> int:
@@ -84,35 +111,47 @@ class Job:
 
     def is_member(self, rank: int, incarnation: int, user_id: str | None = None) -> bool:
         """Whether the view has this worker; ``user_id``: and with this key."""
-        member = self._members.get(rank)
-        return member is not None and member[0] == incarnation and user_id in (None, member[1])
+        worker = self.workers.get(rank)
+        return worker is not None and worker.incarnation == incarnation and user_id in (None, worker.user_id)
+
+    def find(self, key: int) -> ChunkRule:
+        """The chunk's rule; ProtocolError where there is no such chunk here."""
+        rule = self.rules.get(key)
+        if rule is None:
+            keys = f"{min(self.rules)} to {max(self.rules)}" if self.rules else "none"
+            raise ProtocolError(
+                f"chunk {key} is not on this shard (expected one of {len(self.rules)} keys: {keys})",
+                ErrorCode.UNKNOWN_KEY,
+            )
+        return rule
 
     # ---- views and releases ------------------------------------------------------------------------------------
 
     def adopt(self, view: View) -> list[Reply]:
         """A higher view came."""
-        if not self.rule.holds_weights:
+        if not self.holds_weights:
             self.taken = 0  # steps that are dropped are decided again
         self._set_view(view)
         self.registrars.clear()
-        replies = [reply for rule in self.chunks.rules.values() for reply in rule.adopt(view)]
+        replies = [reply for rule in self.rules.values() for reply in rule.adopt(view)]
         return [*replies, *(reply for release in view.releases for reply in self.release(release))]
 
     def _set_view(self, view: View) -> None:
-        former, self.view = self.workers, view
-        self._members = {member.rank: (member.incarnation, member.user_id) for member in view.members}
-        self.workers = {member.rank: Worker(member.incarnation) for member in view.members}
-        for rank, worker in former.items():
-            if self.is_member(rank, worker.incarnation):
-                self.workers[rank] = worker
+        former, self.workers, self.context.view = self.workers, {}, view
+        for member in view.members:
+            worker = former.get(member.rank)
+            if worker is None or worker.incarnation != member.incarnation:
+                worker = Worker(member.incarnation)
+            worker.user_id = member.user_id
+            self.workers[member.rank] = worker
 
     def release(self, release: Release) -> list[Reply]:
         """The coordinator has decided."""
         if release.number <= self.taken:
             return []
         self.taken = release.number
-        self.floor = max(self.floor, release.floor or 0)
-        return [reply for rule in self.chunks.rules.values() for reply in rule.release(release)]
+        self.context.floor = max(self.context.floor, release.floor or 0)
+        return [reply for rule in self.rules.values() for reply in rule.release(release)]
 
     # ---- members' messages -------------------------------------------------------------------------------------
 
@@ -120,7 +159,7 @@ class Job:
         """A worker has a new connection, and these open pushes: (keys to send again, answers that were lost)."""
         missing, replies = [], list[Reply]()
         for key, step in pushes:
-            rule = self.chunks.rules.get(key)
+            rule = self.rules.get(key)
             if rule is None or not rule.has(rank, step):
                 missing.append(key)
             elif (answer := rule.answer_again(rank, step)) is not None:
@@ -133,7 +172,7 @@ class Job:
         Raises:
             ProtocolError: it makes no sense here; nothing has changed.
         """
-        rule = self.chunks.find(message.key)
+        rule = self.find(message.key)
         rank, step, spec = message.worker, message.sequence, rule.spec
         assert self.view is not None
         if message.view > self.view.number:
@@ -141,7 +180,7 @@ class Job:
                 f"{spec.describe()}: a worker forwards a view before it pushes under it (expected view"
                 f" {self.view.number}, got {message.view})"
             )
-        if message.view < self.view.number and not self.rule.holds_weights:
+        if message.view < self.view.number and not self.holds_weights:
             return False, []  # it pushes again under this view
         if spec.kind not in rule.pushed_kinds:
             raise ProtocolError(f"{spec.describe()} is a {spec.kind.value}, which is not pushed in this job")
@@ -159,7 +198,7 @@ class Job:
             message.version,
             None if message.payload is None else rule.payloads.decode(message),
             body.get("groups"),
-            absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
+            _absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
             body.get("weight"),
             message.in_segment,
             body.get("held"),
@@ -186,24 +225,12 @@ class Job:
 
     def supply_result(self, message: Message) -> list[Reply]:
         """RESULT: the donor returns the last average to a shard that restarted."""
-        rule, view = self.chunks.find(message.key), self.view
+        rule, view = self.find(message.key), self.view
         assert view is not None
         if message.view != view.number or message.sequence != view.from_step - 1:
             return []
         payload = rule.payloads.answered(message)
         return rule.supply_result(message.worker, message.sequence, payload, message.body.get("contributors"))
-
-    def register(self, message: Message) -> None:
-        """REGISTER: a chunk of a new job; of a job with a view every member may say it again."""
-        known = self.chunks.rules.get(message.key)
-        if known is None or self.view is None:
-            self.chunks.register(message)
-        elif (known.spec.numel, known.spec.dtype) != (message.numel, message.dtype):
-            raise ProtocolError(
-                f"{known.spec.describe()} is registered already (expected {known.spec.numel} of {known.spec.dtype}, got"
-                f" {message.numel} of {message.dtype}). Every worker needs the same model.",
-                ErrorCode.LAYOUT_MISMATCH,
-            )
 
     def _discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
         worker = self.workers.get(push.rank)
@@ -215,17 +242,114 @@ class Job:
             text = f"of {spec.describe()} was refused ({why})"
         self._note(kind, f"worker {push.rank}: its gradient {text}", job=self.name, worker=push.rank)
 
+    # ---- chunks ------------------------------------------------------------------------------------------------
+
+    def register(self, message: Message) -> None:
+        """REGISTER: take a chunk, with its initial values where they are kept here; a repetition replaces it.
+
+        Of a job with a view every member may say it again.
+        """
+        spec, known = _spec_of(message), self.rules.get(message.key)
+        if known is not None and self.view is not None:
+            if (known.spec.numel, known.spec.dtype) == (spec.numel, spec.dtype):
+                return
+            raise ProtocolError(
+                f"{known.spec.describe()} is registered already (expected {known.spec.numel} of {known.spec.dtype}, got"
+                f" {spec.numel} of {spec.dtype}). Every worker needs the same model.",
+                ErrorCode.LAYOUT_MISMATCH,
+            )
+        values = None if message.payload is None else received_values(message, spec).clone()
+        more_bytes = (0 if values is None else spec.size_bytes) - (0 if known is None else known.size_bytes())
+        self.take_memory(more_bytes, f"registering {spec.describe()}")
+        self.rules[message.key] = made = self._kind(spec, values, self.context)
+        if self.view is not None:
+            made.adopt(self.view)
+
+    def configure(self, message: Message) -> None:
+        """CONFIGURE: attach the server-side optimizer."""
+        rule = self.find(message.key)
+        spec = OptimizerSpec.from_body(message.body, rule.spec.numel)
+        if rule.optimizer is None:
+            self.take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
+        rule.configure(spec)
+
+    def page(self, after: int) -> dict[str, Any]:
+        """LIST: the specs of as many chunks after key ``after`` as fit a page."""
+        keys = sorted(key for key in self.rules if key > after)
+        entries: list[dict[str, Any]] = []
+        size_bytes = 0
+        for key in keys:
+            entry = self.rules[key].spec.to_body()
+            # At most how large the entry is in msgpack.
+            size_bytes += 64 + sum(len(s[0].encode()) + 24 + 9 * (len(s[1]) + len(s[2])) for s in entry["segments"])
+            if entries and size_bytes > PAGE_BYTES:
+                break
+            entries.append(entry)
+        return {"chunks": entries, "more": len(entries) < len(keys)}
+
+    def read(self, message: Message) -> tuple[int, torch.Tensor | None, dict[str, Any]]:
+        """PULL: (version, payload, body) of a chunk, a slot of its optimizer, or a piece of a blob."""
+        name, slot = message.body.get("blob"), message.body.get("slot")
+        if name is not None:
+            pieces = self.blobs.get(name, {})
+            if message.key not in pieces:
+                raise ProtocolError(f"there is no piece {message.key} of {name!r} here", ErrorCode.UNKNOWN_KEY)
+            return 0, pieces[message.key], {"pieces": len(pieces)}
+        rule = self.find(message.key)
+        if slot is None:
+            return *rule.read(), {}
+        optimizer = _optimizer_of(rule)
+        optimizer.check_slot(slot)
+        # Without payload where the slot holds nothing yet.
+        return rule.version, optimizer.slots().get(slot), {"slot": slot, "steps": optimizer.steps()}
+
+    def store(self, message: Message) -> None:
+        """STORE: overwrite what ``read`` reads."""
+        body = message.body
+        if body.get("blob") is not None:
+            self._store_piece(message, body["blob"], body.get("pieces") or message.key + 1)
+            return
+        rule, slot = self.find(message.key), body.get("slot")
+        values = received_values(message, rule.spec)
+        place, request = (message.worker, message.key, slot), (message.incarnation, message.sequence)
+        if self._last_stores.get(place) == request:
+            return  # its OK was lost
+        if slot is not None:
+            _optimizer_of(rule).load_slot(slot, values, body.get("steps", []))
+        else:
+            if rule.values is None:
+                self.take_memory(rule.spec.size_bytes, f"values of {rule.spec.describe()}")
+            rule.store(values, message.version)
+        self._last_stores[place] = request
+
+    def _store_piece(self, message: Message, name: str, pieces: int) -> None:
+        if message.payload is None or message.dtype is not torch.uint8 or message.key >= pieces:
+            raise ProtocolError(
+                f"piece {message.key} of {name!r}: expected bytes (torch.uint8) and a number below its {pieces} pieces,"
+                f" got {message.dtype}"
+            )
+        here = self.blobs.get(name, {})
+        known_bytes = here[message.key].numel() if message.key in here else 0
+        self.take_memory(message.numel - known_bytes, f"piece {message.key} of {name!r}")
+        here[message.key] = payload_tensor(message).clone()
+        self.blobs[name] = {number: piece for number, piece in here.items() if number < pieces}
+
+    def size_bytes(self) -> int:
+        """Memory of all chunks and blobs."""
+        pieces = [piece for blob in self.blobs.values() for piece in blob.values()]
+        return sum(rule.size_bytes() for rule in self.rules.values()) + sum(map(torch.numel, pieces))
+
     # ---- for people --------------------------------------------------------------------------------------------
 
     def status(self) -> ShardJob:
         """The job as it is now."""
-        rules, waiting = list(self.chunks.rules.values()), self._waiting()
+        rules, waiting = list(self.rules.values()), self._waiting()
         return ShardJob(
-            rule=self.rule.body,
+            rule=self.rule,
             sealed=self.view is not None,
             chunks=len(rules),
             values_bytes=sum(rule.spec.size_bytes for rule in rules),
-            memory_bytes=self.chunks.size_bytes(),
+            memory_bytes=self.size_bytes(),
             version_min=self.version,
             version_max=max((rule.version for rule in rules), default=0),
             members=len(self.workers),
@@ -254,7 +378,7 @@ class Job:
     def _waiting(self) -> dict[int, set[int]]:
         """Per rank whose answers are held, the ranks it waits for, over all chunks."""
         waiting: dict[int, set[int]] = {}
-        for rule in self.chunks.rules.values():
+        for rule in self.rules.values():
             for rank, step in rule.open_steps().items():
                 waiting.setdefault(rank, set()).update(rule.waiting_for(rank, step))
         return waiting
@@ -263,26 +387,31 @@ class Job:
 
     def capture(self) -> JobState:
         """Copies of everything: a log goes on from exactly here."""
+        stores = [[*place, *request] for place, request in self._last_stores.items()] if self.holds_weights else []
         meta = {
-            "rule": self.rule.body,
+            "rule": self.rule,
             "registration": self.registration,
             "key": self.key.hex(),
-            "view": None if self.view is None else msgspec.to_builtins(self.view),
+            "view": to_builtins(self.view),
             "taken": self.taken,
-            "floor": self.floor,
-            "last_stores": self.chunks.last_stores() if self.rule.holds_weights else [],
+            "floor": self.context.floor,
+            "last_stores": stores,
         }
-        return JobState(self.name, meta, [chunk_state(rule, copies=True) for rule in self.chunks.rules.values()])
+        return JobState(self.name, meta, [rule.capture() for rule in self.rules.values()])
 
     def restore(self, state: JobState) -> None:
         """Take over a captured state, tensors included."""
         meta = state.meta
         self.registration, self.key = meta["registration"], bytes.fromhex(meta["key"])
-        self.taken, self.floor = meta["taken"], meta["floor"]
+        self.taken, self.context.floor = meta["taken"], meta["floor"]
         if meta["view"] is not None:
-            self._set_view(msgspec.convert(meta["view"], View))
-        self.chunks.note_stores(meta["last_stores"])
-        self.chunks.restore(state.chunks)
+            self._set_view(convert(meta["view"], View))
+        for worker, key, slot, incarnation, request in meta["last_stores"]:
+            self._last_stores[worker, key, slot] = incarnation, request
+        for chunk in state.chunks:
+            made = self._kind(ChunkSpec.from_body(chunk.meta["spec"]), chunk.tensors.get("values"), self.context)
+            made.restore(chunk)
+            self.rules[chunk.key] = made
 
 
 def merge_job_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -291,3 +420,41 @@ def merge_job_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     stores = [store for meta in metas for store in meta["last_stores"]]
     # What only some shards had taken is taken again where it was not.
     return {**newest, "taken": min(meta["taken"] for meta in metas), "last_stores": stores}
+
+
+def _optimizer_of(rule: ChunkRule) -> ChunkOptimizer:
+    if rule.optimizer is None:
+        raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
+    return rule.optimizer
+
+
+def _absent_ranges(segments: Sequence[Segment], absent: list[int]) -> list[tuple[int, int]]:
+    """[start, end) element ranges of the segments with these indices, in a chunk.
+
+    Raises:
+        ProtocolError: there is no such segment.
+    """
+    wanted = set(absent)
+    ranges, start = [], 0
+    for index, segment in enumerate(segments):
+        if index in wanted:
+            ranges.append((start, start + segment.numel))
+            wanted.discard(index)
+        start += segment.numel
+    if wanted:
+        raise ProtocolError(f"no such segments (expected indices below {len(segments)}, got {sorted(wanted)})")
+    return ranges
+
+
+def _spec_of(message: Message) -> ChunkSpec:
+    assert message.dtype is not None
+    spec = ChunkSpec.from_body({**message.body, "key": message.key, "dtype": DTYPE_NUMBERS[message.dtype]})
+    if spec.numel != message.numel or spec.numel == 0:
+        raise ProtocolError(
+            f"{spec.describe()}: expected segments that add up to its {message.numel} > 0 elements, got {spec.numel}"
+        )
+    if spec.kind is ChunkKind.USAGE and spec.dtype is not torch.int32:
+        raise ProtocolError(f"{spec.describe()}: a usage map is int32 (got {spec.dtype})")
+    if spec.kind is ChunkKind.PARAMETER and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        raise ProtocolError(f"{spec.describe()}: only floating and complex values are trained (got {spec.dtype})")
+    return spec

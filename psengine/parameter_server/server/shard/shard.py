@@ -18,7 +18,6 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.log.records import Record, RecordKind
 from psengine.parameter_server.server.rules.exchange import Reply
-from psengine.parameter_server.server.rules.registry import JobRule
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardStatus
@@ -184,7 +183,7 @@ class Shard:
             if replies:
                 self._changed(job, message)
         body = {
-            "chunks": 0 if job is None else len(job.chunks),
+            "chunks": 0 if job is None else len(job.rules),
             "version": 0 if job is None else job.version,
             "view": 0 if job is None or job.view is None else job.view.number,
             "missing": missing,
@@ -235,7 +234,7 @@ class Shard:
         self._changed(made, message)
 
     def _make(self, name: str, rule: dict[str, Any]) -> Job:
-        return Job(name, JobRule(rule), self._take_memory, self._note, self._clocks.measure_s)
+        return Job(name, rule, self._take_memory, self._note, self._clocks.measure_s)
 
     def _view(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         view, known = view_of(message.body), job.view
@@ -283,7 +282,7 @@ class Shard:
         return self._outgoing(job, replies)
 
     def _waits(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        waiting = job.chunks.find(message.key).waiting_for(message.worker, message.sequence)
+        waiting = job.find(message.key).waiting_for(message.worker, message.sequence)
         return [self._answer(MessageType.PENDING, message, sender, body={"waiting_for": waiting})]
 
     def _result(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
@@ -297,34 +296,35 @@ class Shard:
         return [self._answer(MessageType.OK, message, sender)]
 
     def _configure(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        job.chunks.configure(message)
+        job.configure(message)
         self._changed(job, message)
         return [self._answer(MessageType.OK, message, sender)]
 
     def _store(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        job.chunks.store(message)
+        job.store(message)
         if "blob" in message.body:
             return [self._answer(MessageType.OK, message, sender)]
         # The worker computes its next gradient from what it stored.
         is_base = not message.body and job.is_member(message.worker, message.incarnation)
-        version = job.chunks.find(message.key).note_base(message.worker) if is_base else 0
+        version, rule = 0, job.find(message.key)
+        if is_base and job.holds_weights:
+            version = rule.version
+            rule.note_base(message.worker)
         self._changed(job, message)
         return [self._answer(MessageType.OK, message, sender, version=version)]
 
     def _list(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        return [self._answer(MessageType.CHUNKS, message, sender, body=job.chunks.page(message.body["after"]))]
+        return [self._answer(MessageType.CHUNKS, message, sender, body=job.page(message.body["after"]))]
 
     def _pull(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        if not job.rule.holds_weights and message.worker == NOBODY:
+        if not job.holds_weights and message.worker == NOBODY:
             raise ProtocolError(
                 f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
             )
-        if not message.body and job.is_member(message.worker, message.incarnation):
-            rule = job.chunks.find(message.key)
-            rule.note_base(message.worker)
-            if rule.remembers_answers:
-                self._changed(job, message)
-        version, payload, body = job.chunks.read(message)
+        is_base = not message.body and job.is_member(message.worker, message.incarnation)
+        if is_base and job.find(message.key).note_base(message.worker):
+            self._changed(job, message)
+        version, payload, body = job.read(message)
         answer = self._answer(MessageType.VALUES, message, sender, version=version, payload=payload, body=body)
         job.statistics.bytes_out += _payload_bytes(answer.message)
         return [answer]
@@ -361,9 +361,9 @@ class Shard:
     def _changed(self, job: Job, message: Message) -> None:
         """A message has changed what ``capture`` returns."""
         self.changes += 1
-        if self.append is None or not (job.rule.holds_weights or message.type in _LOGGED_OF_AVERAGES):
+        if self.append is None or not (job.holds_weights or message.type in _LOGGED_OF_AVERAGES):
             return
-        if not job.rule.holds_weights:
+        if not job.holds_weights:
             message = replace(message, in_segment=False, payload=None)  # which may be older than workers' by then
         elif message.in_segment:
             # Nobody hurries the worker to leave its memory alone, and what is written must be what is hashed.
@@ -385,7 +385,7 @@ class Shard:
     def begin_life(self) -> None:
         """Go on from what was restored: who still waits for an answer says so by RESUME."""
         for job in self.jobs.values():
-            for rule in job.chunks.rules.values():
+            for rule in job.rules.values():
                 rule.begin_life()
 
     # ---- jobs --------------------------------------------------------------------------------------------------
@@ -416,16 +416,18 @@ class Shard:
     def _drop_finished(self) -> None:
         """Forget jobs that nobody may still want: averages without workers, and what was never registered."""
         for number, job in list(self.jobs.items()):
-            is_kept = job.view is not None and (job.rule.holds_weights or job.workers)
+            is_kept = job.view is not None and (job.holds_weights or job.workers)
             if not is_kept and not any(map(self._is_connected, job.registrars)):
                 self.drop(number)
 
     def memory_bytes(self) -> int:
         """Memory of all jobs."""
-        return sum(job.chunks.size_bytes() for job in self.jobs.values())
+        return sum(job.size_bytes() for job in self.jobs.values())
 
     def _take_memory(self, size_bytes: int, what: str) -> None:
         max_bytes, used_bytes = self.settings.max_memory_bytes, self.memory_bytes()
+        if size_bytes <= 0:
+            return
         if used_bytes + size_bytes > max_bytes:
             self._drop_finished()
             used_bytes = self.memory_bytes()

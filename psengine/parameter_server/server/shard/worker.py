@@ -17,6 +17,7 @@ class Worker:
 
     Attributes:
         incarnation: the process's.
+        user_id: its CURVE key; "" without CURVE.
         route: where its answers go; b"" where it has no connection.
         pushes, refused, late: chunks that it sent; that were refused; that came after their average.
         step: the last that it pushed.
@@ -25,6 +26,7 @@ class Worker:
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
+        self.user_id = ""
         self.route = b""
         self._resumed = 0
         self.pushes = self.refused = self.late = self.step = 0

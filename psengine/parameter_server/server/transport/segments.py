@@ -122,12 +122,12 @@ class LentMemory:
     """
 
     def __init__(self, job: Job, parts: int) -> None:
-        rules = {key: rule for key, rule in sorted(job.chunks.rules.items()) if rule.lent_places(job.expected_workers)}
+        rules = {key: rule for key, rule in sorted(job.rules.items()) if rule.lent_places(job.expected_workers)}
         self._rules = dict(itertools.islice(rules.items(), MAX_LENT_CHUNKS))
         self.token = object()
         part_bytes, offsets = part_of(rule.spec for rule in self._rules.values())
         self._table = LentTable(part_bytes, parts, offsets)
-        job.chunks.take_memory((parts - 1) * part_bytes, "answers that workers of this host read")
+        job.take_memory((parts - 1) * part_bytes, "answers that workers of this host read")
         self.descriptor, mapping = make_lent_segment(self._table.size_bytes)
         weakref.finalize(self, os.close, self.descriptor)
         for key, rule in self._rules.items():
@@ -142,7 +142,7 @@ class LentMemory:
 
     def is_of(self, job: Job) -> bool:
         """Whether the job's chunks are still those that are here."""
-        return all(job.chunks.rules.get(key) is rule for key, rule in self._rules.items())
+        return all(job.rules.get(key) is rule for key, rule in self._rules.items())
 
 
 class ShardSegments:
@@ -217,7 +217,7 @@ class ShardSegments:
         if job is None or not _is_member(shard, member):
             return f"worker {member.worker} is no member (any more)"
         for key, place in offer.places.items():
-            rule = job.chunks.rules.get(key)
+            rule = job.rules.get(key)
             if rule is None or rule.spec.size_bytes != place.size_bytes:
                 held = "no such chunk" if rule is None else f"{rule.spec.size_bytes} bytes"
                 return f"chunk {key}: the offer has {place.size_bytes} bytes, this shard {held}"
@@ -232,7 +232,7 @@ class ShardSegments:
         for other in self._segments.values():
             if other.offer.member.job == job.number and other.lent is not None and other.lent.is_of(job):
                 return other.lent
-        parts = max((rule.lent_places(job.expected_workers) for rule in job.chunks.rules.values()), default=0)
+        parts = max((rule.lent_places(job.expected_workers) for rule in job.rules.values()), default=0)
         if not 1 <= parts <= MAX_LENT_PLACES:
             return None
         try:
