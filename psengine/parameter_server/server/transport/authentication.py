@@ -42,13 +42,9 @@ _POLL_MS = 100
 # How libzmq names the other end of a Unix socket: its user, group and, where the system tells it, process.
 _LOCAL_PEER = re.compile(rb"localhost:(?P<uid>\d+):\d*(?::(?P<pid>\d+))?:?")
 
-_VERDICTS: dict[int, str] = {
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "cut",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "cut",
-    zmq.EVENT_DISCONNECTED: "cut",
-}
+_VERDICTS: dict[int, str] = {zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted", zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused"}
+# The handshake failed before the authenticator was asked, or without its answer.
+_CUTS = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -68,38 +64,32 @@ class KeyList:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._allowed = read_allowed(path)
+        self._keys = set(read_allowed(path))
         # Errors of the last reading; each is logged once.
         self._faults: set[str] = set()
         self._read_s = time.monotonic()
 
     def __len__(self) -> int:
-        return len(self._allowed)
+        return len(self._keys)
 
     def __contains__(self, key: str) -> bool:
         now_s = time.monotonic()
         if now_s - self._read_s > RELOAD_S:
             self._read_s = now_s
             self._read()
-        return key in self._allowed
+        return key in self._keys
 
     def _read(self) -> None:
         """Read them file by file: one that is malformed must not keep a removed key allowed."""
-        allowed: dict[str, str] = {}
-        faults = set()
-        try:
-            is_one = self._path.is_file()
-            for file in [self._path] if is_one else sorted(self._path.iterdir()):
-                if is_one or file.name.endswith(".pub"):
-                    try:
-                        allowed |= read_allowed(file)
-                    except ConfigurationError as error:
-                        faults.add(str(error))
-        except OSError as error:
-            faults.add(f"{self._path} cannot be read, so that nobody is let in any more ({error.strerror})")
+        keys, faults = set(), set()
+        for file in self._path.glob("*.pub") if self._path.is_dir() else [self._path]:
+            try:
+                keys |= set(read_allowed(file))
+            except ConfigurationError as error:
+                faults.add(str(error))
         for fault in sorted(faults - self._faults):
             logger.error("keys that cannot be read are not allowed: %s", fault)
-        self._allowed, self._faults = allowed, faults
+        self._keys, self._faults = keys, faults
 
 
 @dataclass(frozen=True)
@@ -126,13 +116,8 @@ def key_ring(settings: ServerSettings) -> KeyRing | None:
         ConfigurationError: a file is missing, malformed, or readable by others.
     """
     if settings.curve_key is not None and settings.allow is not None:
-        pair, listed = read_key_pair(settings.curve_key), KeyList(settings.allow)
-        if pair.public in listed:
-            logger.warning("the server's own key is among the allowed clients in %s", settings.allow)
-        operators: KeyList | AbstractSet[str] = frozenset()
-        if settings.admin_allow is not None:
-            operators = KeyList(settings.admin_allow)
-        return KeyRing(pair, listed, operators)
+        operators = frozenset[str]() if settings.admin_allow is None else KeyList(settings.admin_allow)
+        return KeyRing(read_key_pair(settings.curve_key), KeyList(settings.allow), operators)
     if settings.secret_file is None:
         return None
     pair, client = pairs_of_secret(settings.secret_file)
@@ -157,8 +142,6 @@ def keygen(directory: str | Path, name: str) -> tuple[Path, Path]:
     Raises:
         ConfigurationError: the name is no file name, or the files exist or cannot be written.
     """
-    if not zmq.has("curve"):
-        raise ConfigurationError("This libzmq was built without CURVE (expected pyzmq with libsodium, as its wheels).")
     return write_key_pair(directory, name, new_key_pair())
 
 
@@ -185,7 +168,7 @@ class Authenticator(threading.Thread):
         self._refusals = RateLimit()
         self._ends = threading.Event()
         self.refused = 0
-        self._is_probed = False
+        self._is_probed = False  # by this process itself
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ADDRESS)
@@ -276,13 +259,24 @@ class Authenticator(threading.Thread):
             logger.warning("refused a connection from %s: %s (%d unmentioned)", address, reason, suppressed)
 
     def probe(self, addresses: list[str]) -> None:
-        """Call ``probe``; its handshakes are neither counted nor logged."""
+        """Check that every address refuses a stranger, which also proves that the authenticator is alive and asked.
+
+        A stranger has an unknown key, or none where connections in the clear are taken. These handshakes are neither
+        counted nor logged.
+
+        Raises:
+            AuthenticationError: one was accepted, or was not refused within the deadline.
+        """
         self._is_probed = True
-        try:
-            for address in addresses:
-                probe(self._zmq_context, [address], self.public_key if self._wants_keys(address) else "")
-        finally:
-            self._is_probed = False
+        for address in addresses:
+            stranger = new_key_pair() if self._wants_keys(address) else None
+            verdict = try_handshake(self._zmq_context, address, self.public_key, stranger)
+            if verdict != "refused":
+                raise AuthenticationError(
+                    f"{address} does not keep strangers out (expected one to be refused, got: {verdict}). The server"
+                    " does not start; this is a bug of psengine or of this libzmq build, please report it."
+                )
+        self._is_probed = False
 
     def end(self) -> None:
         """Stop answering: zmq refuses everybody from now on."""
@@ -291,41 +285,8 @@ class Authenticator(threading.Thread):
             self.join(timeout=5.0)
 
 
-def probe(context: zmq.Context[Any], addresses: list[str], server_public: str) -> None:
-    """Check that every address refuses strangers.
-
-    Args:
-        context: of the sockets.
-        addresses: to try.
-        server_public: with it a client with an unknown key and one without a key are tried; without, one in the clear.
-
-    Raises:
-        AuthenticationError: one was accepted, or was not refused within the deadline.
-    """
-    # A refusal by the authenticator also proves that it is alive.
-    strangers: dict[str, tuple[KeyPair | None, str]] = {"a stranger": (None, "refused")}
-    if server_public:
-        strangers = {
-            "a client with an unknown key": (new_key_pair(), "refused"),
-            "a client without a key": (None, "refused or cut"),
-        }
-    for address in addresses:
-        for who, (pair, expected) in strangers.items():
-            verdict = try_handshake(context, address, server_public, pair)
-            if verdict not in expected.split(" or "):
-                raise AuthenticationError(
-                    f"{address} does not keep strangers out (expected {who} to be {expected}, got: {verdict})."
-                    " The server does not start; this is a bug of psengine or of this libzmq build, please report it."
-                )
-
-
 def try_handshake(context: zmq.Context[Any], address: str, server_public: str, pair: KeyPair | None) -> str:
-    """Connect with ``pair`` (None: without CURVE); how the handshake ended.
-
-    Returns:
-        "accepted"; "refused" by the authenticator; "cut": the handshake failed before the authenticator was asked, or
-        without its answer; "no verdict" by the deadline.
-    """
+    """Connect with ``pair``, None: without CURVE. "accepted", "refused" by the authenticator, "cut" or "no verdict"."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -334,12 +295,12 @@ def try_handshake(context: zmq.Context[Any], address: str, server_public: str, p
         dealer.setsockopt(zmq.CURVE_SERVERKEY, server_public.encode())
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
         dealer.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-    events = dealer.get_monitor_socket(sum(_VERDICTS))
+    events = dealer.get_monitor_socket(sum((*_VERDICTS, *_CUTS)))
     try:
         dealer.connect(address)
         if not events.poll(int(PROBE_DEADLINE_S * 1000)):
             return "no verdict"
-        return _VERDICTS[int(recv_monitor_message(events)["event"])]
+        return _VERDICTS.get(recv_monitor_message(events)["event"], "cut")
     finally:
         dealer.disable_monitor()
         events.close(linger=0)
