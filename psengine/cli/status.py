@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import sys
@@ -10,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -72,7 +72,8 @@ def status(
         for source in sources:
             source.close()
     if as_json:
-        print(json.dumps({"healthy": not view.problems, "problems": view.problems, **view.overview.to_json()}))
+        told = {"healthy": not view.problems, "problems": view.problems, **view.overview.to_json()}
+        print(msgspec.json.encode(told).decode())
     else:
         console.print(view)
     if view.problems:

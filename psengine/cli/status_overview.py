@@ -14,7 +14,7 @@ from psengine.cli.console import printable
 from psengine.errors import ConfigurationError, PSEngineError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.overview import merge_jobs, owns_weights
-from psengine.parameter_server.status_model import Event, JobStatus, ServerFacts, ShardStatus, to_json
+from psengine.parameter_server.status_model import Event, JobStatus, ServerFacts, ShardStatus
 from psengine.protocol.keys import CurveClientKeys
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ class StatusSource:
         """Its report; never raises for a server that is away. Keeps the connection for the next question."""
         try:
             shards = _printable(self.connected().status())
-            report = ServerReport(address=self.address, shards=msgspec.convert(shards, tuple[ShardStatus, ...]))
+            report = ServerReport(
+                address=self.address, shards=msgspec.convert(shards, tuple[ShardStatus, ...], str_keys=True)
+            )
             merge_jobs(report.shards)
         except msgspec.ValidationError as error:
             text = f"{self.address} has a status that this psengine does not understand ({error}). Fix: install the"
@@ -116,6 +118,8 @@ class Overview:
                 if log.is_full
             ]
         for name, job in self.jobs.items():
+            if job.lost:
+                found.append(job.lost)
             silent = [str(worker.rank) for worker in job.workers if worker.state == "silent"]
             if silent:
                 found.append(f"job {name!r}: nothing was heard of worker {', '.join(silent)}")
@@ -130,7 +134,7 @@ class Overview:
                 repr(name)
                 for shard in report.shards
                 for name, job in shard.jobs.items()
-                if shard.durability == "memory" and owns_weights(job.rule)
+                if report.facts.durability == "memory" and owns_weights(job.rule)
             }
             if forgotten:
                 text = f"has durability memory: when it ends, the model of job {', '.join(sorted(forgotten))} is lost"
@@ -144,8 +148,8 @@ class Overview:
         return {
             "warnings": self.warnings,
             "servers": [_server_json(report) for report in self.reports],
-            "jobs": to_json(self.jobs),
-            "events": to_json(self.events),
+            "jobs": self.jobs,
+            "events": self.events,
         }
 
 
@@ -189,9 +193,9 @@ def shard_bytes(shard: ShardStatus) -> tuple[int, int]:
 
 
 def _server_json(report: ServerReport) -> dict[str, Any]:
-    own = {name: value for name, value in to_json(report.facts).items() if name != "events"}
+    own = {name: value for name, value in vars(report.facts).items() if name != "events"}
     shards = [
-        {name: value for name, value in to_json(shard).items() if name not in ("jobs", "server")}
+        {name: value for name, value in vars(shard).items() if name not in ("jobs", "server")}
         for shard in report.shards
     ]
     return {"address": report.address, "error": report.error or None, **own, "shards": shards}

@@ -110,7 +110,7 @@ def servers_table(reports: Sequence[ServerReport], width: int) -> RenderableType
             moved = [_number(amount / 1e6) for amount in shard_bytes(shard)]
             memory = f"{_megabytes(shard.memory_bytes)} / {_megabytes(shard.max_memory_bytes)}"
             name = _server_name(report) if shard is report.shards[0] else ""
-            cells = (name, str(shard.index), shard.durability or UNKNOWN, memory, *moved)
+            cells = (name, str(shard.index), report.facts.durability or UNKNOWN, memory, *moved)
             table.add_row(*cells[: len(table.columns)])
     return table
 

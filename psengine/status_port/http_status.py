@@ -10,7 +10,6 @@ DNS rebinding sends them.
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import re
 import socket
@@ -143,8 +142,3 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         # Escaped: a request must not move the cursor of a terminal that the log is read in.
         logger.debug("status request: %r", format % arguments)
-
-
-def json_page(content: Any) -> Page:
-    """JSON without NaN, which browsers refuse: a loss that is not finite is called "nan"."""
-    return 200, JSON, json.dumps(content, allow_nan=False, separators=(",", ":")).encode()

@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from rich.console import Console
@@ -144,13 +145,11 @@ def test_what_a_server_says_moves_no_cursor_and_is_no_markup(capsys, monkeypatch
 
 def overview(facts=None, **changes):
     """A shard with two workers and one that is gone, as in life."""
-    common = {"host": "a-host-with-a-long-name.example", "pid": 4711, "silent_s": 0.5, "staleness": {"1": 5, "3": 1}}
-    workers = [
-        worker(rank, **common | {"clock": clock, "pushes": clock} | changes) for rank, clock in ((0, 120), (1, 100))
-    ]
+    common = {"host": "a-host-with-a-long-name.example", "pid": 4711, "silent_s": 0.5, "staleness": {1: 5, 3: 1}}
+    workers = [worker(rank, **common | {"step": step, "pushes": step} | changes) for rank, step in ((0, 120), (1, 100))]
     gone = departed(2, host="b", reason="evicted", unix_s=time.time() - 60, step=7)
     counters = {"applied": 100, "duplicates": 1, "late": 2, "non_finite": 3, "evicted": 1, "max_staleness": 2}
-    counts = {"refused": {"not_finite": 3, "abstained": 7}, "staleness": {"0": 1, "2": 9}}
+    counts = {"refused": {"not_finite": 3, "abstained": 7}, "staleness": {0: 1, 2: 9}}
     rule = {"name": "apply", "max_staleness": 4}
     told = shard(*workers, name="a-job", rule=rule, expected_workers=3, departed=(gone,), **counters, **counts)
     told = replace(told, server=facts or ServerFacts())
@@ -182,8 +181,8 @@ def test_tables_fit_and_wide_ones_say_more(width):
 
 @pytest.mark.parametrize(("loss", "in_table"), [("nan", "nan"), (None, "-")])
 def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_table):
-    told = overview(telemetry=replace(TIMES, loss=loss))
-    shown = json.loads(json.dumps(told.to_json(), allow_nan=False))["jobs"]["a-job"]["workers"][0]
+    told = overview(**TIMES | {"loss": loss})
+    shown = json.loads(msgspec.json.encode(told.to_json()))["jobs"]["a-job"]["workers"][0]
     assert (shown["loss"], shown["compute_s"]) == (loss, 0.2)
     lines = drawn(jobs_view(told, 120), 120).splitlines()
     header, row = (next(line for line in lines if line.startswith(start)) for start in ("rank", "   0"))
@@ -193,11 +192,11 @@ def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_table):
 def test_what_is_a_problem():
     assert overview().problems == []
     assert overview(state="silent").problems == ["job 'a-job': nothing was heard of worker 0, 1"]
-    log = LogStatus(
-        shard=0, records=3, durable_records=2, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=True, error=""
-    )
+    log = LogStatus(shard=0, waiting_records=1, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=True, error="")
     (full,) = overview(ServerFacts(logs=(log,))).problems
     assert "no room for the log of shard 0" in full
+    lost = shard(worker(0), lost="job 'demo' is lost")
+    assert merge([ServerReport(address="tcp://a:1", shards=(lost,))]).problems == ["job 'demo' is lost"]
     assert "a shard of it does not work" in overview(ServerFacts(healthy=False)).problems[0]
 
 

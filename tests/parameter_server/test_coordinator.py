@@ -96,6 +96,10 @@ class Bench:
     def ranks(self) -> list[int]:
         return [one.rank for one in self.view.members]
 
+    @property
+    def lost(self) -> str:
+        return self.coordinators.status(self.now_s)["job"].lost
+
     def team(self, count: int) -> list[Hand]:
         """Workers 0 to ``count`` - 1, in the first view."""
         team = [self.worker(rank) for rank in range(count)]
@@ -604,6 +608,7 @@ def test_a_server_that_comes_back_without_weights_loses_the_job() -> None:
     first.life(1, 12, chunks=1)
     assert second.last(MessageType.ERROR).body["code"] == ErrorCode.STATE_LOST
     assert refusal(second.reconnect) == ErrorCode.STATE_LOST
+    assert "shard 1 has restarted" in bench.lost
     assert bench.worker(0, run="another").hello() == "initialise"
 
 
@@ -641,7 +646,9 @@ def test_weights_that_only_the_lead_held_are_lost_with_it() -> None:
     first, _ = bench.team(2)
     bench.restart(with_disk=False)
     assert refusal(first.reconnect) == ErrorCode.STATE_LOST
-    assert bench.worker(0).hello() == "initialise"
+    assert "its lead server has restarted" in bench.lost
+    bench.team(1)
+    assert bench.lost == ""
 
 
 def test_what_a_server_lost_is_noted_once_a_life() -> None:
@@ -662,6 +669,7 @@ def test_nobody_goes_on_where_a_log_lacks_what_was_acknowledged() -> None:
     assert second.last(MessageType.ERROR).body["code"] == ErrorCode.STATE_LOST
     assert refusal(second.reconnect) == ErrorCode.STATE_LOST
     assert refusal(lambda: bench.worker(0, run="another").hello()) == ErrorCode.STATE_LOST
+    assert "came back with an older state" in bench.lost
     bench.restart(with_disk=True)  # and the servers have found their logs
     assert bench.worker(0).hello() == "ready"
 
@@ -944,7 +952,7 @@ def test_status_says_who_takes_part() -> None:
     bench.wait(3.0, first)
     status = bench.coordinators.status(bench.now_s)["job"]
     assert [one.state for one in status.workers] == ["live", "silent", "joining"]
-    assert (status.phase, status.expected_workers) == ("open", 2)
+    assert (status.lost, status.expected_workers) == ("", 2)
     bench.wait(LEASE_S + 1, first)
     status = bench.coordinators.status(bench.now_s)["job"]
     assert sorted(one.rank for one in status.departed) == [1, 2]

@@ -16,14 +16,14 @@ def merged(*shards):
 
 def test_counts_are_added_and_extremes_kept():
     view = merged(
-        shard(worker(0), worker(1), refused={"stale": 2}, staleness={"0": 3, "12": 1}, max_staleness=12, evicted=1),
+        shard(worker(0), worker(1), refused={"stale": 2}, staleness={0: 3, 12: 1}, max_staleness=12, evicted=1),
         shard(
             worker(0, pushes=7, refused=2, late=1),
             worker(1),
             version_min=2,
             version_max=5,
             refused={"stale": 1, "non_finite": 4},
-            staleness={"2": 1, "0": 1},
+            staleness={2: 1, 0: 1},
             max_staleness=3,
             evicted=1,
         ),
@@ -32,7 +32,7 @@ def test_counts_are_added_and_extremes_kept():
     assert (view.version_min, view.version_max, view.members) == (2, 9, 2)
     assert (view.bytes_in, view.bytes_out, view.evicted) == (20, 40, 1)
     assert view.refused == {"stale": 3, "non_finite": 4}
-    assert list(view.staleness.items()) == [("0", 4), ("2", 1), ("12", 1)]
+    assert list(view.staleness.items()) == [(0, 4), (2, 1), (12, 1)]
     assert view.max_staleness == 12
     assert [(w.pushes, w.refused, w.late) for w in view.workers] == [(12, 2, 1), (10, 0, 0)]
 
@@ -49,16 +49,14 @@ def test_the_coordinator_says_who_a_worker_is_and_the_shards_whom_it_waits_for()
 
 
 def test_staleness_percentiles_are_those_of_all_shards_together():
-    view = merged(
-        shard(worker(0, staleness={"0": 98}), worker(1)), shard(worker(0, staleness={"10": 1, "9": 1}), index=1)
-    )
+    view = merged(shard(worker(0, staleness={0: 98}), worker(1)), shard(worker(0, staleness={10: 1, 9: 1}), index=1))
     assert (view.workers[0].staleness_p50, view.workers[0].staleness_p99) == (0, 9)
     assert view.workers[1].staleness_p50 is None
 
 
 class TestTheSplitOfAStep:
     def split(self, *changes):
-        parts = [shard(worker(0, telemetry=TIMES, **COSTS | c), index=i) for i, c in enumerate(changes)]
+        parts = [shard(worker(0, **TIMES | COSTS | c), index=i) for i, c in enumerate(changes)]
         found = merged(*parts).workers[0]
         parts = [found.compute_s, found.apply_s, found.wait_s, found.wire_s]
         assert found.step_s == pytest.approx(sum(parts))

@@ -289,6 +289,6 @@ def test_status_says_who_waits_for_whom_and_what_a_step_costs():
     second.push(0, 1, ONES)
     job = world.shard.status().jobs["demo"]
     assert [worker.held_s for worker in job.workers] == [2.0, 0.0]
-    assert [(worker.pushes, worker.clock, worker.waiting_for) for worker in job.workers] == [(1, 1, ()), (1, 1, ())]
+    assert [(worker.pushes, worker.step, worker.waiting_for) for worker in job.workers] == [(1, 1, ()), (1, 1, ())]
     assert (job.sealed, job.chunks, job.members, job.averaged) == (True, 1, 2, 1)
     assert job.bytes_in == job.bytes_out == 32

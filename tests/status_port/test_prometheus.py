@@ -13,7 +13,6 @@ import sys
 import urllib.parse
 import urllib.request
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,15 +46,12 @@ def run(*command, cwd=FOLDER):
 
 def exposition():
     """What a server and a synchronous training tell Prometheus, before anything was refused."""
-    snapshot = SnapshotStatus(
-        directory="d", interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error=""
-    )
+    snapshot = SnapshotStatus(interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error="")
     log = LogStatus(
-        shard=0, records=3, durable_records=2, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=False, free_bytes=7,
+        shard=0, waiting_records=1, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=False, free_bytes=7,
         error="",
     )  # fmt: skip
-    told = replace(TIMES, step_s=0.25)
-    job = shard(worker(0, telemetry=told, staleness={"1": 2}), staleness={"0": 1})
+    job = shard(worker(0, **TIMES, staleness={1: 2}), staleness={0: 1})
     metrics = TrainingMetrics()
     meter = Telemetry()
     metrics.models.append(("sync", meter))

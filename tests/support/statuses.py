@@ -10,18 +10,16 @@ from psengine.parameter_server.status_model import (
     CoordinatedJob,
     CoordinatedWorker,
     Departed,
-    MuteShard,
     ServerStatus,
     ShardJob,
     ShardStatus,
     ShardWorker,
     Transport,
-    WorkerTimes,
 )
 
 APPLY_RULE = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 # Of a step of half a second: 0.2 s compute, 0.05 s apply, 0.2 s wait, 0.05 s wire.
-TIMES = WorkerTimes(steps=10, loss=0.25, steps_per_s=2.0, samples_per_s=64.0, step_s=0.5, blocked_s=0.3)
+TIMES = {"steps": 10, "loss": 0.25, "steps_per_s": 2.0, "samples_per_s": 64.0, "step_s": 0.5, "blocked_s": 0.3}
 COSTS = {"apply_s": 0.05, "held_s": 0.2}
 
 
@@ -34,8 +32,8 @@ class Worker(NamedTuple):
 
 def worker(rank: int, **changes: Any) -> Worker:
     """A live worker in its tenth step, of whose times nothing is known."""
-    here = {"rank": rank, "incarnation": 1, "pushes": 5, "clock": 10}
-    led = {"rank": rank, "incarnation": 1, "state": "live", "host": f"host{rank}", "pid": 100 + rank, "silent_s": 0.1}
+    here = {"rank": rank, "pushes": 5, "step": 10}
+    led = {"rank": rank, "state": "live", "host": f"host{rank}", "pid": 100 + rank, "silent_s": 0.1}
     return Worker(
         ShardWorker(**here | _of(ShardWorker, changes)), CoordinatedWorker(**led | _of(CoordinatedWorker, changes))
     )
@@ -50,7 +48,6 @@ def shard(*workers: Worker, index: int = 0, name: str = "demo", **changes: Any) 
     }  # fmt: skip
     led = {
         "rule": APPLY_RULE,
-        "started": True,
         "expected_workers": 2,
         "workers": tuple(one.led for one in workers),
     }
@@ -65,9 +62,9 @@ def _of(model: type, changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if name in names}
 
 
-def server(*shards: ShardStatus | MuteShard, **changes: Any) -> ServerStatus:
+def server(*shards: ShardStatus, **changes: Any) -> ServerStatus:
     """A healthy server with these shards."""
-    answering = [one for one in shards if isinstance(one, ShardStatus)]
+    answering = [one for one in shards if not one.error]
     given: dict[str, Any] = {"healthy": True, "uptime_s": 1.0, "shards": shards, "jobs": merge_jobs(answering)}
     return ServerStatus(**given | changes)
 

@@ -144,13 +144,13 @@ def _measured(address: str, timeout_s: float) -> Finding:
         shards = client.status()
         round_trip_s = min(client.echo(8) for _ in range(ROUNDS))
         echo_s = min(client.echo(LARGE_BYTES) for _ in range(ROUNDS))
-    software = next((str(shard["software"]) for shard in shards if shard.get("software")), None)
+    software = shards[0]["server"]["software"]
     text = f"{address}: psengine-server {software} with {len(shards)} shards, {'with' if keys else 'without'} keys;"
     text += f" a round trip takes {round_trip_s * 1e3:.2f} ms, and 4 MiB there and back {echo_s * 1e3:.1f} ms"
     if software != __version__:
         fix = "install the same psengine on workers and servers"
         return Finding("warning", f"{text}; this side is {__version__}", fix)
-    if any(shard.get("durability") == "memory" for shard in shards):
+    if shards[0]["server"]["durability"] == "memory":
         fix = "start it with --snapshot-dir DIRECTORY (and --durability log: no acknowledged update is lost)"
         return Finding("note", f"{text}; its durability is memory: when it ends, models of async jobs are lost", fix)
     return Finding("ok", text)

@@ -19,6 +19,7 @@ import logging
 import os
 import resource
 import secrets
+import select
 import signal
 import socket
 import threading
@@ -50,7 +51,7 @@ from psengine.parameter_server.server.status.pages import server_pages
 from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.segments import SegmentListener
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
-from psengine.parameter_server.status_model import ServerFacts, ServerStatus, ShardStatus
+from psengine.parameter_server.status_model import ServerFacts, ServerStatus
 from psengine.protocol.bounds import KEY_BYTES
 from psengine.protocol.messages import ErrorCode, Message
 from psengine.status_port.http_status import HttpStatus
@@ -75,10 +76,9 @@ MAX_ORDERS_AT_ONCE = 4
 LAST_SNAPSHOT_S = 600.0
 # Less than an operator waits; a snapshot that takes longer is written all the same.
 ORDERED_SNAPSHOT_S = 6.0
-_REPORT_S = 10.0
 # What may be resident beyond what shards know of: copies for a snapshot, scratch space, messages that are not complete.
 UNACCOUNTED_BYTES = 1 << 30
-MEMORY_S = 1.0
+LOOK_S = 1.0
 _MAX_DESCRIPTORS = 1 << 20
 CLOCKS = Clocks(wall_s=time.time, measure_s=time.perf_counter)
 
@@ -107,7 +107,6 @@ class Server:
         self._until_stdin_closes = until_stdin_closes
         self._reasons: SimpleQueue[str] = SimpleQueue()  # to end
         self._signals = 0
-        self._is_stdin_closed = False
         self._events = EventLog(CLOCKS)
         self._shards = ShardGroup(settings)
         self._durability: Durability | None = None
@@ -175,8 +174,6 @@ class Server:
         if settings.status_port is not None:
             port = stack.enter_context(self._open_status_port(settings.status_port))
             self.status_url = port.url
-        if self._until_stdin_closes:
-            threading.Thread(target=self._read_stdin, name="psengine-stdin", daemon=True).start()
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
         self._announce_start(announce, durable)
 
@@ -194,14 +191,6 @@ class Server:
             os.write(2, b"psengine-server: second signal, ending at once\n")
             os._exit(128 + number)
         self.end(signal.Signals(number).name)
-
-    def _read_stdin(self) -> None:
-        try:
-            while os.read(0, 4096):
-                pass
-        except OSError as error:
-            logger.warning("standard input cannot be read (%s): taken for closed", error)
-        self._is_stdin_closed = True
 
     def _make_shards(self) -> tuple[list[Shard], Coordinators]:
         settings = self.settings
@@ -246,31 +235,23 @@ class Server:
 
     def _serve(self) -> bool:
         """Serve until a request to end, or the end of an embedded server's purpose (True); or a failure (False)."""
-        watchdog_s = systemd.watchdog_interval_s()
-        next_beat_s = next_report_s = next_look_s = time.monotonic()
-        at_start_bytes = resident_bytes()
+        period_s = min(LOOK_S, systemd.watchdog_interval_s() or LOOK_S)
+        next_look_s, at_start_bytes = time.monotonic(), resident_bytes()
         while True:
             with suppress(Empty):
                 logger.info("shutting down: %s", self._reasons.get(timeout=LOOP_S))
                 return True
             if not self._shards.are_alive:
                 return False
-            now_s = time.monotonic()
-            if watchdog_s is not None and now_s >= next_beat_s and self.is_healthy():
-                systemd.notify("WATCHDOG=1")
-                next_beat_s = now_s + watchdog_s
-            if now_s >= next_look_s:
-                self._look_at_memory(at_start_bytes)
-                next_look_s = now_s + MEMORY_S
-            if now_s >= next_report_s:
-                systemd.notify(f"STATUS={self._summary()}")
-                next_report_s = now_s + _REPORT_S
             if self._is_draining and self._shards.worker_count(remembers=True) == 0:
-                logger.info("shutting down: drained, no worker is left")
-                return True
-            if self._is_stdin_closed and self._shards.worker_count() == 0:
-                logger.info("shutting down: standard input is at its end and no worker is left")
-                return True
+                self.end("drained, no worker is left")
+            if self._until_stdin_closes and _has_ended(0) and self._shards.worker_count() == 0:
+                self.end("standard input is at its end and no worker is left")
+            if (now_s := time.monotonic()) >= next_look_s:
+                next_look_s = now_s + period_s
+                if self.is_healthy():
+                    systemd.notify("WATCHDOG=1", f"STATUS={self._summary()}")
+                self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
 
     def _summary(self) -> str:
         generation = None if self._durability is None else self._durability.snapshots.generation
@@ -282,17 +263,9 @@ class Server:
         count = len(self.addresses)
         return f"{count} {'shard' if count == 1 else 'shards'} at {' '.join(self.addresses)}"
 
-    def _look_at_memory(self, at_start_bytes: int) -> None:
+    def _guard_memory(self, unexplained_bytes: int) -> None:
         """Close connections whose messages fill the memory and do not end: credits do not bound those."""
-
-        def excess_bytes(known_bytes: int = 0) -> int:
-            # Snapshots copy what the shards know of; optimizers and averages need scratch space.
-            return resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES - known_bytes * 5 // 2
-
-        if excess_bytes() <= 0:
-            return
-        closed = self._shards.free_memory(excess_bytes)
-        if closed:
+        if unexplained_bytes > 0 and (closed := self._shards.free_memory(unexplained_bytes)):
             text = f"messages that do not end filled the memory: {closed} connections were closed; they come back"
             logger.error("%s", text)
             self._events.note("memory", text)
@@ -323,7 +296,7 @@ class Server:
     def status(self) -> ServerStatus:
         """The process and its shards as they are now; asks the shards' threads. Callable from any thread."""
         shards = self._shards.status()
-        jobs = merge_jobs(shard for shard in shards if isinstance(shard, ShardStatus))
+        jobs = merge_jobs(shard for shard in shards if not shard.error)
         return ServerStatus(**vars(self.facts()), shards=shards, jobs=jobs)
 
     # ---- orders ------------------------------------------------------------------------------------------------
@@ -341,8 +314,7 @@ class Server:
             if sorted(given) != needed:
                 wanted, got = (", ".join(names) or "none" for names in (needed, sorted(given)))
                 raise ProtocolError(f"{action} has other parameters (expected {wanted}, got {got})")
-            said: str | dict[str, Any] = getattr(self, f"_{action}")(**given)
-            body = {"text": said} if isinstance(said, str) else said
+            body: dict[str, Any] = {"text": getattr(self, f"_{action}")(**given)}
         except ProtocolError as error:
             body = {"text": str(error), "code": error.code}
         except Exception as error:
@@ -355,7 +327,7 @@ class Server:
     def _shutdown(self) -> str:
         return "The server shuts down: it answers what is queued, and writes a snapshot if it keeps any."
 
-    def _snapshot(self) -> str | dict[str, Any]:
+    def _snapshot(self) -> str:
         if self._durability is None:
             text = "this server keeps no snapshots (expected a --snapshot-dir)"
             raise ProtocolError(text, ErrorCode.SNAPSHOT_FAILED)
@@ -365,7 +337,7 @@ class Server:
             return f"The snapshot is being written; it takes longer than {ORDERED_SNAPSHOT_S:g} s."
         if outcome.error:
             raise ProtocolError(f"no snapshot was written: {outcome.error}", ErrorCode.SNAPSHOT_FAILED)
-        return {"text": f"Durable to generation {outcome.generation}.", "generation": outcome.generation}
+        return f"Durable to generation {outcome.generation}."
 
     def _evict(self, job: str, worker: int) -> str:
         try:
@@ -454,10 +426,12 @@ def _import_plugins(names: Iterable[str]) -> None:
             ) from error
 
 
+def _has_ended(descriptor: int) -> bool:
+    """Whether a pipe, of which nobody reads anything else, has no writer any more."""
+    return bool(select.select([descriptor], [], [], 0.0)[0]) and not os.read(descriptor, 4096)
+
+
 def _raise_descriptor_limit() -> None:
     """Let this process have as many file descriptors as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MAX_DESCRIPTORS)), hard))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from types import TracebackType
@@ -21,12 +20,11 @@ from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.transport.authentication import Authenticator, key_ring
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
-from psengine.parameter_server.status_model import MuteShard, ShardStatus
+from psengine.parameter_server.status_model import ShardStatus
 
 logger = logging.getLogger(__name__)
 
 ANSWER_DEADLINE_S = 3.0
-CONTEXT_DEADLINE_S = 5.0
 # A shard that does not tick for so long is unhealthy; copying a large model for a snapshot takes a second.
 HEALTHY_S = 10.0
 
@@ -53,6 +51,7 @@ class ShardGroup:
 
     def __enter__(self) -> ShardGroup:
         settings = self._settings
+        keys = key_ring(settings)
         # A thread serves one TCP stream at full speed, a third of one with CURVE. Two were no faster on two cores.
         self._context: zmq.Context[Any] = zmq.Context(max(1, min(settings.shards, (os.cpu_count() or 1) // 2)))
         if settings.insecure:
@@ -63,11 +62,7 @@ class ShardGroup:
                 ", every user of this machine" if settings.is_local else "",
             )
         else:
-            try:
-                self.authenticator = Authenticator(self._context, key_ring(settings))
-            except BaseException:
-                self._end_context()
-                raise
+            self.authenticator = Authenticator(self._context, keys)
         return self
 
     def __exit__(
@@ -81,7 +76,7 @@ class ShardGroup:
         if any(thread.is_alive() for thread in self.threads):
             logger.error("a shard is still busy; the process ends without it")  # its socket is its own
         else:
-            self._end_context()
+            self._context.destroy(linger=LINGER_MS)
 
     # ---- addresses ---------------------------------------------------------------------------------------------
 
@@ -128,14 +123,6 @@ class ShardGroup:
                 raise
             logger.warning("clients on this machine use TCP, which is slower: %s", error)
 
-    def _end_context(self) -> None:
-        # An open socket would make this wait for ever.
-        ending = threading.Thread(target=self._context.destroy, kwargs={"linger": LINGER_MS}, daemon=True)
-        ending.start()
-        ending.join(timeout=CONTEXT_DEADLINE_S)
-        if ending.is_alive():
-            logger.error("sockets were not closed within %g s; the process ends without them", CONTEXT_DEADLINE_S)
-
     # ---- questions ---------------------------------------------------------------------------------------------
 
     def ask(self, function: Callable[[ShardThread], _Result]) -> list[_Result]:
@@ -147,27 +134,24 @@ class ShardGroup:
         """
         return _results([thread.ask(partial(function, thread)) for thread in self.threads])
 
-    def status(self) -> tuple[ShardStatus | MuteShard, ...]:
+    def status(self) -> tuple[ShardStatus, ...]:
         """Each shard's status, or why there is none."""
         futures = [thread.ask(thread.status) for thread in self.threads]
-        deadline_s = time.monotonic() + ANSWER_DEADLINE_S
-
-        def status_of(index: int, future: Future[ShardStatus]) -> ShardStatus | MuteShard:
+        wait(futures, ANSWER_DEADLINE_S)
+        found = []
+        for index, future in enumerate(futures):
             try:
-                return future.result(max(0.0, deadline_s - time.monotonic()))
-            except FutureTimeoutError:
+                found.append(future.result(0))
+            except (FutureTimeoutError, ShardEndedError) as error:
                 future.cancel()
-                return MuteShard(index=index, error=f"no answer within {ANSWER_DEADLINE_S:g} s")
-            except ShardEndedError as error:
-                return MuteShard(index=index, error=str(error))
-
-        return tuple(status_of(index, future) for index, future in enumerate(futures))
+                found.append(ShardStatus(index=index, error=str(error) or f"no answer within {ANSWER_DEADLINE_S:g} s"))
+        return tuple(found)
 
     @property
     def are_alive(self) -> bool:
         """Whether every thread lives, also the authenticator's."""
-        threads: list[threading.Thread] = [*self.threads]
-        return all(one.is_alive() for one in threads + [guard for guard in [self.authenticator] if guard is not None])
+        guard_lives = self.authenticator is None or self.authenticator.is_alive()
+        return guard_lives and all(thread.is_alive() for thread in self.threads)
 
     @property
     def are_healthy(self) -> bool:
@@ -191,15 +175,17 @@ class ShardGroup:
         except (FutureTimeoutError, ShardEndedError):
             return 1
 
-    def free_memory(self, excess_bytes: Callable[[int], int]) -> int:
+    def free_memory(self, unexplained_bytes: int) -> int:
         """Close connections that fill the memory with messages that do not end; how many there were.
 
         Args:
-            excess_bytes: how much is filled beyond so many bytes, which the shards know of.
+            unexplained_bytes: how much is filled, beyond what shards and answers may need.
         """
         try:
             known = self.ask(lambda thread: thread.shard.memory_bytes() + thread.endpoint.unread_bytes)
-            if excess_bytes(sum(known) + UNREAD_BYTES * self.worker_count(remembers=True)) <= 0:
+            known_bytes = sum(known) + UNREAD_BYTES * self.worker_count(remembers=True)
+            # Snapshots copy what the shards know of; optimizers and averages need scratch space.
+            if unexplained_bytes <= known_bytes * 5 // 2:
                 return 0
             return sum(self.ask(lambda thread: thread.endpoint.peers.close_unfinished(UNREAD_BYTES)))
         except (FutureTimeoutError, ShardEndedError):
@@ -241,8 +227,8 @@ class ShardGroup:
 
 
 def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
-    deadline_s = time.monotonic() + ANSWER_DEADLINE_S
-    return [future.result(max(0.0, deadline_s - time.monotonic())) for future in futures]
+    wait(futures, ANSWER_DEADLINE_S)
+    return [future.result(0) for future in futures]
 
 
 def _reachable(address: str) -> str:

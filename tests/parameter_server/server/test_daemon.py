@@ -48,12 +48,11 @@ def test_start_up_says_where_and_how_durable():
         assert server.lines[-1] == f"psengine-server ready {' '.join(server.addresses)}"
         for line in server.lines:
             assert line in server.log()
-        for index, address in enumerate(server.addresses):
+        for address in server.addresses:
             with Peer(address) as reader:
                 resumed = reader.request("RESUME", worker=NOBODY)
                 assert resumed.type.name == "RESUMED"
                 assert resumed.body["shards"] == server.addresses
-                assert resumed.body["index"] == index
         with Peer(server.addresses[1]) as peer:
             assert "the first shard of the job's first server" in peer.hello().body["text"]
 
@@ -254,8 +253,8 @@ def test_the_service_manager_is_told():
         with running_server(environment=environment) as server:
             first = manager.recv(4096).decode()
             assert first.startswith("READY=1\nSTATUS=1 shard at tcp://")
-            told = [manager.recv(4096).decode() for _ in range(5)]
-            assert told.count("WATCHDOG=1") >= 3
+            told = [manager.recv(4096).decode() for _ in range(3)]
+            assert all(one.startswith("WATCHDOG=1\nSTATUS=1 shard at tcp://") for one in told)
             server.terminate()
             while "STOPPING=1" not in (last := manager.recv(4096).decode()):
                 assert last.startswith(("WATCHDOG", "STATUS"))
@@ -381,8 +380,8 @@ def test_a_server_without_snapshots_says_so_loudly_of_jobs_whose_weights_it_has(
                 peer.job = job
                 assert peer.hello(rule=rule).type.name == "WELCOME"
         eventually(lambda: loud in server.log())
-        assert server.status()["shards"][0]["durability"] == "memory"
+        assert server.status()["durability"] == "memory"
     with running_server(snapshot_dir=tmp_path) as server, Peer(server.addresses[0]) as peer:
         assert peer.hello().type.name == "WELCOME"
         assert "NOTHING IS DURABLE" not in server.log()
-        assert server.status()["shards"][0]["durability"] == "snapshot"
+        assert server.status()["durability"] == "snapshot"

@@ -113,7 +113,7 @@ def test_what_was_acknowledged_is_read_back(tmp_path):
         assert log.read() == list(range(46))
         assert log.answers.wakes
         status = log.thread.status()
-        assert (status.records, status.durable_records, status.is_full, status.error) == (46, 46, False, "")
+        assert (status.waiting_records, status.is_full, status.error) == (0, False, "")
     assert log.noted == []
 
 

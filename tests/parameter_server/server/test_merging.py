@@ -57,7 +57,7 @@ def test_a_merge_has_the_named_steps_weighted_by_samples():
     second = oracle.merge((difference(0, 2), 1), (difference(1, 1), 2))
     torch.testing.assert_close(workers[1].updates()[1], second)
     assert rule_of(world).version == 2
-    assert world.shard.status().jobs["demo"].staleness == {"0": 3, "1": 1}
+    assert world.shard.status().jobs["demo"].staleness == {0: 3, 1: 1}
 
 
 def test_merges_are_applied_in_the_order_of_their_releases_once():

@@ -79,7 +79,7 @@ class FakeCoordinators:
         return changed
 
     def status(self, now_s: float) -> dict[str, CoordinatedJob]:
-        return {"a job": CoordinatedJob(rule=RULE, phase="OPEN")}
+        return {"a job": CoordinatedJob(rule=RULE, lost="why")}
 
 
 @dataclass
@@ -179,7 +179,7 @@ def test_what_says_nothing_of_updates_does_not_wait_for_the_log(worlds):
     (report,) = world.ask("STATUS")
     status = json.loads(bytes(report.payload))
     assert status["server"]["host"] == "here"
-    assert status["coordinated"]["a job"]["phase"] == "OPEN"
+    assert status["coordinated"]["a job"]["lost"] == "why"
     world.make_durable()
     assert names(world.answers()) == ["OK", "WELCOME", "VIEW", "OK", "VIEW"]
     world.shard.answers = [Message(MessageType.RESUMED, body=dict(RESUMED))]

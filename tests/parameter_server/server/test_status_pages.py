@@ -7,7 +7,6 @@ import json
 import re
 import socket
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,20 +111,18 @@ def test_connections_beyond_the_limit_are_closed_and_make_room():
 # ---- metrics ---------------------------------------------------------------------------------------------------
 
 
-TOLD = replace(TIMES, step_s=0.25, blocked_s=0.05)
+TOLD = {**TIMES, "step_s": 0.25, "blocked_s": 0.05}
 COSTS = {"apply_s": 0.01, "held_s": 0.01}
 
 
 def status_with_everything(name="j", **changes):
     """A server with one worker of which all is known, 2 steps behind another."""
-    snapshot = SnapshotStatus(
-        directory="d", interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error=""
-    )
+    snapshot = SnapshotStatus(interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error="")
     workers = [
-        worker(3, **{"clock": 12, "staleness": {"1": 9, "5": 1}, "telemetry": TOLD, **COSTS} | changes),
-        worker(4, clock=14),
+        worker(3, **{"step": 12, "staleness": {1: 9, 5: 1}, **TOLD, **COSTS} | changes),
+        worker(4, step=14),
     ]
-    counts = {"refused": {"non_finite": 2}, "staleness": {"0": 2, "64": 1}, "staleness_sum": 500}
+    counts = {"refused": {"non_finite": 2}, "staleness": {0: 2, 64: 1}, "staleness_sum": 500}
     return server_status(shard(*workers, name=name, **counts), snapshot=snapshot)
 
 

@@ -86,6 +86,7 @@ class Coordinator:
         self._epochs: list[int] = []  # of the shards
         self._losses: dict[int, int] = {}  # by servers' lives, how many updates of each chunk they lost
         self._halted = ""  # why nobody goes on until the servers find what they lost
+        self._lost = ""  # why its weights are lost, for people, until there are others
         self._chunks: list[int] = []  # of each shard
         self._empty: Message | None = None  # the view that ends the job's life before this one
         # The change of view that is under way: its causes, then its number.
@@ -370,11 +371,11 @@ class Coordinator:
         if body["key"] != self._key:
             self._least_number = max(self._least_number, view.number)
             if owns_weights(rule):
-                raise ProtocolError(
+                self._lost = (
                     f"job {self.name!r} is lost: its lead server has restarted without the weights that this worker"
-                    f" trained (durability {self._around.settings.durability}). Start all anew from a checkpoint.",
-                    ErrorCode.STATE_LOST,
+                    f" trained (durability {self._around.settings.durability}). Start all anew from a checkpoint."
                 )
+                raise ProtocolError(self._lost, ErrorCode.STATE_LOST)
             if has_begun:
                 return
         if not has_begun:
@@ -512,6 +513,7 @@ class Coordinator:
     def _finish(self, code: str, text: str) -> None:
         """A run is over. Unless the servers have its weights, the next one begins anew."""
         logger.log(logging.INFO if code == ErrorCode.ENDED else logging.ERROR, "%s", text)
+        self._lost = "" if code == ErrorCode.ENDED else text
         refused = {**self._refused, **{run: [code, text] for run in self._runs}}
         self._refused = dict(list(refused.items())[-MAX_REMEMBERED:])
         self._runs = []
@@ -540,6 +542,7 @@ class Coordinator:
         if self.state is JobState.REGISTERING:
             self._epochs, self._chunks, self._empty = list(body["epochs"]), list(body["chunks"]), None
             self._advance("registered")
+            self._lost = ""
 
     def _stale(self, what: str) -> ProtocolError:
         return ProtocolError(f"a worker of job {self.name!r} {what}; it has to begin this again", ErrorCode.STALE)
@@ -833,8 +836,7 @@ class Coordinator:
         """The job as it is now."""
         return CoordinatedJob(
             rule=self.rule or {},
-            phase=self.state.value,
-            started=any(one.completed for one in self.workers.members),
+            lost=self._halted or self._lost,
             expected_workers=self._world_size,
             evicted=self._evicted,
             lost_updates=sum(self._losses.values()),
@@ -854,13 +856,12 @@ class Coordinator:
         state: State = "silent" if silent_s > 2 * self._around.settings.heartbeat_s else "live"
         return CoordinatedWorker(
             rank=worker.rank,
-            incarnation=worker.incarnation,
             state=state if worker.state is WorkerState.MEMBER else "joining",
             host=worker.host,
             pid=worker.pid,
             silent_s=round(silent_s, 3),
             waiting_for=tuple(self._waits_for(worker).get("waiting_for", ())),
-            telemetry=worker.telemetry.times,
+            **vars(worker.telemetry.times),
         )
 
     def to_meta(self) -> dict[str, Any]:

@@ -126,8 +126,7 @@ class LogThread(threading.Thread):
         log = self.log
         return LogStatus(
             shard=log.start.shard,
-            records=log.end,
-            durable_records=log.durable,
+            waiting_records=log.end - log.durable,
             written_bytes=log.written_bytes,
             syncs=self.syncs,
             sync_seconds=round(self.sync_s, 3),

@@ -125,7 +125,6 @@ class SnapshotThread(threading.Thread):
     def status(self) -> SnapshotStatus:
         """The newest generation, its age, and the failures."""
         return SnapshotStatus(
-            directory=str(self.store.directory),
             interval_s=self._interval_s,
             generation=self.generation,
             age_s=None if self._current_s is None else round(time.monotonic() - self._current_s, 3),

@@ -40,19 +40,15 @@ class JobStatistics:
         self.staleness_sum += staleness
         self.max_staleness = max(self.max_staleness, staleness)
 
-    def staleness_of(self, rank: int) -> dict[str, int]:
-        """A worker's recent pushes, counted by how many updates old they were; JSON-able."""
-        return _string_keys(Counter(self.recent_staleness.get(rank, ())))
+    def staleness_of(self, rank: int) -> dict[int, int]:
+        """A worker's recent pushes, counted by how many updates old they were."""
+        return dict(Counter(self.recent_staleness.get(rank, ())))
 
     def to_status(self) -> dict[str, Any]:
-        """All but the recent ones; JSON-able."""
-        status = {k: v for k, v in vars(self).items() if k != "recent_staleness"}
-        return {**status, "refused": dict(self.refused), "staleness": _string_keys(self.staleness)}
+        """All but the recent ones, copied."""
+        status = {name: count for name, count in vars(self).items() if name != "recent_staleness"}
+        return {**status, "refused": dict(self.refused), "staleness": dict(self.staleness)}
 
 
 def _recent() -> deque[int]:
     return deque(maxlen=RECENT_PUSHES)
-
-
-def _string_keys(counts: Counter[int]) -> dict[str, int]:
-    return {str(key): count for key, count in sorted(counts.items())}

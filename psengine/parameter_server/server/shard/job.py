@@ -349,7 +349,6 @@ class Job:
             sealed=self.view is not None,
             chunks=len(rules),
             values_bytes=sum(rule.spec.size_bytes for rule in rules),
-            memory_bytes=self.size_bytes(),
             version_min=self.version,
             version_max=max((rule.version for rule in rules), default=0),
             members=len(self.workers),
@@ -364,11 +363,10 @@ class Job:
         apply_s, held_s = worker.costs_s()
         return ShardWorker(
             rank=rank,
-            incarnation=worker.incarnation,
             pushes=worker.pushes,
             refused=worker.refused,
             late=worker.late,
-            clock=worker.step if worker.pushes else None,
+            step=worker.step if worker.pushes else None,
             waiting_for=tuple(sorted(waiting)),
             staleness=self.statistics.staleness_of(rank),
             apply_s=apply_s,

@@ -443,12 +443,8 @@ class Shard:
         return ShardStatus(
             index=self.index,
             epoch=self.epoch,
-            durability=self.settings.durability,
             memory_bytes=self.memory_bytes(),
             max_memory_bytes=self.settings.max_memory_bytes,
-            software=self.settings.software,
-            # Departures are dated by this clock, which may differ from that of whoever asks.
-            unix_s=round(self._clocks.wall_s(), 3),
             jobs={job.name: job.status() for job in self.jobs.values()},
         )
 

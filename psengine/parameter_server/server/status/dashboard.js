@@ -12,10 +12,11 @@ function showHealth() {
   const pill = $("health");
   const [kind, text] = isSilent ? ["bad", "✕ no answer since " + Math.floor(silentMs / 1000) + " s"]
     : paused ? ["", "❚❚ paused"] : !status ? ["", "connecting"]
-    : muteText(status) ? ["bad", "✕ " + muteText(status)] : list(status.logs).some((log) => log.is_full) ? ["bad", "✕ log full: nothing is acknowledged"] : status.is_draining ? ["", "draining: no worker is let in"] : status.healthy ? ["good", "✓ serving"] : ["bad", "✕ a shard does not work"];
+    : muteText(status) ? ["bad", "✕ " + muteText(status)] : list(status.logs).some((log) => log.is_full) ? ["bad", "✕ log full: nothing is acknowledged"] : lostJobs().length ? ["bad", "✕ lost: job " + lostJobs().join(", ")] : status.is_draining ? ["", "draining: no worker is let in"] : status.healthy ? ["good", "✓ serving"] : ["bad", "✕ a shard does not work"];
   flag(pill, "class", "pill " + kind);
   write(pill, text);
 }
+const lostJobs = () => Object.entries(fields(status.jobs)).filter(([, job]) => job.lost).map(([name]) => name);
 function showFacts() {
   const snapshot = status.snapshot;
   const shards = list(status.shards).filter((shard) => isNumber(shard.memory_bytes));
@@ -165,7 +166,7 @@ function showWorkers(job) {
   const empty = $("workers-empty");
   empty.hidden = workers.length + gone.length > 0;
   $("workers-body").parentElement.hidden = !empty.hidden;
-  write(empty, "No worker is here.");
+  write(empty, job.lost || "No worker is here.");
   const counts = [["slow", rows.filter((row) => row.slow).length], ["silent", rows.filter((row) => row.state === "silent").length], ["gone", gone.length]];
   write($("workers-about"), [...counts.filter(([, count]) => count).map(([name, count]) => count + " " + name), (job.rule_text || ""), whole(job.chunks) + (job.chunks === 1 ? " chunk" : " chunks"), bytes(job.values_bytes), "version " + whole(job.version_max)].join(" · "));
 }

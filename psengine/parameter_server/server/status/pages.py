@@ -8,9 +8,11 @@ from collections.abc import Callable
 from functools import cache
 from importlib import resources
 
+import msgspec
+
 from psengine.parameter_server.server.status.prometheus import render_metrics
-from psengine.parameter_server.status_model import ServerStatus, to_json
-from psengine.status_port.http_status import HTML, TEXT, Pages, json_page
+from psengine.parameter_server.status_model import ServerStatus
+from psengine.status_port.http_status import HTML, JSON, TEXT, Pages
 
 # One script, in this order: the server's data, charts, the rest of the page.
 SCRIPTS = ("dashboard_data.js", "dashboard_charts.js", "dashboard.js")
@@ -25,7 +27,7 @@ def server_pages(status: Callable[[], ServerStatus], is_healthy: Callable[[], bo
     """
     return {
         "/": lambda: (200, HTML, dashboard()),
-        "/status.json": lambda: json_page(to_json(status())),
+        "/status.json": lambda: (200, JSON, msgspec.json.encode(status())),
         "/metrics": lambda: (200, *render_metrics(status())),
         "/healthz": lambda: (200, TEXT, b"ok\n") if is_healthy() else (503, TEXT, b"a shard does not answer\n"),
     }

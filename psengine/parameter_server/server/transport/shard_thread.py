@@ -12,7 +12,6 @@ Nothing else touches the shard, the coordinators or the socket: other threads ``
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -25,6 +24,7 @@ from dataclasses import fields, replace
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from psengine.errors import ProtocolError, ServerError
@@ -35,7 +35,7 @@ from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.server.transport.segments import ShardSegments
-from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport, to_json
+from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import decode, encode, payload_tensor, refusal, split
 from psengine.protocol.messages import TO_COORDINATOR, ErrorCode, Message, MessageType
@@ -277,7 +277,6 @@ class ShardThread(threading.Thread):
         moved = {one.name: getattr(self.endpoint, one.name) for one in fields(Transport) if one.name not in here}
         return replace(
             self.shard.status(),
-            address=self.endpoint.address,
             transport=Transport(**moved, **here),
             coordinated={} if self.coordinators is None else self.coordinators.status(time.monotonic()),
         )
@@ -410,7 +409,7 @@ class ShardThread(threading.Thread):
         began_s = time.perf_counter()
         if began_s >= self._report_until_s:
             status = replace(self.status(), transport=None, server=None if self._facts is None else self._facts())
-            self._report = torch.frombuffer(bytearray(json.dumps(to_json(status)).encode()), dtype=torch.uint8)
+            self._report = torch.frombuffer(bytearray(msgspec.json.encode(status)), dtype=torch.uint8)
             ended_s = time.perf_counter()
             cost_s = ended_s - began_s
             self._report_until_s = ended_s + (KEPT_FACTOR * cost_s if cost_s > COSTLY_S else 0.0)
