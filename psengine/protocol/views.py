@@ -68,6 +68,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
         world_size: workers that the job was begun with.
         donor: averaging jobs: the rank that returns the averages of ``from_step - 1`` to shards that lack them.
         oldest: the least step that each member has completed; nobody asks for earlier ones.
+        chunks: how many chunks each shard of the job has; () where the coordinator does not know.
         releases: those that some shard may not have, in order.
     """
 
@@ -79,6 +80,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     world_size: Workers = 1
     donor: Rank | None = None
     oldest: Unsigned = 0
+    chunks: tuple[Unsigned, ...] = ()
     releases: tuple[Release, ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,6 +88,8 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
         ranks = [member.rank for member in self.members]
         if any(one >= other for one, other in pairwise(ranks)):
             raise ValueError("members must be sorted by rank, each once")
+        if self.chunks and len(self.chunks) != len(self.shards):
+            raise ValueError("chunks must be counted of every shard")
 
     def member(self, rank: int) -> ViewMember | None:
         """The member with this rank."""

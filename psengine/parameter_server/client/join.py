@@ -89,7 +89,7 @@ def take_part(
         number, given = given, -1  # after a failure it begins again
         if job.state == "join":
             number = -1
-            compare(job, layout, (yield from _await_layout(job, layout)))
+            compare(job, layout, (yield from _await_layout(job)))
             yield [job.ask_to_join(last_view)]
         elif job.state == "initialise" and number != job.registration_number:
             number = job.registration_number
@@ -103,7 +103,7 @@ def take_part(
         return "initialised"
     if job.state == "join":
         return "joined"
-    compare(job, layout, (yield from _await_layout(job, layout)))
+    compare(job, layout, (yield from _await_layout(job)))
     return "ready"
 
 
@@ -173,23 +173,17 @@ def _initialise(
     yield [job.control.commit("registered", **facts)]
 
 
-def _await_layout(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[list[ChunkSpec]]:
-    """``fetch_layout``; a shard that has restarted has no layout, or a part of it, until workers have told it."""
-    whole = {spec.key: spec for spec in mine}
-    began_s, former = job.runtime.now_s(), [link.epoch for link in job.links]
+def _await_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
+    """``fetch_layout``; a shard that has restarted refuses until it has all chunks again."""
+    began_s = job.runtime.now_s()
     while True:
-        waited_s, epochs = job.runtime.now_s() - began_s, [link.epoch for link in job.links]
+        epochs = [link.epoch for link in job.links]
         try:
             theirs = yield from fetch_layout(job)
-            is_part = len(theirs) < len(mine) and all(whole.get(spec.key) == spec for spec in theirs)
             if epochs == [link.epoch for link in job.links]:  # else some of it was of a life before
-                if is_part and epochs != former and not job.options.averages:
-                    problem = f"a server came back without weights of job {job.options.job!r}, while this worker came"
-                    raise ServerRefusedError(f"{problem}. Fix: start it again from a checkpoint.", ErrorCode.STATE_LOST)
-                if not is_part or waited_s >= 2 * job.lease_s:
-                    return theirs
+                return theirs
         except ServerRefusedError as error:
-            if error.code != ErrorCode.NOT_READY or waited_s >= job.options.timeout_s:
+            if error.code != ErrorCode.NOT_READY or job.runtime.now_s() >= began_s + job.options.timeout_s:
                 raise
         yield LAYOUT_AGAIN_S
 

@@ -385,6 +385,7 @@ class Coordinator:
             self.rule, self._decisions = dict(rule), decisions_of(rule)
             self._world_size = max(self._world_size, view.world_size)
             self._resume_s, self._epochs = self._now_s + self._lease_s, list(view.shards)
+            self._chunks = list(view.chunks)
         known = {one.number: one for one in (*view.releases, *self._releases)}
         self._releases = [known[number] for number in sorted(known)]
         if self.view is not None and view.number <= self.view.number:
@@ -768,6 +769,7 @@ class Coordinator:
             donor=givers[0] if givers and is_lacking else None,
             oldest=min((one.completed for one in members), default=newest),
             releases=tuple(self._releases),
+            chunks=tuple(self._chunks),
         )
         missing = [rank for rank in range(self._world_size) if rank not in self._came]
         self._decisions.adopt(members, from_step, missing[: max(0, self._world_size - len(self._came))])

@@ -314,7 +314,22 @@ class Shard:
         return [self._answer(MessageType.OK, message, sender, version=version)]
 
     def _list(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        expected = self._expected_chunks(job)
+        if len(job.rules) < expected:
+            raise ProtocolError(
+                f"this server has restarted, and workers have yet to register chunks of job {job.name!r} again"
+                f" (expected {expected} chunks at shard {self.index}, got {len(job.rules)})",
+                ErrorCode.NOT_READY,
+            )
         return [self._answer(MessageType.CHUNKS, message, sender, body=job.page(message.body["after"]))]
+
+    def _expected_chunks(self, job: Job) -> int:
+        """How many chunks this shard should have, by the view."""
+        view = job.view
+        if view is None or not view.chunks:
+            return 0
+        here = [chunks for epoch, chunks in zip(view.shards, view.chunks, strict=True) if epoch == self.epoch]
+        return here[self.index] if self.index < len(here) else 0
 
     def _pull(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         if not job.holds_weights and message.worker == NOBODY:
