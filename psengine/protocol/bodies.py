@@ -99,7 +99,7 @@ class Hello(Body):
     rule: AnyRule | UnsetType = UNSET
     view: View | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
-    completed: bounds.Unsigned | UnsetType = UNSET
+    completed: bounds.Counted | UnsetType = UNSET
     unreachable: list[bounds.Unsigned] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
@@ -140,14 +140,14 @@ class Registered(Commit, tag="registered"):
 class Prepared(Commit, tag="prepared"):
     """Answers PREPARE: no step completes before the view comes."""
 
-    view: bounds.Positive
-    completed: bounds.Unsigned
+    view: bounds.ViewNumber
+    completed: bounds.Counted
 
 
 class StepTaken(Commit, tag="step"):
     """Every shard has this worker's pushes of the step; ``abstained``: they have no values."""
 
-    step: bounds.Positive
+    step: Annotated[int, Meta(ge=1, le=messages.MAX_COUNTED)]
     abstained: bool
 
 
@@ -160,7 +160,7 @@ class Donated(Commit, tag="donated"):
 
     rank: bounds.Rank
     incarnation: bounds.Unsigned64
-    step: bounds.Unsigned
+    step: bounds.Counted
     epochs: list[bounds.Unsigned64]
 
 
@@ -171,7 +171,7 @@ class ShardLife(Commit, tag="life"):
     epoch: bounds.Unsigned64
     chunks: bounds.Unsigned
     version: bounds.Unsigned
-    view: bounds.Unsigned
+    view: bounds.ViewNumber
     lost: bounds.Unsigned | UnsetType = UNSET
 
 
@@ -199,7 +199,7 @@ class WorkerLife(Body):
 class Leave(Body):
     """LEAVE. ``failed``: the training broke off, so the job may go on; a launcher may start this worker again."""
 
-    completed: bounds.Unsigned
+    completed: bounds.Counted
     failed: bool | UnsetType = UNSET
 
 
@@ -301,7 +301,7 @@ class Heartbeat(Body):
     blocked_s: bounds.CountedSeconds | UnsetType = UNSET
     samples: bounds.Counted | UnsetType = UNSET
     loss: bounds.Finite | UnsetType | None = UNSET
-    completed: bounds.Unsigned | UnsetType = UNSET
+    completed: bounds.Counted | UnsetType = UNSET
     blocked: bool | UnsetType = UNSET
     unreachable: list[bounds.Unsigned] | UnsetType = UNSET
 

@@ -27,6 +27,8 @@ Unsigned = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Positive = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 Finite = Annotated[float, Meta(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=LARGEST_FLOAT)]
+# Numbers that are counted on from still fit where they are sent and kept.
+ViewNumber = Annotated[int, Meta(ge=0, le=2**30)]
 Counted = Annotated[int, Meta(ge=0, le=messages.MAX_COUNTED)]
 CountedSeconds = Annotated[float, Meta(ge=0.0, le=messages.MAX_COUNTED)]
 Rank = Annotated[int, Meta(ge=0, le=messages.NOBODY - 1)]

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from psengine.errors import ProtocolError
-from psengine.protocol.bounds import DIGEST_BYTES, Label, Positive, Rank, Unsigned, Unsigned64, Workers
+from psengine.protocol.bounds import DIGEST_BYTES, Label, Positive, Rank, Unsigned, Unsigned64, ViewNumber, Workers
 from psengine.protocol.messages import Message, MessageType
 
 
@@ -72,7 +72,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
         releases: those that some shard may not have, in order.
     """
 
-    number: Positive
+    number: ViewNumber
     epoch: Unsigned64
     members: tuple[ViewMember, ...]
     shards: tuple[Unsigned64, ...]

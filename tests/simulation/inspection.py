@@ -60,7 +60,7 @@ def coordinator_state(server: Any) -> str:
     job = server.coordinators.find("job")
     if job is None or job.state.value != "open":
         return "" if job is None else str(job.state.value)
-    return "preparing" if job._preparing is not None else "joining" if job._asked or job._donation else "open"
+    return "preparing" if job._preparing is not None else "joining" if job._joiner or job._donation else "open"
 
 
 def worker_state(server: Any, rank: int, incarnation: int) -> str:

@@ -62,7 +62,6 @@ class FakeCoordinators:
     heard: list[str] = field(default_factory=list)
     changed: dict[str, Any] | None = None
     pauses: list[float] = field(default_factory=list)
-    is_draining: bool = False
 
     def handle(self, message: Message, sender: Sender, now_s: float) -> list[Outgoing]:
         self.heard.append(message.type.name)
@@ -219,5 +218,4 @@ def test_nobody_is_let_in_while_the_server_ends(worlds):
     world = worlds()
     world.thread.drain()
     assert world.shard.is_draining
-    assert world.coordinators.is_draining
     assert world.thread.drained.wait(5.0)

@@ -8,7 +8,6 @@ from unittest import mock
 from psengine.parameter_server.server.coordinator import coordinator as module
 from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.decisions import Bound, Merge, Quorum
-from psengine.parameter_server.server.coordinator.grace import GraceWindow
 from psengine.parameter_server.server.coordinator.workers import Workers
 from psengine.protocol.messages import MessageType
 from simulation.planted.registry import after, constant, plant, then
@@ -87,8 +86,8 @@ plant("a coordinator that resumes begins with whoever is back", Coordinator, "_e
 
 def _quorum(change: int) -> Any:
     def make(init: Any) -> Any:
-        def one(self: Any, quorum: int, *arguments: Any) -> None:
-            init(self, max(1, quorum + change), *arguments)
+        def one(self: Any, job: Any, quorum: int, *arguments: Any) -> None:
+            init(self, job, max(1, quorum + change), *arguments)
 
         return one
 
@@ -97,7 +96,7 @@ def _quorum(change: int) -> Any:
 
 def _fastest(due: Any) -> Any:
     def one(self: Bound, now_s: float) -> Any:
-        fastest = max((one.committed for one in self.members.values()), default=0)
+        fastest = max((one.committed for one in self.members), default=0)
         with mock.patch.object(self, "_least", return_value=fastest):
             return due(self, now_s)
 
@@ -119,5 +118,5 @@ plant("a merge's quorum is one too small", Merge, "__init__", _quorum(-1))
 plant("workers without a gradient fill the quorum", Quorum, "commit", _counts_absent)
 plant("workers without a difference are merged", Merge, "commit", _counts_absent)
 plant("the fastest worker is the floor", Bound, "due", _fastest)
-plant("a grace window never ends", GraceWindow, "is_over", constant(False))
+plant("a grace window never ends", Merge, "_is_over", constant(False))
 plant("decisions go to worker 0 alone", Coordinator, "_send", _says_it_again)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
@@ -23,21 +23,18 @@ import msgspec
 from psengine.errors import ProtocolError
 from psengine.parameter_server.overview import owns_weights, rule_text
 from psengine.parameter_server.server.coordinator.decisions import Decisions, decisions_of
-from psengine.parameter_server.server.coordinator.states import JOB, JobState, WorkerState, after
-from psengine.parameter_server.server.coordinator.workers import Leaving, Told, Worker, Workers
+from psengine.parameter_server.server.coordinator.states import JOB, JobMemory, JobState, WorkerState, after
+from psengine.parameter_server.server.coordinator.workers import Worker, Workers
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import DURABILITY_TIERS, MAX_COUNTED, ErrorCode, Message, MessageType
+from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, message_of, view_of
 
 logger = logging.getLogger(__name__)
 # Of runs that are over, and of shards' former lives, the newest are remembered.
 MAX_REMEMBERED = 64
 MAX_DEPARTED = 20  # in a status
-# Numbers that a worker may say; what is counted on from them still fits where it is sent and kept.
-_LARGEST = {"view": 2**30, "completed": MAX_COUNTED, "step": MAX_COUNTED}
-MAX_INCARNATION = 2**62
 
 
 @dataclass(frozen=True)
@@ -51,57 +48,36 @@ class Surroundings:
     draw_key: Callable[[], bytes]
 
 
-class Coordinator:
+class Coordinator(JobMemory):
     """See the module's text.
 
     Attributes:
-        state: where the job stands.
         workers: all that are known.
-        view: the newest that was published, by this coordinator or a former one.
         is_changed: ``to_meta`` gives something else than before; for the caller to reset.
     """
 
     def __init__(self, name: str, surroundings: Surroundings) -> None:
-        self.name = name
+        super().__init__(name)
         self.number = job_number(name)
-        self.state = JobState.NEW
         self.workers = Workers()
-        self.rule: dict[str, Any] | None = None
-        self.view: View | None = None
         self.is_changed = False
         self._around = surroundings
         self._lease_s = surroundings.settings.lease_s
         self._outgoing: list[Outgoing] = []
         self._now_s = 0.0
-        self._world_size = 1
-        self._servers: list[str] = []
-        self._runs: list[str] = []  # of those who took part in this life of the job
-        self._refused: dict[str, list[str]] = {}  # runs that are over, and how their processes are refused
-        self._came: set[int] = set()  # ranks that were members in this life
-        self._evicted = 0
+        self._decisions = Decisions(self)
         # Registration.
-        self._key = b""
-        self._registration = 0
         self._registrar: tuple[int, int] | None = None
-        self._epochs: list[int] = []  # of the shards
+        self._empty: Message | None = None  # the view that ends the job's life before this one
         self._losses: dict[int, int] = {}  # by servers' lives, how many updates of each chunk they lost
         self._halted = ""  # why nobody goes on until the servers find what they lost
         self._lost = ""  # why its weights are lost, for people, until there are others
-        self._chunks: list[int] = []  # of each shard
-        self._empty: Message | None = None  # the view that ends the job's life before this one
-        # The change of view that is under way: its causes, then its number.
-        self._is_wanted = False
-        self._has_restarted_shard = False
+        # The change of view that is under way.
         self._preparing: int | None = None
-        self._least_number = 0  # every view's number is above
-        self._donor: tuple[int, int] | None = None
-        self._asked: tuple[int, int, int] | None = None  # the donor's rank, the joiner's, and under which view
-        self._donation: tuple[int, int] | None = None  # the donor's rank, and the step after which its state is
+        self._donor: Worker | None = None
+        self._joiner: Worker | None = None  # for whom the donor is asked
+        self._donation: tuple[Worker, int] | None = None  # whose state was deposited, and after which step
         self._resume_s = 0.0  # until then the members of the last view may come back
-        # Decisions.
-        self._decisions = Decisions()
-        self._releases: list[Release] = []  # those that some shard may not have
-        self._release_count = 0
 
     @property
     def averages(self) -> bool:
@@ -117,14 +93,13 @@ class Coordinator:
             ProtocolError: it is refused; ``code`` says how to answer.
         """
         self._now_s = now_s
-        _check_numbers(message)
         if message.type is MessageType.HELLO:
             self._hello(message, sender)
             return self._settled()
         if message.epoch and message.epoch != self._around.epoch:
             raise ProtocolError("this server has restarted since; say HELLO again", ErrorCode.NOT_MEMBER)
         worker = self.workers.find(message, sender, self.name)
-        worker.last_heard_s, worker.route = now_s, sender.route
+        worker.last_heard_s = now_s
         is_later = getattr(self, f"_hear_{message.body.get('what', message.type.name.lower())}")(worker, message)
         outgoing = self._settled()
         if not is_later:
@@ -138,15 +113,17 @@ class Coordinator:
         for claim, is_alive in self.workers.judged(2 * self._around.settings.heartbeat_s, now_s):
             try:
                 if is_alive:
-                    self._refuse_rank(claim.rank, "is held by process {0.pid} on {0.host}, which is alive: check RANK")
+                    held = self.workers.by_rank[claim.rank]
+                    where = f"process {held.pid} on {held.host}"
+                    self._refuse_rank(claim.rank, f"is held by {where}, which is alive: check RANK")
                 self._check(claim.message.body)
                 self._greet(claim.rank, claim.message, claim.sender)
             except ProtocolError as error:
                 body = {"code": error.code, "text": str(error)}
                 self._outgoing.append(self._answer(claim.sender.route, claim.message, body))
-        for worker in self.workers.expired(self._lease_s, now_s):
-            silent_s = now_s - worker.last_heard_s
-            self._put_out(worker, "evicted", f"silent for {silent_s:.1f} s, longer than its lease")
+        for worker in self.workers.present:
+            if (silent_s := now_s - worker.last_heard_s) > self._lease_s:
+                self._put_out(worker, "evicted", f"silent for {silent_s:.1f} s, longer than its lease")
         self._put_out_cut_off()
         return self._settled()
 
@@ -158,11 +135,6 @@ class Coordinator:
             return None
         self._put_out(worker, "evicted", "an operator ended its lease")
         return self._settled()
-
-    def stood_still(self, pause_s: float) -> None:
-        """For ``pause_s`` until now nobody listened here."""
-        self.workers.stood_still(pause_s)
-        self._resume_s += pause_s
 
     def _settled(self) -> list[Outgoing]:
         """Do what can be done now, and tell all who have to know; what is sent."""
@@ -180,32 +152,31 @@ class Coordinator:
         return outgoing
 
     def _tell(self, worker: Worker) -> None:
-        """Send a worker what it should know and was not told on its connection."""
-        told, welcome = worker.told, (self._welcome_state(worker), self._registration)
+        """Send a worker what it should know and was not told on its connection.
+
+        Decisions are numbered in the order in which they are taken: PREPARE(n) and VIEW(n) around those of view n - 1.
+        """
+        welcome = (self._welcome_state(worker), self.registration)
         # Who waits hears also unasked of another registrar, and that it has to join.
-        is_news = welcome[0] == "join" or (welcome[0] in ("initialise", "wait") and welcome[1] != told.welcome[1])
+        is_news = welcome[0] == "join" or (welcome[0] in ("initialise", "wait") and welcome[1] != worker.welcomed[1])
         is_waiting = worker.state in (WorkerState.WAITING, WorkerState.JOINING)
-        if worker.route and told.welcome != welcome and (not told.welcome[0] or (is_news and is_waiting)):
-            told.welcome = welcome
+        if worker.route and worker.welcomed != welcome and (not worker.welcomed[0] or (is_news and is_waiting)):
+            worker.welcomed = welcome
             self._welcome(worker, welcome[0])
         if self.state is not JobState.OPEN or (worker.state is not WorkerState.MEMBER and worker.leaving is None):
             return
-        view = self.view if self.view is not None and self.view.epoch == self._around.epoch else None
-        if view is not None and told.view != view.number:
-            told.view = view.number
-            self._send(worker, message_of(view, self._key, self.number))
-        for release in self._releases:
-            if view is not None and release.number > max(told.release, view.number << 32):
-                told.release = release.number
-                self._send(worker, message_of(release, self._key, self.number))
-        if self._preparing is not None and self._preparing not in (worker.prepared, told.prepare):
-            told.prepare = self._preparing
-            self._send(worker, Message(MessageType.PREPARE, self.number, view=self._preparing))
-        if self._asked is not None and self._asked[0] == worker.rank and told.asked != self._asked:
-            told.asked = self._asked
-            joiner = self.workers.by_rank[self._asked[1]]
-            body = {"rank": joiner.rank, "incarnation": joiner.incarnation}
-            self._send(worker, Message(MessageType.STATE_WANTED, self.number, body=body))
+        if self.view is not None and self.view.epoch == self._around.epoch:
+            self._tell_once(worker, self.view.number << 32, self.view)
+            for release in self.releases:
+                self._tell_once(worker, release.number, release)
+        if self._preparing is not None:
+            self._tell_once(worker, (self._preparing << 32) - 1, None)
+
+    def _tell_once(self, worker: Worker, number: int, said: View | Release | None) -> None:
+        if number > worker.told:
+            worker.told = number
+            prepare = Message(MessageType.PREPARE, self.number, view=self._preparing or 0)
+            self._send(worker, prepare if said is None else message_of(said, self.key, self.number))
 
     def _welcome_state(self, worker: Worker) -> str:
         if not worker.has_rule:
@@ -216,7 +187,7 @@ class Coordinator:
         if self.state is not JobState.OPEN or (self.averages and self.view is None):
             return "wait"
         if self.averages:
-            return "ready" if is_member and not worker.is_reading else "join"
+            return "ready" if is_member else "join"
         return "wait" if worker.unreachable and not is_member else "ready"
 
     def _welcome(self, worker: Worker, state: str) -> None:
@@ -226,8 +197,8 @@ class Coordinator:
             "lease_s": settings.lease_s,
             "heartbeat_s": settings.heartbeat_s,
         }
-        if self._key and worker.has_rule:
-            body |= {"registration": self._registration, "key": self._key}
+        if self.key and worker.has_rule:
+            body |= {"registration": self.registration, "key": self.key}
         if state == "initialise" and self._empty is not None:
             self._send(worker, self._empty)
         self._send(worker, Message(MessageType.WELCOME, self.number, sequence=worker.hello, body=body))
@@ -252,11 +223,11 @@ class Coordinator:
             why, ranks = "resume", [one.rank for one in self.workers.members if not one.route]
         elif self.averages and self.view is None:
             present = {one.rank for one in self.workers.present if one.has_rule}
-            why, ranks = "begin", [rank for rank in range(self._world_size) if rank not in present]
+            why, ranks = "begin", [rank for rank in range(self.world_size) if rank not in present]
         elif self._preparing is not None:
             why, ranks = "prepare", self._unprepared()
         elif worker.state is WorkerState.JOINING:
-            why, ranks = "join", [] if self._asked is None else [self._asked[0]]
+            why, ranks = "join", [] if self._donor is None or self._joiner is None else [self._donor.rank]
         elif worker.state is WorkerState.MEMBER and worker.is_blocked:
             why, ranks = "release", self._decisions.waiting_for()
         ranks = [rank for rank in ranks if rank != worker.rank]
@@ -272,7 +243,8 @@ class Coordinator:
             if holder.incarnation > message.incarnation > 0:
                 self._refuse_rank(rank, "went to a newer process while this one was silent (raise --lease-s)")
             # A larger incarnation is of a process that came later, when there was another coordinator: in its view.
-            is_later = message.incarnation > holder.incarnation and self._is_in_its_view(rank, message, sender)
+            is_later = message.incarnation > holder.incarnation and message.body.get("key") == self.key
+            is_later = is_later and _view_that_has(rank, message, sender) is not None
             if holder.state is not WorkerState.GONE and not is_later:
                 if holder.user_id != sender.user_id:
                     self._refuse_rank(rank, "belongs to another key")
@@ -280,14 +252,7 @@ class Coordinator:
                 return
         self._greet(rank, message, sender)
 
-    def _is_in_its_view(self, rank: int, message: Message, sender: Sender) -> bool:
-        """Whether a HELLO comes with a view of this job that has its process."""
-        body = message.body
-        member = view_of(body).member(rank) if "view" in body and body["key"] == self._key else None
-        return member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
-
     def _refuse_rank(self, rank: int, why: str) -> None:
-        why = why.format(self.workers.by_rank[rank])
         raise ProtocolError(
             f"rank {rank} of job {self.name!r} {why} (expected one process for each rank; another run needs another"
             " job, PSENGINE_JOB)",
@@ -296,11 +261,11 @@ class Coordinator:
 
     def _check(self, body: Mapping[str, Any]) -> None:
         """Raise ProtocolError where such a process cannot take part."""
-        code, text = self._refused.get(body["run"], (ErrorCode.STATE_LOST, self._halted))
+        code, text = self.refused.get(body["run"], (ErrorCode.STATE_LOST, self._halted))
         if text:
             raise ProtocolError(text, code)
         # Names of one server may differ from one worker to another, so only the order can be compared.
-        known, servers = self._servers, body["servers"]
+        known, servers = self.servers, body["servers"]
         if known and known != servers and (len(known) != len(servers) or set(known) == set(servers)):
             raise ProtocolError(
                 f"all workers of job {self.name!r} name the same servers in the same order (expected {known}, got"
@@ -340,36 +305,29 @@ class Coordinator:
             worker.leaving, worker.why_gone = None, ""
         worker.route, worker.last_heard_s, worker.nonce = sender.route, self._now_s, body["nonce"]
         worker.host, worker.pid, worker.run, worker.hello = body["host"], body["pid"], body["run"], message.sequence
-        worker.told = Told()
+        worker.welcomed, worker.told = ("", 0), 0
         # A joiner that does not know the view which has it says how far it was before.
         if not self.averages or ("view" in body and view_of(body).number >= worker.admitted):
             self._hear_completed(worker, body.get("completed", 0))
         self._hear_cut(worker, body)
         if rule is not None:
             worker.has_rule = True
-            self._world_size = max(self._world_size, body["world_size"])
+            self.world_size = max(self.world_size, body["world_size"])
             if self.rule is None:
-                self.rule, self._decisions = dict(rule), decisions_of(rule)
-        self._servers = self._servers or list(body["servers"])
-        if worker.run and worker.run not in self._runs:
-            self._runs = [*self._runs, worker.run][-MAX_REMEMBERED:]
+                self._set_rule(rule)
+        self.servers = self.servers or list(body["servers"])
         self.is_changed = True
-        self._choose_registrar()
-        self._tell(worker)
 
     def _hear_view(self, rank: int, message: Message, sender: Sender) -> None:
         """A process says which view it was in last: this coordinator may not know it."""
         body = message.body
-        view, rule = view_of(body) if "view" in body else None, body.get("rule", self.rule)
-        member = view.member(rank) if view is not None else None
-        if view is None or rule is None or member is None:
+        view, rule = _view_that_has(rank, message, sender), body.get("rule", self.rule)
+        if view is None or rule is None:
             return
-        if (member.incarnation, member.user_id) != (message.incarnation, sender.user_id):
-            return
+        self.last_number = max(self.last_number, view.number)
         # A job that newcomers have begun, and whose others are still to come, may be an older one.
         has_begun = self.state is JobState.RESUMING or (self.state is JobState.OPEN and self.view is not None)
-        if body["key"] != self._key:
-            self._least_number = max(self._least_number, view.number)
+        if body["key"] != self.key:
             if owns_weights(rule):
                 self._lost = (
                     f"job {self.name!r} is lost: its lead server has restarted without the weights that this worker"
@@ -381,28 +339,30 @@ class Coordinator:
         if not has_begun:
             logger.warning("job %r is under way already; its workers have one lease to come back", self.name)
             self._advance("interrupted")
-            self._key, self._registration, self._registrar = body["key"], self._next_registration(), None
-            self.rule, self._decisions = dict(rule), decisions_of(rule)
-            self._world_size = max(self._world_size, view.world_size)
-            self._resume_s, self._epochs = self._now_s + self._lease_s, list(view.shards)
-            self._chunks = list(view.chunks)
-        known = {one.number: one for one in (*view.releases, *self._releases)}
-        self._releases = [known[number] for number in sorted(known)]
+            self.key, self.registration, self._registrar = body["key"], self._next_registration(), None
+            self._set_rule(rule)
+            self.world_size = max(self.world_size, view.world_size)
+            self._resume_s, self.epochs = self._now_s + self._lease_s, list(view.shards)
+            self.chunks = list(view.chunks)
+        known = {one.number: one for one in (*view.releases, *self.releases)}
+        self.releases = [known[number] for number in sorted(known)]
         if self.view is not None and view.number <= self.view.number:
             return
         if self.state is not JobState.RESUMING:
-            self._least_number, self._is_wanted = max(self._least_number, view.number), True
+            self._want_view()
             return
         # What shards told of their lives meanwhile is newer.
-        for shard, epoch in enumerate(view.shards):
-            if shard < len(self._epochs):
-                self._epochs[shard] = max(self._epochs[shard], epoch)
+        self.epochs = [max(pair) for pair in zip(self.epochs, view.shards, strict=True)]
         self.view = view
         self._expect(view.members)
         named = {(one.rank, one.incarnation) for one in view.members}
         for worker in self.workers.members:
             if worker.identity not in named:
                 self._put_out(worker, "evicted", "a view that a former coordinator published is without it")
+
+    def _set_rule(self, rule: Mapping[str, Any]) -> None:
+        self.rule = dict(rule)
+        self._decisions = decisions_of(self)
 
     def _expect(self, members: tuple[ViewMember, ...]) -> None:
         """The members of a view may come back within a lease from now on."""
@@ -411,15 +371,15 @@ class Coordinator:
             if worker is None or worker.incarnation < member.incarnation:
                 worker = Worker(member.rank, member.incarnation, None, member.user_id, WorkerState.GONE)
                 worker.completed = member.first_step - 1
-                self.workers.add(worker)
-            is_over = worker.state is WorkerState.GONE and worker.why_gone in ("left", "fenced")
-            if worker.incarnation > member.incarnation or worker.state is WorkerState.MEMBER or is_over:
+                self.workers.by_rank[member.rank] = worker
+            is_over = worker.incarnation > member.incarnation or worker.why_gone in ("left", "fenced")
+            if worker.state is WorkerState.MEMBER or is_over:
                 continue
             if worker.state is WorkerState.GONE:
                 worker.route, worker.last_heard_s = b"", self._now_s
             worker.advance("admitted")
             worker.first_step, worker.has_rule, worker.why_gone = member.first_step, True, ""
-            self._came.add(worker.rank)
+            self.came[worker.rank] = False
 
     def _survivors(self) -> list[Worker]:
         """Of a job whose members are all out: those of the last view who may come back with their state."""
@@ -434,8 +394,9 @@ class Coordinator:
         members = self.workers.members
         if self.state is JobState.RESUMING and all(one.route for one in members) and (members or not self.averages):
             self._advance("resumed")
-            self._decisions.learn(self._releases, members)
-            self._is_wanted = bool(members)
+            self._decisions.learn()
+            if members:
+                self._want_view()
 
     # ---- a job's life ------------------------------------------------------------------------------------------
 
@@ -450,15 +411,15 @@ class Coordinator:
             has_registrar = is_registering and any(one.identity == self._registrar for one in waiting)
             is_due = self.state is not JobState.OPEN and not has_registrar
         # With several workers rank 0 gives the values; where its process died, whoever is there.
-        if not is_due or not waiting or (waiting[0].rank and self._world_size > 1 and not is_registering):
+        if not is_due or not waiting or (waiting[0].rank and self.world_size > 1 and not is_registering):
             return
         assert self.rule is not None
         if self.state is JobState.RESUMING:
             logger.warning("job %r begins anew: all its workers are gone", self.name)
         self._reset()
         self._advance("begun")
-        self._registrar, self._registration = waiting[0].identity, self._next_registration()
-        self._key, self._decisions = self._around.draw_key(), decisions_of(self.rule)
+        self._registrar, self.registration = waiting[0].identity, self._next_registration()
+        self.key, self._decisions = self._around.draw_key(), decisions_of(self)
         if self._around.settings.warns_of_loss and not self.averages:
             logger.warning(
                 "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the model of job"
@@ -471,20 +432,19 @@ class Coordinator:
 
     def _reset(self) -> None:
         """Nothing of the job's life so far counts."""
-        self._least_number = self._next_number() - 1
         if self.view is not None and self.view.members:
             # They may only be paused: a view without them has shards forget them.
-            self._least_number += 1
-            view = View(self._least_number, self._around.epoch, (), tuple(self._epochs), world_size=self._world_size)
-            self._empty = replace(message_of(view, self._key, self.number), view=view.number)
-        self.view, self._key, self._registrar, self._epochs, self._chunks, self._releases = None, b"", None, [], [], []
-        self._came.clear()
-        self._runs = list(dict.fromkeys(one.run for one in self.workers.present if one.run))
+            self.last_number = self._next_number()
+            view = View(self.last_number, self._around.epoch, (), tuple(self.epochs), world_size=self.world_size)
+            self._empty = replace(message_of(view, self.key, self.number), view=view.number)
+        self.view, self.key, self._registrar, self.decided = None, b"", None, 0
+        for one in (self.epochs, self.chunks, self.releases, self.came, self.merged):
+            one.clear()
         self._end_change()
 
     def _next_registration(self) -> int:
         """Shards keep the highest, also that of a coordinator whose numbers are forgotten."""
-        return max(self._registration + 1, int(self._around.clocks.wall_s() * 1000))
+        return max(self.registration + 1, int(self._around.clocks.wall_s() * 1000))
 
     def _advance(self, event: str) -> None:
         self.state = after(JOB, self.state, event)
@@ -493,11 +453,10 @@ class Coordinator:
     def _end(self, *, has_failed: bool) -> None:
         """The last worker has left; where its training broke off it may be started again."""
         # Who was evicted may be a process that stands still, or is started again: it has not done its part.
-        evicted = any(one.why_gone == "evicted" for one in self.workers.by_rank.values() if one.rank in self._came)
-        are_others = evicted or bool(self.workers.waiting) or len(self._came) < self._world_size
+        are_others = bool(self.workers.waiting or self.missing) or not all(self.came.values())
         if has_failed or (not self.averages and are_others):
             if self.averages:
-                self._interrupt(self._now_s)
+                self._interrupt()
             return  # others are to come yet
         self._finish(
             ErrorCode.ENDED,
@@ -505,28 +464,29 @@ class Coordinator:
             " again, start another run, or give it another job (PSENGINE_JOB).",
         )
 
-    def _interrupt(self, resume_s: float) -> None:
-        """All are out who hold the weights; until ``resume_s`` they may come back."""
+    def _interrupt(self) -> None:
+        """All are out who hold the weights; for a lease they may come back."""
         self._advance("interrupted")
-        self._resume_s = resume_s
+        self._resume_s = self._now_s + self._lease_s
         self._end_change()
 
     def _finish(self, code: str, text: str) -> None:
         """A run is over. Unless the servers have its weights, the next one begins anew."""
         logger.log(logging.INFO if code == ErrorCode.ENDED else logging.ERROR, "%s", text)
         self._lost = "" if code == ErrorCode.ENDED else text
-        refused = {**self._refused, **{run: [code, text] for run in self._runs}}
-        self._refused = dict(list(refused.items())[-MAX_REMEMBERED:])
-        self._runs = []
-        self._came.clear()
+        for worker in self.workers.by_rank.values():
+            if worker.run and worker.why_gone != "evicted":
+                self.refused.setdefault(worker.run, (code, text))
+        self.refused = dict(list(self.refused.items())[-MAX_REMEMBERED:])
+        self.came.clear()
         if code == ErrorCode.ENDED and not self.averages:
             return
         present = self.workers.present
-        self._dismiss([one for one in present if one.run in self._refused or code != ErrorCode.ENDED], code, text)
+        self._dismiss([one for one in present if one.run in self.refused or code != ErrorCode.ENDED], code, text)
         self._advance("over")
         self._reset()
         if not any(one.has_rule for one in self.workers.present):
-            self.rule, self._world_size, self._servers = None, 1, []
+            self.rule, self.world_size, self.servers = None, 1, []
 
     def _dismiss(self, workers: list[Worker], code: str, text: str) -> None:
         """They have nothing to do here any more, and are told so unasked."""
@@ -538,10 +498,10 @@ class Coordinator:
 
     def _hear_registered(self, worker: Worker, message: Message) -> None:
         body = message.body
-        if (worker.identity, body["registration"]) != (self._registrar, self._registration):
+        if (worker.identity, body["registration"]) != (self._registrar, self.registration):
             raise self._stale("registered a model under an older registration")
         if self.state is JobState.REGISTERING:
-            self._epochs, self._chunks, self._empty = list(body["epochs"]), list(body["chunks"]), None
+            self.epochs, self.chunks, self._empty = list(body["epochs"]), list(body["chunks"]), None
             self._advance("registered")
             self._lost = ""
 
@@ -554,12 +514,12 @@ class Coordinator:
         if message.view >= worker.admitted:
             worker.is_blocked = message.body.get("blocked", False)
             self._hear_completed(worker, message.body.get("completed", 0))
-        worker.told.asked = None  # it is said again
+        if worker is self._donor:
+            self._joiner = None  # it is asked again
 
     def _hear_completed(self, worker: Worker, step: int) -> None:
         worker.completed = max(worker.completed, step)
-        if worker.completed >= worker.first_step:
-            worker.is_reading, worker.has_begun = False, True
+        worker.has_begun |= worker.completed >= worker.first_step
 
     def _hear_cut(self, worker: Worker, body: Mapping[str, Any]) -> None:
         if not worker.unreachable:
@@ -573,12 +533,12 @@ class Coordinator:
 
     def _hear_step(self, worker: Worker, message: Message) -> None:
         step = message.body["step"]
-        if worker.identity not in self._decisions.members or message.view < worker.admitted or self.view is None:
+        if worker not in self._decisions.members or message.view < worker.admitted or self.view is None:
             return
         # Shards forgot what was pushed under an older view; it is pushed and committed again.
         if self.averages and message.view < self.view.number and step >= self.view.from_step:
             return
-        worker.is_reading, worker.has_begun = False, True
+        worker.has_begun = True
         self._decisions.commit(worker, step, abstained=message.body["abstained"], now_s=self._now_s)
 
     def _hear_join(self, worker: Worker, message: Message) -> None:
@@ -588,8 +548,7 @@ class Coordinator:
             if message.view < max(worker.admitted, 1):
                 return  # a repetition: the view that has it is on its way
             self._note("joined", worker, "lacks state, and joins again")
-            self._is_wanted = True
-        worker.is_reading = False
+            self._want_view()
         worker.advance("asked")
 
     def _hear_donated(self, worker: Worker, message: Message) -> None:
@@ -597,42 +556,40 @@ class Coordinator:
         joiner = self.workers.by_rank.get(body["rank"])
         if joiner is None or joiner.incarnation != body["incarnation"] or joiner.state is not WorkerState.JOINING:
             return  # it is gone, or this was heard before
-        is_now = self.view is not None and message.view == self.view.number and list(body["epochs"]) == self._epochs
+        is_now = self.view is not None and message.view == self.view.number and list(body["epochs"]) == self.epochs
         if worker.state is not WorkerState.MEMBER or not is_now:
             raise self._stale("deposited its state under an older view")
         self._hear_completed(worker, body["step"])
-        self._donation = worker.rank, body["step"]
+        self._donation = worker, body["step"]
 
     def _hear_life(self, worker: Worker, message: Message) -> None:
         """A shard has another epoch than the view says, or holds a view of another coordinator's."""
         body, shard, number = message.body, message.body["shard"], message.body["view"]
         epoch, lost = body["epoch"], body.get("lost", 0)
-        if shard >= len(self._epochs) or self.state not in (JobState.OPEN, JobState.RESUMING):
+        self.last_number = max(self.last_number, number)
+        if shard >= len(self.epochs) or self.state not in (JobState.OPEN, JobState.RESUMING):
             return
-        if epoch != self._epochs[shard]:
+        if epoch != self.epochs[shard]:
             is_late = self.view is None or message.view < self.view.number
-            if epoch < self._epochs[shard] and is_late:
+            if epoch < self.epochs[shard] and is_late:
                 return  # a life before; where a clock was set back, it is said again under this view
-            self._epochs[shard] = epoch
-            self._is_wanted = self._has_restarted_shard = self.is_changed = True
-            self._donation = None  # what was deposited there is lost
-            self._least_number = max(self._least_number, number)
-            if not self.averages and self._chunks and body["chunks"] < self._chunks[shard]:
+            self.epochs[shard] = epoch
+            self.is_changed, self._donation = True, None  # what was deposited there is lost
+            self._want_view()
+            if not self.averages and self.chunks and body["chunks"] < self.chunks[shard]:
                 self._finish(
                     ErrorCode.STATE_LOST,
                     f"job {self.name!r} is lost: shard {shard} has restarted with {body['chunks']} of its"
-                    f" {self._chunks[shard]} chunks. Fix: start all anew from a checkpoint; servers that start with"
+                    f" {self.chunks[shard]} chunks. Fix: start all anew from a checkpoint; servers that start with"
                     " --snapshot-dir DIRECTORY, and --durability log where no update may be lost, keep them.",
                 )
                 return
         elif self.view is not None and number >= self.view.number:
-            self._least_number, self._is_wanted = max(self._least_number, number), True
-        known = self._losses.get(epoch, 0)
-        if lost > known:
+            self._want_view()
+        if lost > self._losses.get(epoch, 0):
             self._losses[epoch] = lost
-            if not known:
-                text = f"{lost} updates of each chunk of shard {shard} are lost: workers had them acknowledged, and the"
-                self._around.note("lost", f"{text} snapshot that its server started from is older", job=self.name)
+            text = f"{lost} updates of each chunk of shard {shard} are lost: workers had them acknowledged, and the"
+            self._around.note("lost", f"{text} snapshot that its server started from is older", job=self.name)
             if self._around.settings.durability == "log":
                 version = body["version"]
                 self._halted = (
@@ -651,7 +608,7 @@ class Coordinator:
             self._put_out(worker, "left", "it is done")
             return False
         worker.completed = max(worker.completed, message.body["completed"])
-        worker.leaving = Leaving(message.body["completed"], message.sequence, message.body.get("failed", False))
+        worker.leaving = message
         return True
 
     # ---- who is put out ----------------------------------------------------------------------------------------
@@ -661,12 +618,14 @@ class Coordinator:
         if worker.state is WorkerState.GONE:
             return
         if worker.state is WorkerState.MEMBER:
-            self._is_wanted = True
-            self._evicted += reason != "left"
+            self._want_view()
+            self.evicted += reason != "left"
         elif worker.identity == self._registrar:
             self._registrar = None  # if it comes back it begins again
+        if worker.rank in self.came:
+            self.came[worker.rank] = reason == "left"
         worker.advance("went")
-        worker.why_gone, worker.is_reading, worker.prepared = reason, False, 0
+        worker.why_gone, worker.prepared = reason, 0
         worker.gone_unix_s = round(self._around.clocks.wall_s(), 3)
         if reason != "left":
             worker.leaving = None
@@ -684,8 +643,7 @@ class Coordinator:
         A lease passes between the first report and the verdict: others may be about to find out the same.
         """
         members = self.workers.members
-        may_wait = self.averages or type(self._decisions) is not Decisions
-        if self.state is not JobState.OPEN or not may_wait or not any(one.unreachable for one in members):
+        if self.state is not JobState.OPEN or not any(one.unreachable for one in members):
             return
         by_nobody = frozenset.intersection(*(one.unreachable for one in members))
         if not any(one.is_blocked or one.leaving for one in members if not one.unreachable - by_nobody):
@@ -699,10 +657,9 @@ class Coordinator:
     def _let_leave(self) -> None:
         """Members that want to leave may, once all others have the averages that they have."""
         members = self.workers.members
-        leavers = [one for one in members if one.leaving is not None]
-        for worker in [one for one in leavers if not self.averages or _is_spare(one, members)]:
-            assert worker.leaving is not None
-            self._put_out(worker, "left", "its training broke off" if worker.leaving.failed else "it is done")
+        for worker in members:
+            if worker.leaving is not None and (not self.averages or _is_spare(worker, members)):
+                self._put_out(worker, "left", "its training broke off" if worker.has_failed else "it is done")
 
     # ---- views -------------------------------------------------------------------------------------------------
 
@@ -711,13 +668,17 @@ class Coordinator:
         newcomers, members, departing = self._newcomers(), self.workers.members, self.workers.departing
         if self.averages and not (newcomers or members or departing):
             if self.view is not None and self.view.members:
-                self._interrupt(self._now_s + self._lease_s)
+                self._interrupt()
             return
-        if self._preparing is None and (newcomers or self._is_wanted):
-            self._preparing = self._next_number()
+        if newcomers:
+            self._want_view()
         # Once members are frozen a view has to come, also where its cause is gone.
         if self._preparing is not None and not self._unprepared():
             self._publish(newcomers)
+
+    def _want_view(self) -> None:
+        if self._preparing is None:
+            self._preparing = self._next_number()
 
     def _newcomers(self) -> list[tuple[Worker, int]]:
         """Who comes in with the next view, and its first step."""
@@ -725,101 +686,87 @@ class Coordinator:
         if not self.averages:
             return [(one, self._decisions.first_step(one)) for one in waiting]
         if self.view is None:
-            return [(one, 1) for one in waiting] if len(waiting) >= self._world_size else []
-        if self._donation not in [(one.rank, one.completed) for one in self.workers.members]:
+            return [(one, 1) for one in waiting] if len(waiting) >= self.world_size else []
+        if self._donation is None or self._donation not in [(one, one.completed) for one in self.workers.members]:
             self._donation = None
-        if self._donation is None:
             return []
         return [(one, self._donation[1] + 1) for one in waiting if one.state is WorkerState.JOINING]
 
     def _next_number(self) -> int:
-        return max(self._least_number, self.view.number if self.view is not None else 0) + 1
+        return self.last_number + 1
 
     def _unprepared(self) -> list[int]:
         return [one.rank for one in self.workers.members if self.averages and one.prepared != self._preparing]
 
     def _publish(self, newcomers: list[tuple[Worker, int]]) -> None:
-        number, is_first = max(self._preparing or 0, self._next_number()), self.view is None
+        number, is_first = self._next_number(), self.view is None
         newest = max((one.completed for one in self.workers.members), default=0)
-        for worker in self.workers.members if self.averages and self._has_restarted_shard else ():
+        has_restarted_shard = self.view is not None and list(self.view.shards) != self.epochs
+        for worker in self.workers.members if self.averages and has_restarted_shard else ():
             if worker.completed < newest - 1:
                 self._put_out(worker, "evicted", "it lacks averages that a restarted server cannot give again")
         for worker, first_step in newcomers:
             worker.advance("admitted")
             worker.first_step, worker.admitted, worker.is_blocked, worker.committed = first_step, number, False, 0
             if self.averages:
-                worker.completed, worker.is_reading = first_step - 1, not is_first
-                worker.has_begun = worker.identity == self._registrar
+                worker.completed = first_step - 1
+                worker.has_begun = is_first and worker.identity == self._registrar
                 newest = max(newest, worker.completed)
-            self._came.add(worker.rank)
+            self.came[worker.rank] = False
             self._note("joined", worker, "takes part")
         members, from_step = self.workers.members, newest + 1 if self.averages else 1
         # Who reads its state from the servers has no averages to give.
-        givers = [one.rank for one in members if one.completed == newest and not one.is_reading]
+        givers = [one.rank for one in members if one.completed == newest and one.has_begun]
         is_lacking = self.averages and any(one.completed < newest for one in members)
-        releases = self._decisions.outstanding(self._releases, members)
-        self._releases = [one for one in releases if not self.averages or one.step < from_step]
+        self._decisions.adopt(members, from_step)
         self.view = View(
             number,
             self._around.epoch,
             tuple(one.to_view() for one in members),
-            tuple(self._epochs),
+            tuple(self.epochs),
             from_step=from_step,
-            world_size=self._world_size,
+            world_size=self.world_size,
             donor=givers[0] if givers and is_lacking else None,
             oldest=min((one.completed for one in members), default=newest),
-            releases=tuple(self._releases),
-            chunks=tuple(self._chunks),
+            releases=tuple(self.releases),
+            chunks=tuple(self.chunks),
         )
-        missing = [rank for rank in range(self._world_size) if rank not in self._came]
-        self._decisions.adopt(members, from_step, missing[: max(0, self._world_size - len(self._came))])
-        self._release_count, self.is_changed = 0, True
+        self.last_number, self.is_changed = number, True
         self._end_change()
         logger.info("job %r: view %d has workers %s", self.name, number, [one.rank for one in members])
-        has_failed, departing = False, self.workers.departing
+        departing = self.workers.departing
         for worker in departing:
             assert worker.leaving is not None
-            has_failed |= worker.leaving.failed
             self._tell(worker)
-            self._send(worker, Message(MessageType.OK, self.number, sequence=worker.leaving.request))
-            worker.leaving = None
+            self._send(worker, Message(MessageType.OK, self.number, sequence=worker.leaving.sequence))
         if departing and not members:
-            self._end(has_failed=has_failed)
+            self._end(has_failed=any(one.has_failed for one in departing))
+        for worker in departing:
+            worker.leaving = None
 
     def _end_change(self) -> None:
-        self._preparing = self._donation = self._asked = None
-        self._is_wanted = False
+        self._preparing = self._donation = self._joiner = None
 
     def _ask_donor(self) -> None:
         """Have a member deposit its state for those who join, one deposit at a time."""
         joiners = [one for one in self.workers.waiting if one.state is WorkerState.JOINING and not one.unreachable]
-        members, self._asked = self.workers.members, None
+        members, asked = self.workers.members, self._joiner
         is_busy = self._preparing is not None or self._donation is not None
-        # With a quorum others go on before a worker has read the values with which the job began.
-        is_quorum = type(self._decisions) is not Decisions
-        is_busy |= any(one.is_reading or (is_quorum and not one.has_begun and not one.leaving) for one in members)
-        if not joiners or not members or is_busy or self.view is None:
+        # Some may still be reading the values with which they began.
+        is_busy |= any(not one.has_begun and one.leaving is None for one in members)
+        self._joiner = None if is_busy or not joiners or not members else joiners[0]
+        if self._joiner is None:
             return
         # The same donor as long as it lives: two might deposit states of different steps at once.
-        known = [one for one in members if one.identity == self._donor and one.leaving is None]
-        donor = known[0] if known else min(members, key=lambda one: (one.leaving is not None, one.rank))
-        self._donor, self._asked = donor.identity, (donor.rank, joiners[0].rank, self.view.number)
+        if self._donor not in members or self._donor.leaving is not None:
+            self._donor, asked = min(members, key=lambda one: (one.leaving is not None, one.rank)), None
+        if self._joiner is not asked:
+            body = {"rank": self._joiner.rank, "incarnation": self._joiner.incarnation}
+            self._send(self._donor, Message(MessageType.STATE_WANTED, self.number, body=body))
 
     def _decide(self) -> None:
-        if self.view is None or self.view.epoch != self._around.epoch or self._preparing is not None:
-            return
-        if self._has_restarted_shard and self.averages:
-            # What it lacks is in the workers, who keep their last average: none goes ahead until all have that.
-            newest = self.view.from_step - 1
-            if any(max(one.completed, one.committed - 1) < newest for one in self.workers.members):
-                return
-        self._has_restarted_shard = False
-        for draft in self._decisions.due(self._now_s):
-            self._release_count += 1
-            # Numbers grow from view to view, also past those of a coordinator whose numbers are forgotten.
-            release = Release(self.view.number << 32 | self._release_count, *draft)
-            self._releases = [*self._decisions.outstanding(self._releases, self.workers.members), release]
-            self.is_changed |= self._decisions.is_durable
+        if self.view is not None and self.view.epoch == self._around.epoch and self._preparing is None:
+            self.is_changed |= self._decisions.decide(self._now_s)
 
     # ---- for people, and the disk ------------------------------------------------------------------------------
 
@@ -839,8 +786,8 @@ class Coordinator:
         return CoordinatedJob(
             rule=self.rule or {},
             lost=self._halted or self._lost,
-            expected_workers=self._world_size,
-            evicted=self._evicted,
+            expected_workers=self.world_size,
+            evicted=self.evicted,
             lost_updates=sum(self._losses.values()),
             departed=self._departed(),
             workers=tuple(self._worker_status(one, now_s - one.last_heard_s) for one in self.workers.present),
@@ -868,62 +815,29 @@ class Coordinator:
 
     def to_meta(self) -> dict[str, Any]:
         """What a restart has to find, JSON-able."""
-        meta = {name.strip("_"): getattr(self, name) for name in _DURABLE}
-        meta["decisions"] = self._decisions.to_meta()
-        return {"name": self.name, **msgspec.to_builtins(meta), **self.workers.to_meta()}
+        return {one.name: msgspec.to_builtins(getattr(self, one.name), str_keys=True) for one in fields(JobMemory)}
 
     def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
-        """Inverse of ``to_meta``, in a new object: workers have a lease to come back."""
-        for name, kind in _DURABLE.items():
-            setattr(self, name, msgspec.convert(meta[name.strip("_")], kind))
-        self.workers.restore(meta)
-        if self.rule is not None:
-            self._decisions = decisions_of(self.rule)
-            self._decisions.restore(meta["decisions"])
-        if not self._decisions.is_durable:
-            self._releases = []
+        """Inverse of ``to_meta``, in a new object: the members of the view have a lease to come back."""
+        vars(self).update(vars(msgspec.convert(meta, JobMemory, str_keys=True)))
+        self._now_s, self._decisions = now_s, decisions_of(self)
+        self._resume_s = now_s + self._lease_s
         if self.state is JobState.REGISTERING:
             self.state = JobState.NEW
-        elif self.state is JobState.OPEN and self.view is not None and (self.averages or self.workers.members):
+        elif self.state is JobState.OPEN and self.view is not None and (self.averages or self.view.members):
             self._advance("interrupted")
-        self._resume_s = now_s + self._lease_s
-        for worker in self.workers.by_rank.values():
-            worker.last_heard_s = now_s
+        if self.state is JobState.RESUMING and self.view is not None:
+            self._expect(self.view.members)
 
 
-_DURABLE: dict[str, Any] = {
-    "state": JobState,
-    "rule": dict[str, Any] | None,
-    "view": View | None,
-    "_world_size": int,
-    "_servers": list[str],
-    "_runs": list[str],
-    "_refused": dict[str, list[str]],
-    "_came": set[int],
-    "_evicted": int,
-    "_key": bytes,
-    "_registration": int,
-    "_epochs": list[int],
-    "_chunks": list[int],
-    "_least_number": int,
-    "_releases": list[Release],
-}
-
-
-def _check_numbers(message: Message) -> None:
-    """Raise ProtocolError where a worker says a number that would leave no room for those that follow."""
-    said = message.body
-    if message.type is MessageType.HELLO and "view" in said:
-        said = {**said, "view": view_of(said).number}
-    what = next((name for name, most in _LARGEST.items() if said.get(name, 0) > most), "")
-    if message.incarnation > MAX_INCARNATION:
-        what = "incarnation"
-    if what:
-        raise ProtocolError(f"no job comes to such a number (got {what} {said.get(what, message.incarnation)})")
+def _view_that_has(rank: int, message: Message, sender: Sender) -> View | None:
+    """The view in a HELLO, if its process is in it."""
+    view = view_of(message.body) if "view" in message.body else None
+    member = None if view is None else view.member(rank)
+    is_in = member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
+    return view if is_in else None
 
 
 def _is_spare(leaver: Worker, members: list[Worker]) -> bool:
     """Whether all others have every average that a worker has which wants to leave."""
-    assert leaver.leaving is not None
-    step, _, failed = leaver.leaving
-    return failed or all(one.completed >= step for one in members if one is not leaver)
+    return leaver.has_failed or all(one.completed >= leaver.completed for one in members)

@@ -38,7 +38,6 @@ class Coordinators:
 
     Attributes:
         by_number: the jobs.
-        is_draining: refuse everybody, the server ends.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Coordinators:
         draw_key: Callable[[], bytes],
     ) -> None:
         self.by_number: dict[int, Coordinator] = {}
-        self.is_draining = False
+        self._paused_s = 0.0  # the process stood still for so long: leases did not run meanwhile
         self._surroundings = Surroundings(epoch, settings, clocks, note, draw_key)
         self._is_closed = False
         self._dropped: list[int] = []
@@ -62,7 +61,7 @@ class Coordinators:
             ProtocolError: it is refused; ``code`` says how to answer.
         """
         try:
-            return self._job_of(message, sender).handle(message, sender, now_s)
+            return self._job_of(message, sender).handle(message, sender, now_s - self._paused_s)
         except ProtocolError as error:
             job = self.by_number.get(message.job)
             text = f"{message.type.name} was refused: {error}"
@@ -80,8 +79,6 @@ class Coordinators:
             raise ProtocolError(f"the header's job is not the number of {name!r}")
         if job is not None and job.name != name:
             raise ProtocolError(f"jobs {job.name!r} and {name!r} have the same number; rename one")
-        if self.is_draining:
-            raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         if self._is_closed and (job is None or not job.is_awaited(message, sender.user_id)):
             raise ProtocolError(
                 "this server lets no more workers in: it was told to drain (psengine admin drain), and ends when the"
@@ -107,12 +104,11 @@ class Coordinators:
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """Look at the clock; call it every ``TICK_S``."""
-        return [outgoing for job in list(self.by_number.values()) for outgoing in job.tick(now_s)]
+        return [outgoing for job in list(self.by_number.values()) for outgoing in job.tick(now_s - self._paused_s)]
 
     def stood_still(self, pause_s: float) -> None:
         """For ``pause_s`` until now the process was stopped, or the clock leapt: no lease ran meanwhile."""
-        for job in self.by_number.values():
-            job.stood_still(pause_s)
+        self._paused_s += pause_s
         if pause_s >= NOTABLE_PAUSE_S and any(job.workers.present for job in self.by_number.values()):
             text = f"the coordinator stood still for {pause_s:.1f} s; no worker's lease ran meanwhile"
             self._surroundings.note("stood_still", text)
@@ -127,7 +123,7 @@ class Coordinators:
     def evict(self, job: str, rank: int, now_s: float) -> list[Outgoing] | None:
         """End a worker's lease before its time; None where there is none."""
         found = self.find(job)
-        return None if found is None else found.evict(rank, now_s)
+        return None if found is None else found.evict(rank, now_s - self._paused_s)
 
     def forget(self, job: str) -> int | None:
         """Drop a job; None where there is none. Workers that it still has keep it: how many."""
@@ -158,7 +154,7 @@ class Coordinators:
 
     def status(self, now_s: float) -> dict[str, CoordinatedJob]:
         """The jobs as they are now, by name."""
-        return {job.name: job.status(now_s) for job in self.by_number.values()}
+        return {job.name: job.status(now_s - self._paused_s) for job in self.by_number.values()}
 
     # ---- for the disk ------------------------------------------------------------------------------------------
 
@@ -182,4 +178,4 @@ class Coordinators:
             self.by_number.pop(int(number), None)
             if one is not None:
                 job = self.by_number[int(number)] = Coordinator(one["name"], self._surroundings)
-                job.restore(one, now_s)
+                job.restore(one, now_s - self._paused_s)

@@ -4,62 +4,52 @@
     quorum   whose contributions make the average of a step
     merge    whose contributions make the next merge
 
-A job without such a rule has ``Decisions``, which decides nothing. Workers are (rank, incarnation).
+A job without such a rule has ``Decisions``, which decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
-from psengine.parameter_server.server.coordinator.grace import GraceWindow
+from psengine.parameter_server.server.coordinator.states import JobMemory
 from psengine.parameter_server.server.coordinator.workers import Worker
 from psengine.protocol.views import Release
 
 # With a quorum, nobody is more steps ahead of the slowest member: what shards keep for it is bounded.
 HISTORY = 8
-Identity = tuple[int, int]
-
-
-class Draft(NamedTuple):
-    """A decision; see ``Release``."""
-
-    step: int
-    contributors: tuple[tuple[int, int], ...] | None = None
-    floor: int | None = None
 
 
 class Decisions:
     """See the module's text.
 
     Attributes:
-        is_durable: what was decided has to be on the disk; else it is decided anew after a restart.
-        durable: attributes that have to.
+        job: ``releases`` has what was decided, as long as some shard may not have it.
         members: of the view.
     """
 
-    is_durable = False
-    durable: tuple[str, ...] = ()
+    def __init__(self, job: JobMemory) -> None:
+        self.job = job
+        self.members: list[Worker] = []
 
-    def __init__(self) -> None:
-        self.members: dict[Identity, Worker] = {}
-        self._missing: list[int] = []
-
-    def adopt(self, members: Sequence[Worker], from_step: int, missing: list[int]) -> None:
-        """A view was published; ``missing``: ranks that the job is to have and that never came."""
-        self.members, self._missing = {one.identity: one for one in members}, missing
+    def adopt(self, members: list[Worker], from_step: int) -> None:
+        """A view is about to be published."""
+        self.members = members
         for one in members:  # what a worker has the answers to, it has committed, perhaps to a former coordinator
             one.committed = max(one.committed, one.first_step - 1, one.completed)
+        self.prune()
 
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
         """Every shard has a member's pushes of a step; said again it changes nothing."""
         worker.committed = max(worker.committed, step)
 
-    def due(self, now_s: float) -> list[Draft]:
-        """What is decided now."""
-        return []
+    def decide(self, now_s: float) -> bool:
+        """Release what can be decided now; whether that has to be on the disk, and is not decided anew otherwise."""
+        return False
 
     def first_step(self, worker: Worker) -> int:
         """Of a worker that comes, where servers hold the weights."""
@@ -69,208 +59,226 @@ class Decisions:
         """Ranks without which nothing is decided now."""
         return []
 
-    def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
-        """Those of these releases that some shard may not have."""
-        return []
+    def prune(self) -> None:
+        """Forget the releases that every shard has."""
+        self.job.releases.clear()
 
-    def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
-        """These were decided by a former coordinator."""
+    def learn(self) -> None:
+        """The job's releases are a former coordinator's."""
 
-    def to_meta(self) -> dict[str, Any]:
-        """For the disk."""
-        return {name: getattr(self, name) for name in self.durable}
-
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        """Inverse of ``to_meta``."""
-        for name in self.durable:
-            setattr(self, name, meta[name])
+    def _release(self, step: int, **decided: Any) -> None:
+        assert self.job.view is not None
+        # Numbers grow from view to view, also past those of a coordinator whose numbers are forgotten.
+        number = max([self.job.view.number << 32, *(one.number for one in self.job.releases)]) + 1
+        self.prune()
+        self.job.releases.append(Release(number, step, **decided))
 
     def _least(self) -> int:
-        return min((one.committed for one in self.members.values()), default=0)
+        return min((one.committed for one in self.members), default=0)
 
 
 class Bound(Decisions):
     """Nobody is more than a bound ahead of the slowest worker; one that never came has committed nothing."""
 
-    durable = ("floor",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.floor = 0
-
     @override
-    def due(self, now_s: float) -> list[Draft]:
-        least = 0 if self._missing else self._least()
-        if least <= self.floor:
-            return []
-        self.floor = least
-        return [Draft(least, floor=least)]
+    def decide(self, now_s: float) -> bool:
+        least = 0 if self.job.missing else self._least()
+        if least > self.job.decided:
+            self.job.decided = least
+            self._release(least, floor=least)
+        return False
 
     @override
     def first_step(self, worker: Worker) -> int:
-        return max(worker.completed, self.floor) + 1
+        return max(worker.completed, self.job.decided) + 1
 
     @override
     def waiting_for(self) -> list[int]:
         least = self._least()
-        return [one.rank for one in self.members.values() if one.committed == least] + self._missing
+        return [one.rank for one in self.members if one.committed == least] + self.job.missing
 
     @override
-    def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
-        return list(releases[-1:])
+    def prune(self) -> None:
+        del self.job.releases[:-1]
 
     @override
-    def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
-        self.floor = max([self.floor, *(one.floor or 0 for one in releases)])
+    def learn(self) -> None:
+        self.job.decided = max([self.job.decided, *(one.floor or 0 for one in self.job.releases)])
 
 
 class Quorum(Decisions):
     """A step's average has the contributions that ``quorum`` workers committed first."""
 
-    def __init__(self, quorum: int) -> None:
-        super().__init__()
+    def __init__(self, job: JobMemory, quorum: int) -> None:
+        super().__init__(job)
         self._quorum = quorum
-        self._from_step = 1
-        # step -> worker -> whether it abstained; of steps that are not decided
-        self._steps: dict[int, dict[Identity, bool]] = {}
-        self._decided: set[int] = set()
+        # By step that is not decided, who has committed it, and whether it abstained.
+        self._steps: dict[int, dict[Worker, bool]] = {}
 
     @override
-    def adopt(self, members: Sequence[Worker], from_step: int, missing: list[int]) -> None:
+    def adopt(self, members: list[Worker], from_step: int) -> None:
         """Shards forget steps from ``from_step`` on: workers push and commit them again."""
-        super().adopt(members, from_step, missing)
-        self._from_step = from_step
+        super().adopt(members, from_step)
         # Who lacks an older step has it as good as committed: it was decided without it, or with it.
         for one in members:
             one.committed = min(max(one.first_step - 1, one.completed), from_step - 1)
         self._steps.clear()
-        self._decided = {step for step in self._decided if step < from_step}
+        self.job.releases = [one for one in self.job.releases if one.step < from_step]
 
     @override
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
         super().commit(worker, step, abstained=abstained, now_s=now_s)
-        if step >= self._from_step and step not in self._decided:
-            self._steps.setdefault(step, {})[worker.identity] = abstained
+        assert self.job.view is not None
+        is_decided = step <= worker.completed or any(one.step == step for one in self.job.releases)
+        if step >= self.job.view.from_step and not is_decided:
+            self._steps.setdefault(step, {})[worker] = abstained
 
     @override
-    def due(self, now_s: float) -> list[Draft]:
+    def decide(self, now_s: float) -> bool:
         slowest = self._least()
-        drafts = []
         for step, said in sorted(self._steps.items()):
-            given = sorted(worker for worker, abstained in said.items() if not abstained)
-            are_all = all(one in said for one, worker in self.members.items() if worker.first_step <= step)
-            if (len(given) < self._quorum and not are_all) or step - slowest > HISTORY:
-                continue
-            del self._steps[step]
-            self._decided = {one for one in self._decided if one > slowest} | {step}
-            drafts.append(Draft(step, tuple((rank, step) for rank, _ in given)))
-        return drafts
+            given = sorted(worker.rank for worker, abstained in said.items() if not abstained)
+            are_all = all(one in said for one in self.members if one.first_step <= step)
+            if (len(given) >= self._quorum or are_all) and step - slowest <= HISTORY:
+                del self._steps[step]
+                self._release(step, contributors=tuple((rank, step) for rank in given))
+        return False
 
     @override
     def waiting_for(self) -> list[int]:
         step = min(self._steps, default=0)
-        return [one.rank for one in self.members.values() if one.committed < step]
+        return [one.rank for one in self.members if one.committed < step]
 
     @override
-    def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
-        least = min((one.completed for one in members), default=0)
-        return [one for one in releases if one.step > least]
+    def prune(self) -> None:
+        least = min((one.completed for one in self.members), default=0)
+        self.job.releases = [one for one in self.job.releases if one.step > least]
+
+
+@dataclass(slots=True)
+class _Pace:
+    """A worker's contributions."""
+
+    pending: int = 0  # the step of one that no merge has yet
+    is_idle: bool = False  # it abstained last
+    last_s: float | None = None  # when its last one came
+    interval_s: float | None = None  # between two; half of it is the last interval: who has slowed down is known soon
 
 
 class Merge(Decisions):
     """Workers go at their own pace; a merge has what a quorum, and who came in the grace window, brought.
 
-    A worker that abstained last is not waited for until it has brought something again.
+    The window opens when a quorum is there. It is ``grace`` times the mean time between two contributions of a worker,
+    of those who are here, and is for those who are expected within it. A worker that abstained last is not waited for
+    until it has brought something again.
     """
 
-    is_durable = True
-    durable = ("count", "last_step")
-
-    def __init__(self, quorum: int, grace: float) -> None:
-        super().__init__()
-        self.count = 0
-        self.last_step = 0  # of any contribution that was merged
+    def __init__(self, job: JobMemory, quorum: int, grace: float) -> None:
+        super().__init__(job)
         self._quorum = quorum
-        self._window = GraceWindow(grace)
-        self._has_quorum = False
+        self._grace = grace
+        self._paces: dict[Worker, _Pace] = {}
+        # While a quorum is here: when the window ends, and for whom it waits.
+        self._window: tuple[float, frozenset[Worker]] | None = None
 
     @override
-    def adopt(self, members: Sequence[Worker], from_step: int, missing: list[int]) -> None:
-        for one in self.members.values():
-            if one not in members:
-                self._window.forget(one.rank)
-                one.pending, one.is_idle = 0, False
-        super().adopt(members, from_step, missing)
+    def adopt(self, members: list[Worker], from_step: int) -> None:
+        super().adopt(members, from_step)
+        self._paces = {one: self._paces.get(one, _Pace()) for one in members}
 
     @override
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
-        if step <= max(worker.merged, worker.pending):
+        pace = self._paces[worker]
+        if step <= max(self.job.merged.get(worker.rank, 0), pace.pending):
             return
-        worker.is_idle = abstained
+        pace.is_idle = abstained
         if abstained:
-            worker.merged = step
-        else:
-            worker.pending = step
-            self._window.arrived(worker.rank, now_s)
+            self.job.merged[worker.rank] = step
+            return
+        pace.pending = step
+        if pace.last_s is not None:
+            passed_s = now_s - pace.last_s
+            pace.interval_s = passed_s if pace.interval_s is None else (pace.interval_s + passed_s) / 2
+        pace.last_s = now_s
 
-    def _absent(self) -> list[int]:
-        """Ranks whose contribution may come."""
-        return [one.rank for one in self.members.values() if not one.pending and not one.is_idle]
+    def _here(self) -> list[Worker]:
+        return [one for one, pace in self._paces.items() if pace.pending]
+
+    def _absent(self) -> list[Worker]:
+        """Whose contribution may come."""
+        return [one for one, pace in self._paces.items() if not pace.pending and not pace.is_idle]
 
     @override
-    def due(self, now_s: float) -> list[Draft]:
-        here, absent = [one for one in self.members.values() if one.pending], self._absent()
+    def decide(self, now_s: float) -> bool:
+        here, absent = self._here(), self._absent()
         # Where fewer are left than the quorum, these are all that it can have.
-        if not here or len(here) < min(self._quorum, len(here) + len(absent) + len(self._missing)):
-            self._has_quorum = False
-            return []
-        if not self._has_quorum:
-            self._has_quorum = True
-            self._window.open([one.rank for one in here], absent, now_s)
-        if not self._window.is_over(absent, now_s):
-            return []
-        contributors = tuple((one.rank, one.pending) for one in here)
+        if not here or len(here) < min(self._quorum, len(here) + len(absent) + len(self.job.missing)):
+            self._window = None
+            return False
+        if self._window is None:
+            self._window = self._opened(here, absent, now_s)
+        if not self._is_over(absent, now_s):
+            return False
+        contributors = tuple((one.rank, self._paces[one].pending) for one in here)
         for one in here:
-            one.merged, one.pending = max(one.merged, one.pending), 0
-        self._has_quorum = False
-        self.count += 1
-        self.last_step = max(self.last_step, *(step for _, step in contributors))
-        return [Draft(self.count, contributors)]
+            self.job.merged[one.rank] = max(self.job.merged.get(one.rank, 0), self._paces[one].pending)
+            self._paces[one].pending = 0
+        self._window = None
+        self.job.decided += 1
+        self._release(self.job.decided, contributors=contributors)
+        return True
+
+    def _opened(
+        self, here: Sequence[Worker], absent: Sequence[Worker], now_s: float
+    ) -> tuple[float, frozenset[Worker]]:
+        known = [interval_s for one in here if (interval_s := self._paces[one].interval_s) is not None]
+        end_s = now_s + (self._grace * sum(known) / len(known) if known else 0.0)
+        return end_s, frozenset(one for one in absent if self._next_s(one) <= end_s)
+
+    def _next_s(self, worker: Worker) -> float:
+        """When its next contribution is expected."""
+        pace = self._paces[worker]
+        return math.inf if pace.last_s is None or pace.interval_s is None else pace.last_s + pace.interval_s
+
+    def _is_over(self, absent: Sequence[Worker], now_s: float) -> bool:
+        """Whether the merge goes on without those who are not here."""
+        assert self._window is not None
+        return now_s >= self._window[0] or self._window[1].isdisjoint(absent)
 
     @override
     def first_step(self, worker: Worker) -> int:
-        return max(worker.completed, self.last_step) + 1
+        return max([worker.completed, *self.job.merged.values()]) + 1
 
     @override
     def waiting_for(self) -> list[int]:
-        return self._absent() + self._missing if any(one.pending for one in self.members.values()) else []
+        return [one.rank for one in self._absent()] + self.job.missing if self._here() else []
 
     @override
-    def outstanding(self, releases: Sequence[Release], members: Sequence[Worker]) -> list[Release]:
+    def prune(self) -> None:
         """Shards apply merges in order, so whoever has the answer to one proves that all have it, and all before."""
-        has = {one.rank: range(one.first_step, one.completed + 1) for one in members}
+        has = {one.rank: range(one.first_step, one.completed + 1) for one in self.members}
         taken = [
-            one.number for one in releases if any(step in has.get(rank, ()) for rank, step in one.contributors or ())
+            release.number
+            for release in self.job.releases
+            if any(step in has.get(rank, ()) for rank, step in release.contributors or ())
         ]
-        return [one for one in releases if one.number > max(taken, default=0)]
+        self.job.releases = [one for one in self.job.releases if one.number > max(taken, default=0)]
 
     @override
-    def learn(self, releases: Sequence[Release], members: Sequence[Worker]) -> None:
-        by_rank = {one.rank: one for one in members}
-        for release in releases:
-            self.count = max(self.count, release.step)
+    def learn(self) -> None:
+        for release in self.job.releases:
+            self.job.decided = max(self.job.decided, release.step)
             for rank, step in release.contributors or ():
-                self.last_step = max(self.last_step, step)
-                if rank in by_rank:
-                    by_rank[rank].merged = max(step, by_rank[rank].merged)
+                self.job.merged[rank] = max(step, self.job.merged.get(rank, 0))
 
 
-def decisions_of(rule: Mapping[str, Any]) -> Decisions:
+def decisions_of(job: JobMemory) -> Decisions:
     """What is decided in a job of this rule."""
+    rule = job.rule or {"name": ""}
     if rule["name"] == "merge":
-        return Merge(rule["quorum"], rule["grace"])
+        return Merge(job, rule["quorum"], rule["grace"])
     if rule["name"] == "average" and rule["quorum"] is not None:
-        return Quorum(rule["quorum"])
+        return Quorum(job, rule["quorum"])
     if rule["name"] == "apply" and rule["max_staleness"] is not None:
-        return Bound()
-    return Decisions()
+        return Bound(job)
+    return Decisions(job)

@@ -1,10 +1,13 @@
-"""Where a job and its workers stand at the coordinator: two tables, which ``docs/design.md`` shows too. Pure."""
+"""Where a job and its workers stand: two tables, also in ``docs/design.md``; what outlasts a coordinator. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
+
+from psengine.protocol.views import Release, View
 
 
 class JobState(Enum):
@@ -31,20 +34,16 @@ JOB: dict[JobState, dict[str, JobState]] = {
     JobState.NEW: {"begun": JobState.REGISTERING, "interrupted": JobState.RESUMING},
     JobState.REGISTERING: {
         "begun": JobState.REGISTERING,
-        "registered": JobState.OPEN,
         "interrupted": JobState.RESUMING,
+        "registered": JobState.OPEN,
     },
     JobState.OPEN: {"interrupted": JobState.RESUMING, "over": JobState.NEW},
-    JobState.RESUMING: {"begun": JobState.REGISTERING, "resumed": JobState.OPEN, "over": JobState.NEW},
+    JobState.RESUMING: {"begun": JobState.REGISTERING, "over": JobState.NEW, "resumed": JobState.OPEN},
 }
 # came: it says HELLO. asked: it asks for state. admitted: the next view has it, or it is expected back in the last one.
 # went: it left, was evicted, or was replaced. anew: its job begins anew.
 WORKER: dict[WorkerState, dict[str, WorkerState]] = {
-    WorkerState.WAITING: {
-        "asked": WorkerState.JOINING,
-        "admitted": WorkerState.MEMBER,
-        "went": WorkerState.GONE,
-    },
+    WorkerState.WAITING: {"asked": WorkerState.JOINING, "admitted": WorkerState.MEMBER, "went": WorkerState.GONE},
     WorkerState.JOINING: {
         "asked": WorkerState.JOINING,
         "admitted": WorkerState.MEMBER,
@@ -70,3 +69,46 @@ def drawn(table: Mapping[Any, Mapping[str, Enum]]) -> str:
     for state, row in table.items():
         lines.append([f"**{state.value}**", *(row[event].value if event in row else "" for event in events)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@dataclass(eq=False)
+class JobMemory:
+    """What a restarted coordinator has to know of its job; JSON-able.
+
+    Attributes:
+        state: where the job stands.
+        view: the newest that was published, by this coordinator or a former one.
+        last_number: the highest of a view that is known.
+        came: ranks that were members in this life of the job, and whether they left.
+        refused: runs that are over: code and text for their processes.
+        evicted: how often a member was put out.
+        key, registration: what views are signed with, and which attempt to register chunks they are of.
+        epochs, chunks: of each shard.
+        releases: those that some shard may not have, in order.
+        decided: the floor, or the number of the last merge; see ``decisions.py``.
+        merged: by rank, the last step that a merge has, or that needs none.
+    """
+
+    name: str
+    state: JobState = JobState.NEW
+    rule: dict[str, Any] | None = None
+    view: View | None = None
+    last_number: int = 0
+    world_size: int = 1
+    servers: list[str] = field(default_factory=list)
+    came: dict[int, bool] = field(default_factory=dict)
+    refused: dict[str, tuple[str, str]] = field(default_factory=dict)
+    evicted: int = 0
+    key: bytes = b""
+    registration: int = 0
+    epochs: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    releases: list[Release] = field(default_factory=list)
+    decided: int = 0
+    merged: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that the job is to have and that never came."""
+        missing = [rank for rank in range(self.world_size) if rank not in self.came]
+        return missing[: max(0, self.world_size - len(self.came))]

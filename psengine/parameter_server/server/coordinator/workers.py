@@ -6,9 +6,8 @@ for life, also where it was evicted and comes back, and a later process of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.states import WORKER, WorkerState, after
@@ -21,25 +20,8 @@ from psengine.protocol.views import ViewMember
 CLAIM_GRACE_S = 0.5
 # Ranks lie below this: it bounds what is remembered of workers that are gone.
 MAX_WORKERS = 65_536
-
-
-class Leaving(NamedTuple):
-    """A worker wants to leave."""
-
-    completed: int  # the step that all others have to have first
-    request: int  # the id of its LEAVE
-    failed: bool  # its training broke off
-
-
-@dataclass(slots=True)
-class Told:
-    """What was sent on a worker's newest connection."""
-
-    welcome: tuple[str, int] = ("", 0)  # the state and the registration
-    view: int = 0
-    release: int = 0
-    prepare: int = 0
-    asked: tuple[int, int, int] | None = None  # to donate: see ``Coordinator._asked``
+# Those of later processes still fit where they are sent and kept.
+MAX_INCARNATION = 2**62
 
 
 @dataclass(slots=True, eq=False)
@@ -57,22 +39,19 @@ class Worker:
     pid: int = 0
     run: str = ""
     hello: int = 0  # the id of its newest HELLO
-    told: Told = field(default_factory=Told)
+    welcomed: tuple[str, int] = ("", 0)  # since then: the last WELCOME's state and registration
+    told: int = 0  # and the last VIEW, RELEASE or PREPARE: see ``Coordinator._tell``
     has_rule: bool = False  # it wants to take part, not only to have a rank
     first_step: int = 1
     admitted: int = 0  # number of the view that it came in with; 0 before
     completed: int = 0  # the last step of which it has all answers, and of all before
     committed: int = 0  # the last step that all shards have from it
-    pending: int = 0  # one that no merge has yet
-    merged: int = 0  # the last one that a merge has, or that needs none
-    is_idle: bool = False  # it abstained last
     prepared: int = 0  # the view for which it is frozen
-    is_reading: bool = False  # it may still be reading the state that was deposited for it
     has_begun: bool = False  # it has read what it began with: it has done a step since it was admitted
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
     cut_s: float = 0.0  # since when there are such
-    leaving: Leaving | None = None  # where it is gone: the next view answers its LEAVE
+    leaving: Message | None = None  # its LEAVE; where it is gone, the next view answers that
     why_gone: str = ""  # "left", "evicted" or "fenced"
     gone_unix_s: float = 0.0
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
@@ -81,6 +60,11 @@ class Worker:
     def identity(self) -> tuple[int, int]:
         """Rank and incarnation."""
         return self.rank, self.incarnation
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it wants to leave because its training broke off."""
+        return self.leaving is not None and self.leaving.body.get("failed", False)
 
     def advance(self, event: str) -> None:
         """Something happens to it."""
@@ -95,21 +79,6 @@ class Worker:
     def to_view(self) -> ViewMember:
         """Its entry in a view."""
         return ViewMember(self.rank, self.incarnation, self.user_id, self.first_step)
-
-    def to_meta(self) -> dict[str, Any]:
-        """For the disk."""
-        return {**{name: getattr(self, name) for name in _DURABLE}, "state": self.state.value}
-
-    @staticmethod
-    def from_meta(meta: Mapping[str, Any]) -> Worker:
-        """Inverse of ``to_meta``, not heard yet."""
-        return Worker(**{**meta, "state": WorkerState(meta["state"])}, completed=meta["first_step"] - 1)
-
-
-_DURABLE = (
-    "rank", "incarnation", "nonce", "user_id", "host", "pid", "run", "has_rule", "first_step", "admitted", "merged",
-    "why_gone", "gone_unix_s",
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -129,7 +98,6 @@ class Workers:
     def __init__(self) -> None:
         self.by_rank: dict[int, Worker] = {}
         self.claims: dict[tuple[int, int], Claim] = {}  # by rank and nonce
-        self._last_incarnation = 0
 
     def of(self, *states: WorkerState) -> list[Worker]:
         """Those in one of these states, by rank."""
@@ -164,17 +132,15 @@ class Workers:
             rank = next(mine, next(rank for rank in range(len(taken) + 1) if rank not in taken))
         if rank >= MAX_WORKERS:
             raise ProtocolError(f"ranks lie below {MAX_WORKERS} (got {rank})", ErrorCode.BAD_VALUE)
+        if message.incarnation > MAX_INCARNATION:
+            raise ProtocolError(f"no process has such a number (got incarnation {message.incarnation})")
         return int(rank)
 
     def new(self, rank: int, message: Message, user_id: str, wall_s: float) -> Worker:
         """Another process has the rank from here on; one that was known to a former coordinator brings its number."""
-        incarnation = message.incarnation or max(self._last_incarnation + 1, int(wall_s * 1000))
-        return self.add(Worker(rank, incarnation, message.body["nonce"], user_id))
-
-    def add(self, worker: Worker) -> Worker:
-        """A worker has its rank from here on."""
-        self._last_incarnation = max(self._last_incarnation, worker.incarnation)
-        self.by_rank[worker.rank] = worker
+        newest = max((one.incarnation for one in self.by_rank.values()), default=0)
+        incarnation = message.incarnation or max(newest + 1, int(wall_s * 1000))
+        worker = self.by_rank[rank] = Worker(rank, incarnation, message.body["nonce"], user_id)
         return worker
 
     def find(self, message: Message, sender: Sender, job: str) -> Worker:
@@ -218,26 +184,3 @@ class Workers:
             if heard or is_gone or now_s >= claim.since_s + patience_s + CLAIM_GRACE_S:
                 del self.claims[key]
                 yield claim, heard
-
-    def expired(self, lease_s: float, now_s: float) -> list[Worker]:
-        """Those whose lease ran out."""
-        return [one for one in self.present if now_s - one.last_heard_s > lease_s]
-
-    def stood_still(self, pause_s: float) -> None:
-        """For ``pause_s`` until now nobody listened here: no lease and no claim ran meanwhile."""
-        for worker in self.by_rank.values():
-            worker.last_heard_s += pause_s
-            worker.cut_s += pause_s
-        for claim in self.claims.values():
-            claim.since_s += pause_s
-
-    def to_meta(self) -> dict[str, Any]:
-        """For the disk."""
-        workers = [self.by_rank[rank].to_meta() for rank in sorted(self.by_rank)]
-        return {"workers": workers, "last_incarnation": self._last_incarnation}
-
-    def restore(self, meta: Mapping[str, Any]) -> None:
-        """Inverse of ``to_meta``."""
-        for one in meta["workers"]:
-            self.add(Worker.from_meta(one))
-        self._last_incarnation = meta["last_incarnation"]

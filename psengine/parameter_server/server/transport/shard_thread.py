@@ -261,8 +261,6 @@ class ShardThread(threading.Thread):
     def drain(self) -> None:
         """Let nobody in, answer queued messages, then take no more; sets ``drained``."""
         self.shard.is_draining = True
-        if self.coordinators is not None:
-            self.coordinators.is_draining = True
         self._drain_until_s = time.monotonic() + LAST_MESSAGES_S
 
     def end(self) -> None:
