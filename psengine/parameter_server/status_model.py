@@ -239,7 +239,6 @@ class LogStatus:
     sync_seconds: float = _exported("counter", "Time that syncs took.")
     is_full: bool = _gauge("Whether the disk is full, so that nothing is acknowledged.", name="full")
     free_bytes: int | None = _gauge("Room on the log's disk.", default=None)
-    error: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,7 @@ def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_table):
 def test_what_is_a_problem():
     assert overview().problems == []
     assert overview(state="silent").problems == ["job 'a-job': nothing was heard of worker 0, 1"]
-    log = LogStatus(shard=0, waiting_records=1, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=True, error="")
+    log = LogStatus(shard=0, waiting_records=1, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=True)
     (full,) = overview(ServerFacts(logs=(log,))).problems
     assert "no room for the log of shard 0" in full
     lost = shard(worker(0), lost="job 'demo' is lost")

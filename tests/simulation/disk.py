@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from psengine.parameter_server.server.log.disk import UNFINISHED
+
 ROOM_BYTES = 1 << 40
 
 
@@ -91,15 +93,22 @@ class SimulatedDisk:
     def list(self) -> list[str]:
         return sorted(self._names)
 
+    def lock(self) -> None:
+        """Nobody else has it."""
+
+    def is_locked(self) -> bool:
+        return True
+
     def create(self, name: str) -> SimulatedFile:
         self.begin_call()
-        if name in self._names:
-            raise FileExistsError(errno.EEXIST, "exists", name)
-        content = _File()
-        self._change(lambda names: names.update({name: content}))
+        unfinished, content = UNFINISHED + name, _File()
+        if unfinished in self._names:
+            raise FileExistsError(errno.EEXIST, "exists", unfinished)
+        self._change(lambda names: names.update({unfinished: content}))
         return SimulatedFile(self, name, content)
 
     def rename(self, old: str, new: str) -> None:
+        """Give a file another name, at once."""
         self.begin_call()
         self._change(lambda names: names.update({new: names.pop(old)}) if old in names else None)
 
@@ -108,6 +117,7 @@ class SimulatedDisk:
         self._change(_removes(name))
 
     def sync_names(self) -> None:
+        """Make durable what was created, renamed and deleted."""
         self.begin_call()
         self.check(errno.EIO, "fsync fails")
         self._durable, self._changes = dict(self._names), []
@@ -167,6 +177,7 @@ class SimulatedFile:
     def __init__(self, disk: SimulatedDisk, name: str, content: _File) -> None:
         self._disk, self._name, self._content = disk, name, content
         self._end = 0
+        self._is_committed = False
 
     def append(self, pieces: Sequence[Any]) -> None:
         self._disk.begin_call()
@@ -188,5 +199,16 @@ class SimulatedFile:
             content.holes.append((first, content.synced_bytes))
             raise
 
+    def commit(self) -> None:
+        self.sync()
+        self._disk.rename(UNFINISHED + self._name, self._name)
+        try:
+            self._disk.sync_names()
+        except OSError:
+            self._disk.delete(self._name)
+            raise
+        self._is_committed = True
+
     def close(self) -> None:
-        """Nothing to release."""
+        if not self._is_committed:
+            self._disk.delete(UNFINISHED + self._name)

@@ -1,4 +1,4 @@
-"""A server's snapshots, and the disk that outlives it: ``Durability`` and ``SnapshotThread`` without threads.
+"""A server's snapshots, and the disk that outlives it: ``Durability`` without its thread.
 
     capture each shard ─ write ─ durable        a death while it is written leaves a part of it, and the older ones
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.durability.restoring import Recovered, place_into, recover
-from psengine.parameter_server.server.log.log import LogStart
+from psengine.parameter_server.server.log.log import BEGINNING, ShardLog
 from psengine.parameter_server.server.snapshots.files import ServerState
 from psengine.parameter_server.server.snapshots.generations import Generations
 from simulation.disk import Killed, SimulatedDisk
@@ -120,13 +120,10 @@ class Snapshots:
         self.disk.files.state.calls_left = None
         self.store.begin()
         self._recovered = recovered = recover(self.store)
-        for name in recovered.headless:
-            self.disk.files.delete(name)
-        if recovered.generation is not None or any(recovered.records):
+        if recovered.generation is not None or recovered.records:
             place_into(recovered, self.server.shards, "what is on the disk")
             for meta in recovered.coordinators:
-                if meta is not None:
-                    self.server.coordinators.restore(meta, self.server.clock.now_s)
+                self.server.coordinators.restore(meta, self.server.clock.now_s)
 
     def begin_logs(self, fails: Callable[[], None]) -> None:
         """Begin this life's logs, from a snapshot of all that is there.
@@ -136,9 +133,9 @@ class Snapshots:
         """
         server = self.server
         for thread in server.threads:
-            segment, first, before = self._recovered.ends.get(thread.shard.index, (1, 0, 0))
-            start = LogStart(thread.shard.index, segment, first, server.epoch, before)
-            self.logs.append(SimulatedLog(server, thread, self.disk.files, start, self._rng, fails))
+            shard = thread.shard.index
+            log = ShardLog(self.disk.files, shard, server.epoch, self._recovered.ends.get(shard, BEGINNING))
+            self.logs.append(SimulatedLog(server, thread, log, self._rng, fails))
         captured = self._begin()
         for thread in server.threads:
             self._capture(captured, thread)
@@ -192,15 +189,13 @@ class Snapshots:
             captured.state.places[index] = self.logs[index].cut()
 
     def _end_capture(self) -> None:
-        if self._captured is not None and not any(self._captured.state.shards) and self.store.newest is None:
-            self._captured = None  # there is nothing to write
         if self._captured is not None:
             self._written_s = self.server.clock.now_s + self._rng.random() * LONGEST_WRITE_S
 
     def _have_logs_begun(self) -> bool:
         assert self._captured is not None
         places = self._captured.state.places
-        return all(self.logs[index].has_begun(place.segment) for index, place in places.items())
+        return all(self.logs[index].log.begun >= place.segment for index, place in places.items())
 
     def _save(self, captured: _Captured) -> None:
         self.disk.notes[self.store.last + 1] = captured.note

@@ -47,10 +47,7 @@ def run(*command, cwd=FOLDER):
 def exposition():
     """What a server and a synchronous training tell Prometheus, before anything was refused."""
     snapshot = SnapshotStatus(interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error="")
-    log = LogStatus(
-        shard=0, waiting_records=1, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=False, free_bytes=7,
-        error="",
-    )  # fmt: skip
+    log = LogStatus(shard=0, waiting_records=1, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=False, free_bytes=7)
     job = shard(worker(0, **TIMES, staleness={1: 2}), staleness={0: 1})
     metrics = TrainingMetrics()
     meter = Telemetry()

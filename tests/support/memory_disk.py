@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from psengine.parameter_server.server.log.disk import UNFINISHED
+
 
 class MemoryDisk:
     """``psengine.parameter_server.server.log.disk.Disk``; ``files`` are the bytes by name."""
@@ -14,19 +16,14 @@ class MemoryDisk:
         self.syncs = 0
         self.capacity_bytes = 1 << 40
         self.sync_error = 0  # an errno
-        self.names_error = 0  # likewise, of names
 
     def list(self):
         return sorted(self.files)
 
     def create(self, name):
         assert name not in self.files
-        self.files[name] = bytearray()
-        return MemoryFile(self, name)
-
-    def sync_names(self):
-        if self.names_error:
-            raise OSError(self.names_error, "sync failed")
+        self.files[UNFINISHED + name] = bytearray()
+        return MemoryFile(self, UNFINISHED + name)
 
     def delete(self, name):
         self.files.pop(name, None)
@@ -63,6 +60,13 @@ class MemoryFile:
         if self.disk.sync_error:
             raise OSError(self.disk.sync_error, "sync failed", self.name)
         self.disk.synced_bytes[self.name] = self.end
+
+    def commit(self):
+        self.sync()
+        complete = self.name.removeprefix(UNFINISHED)
+        for by_name in (self.disk.files, self.disk.synced_bytes):
+            by_name[complete] = by_name.pop(self.name)
+        self.name = complete
 
     def close(self):
         pass

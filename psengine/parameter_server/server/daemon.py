@@ -166,7 +166,7 @@ class Server:
             self._shards.threads.append(thread)
         stack.callback(self._end_threads)
         if durability is not None:
-            durability.start(self._shards.threads, self.epoch)
+            durability.begin(self._shards.threads, self.epoch)
             self._durability = durability
         for thread in self._shards.threads:
             thread.start()
@@ -254,7 +254,7 @@ class Server:
                 self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
 
     def _summary(self) -> str:
-        generation = None if self._durability is None else self._durability.snapshots.generation
+        generation = None if self._durability is None else self._durability.generation
         durable = "not durable" if generation is None else f"durable to generation {generation}"
         text = f"{self._whereabouts()}; durability {self.settings.tier}, {durable}"
         return f"{text}; draining" if self._is_draining else text
@@ -287,8 +287,8 @@ class Server:
             addresses=tuple(self.addresses),
             refused_connections=0 if self._shards.authenticator is None else self._shards.authenticator.refused,
             durability=self.settings.tier,
-            snapshot=None if self._durability is None else self._durability.snapshots.status(),
-            logs=() if self._durability is None else self._durability.status(),
+            snapshot=None if self._durability is None else self._durability.snapshot_status(),
+            logs=() if self._durability is None else self._durability.log_status(),
             events=self._events.events(),
             is_draining=self._is_draining,
         )
@@ -332,12 +332,12 @@ class Server:
             text = "this server keeps no snapshots (expected a --snapshot-dir)"
             raise ProtocolError(text, ErrorCode.SNAPSHOT_FAILED)
         try:
-            outcome = self._durability.snapshots.begin().result(ORDERED_SNAPSHOT_S)
+            generation = self._durability.snapshot().result(ORDERED_SNAPSHOT_S)
         except FutureTimeoutError:
             return f"The snapshot is being written; it takes longer than {ORDERED_SNAPSHOT_S:g} s."
-        if outcome.error:
-            raise ProtocolError(f"no snapshot was written: {outcome.error}", ErrorCode.SNAPSHOT_FAILED)
-        return f"Durable to generation {outcome.generation}."
+        except SnapshotError as error:
+            raise ProtocolError(f"no snapshot was written: {error}", ErrorCode.SNAPSHOT_FAILED) from error
+        return f"Durable to generation {generation}."
 
     def _evict(self, job: str, worker: int) -> str:
         try:
@@ -351,7 +351,7 @@ class Server:
 
     def _forget(self, job: str) -> str:
         # A crash before the next interval would restore the job.
-        begin_snapshot = None if self._durability is None else self._durability.snapshots.begin
+        begin_snapshot = None if self._durability is None else self._durability.snapshot
         try:
             workers = self._shards.forget(job, begin_snapshot or (lambda: None))
         except FutureTimeoutError:
@@ -389,7 +389,7 @@ class Server:
             logger.warning("shard %d did not answer all that was queued", index)
         if self._durability is None:
             return EXIT_OK
-        written = self._durability.snapshots.begin()
+        written = self._durability.snapshot()
         last_s = time.monotonic() + LAST_SNAPSHOT_S
         while not wait([written], 2.0).done:
             if time.monotonic() > last_s:
@@ -398,13 +398,13 @@ class Server:
             systemd.notify("EXTEND_TIMEOUT_USEC=10000000")
         if not self._shards.are_alive:
             return EXIT_INTERNAL
-        outcome = written.result()
-        return EXIT_SNAPSHOT if outcome.error and not outcome.is_empty else EXIT_OK
+        written.result()
+        return EXIT_OK
 
     def _end_threads(self) -> None:
         self._order_threads.shutdown(wait=False, cancel_futures=True)
         if self._durability is not None:
-            self._durability.end_snapshots()
+            self._durability.end()
         self._shards.end()
         if self._durability is not None:
             self._durability.end_logs()

@@ -121,7 +121,7 @@ def test_a_start_that_fails_before_its_threads_run_says_why(tmp_path):
         from psengine.parameter_server.server.daemon import Server
         from psengine.parameter_server.server.durability.tier import Durability
         from psengine.parameter_server.server.settings import ServerSettings
-        def is_full(self, threads):
+        def is_full(self):
             self.end_logs()
             raise SnapshotError("its disk is full")
         Durability._write_first = is_full
@@ -189,7 +189,7 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path):
             assert snapshot(peer) == "Durable to generation 1."
             assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(1000)).type.name == "UPDATED"
         server.signal(signal.SIGTERM)
-        eventually((directory / "unfinished-000000000002").exists)
+        eventually((directory / "unfinished-generation-000000000002").exists)
         assert server.is_alive
         server.signal(signal.SIGTERM)
         started_s = time.monotonic()

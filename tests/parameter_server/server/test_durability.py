@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from psengine.cli.server import _serve, build_app
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.durability import tier
+from psengine.parameter_server.server.durability import log_thread, tier
 from psengine.parameter_server.server.durability.inspection import back_up, inspect
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.log import disk as disks
@@ -88,19 +88,15 @@ class Server:
         try:
             self.line = self.durability.restore(self.world.shards, self.coordinators)
             self.threads = [Thread(shard, None if shard.index else self.coordinators) for shard in self.world.shards]
-            self.durability.start(self.threads, epoch)
+            self.durability.begin(self.threads, epoch)
         except BaseException:
             self.stack.close()
             raise
         for thread in self.threads:
             thread.ident = 1
 
-    @property
-    def snapshots(self):
-        return self.durability.snapshots
-
     def snapshot(self):
-        return self.snapshots.begin().result(DEADLINE_S)
+        return self.durability.snapshot().result(DEADLINE_S)
 
     def settle(self):
         """Until all that happened may be acknowledged."""
@@ -108,7 +104,7 @@ class Server:
 
     def end(self):
         """The process has died: nothing more is written, and its locks go."""
-        self.durability.end_snapshots()
+        self.durability.end()
         self.durability.end_logs()
         self.stack.close()
 
@@ -145,18 +141,18 @@ def generations(directory: Path) -> list[int]:
 def test_an_idle_server_writes_nothing(tmp_path):
     with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
         worker = with_job(one)
-        eventually(lambda: one.snapshots.generation is not None and one.snapshots._is_current())
-        generation = one.snapshots.generation
+        eventually(lambda: one.durability.generation is not None and one.durability._current())
+        generation = one.durability.generation
         worker.pull(0)
         Worker(one.world).resume()
         time.sleep(4 * INTERVAL_S)
-        assert one.snapshot().generation == generation  # nor on wish
+        assert one.snapshot() == generation  # nor on wish
         push(worker, 1)
-        eventually(lambda: one.snapshots.generation == generation + 1)
-        assert one.snapshot().generation == generation + 1
+        eventually(lambda: one.durability.generation == generation + 1)
+        assert one.snapshot() == generation + 1
     with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
         time.sleep(4 * INTERVAL_S)
-        assert one.snapshots.generation == generation + 1
+        assert one.durability.generation == generation + 1
         assert one.coordinators.restored == [{"jobs": 0}]
 
 
@@ -173,8 +169,8 @@ def test_all_who_ask_while_a_snapshot_is_written_share_the_next_one(tmp_path, mo
         wishes = []
         for step in range(1, 101):
             push(worker, step)
-            wishes.append(one.snapshots.begin())
-        told = [wish.result(DEADLINE_S).generation for wish in wishes]
+            wishes.append(one.durability.snapshot())
+        told = [wish.result(DEADLINE_S) for wish in wishes]
         assert told[0] == 1
         assert told[-1] == max(told) == 2
     with server(tmp_path / "s") as one:
@@ -193,22 +189,21 @@ CHANGES = {
 def test_what_a_snapshot_keeps_counts_as_a_change(tmp_path, change):
     with server(tmp_path / "s") as one:
         worker = with_job(one)
-        assert one.snapshot().generation == 1
-        assert one.snapshot().generation == 1
+        assert one.snapshot() == 1
+        assert one.snapshot() == 1
         CHANGES[change](one.world, worker)
-        assert one.snapshot().generation == 2
+        assert one.snapshot() == 2
 
 
 def test_a_server_without_jobs_says_so_to_the_next(tmp_path):
     with server(tmp_path / "s") as one:
-        assert one.snapshot().is_empty
-        assert generations(tmp_path / "s") == []
+        assert one.snapshot() == 1
         with_job(one)
-        assert one.snapshot().generation == 1
+        assert one.snapshot() == 2
         one.world.shard.forget("demo")
-        assert one.snapshot().generation == 2
+        assert one.snapshot() == 3
     with server(tmp_path / "s") as one:
-        assert one.line.endswith("generation 2 (no job)")
+        assert one.line.endswith("generation 3 (no job)")
 
 
 # ---- a log -----------------------------------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ def test_a_copy_of_a_running_server_is_one_to_start_from_and_is_shown(tmp_path):
     with server(directory, keeps_log=True) as one:
         worker = with_job(one)
         push(worker, 1, 2)
-        assert one.snapshot().generation == 2
+        assert one.snapshot() == 2
         push(worker, 3, 4, 5)
         one.settle()
         said = "\n".join(back_up(directory, tmp_path / "copy"))
@@ -241,15 +236,39 @@ def test_a_copy_of_a_running_server_is_one_to_start_from_and_is_shown(tmp_path):
         assert one.version == 6
 
 
+def quicken(monkeypatch):
+    for module in (log_thread, tier):
+        monkeypatch.setattr(module, "LOOK_S", 0.02)
+
+
+def test_a_snapshot_is_asked_for_as_long_as_there_is_little_room(tmp_path, monkeypatch):
+    room_bytes = [tier.LOW_BYTES - 1]
+    monkeypatch.setattr(disks.DirectoryDisk, "free_bytes", lambda disk: room_bytes[0])
+    monkeypatch.setattr(tier, "LOW_REPEAT_S", 0.05)
+    quicken(monkeypatch)
+    with server(tmp_path / "s", keeps_log=True) as one:
+        eventually(lambda: [kind for kind, _ in one.events].count("log_low") >= 3)
+        assert one.durability.log_status()[0].free_bytes == room_bytes[0]
+        room_bytes[0] = 1 << 40
+        time.sleep(0.1)
+        told = len(one.events)
+        time.sleep(0.2)
+        assert len(one.events) == told
+
+
 def test_a_full_disk_goes_on_once_a_snapshot_has_freed_it(tmp_path, monkeypatch):
     """The log leaves room for a generation, whose predecessor and whose log then go."""
     disk_bytes = 8 << 20
 
     def free_bytes(disk):
-        return disk_bytes - sum(path.stat().st_size for path in disk.directory.iterdir())
+        sizes = []
+        for path in disk.directory.iterdir():
+            with suppress(FileNotFoundError):
+                sizes.append(path.stat().st_size)
+        return disk_bytes - sum(sizes)
 
     monkeypatch.setattr(disks.DirectoryDisk, "free_bytes", free_bytes)
-    monkeypatch.setattr("psengine.parameter_server.server.durability.log_thread.LOOK_S", 0.02)
+    quicken(monkeypatch)
     numel = 100_000
     with server(tmp_path / "s", keeps_log=True) as one:
         worker = with_job(one, numel=numel)
@@ -291,14 +310,13 @@ def test_what_is_gone_is_not_what_a_server_is_durable_to(tmp_path):
     directory = tmp_path / "s"
     with server(directory, shards=2) as one:
         with_job(one)
-        assert one.snapshot().generation == 1
+        assert one.snapshot() == 1
         shutil.rmtree(directory)
-        outcome = one.snapshot()
-        assert "No such file or directory" in outcome.error
-        assert "there is no older one" in outcome.error
-        assert one.snapshots.generation is None
+        with pytest.raises(SnapshotError, match=r"No such file or directory.* there is no older one"):
+            one.snapshot()
+        assert one.durability.generation is None
         directory.mkdir()
-        generation = one.snapshot().generation
+        generation = one.snapshot()
         assert generations(directory) == [generation]
         with pytest.raises(SnapshotError, match=rf"held by process {os.getpid()}\)"):
             Server(directory)
@@ -336,7 +354,7 @@ def test_backups_beyond_the_memory_do_not_keep_a_server_from_starting_again(tmp_
         for worker in workers:
             worker.pull(0)
         assert one.world.shard.memory_bytes() > 64
-        assert one.snapshot().generation == 1
+        assert one.snapshot() == 1
     with server(tmp_path / "s", max_memory_bytes=64) as one:
         assert one.world.shard.memory_bytes() > 64
 

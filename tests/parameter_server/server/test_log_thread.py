@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from psengine.parameter_server.server.durability import log_thread
-from psengine.parameter_server.server.durability.log_thread import LogThread
+from psengine.parameter_server.server.durability.log_thread import LogThreads
 from psengine.parameter_server.server.log.disk import DirectoryDisk
-from psengine.parameter_server.server.log.log import LogStart
+from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.log.records import Record, RecordKind
 
@@ -49,21 +49,20 @@ class Room(DirectoryDisk):
 class Written:
     """A log that runs."""
 
-    def __init__(self, directory, reserved_bytes):
-        self.disk, self.answers, self.noted, self.wanted = Room(directory), Answers(), [], []
-        self.thread = LogThread(
-            self.disk,
-            LogStart(0, 1, 0, 7),
+    def __init__(self, directory):
+        self.disk, self.answers, self.noted, self.wanted, self.count = Room(directory), Answers(), [], [], 0
+        self.thread = LogThreads(
+            ShardLog(self.disk, 0, 7),
             self.answers,
             lambda kind, text: self.noted.append((kind, text)),
+            self.disk.free_bytes,
             lambda: self.wanted.append(time.monotonic()),
-            lambda: 0,
-            lambda: reserved_bytes,
         )
 
     def append(self, count=1, size_bytes=100):
         for _ in range(count):
-            self.thread.append(Record(RecordKind.MESSAGE, 1, [bytes(size_bytes)]))
+            self.thread.append(Record(RecordKind.MESSAGE, self.count, [bytes(size_bytes)]))
+            self.count += 1
 
     def until(self, is_so):
         end_s = time.monotonic() + DEADLINE_S
@@ -80,19 +79,18 @@ class Written:
 
     def read(self):
         reader = LogReader(DirectoryDisk(self.disk.directory), 0)
-        return [placed.number for placed in reader if placed.record.kind is RecordKind.MESSAGE]
+        return [record.job for record in reader]
 
 
 @contextmanager
-def running(directory, reserved_bytes=0):
-    written = Written(directory, reserved_bytes)
+def running(directory):
+    written = Written(directory)
     written.thread.start()
     try:
         yield written
     finally:
-        written.thread.end()
-        written.thread.join(DEADLINE_S)
-        assert not written.thread.is_alive()
+        written.thread.end(DEADLINE_S)
+        assert written.thread.log._file is None
 
 
 @pytest.fixture
@@ -112,8 +110,8 @@ def test_what_was_acknowledged_is_read_back(tmp_path):
         log.settle()
         assert log.read() == list(range(46))
         assert log.answers.wakes
-        status = log.thread.status()
-        assert (status.waiting_records, status.is_full, status.error) == (0, False, "")
+        status = log.thread.status(None)
+        assert (status.waiting_records, status.is_full) == (0, False)
     assert log.noted == []
 
 
@@ -141,49 +139,35 @@ def test_nothing_is_acknowledged_into_a_file_that_nobody_finds(tmp_path, injure,
         log.settle()
         if not is_idle:
             monkeypatch.setattr(log_thread, "LOOK_S", DEADLINE_S)  # the next look comes after the next record
-            log.until(lambda: log.thread._looked_s > 0)
+            time.sleep(0.1)
         injure(directory)
         if not is_idle:
             log.append(1)
         log.until(lambda: log.answers.failure)
         assert "the log of shard 0 cannot be written any more" in log.answers.failure
         assert log.kinds() == ["log_failed"]
-        assert log.thread.log.durable == 3
+        assert log.thread.log.durable == 4
         monkeypatch.setattr(log_thread, "LOOK_S", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
 def test_room_for_a_snapshot_is_left_and_a_cut_goes_on(tmp_path):
-    with running(tmp_path, reserved_bytes=1 << 20) as log:
+    with running(tmp_path) as log:
         log.append(2)
         log.settle()
-        log.disk.bytes_left = (1 << 20) + 50
+        log.disk.bytes_left = 50
         log.append(3)
-        log.until(lambda: set(log.kinds()) == {"log_full", "log_low"})
+        log.until(lambda: log.kinds() == ["log_full"])
         assert log.thread.is_full
         assert log.wanted
-        assert log.thread.log.durable == 2
+        assert log.thread.log.durable == 3
         # A snapshot: what came before it is written, so that its segment begins; what comes after waits for room.
         place = log.thread.cut()
         log.append(1)
         log.thread.await_begun(place.segment, DEADLINE_S)
         log.append(1)
-        log.until(lambda: log.thread.log.durable >= 5)
+        log.until(lambda: log.thread.log.durable >= 7)
         log.disk.bytes_left = ROOM_BYTES
         log.settle()
         log.until(lambda: "log_room" in log.kinds())
         assert log.read() == list(range(7))
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_snapshot_is_asked_for_as_long_as_there_is_little_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_thread, "LOW_REPEAT_S", 0.05)
-    with running(tmp_path) as log:
-        log.disk.bytes_left = log_thread.LOW_BYTES - 1
-        log.until(lambda: len(log.wanted) >= 3)
-        assert set(log.kinds()) == {"log_low"}
-        log.disk.bytes_left = ROOM_BYTES
-        time.sleep(0.1)
-        asked = len(log.wanted)
-        time.sleep(0.2)
-        assert len(log.wanted) == asked

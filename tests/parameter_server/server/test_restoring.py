@@ -14,7 +14,7 @@ from psengine.errors import SnapshotError
 from psengine.parameter_server.chunk_codecs import gradient_codec
 from psengine.parameter_server.server.durability.restoring import place_into, recover
 from psengine.parameter_server.server.log.disk import DirectoryDisk
-from psengine.parameter_server.server.log.log import LogStart, SegmentWriter, ShardLog, segment_name
+from psengine.parameter_server.server.log.log import BEGINNING, Place, ShardLog, segment_name
 from psengine.parameter_server.server.log.reading import WITHOUT_LOG, DamagedLogError
 from psengine.parameter_server.server.log.records import Record, RecordKind
 from psengine.parameter_server.server.snapshots.files import ServerState
@@ -57,28 +57,27 @@ class Logged:
         self.world = World(epoch=EPOCH)
         self.store = Generations(DirectoryDisk(directory))
         self.store.begin()
-        self.rule, self.optimizer, self.epoch = rule, optimizer, EPOCH
-        self.begin_log(LogStart(0, 1, 0, EPOCH))
+        self.rule, self.optimizer = rule, optimizer
+        self.begin_log()
         values = {one.key: self.values(one) for one in SPECS}
         self.workers = team(self.world, 3, SPECS, values=values, rule=rule, optimizer=self.configured())
         self.steps, self.committed = [0] * 3, [0] * 3
         self.merges, self.unmerged = 0, set()
 
-    def begin_log(self, start):
-        self.log, self.writer = ShardLog(start), SegmentWriter(self.store.disk, 0)
+    def begin_log(self, epoch=EPOCH, last=BEGINNING):
+        self.log = ShardLog(self.store.disk, 0, epoch, last)
         self.write()
         self.world.shard.append = self.log.append
 
     def write(self):
-        while (batch := self.log.pending()) is not None:
-            self.writer.write(batch)
-            self.writer.sync()
-            self.log.synced(batch.upto)
+        while self.log.has_unwritten:
+            self.log.write()
+            self.log.sync()
 
     def snapshot(self):
         place, states = self.log.cut(), self.world.shard.capture()
         self.write()
-        assert self.writer.begun == place.segment
+        assert self.log.begun == place.segment
         self.store.save(ServerState([states], {0: place}, {"job": self.log.end}))
 
     def configured(self):
@@ -176,7 +175,7 @@ def test_every_rule_and_codec_comes_back_bit_for_bit(tmp_path, rule, codec):
         assert expected[0].chunks[0].meta["version"] > 0
         found = recover(logged.store)
         assert_same(found.shards[0], expected)
-        assert (found.generation, found.ends[0][1], found.notes) == (logged.store.newest, logged.log.end, [])
+        assert (found.generation, found.ends[0].number, found.notes) == (logged.store.newest, logged.log.end, [])
         logged.store.disk.delete(f"generation-{found.generation:012d}")
         assert_same(recover(logged.store).shards[0], expected)
 
@@ -194,9 +193,8 @@ def logged(tmp_path):
 def test_a_life_goes_on_from_the_last_one_s_end(logged):
     """Also where its own first generation was damaged: all lives' commands are applied."""
     found = recover(logged.store)
-    segment, first, before = found.ends[0]
     logged.world.start(EPOCH + 1, found.shards[0])
-    logged.begin_log(LogStart(0, segment, first, EPOCH + 1, before))
+    logged.begin_log(EPOCH + 1, found.ends[0])
     logged.snapshot()
     logged.world.publish(logged.workers)
     logged.push(logged.workers[1])
@@ -219,12 +217,11 @@ def test_coordinators_and_dropped_jobs_come_back(logged):
 
 @pytest.mark.parametrize("damage", ["removed", "emptied", "exchanged"])
 def test_a_log_that_is_gone_is_refused_until_somebody_says_that_it_is_lost(logged, tmp_path, damage):
-    name = segment_name(0, logged.log.segment)
+    name = segment_name(0, logged.log.begun)
     path = tmp_path / name
     if damage == "exchanged":
-        other = ShardLog(LogStart(0, logged.log.segment, logged.log.start.first, EPOCH + 5))
         path.unlink()
-        SegmentWriter(logged.store.disk, 0).write(other.pending())
+        ShardLog(logged.store.disk, 0, EPOCH + 5, Place(logged.log.begun - 1, 1, EPOCH)).write()
     elif damage == "emptied":
         path.write_bytes(b"")
     else:
@@ -233,7 +230,7 @@ def test_a_log_that_is_gone_is_refused_until_somebody_says_that_it_is_lost(logge
         recover(logged.store)
     (tmp_path / WITHOUT_LOG).touch()
     found = recover(logged.store)
-    assert (found.generation, sum(found.records)) == (1, 0)
+    assert (found.generation, found.records) == (1, {})
     assert f"there is a file {WITHOUT_LOG}" in found.notes[-1]
 
 

@@ -104,13 +104,13 @@ class World:
             on_admin=lambda *order: None,
         )
         self.thread.answers.log = self.log  # type: ignore[assignment]
-        self.thread.append_coordinator = self._append
+        self.shard.append = self._append
         self.peer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.peer.setsockopt(zmq.LINGER, 0)
         self.peer.connect(endpoint.address)
         self.thread.start()
 
-    def _append(self, meta: Any) -> None:
+    def _append(self, record: Any) -> None:
         self.log.end += 1
 
     def ask(self, kind: str, **fields: Any) -> list[Message]:

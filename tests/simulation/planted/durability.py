@@ -7,8 +7,9 @@ from typing import Any
 from unittest import mock
 
 from psengine.parameter_server.server.durability import restoring
-from psengine.parameter_server.server.log.log import SegmentWriter
+from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.log.reading import LogReader
+from psengine.parameter_server.server.log.records import RecordKind
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots import generations
@@ -49,7 +50,7 @@ plant("a snapshot keeps the values that the server goes on changing", Apply, "ca
 def _deletes_first(save: Any) -> Any:
     def one(self: Generations, state: Any) -> int:
         for number in self.numbers():
-            self._delete(f"generation-{number:012d}")
+            self.disk.delete(f"generation-{number:012d}")
         return save(self, state)  # type: ignore[no-any-return]
 
     return one
@@ -57,8 +58,8 @@ def _deletes_first(save: Any) -> Any:
 
 plant("the older snapshots are deleted before the next one is there", Generations, "save", _deletes_first)
 plant("a single snapshot is kept", generations, "KEPT", lambda kept: 1)
-plant("a snapshot's file is not synced", generations, "write_generation", without(SimulatedFile, "sync"))
-plant("a snapshot's name is not synced", Generations, "_write", without(SimulatedDisk, "sync_names"))
+plant("a snapshot's file is not synced", SimulatedFile, "commit", without(SimulatedFile, "sync"))
+plant("a snapshot's name is not synced", SimulatedFile, "commit", without(SimulatedDisk, "sync_names"))
 plant(
     "an update is acknowledged before its fsync",
     HeldAnswers,
@@ -67,7 +68,16 @@ plant(
         lambda self, route, frames, *, place=None, waits=True: send(self, route, frames, place=place, waits=False)
     ),
 )
-plant("the log is written and never synced", SegmentWriter, "sync", constant(None))
+
+
+def _only_says(sync: Any) -> Any:
+    def one(self: ShardLog) -> None:
+        self.durable = self.written
+
+    return one
+
+
+plant("the log is written and never synced", ShardLog, "sync", _only_says)
 plant("the log is not replayed", restoring, "_apply", constant(None))
 
 
@@ -97,7 +107,13 @@ def _except(kind: MessageType) -> Any:
 plant("every third push is not logged", Shard, "_changed", _every_third)
 plant("releases are not logged", Shard, "_changed", _except(MessageType.RELEASE))
 plant("views are not logged", Shard, "_changed", _except(MessageType.VIEW))
-plant("what coordinators decide is not logged", logs.SimulatedLog, "_append_coordinator", constant(0))
+
+
+def _without_coordinators(append: Any) -> Any:
+    return lambda self, record: 0 if record.kind is RecordKind.COORDINATOR else append(self, record)
+
+
+plant("what coordinators decide is not logged", logs.SimulatedLog, "_append", _without_coordinators)
 
 
 def _deletes_needed(segments: Any) -> Any:
@@ -112,20 +128,21 @@ def _deletes_needed(segments: Any) -> Any:
 
 
 def _ignores_its_failure(sync: Any) -> Any:
-    def one(self: SegmentWriter) -> None:
+    def one(self: ShardLog) -> None:
         with suppress(OSError):
             sync(self)
+        self.durable = self.written
 
     return one
 
 
 def _damage(check_rest: Any) -> Any:
-    def one(self: LogReader, file: Any, offset: int, name: str) -> None:
-        raise self._damage(name, offset, "its last record is torn")
+    def one(self: LogReader, file: Any) -> None:
+        raise self._damage("its last record is torn")
 
     return one
 
 
 plant("segments that a snapshot needs are deleted", Generations, "_prune", _deletes_needed)
-plant("a log goes on after an fsync that failed", SegmentWriter, "sync", _ignores_its_failure)
+plant("a log goes on after an fsync that failed", ShardLog, "sync", _ignores_its_failure)
 plant("a torn record is taken for damage", LogReader, "_check_rest", _damage)

@@ -16,7 +16,7 @@ from psengine.parameter_server.server.durability.restoring import Recovered, rec
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import segment_name, segments
 from psengine.parameter_server.server.log.reading import describe
-from psengine.parameter_server.server.snapshots.generations import SnapshotStore
+from psengine.parameter_server.server.snapshots.generations import Generations, generation_name
 from psengine.protocol.views import View
 
 # How often a copy is begun again because generations went while it was made.
@@ -30,23 +30,22 @@ def inspect(directory: Path) -> Iterator[str]:
     Raises:
         SnapshotError: no server could start from it; the message says why.
     """
-    _check_is_servers(directory)
-    store, disk = SnapshotStore(directory), DirectoryDisk(directory)
-    numbers = store.numbers()
-    for number in numbers:
-        yield f"generation {number}: {store.path_of(number)}, {store.path_of(number).stat().st_size >> 10} KiB"
-    if not numbers:
+    store = _open(directory)
+    for number in store.numbers():
+        name = generation_name(number)
+        yield f"generation {number}: {directory / name}, {store.disk.size_bytes(name) >> 10} KiB"
+    if not store.numbers():
         yield "no generation"
-    for shard, found in segments(disk).items():
+    for shard, found in segments(store.disk).items():
         for segment in found:
             name = segment_name(shard, segment)
-            yield f"segment {name}: {disk.size_bytes(name) >> 10} KiB, {describe(disk, name)}"
+            yield f"segment {name}: {store.disk.size_bytes(name) >> 10} KiB, {describe(store.disk, name)}"
     yield from _describe_recovery(recover(store))
 
 
 def _describe_recovery(recovered: Recovered) -> Iterator[str]:
     generation = "no generation" if recovered.generation is None else f"generation {recovered.generation}"
-    records = ", ".join(f"{count} of shard {shard}" for shard, count in enumerate(recovered.records) if count)
+    records = ", ".join(f"{count} of shard {shard}" for shard, count in recovered.records.items())
     yield f"a server would start from {generation} and these records of the log: {records or 'none'}"
     for note in recovered.notes:
         yield f"left out: {note}"
@@ -67,13 +66,13 @@ def back_up(directory: Path, target: Path) -> Iterator[str]:
     Raises:
         SnapshotError: the copy could not be made, or cannot be read.
     """
-    _check_is_servers(directory)
+    store = _open(directory)
     if target.exists():
         raise SnapshotError(f"{target} is there already (expected a path where nothing is: the copy is made new)")
     target.mkdir(mode=0o700, parents=True)
     for attempt in range(_TRIES):
         try:
-            _copy(directory, target)
+            _copy(store, directory, target)
             break
         except FileNotFoundError as error:
             if attempt == _TRIES - 1:
@@ -82,25 +81,26 @@ def back_up(directory: Path, target: Path) -> Iterator[str]:
             shutil.rmtree(target)
             target.mkdir(mode=0o700)
     yield f"copied to {target}"
-    yield from _describe_recovery(recover(SnapshotStore(target)))
+    yield from _describe_recovery(recover(Generations(DirectoryDisk(target))))
 
 
-def _copy(directory: Path, target: Path) -> None:
-    store = SnapshotStore(directory)
+def _copy(store: Generations, directory: Path, target: Path) -> None:
     newest, places = max(store.numbers(), default=None), None
     if newest is not None:
         places = store.places(newest)
-        shutil.copyfile(store.path_of(newest), target / store.path_of(newest).name)
-    for shard, numbers in segments(DirectoryDisk(directory)).items():
+        shutil.copyfile(directory / generation_name(newest), target / generation_name(newest))
+    for shard, numbers in segments(store.disk).items():
         for number in numbers:
             if places is None or (shard in places and number >= places[shard].segment):
                 shutil.copyfile(directory / segment_name(shard, number), target / segment_name(shard, number))
 
 
-def _check_is_servers(directory: Path) -> None:
+def _open(directory: Path) -> Generations:
     if not directory.is_dir():
         raise SnapshotError(f"{directory} is no directory (expected the --snapshot-dir of a server)")
-    if not SnapshotStore(directory).numbers() and not segments(DirectoryDisk(directory)):
+    store = Generations(DirectoryDisk(directory))
+    if not store.numbers() and not segments(store.disk):
         raise SnapshotError(
             f"{directory} has no generation and no log (expected the --snapshot-dir that a server has written to)"
         )
+    return store

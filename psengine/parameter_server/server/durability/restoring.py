@@ -12,9 +12,9 @@ from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.interfaces import Clocks, ShardSettings
-from psengine.parameter_server.server.log.log import segments
-from psengine.parameter_server.server.log.reading import WITHOUT_LOG, LogReader, content_of
-from psengine.parameter_server.server.log.records import Record, RecordKind
+from psengine.parameter_server.server.log.log import Place, segments
+from psengine.parameter_server.server.log.reading import WITHOUT_LOG, LogReader
+from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
 from psengine.parameter_server.server.shard.job import merge_job_meta
 from psengine.parameter_server.server.shard.shard import REPLAYED, Shard
 from psengine.parameter_server.server.snapshots.files import JobState
@@ -35,19 +35,17 @@ class Recovered:
         generation: the newest intact one; None without one.
         shards: the jobs of each shard that there was.
         coordinators: what coordinators knew, one after the other to be taken over.
-        records: how many each shard's log had.
-        ends: by shard, where its next life begins: segment, number of the first record, epoch of the segment before.
-        headless: files that were being created; they hold nothing, and must go before their numbers are used.
         notes: newer generations, and ends of logs, that were left out, and why.
+        records: how many each shard's log had.
+        ends: by shard, where its next life goes on.
     """
 
     generation: int | None = None
     shards: list[list[JobState]] = field(default_factory=list)
-    coordinators: list[Any] = field(default_factory=list)
-    records: list[int] = field(default_factory=list)
-    ends: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    headless: list[str] = field(default_factory=list)
+    coordinators: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    records: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, Place] = field(default_factory=dict)
 
     def versions(self) -> dict[str, list[int]]:
         """Of all chunks, by job."""
@@ -63,25 +61,20 @@ def recover(store: Generations) -> Recovered:
     Raises:
         SnapshotError: there are generations and none can be read, or a log is damaged or is not there.
     """
-    loaded, found = store.load(), segments(store.disk)
-    recovered, places = Recovered(shards=[[] for _ in range(max(found, default=-1) + 1)]), {}
-    if loaded is not None:
-        recovered = Recovered(loaded.generation, loaded.state.shards, [loaded.state.coordinators], notes=loaded.notes)
-        places = loaded.state.places
+    generation, state, notes = store.load()
+    recovered, found = Recovered(generation, state.shards, [state.coordinators], notes), segments(store.disk)
+    if generation is None:
+        state.shards.extend([] for _ in range(max(found, default=-1) + 1))
     is_without = WITHOUT_LOG in store.disk.list()
     if is_without:
-        recovered.notes.append(f"the log, because there is a file {WITHOUT_LOG}: what it has is lost")
-    recovered.records = [0] * len(recovered.shards)
-    for shard in sorted({*found, *places}):
-        reader = LogReader(store.disk, shard, places.get(shard))
+        notes.append(f"the log, because there is a file {WITHOUT_LOG}: what it has is lost")
+    for shard in sorted({*found, *state.places}):
+        reader = LogReader(store.disk, shard, state.places.get(shard))
         # A generation without a place was written by a server that kept no log.
-        if not is_without and (loaded is None or shard in places):
+        if not is_without and (generation is None or shard in state.places):
             _replay(recovered, shard, reader)
-        if reader.headless:
-            recovered.headless.append(reader.headless)
-        recovered.notes.extend(reader.notes)
-        last = max(found.get(shard, [0])) - bool(reader.headless)
-        recovered.ends[shard] = last + 1, reader.end, reader.epoch
+        notes.extend(reader.notes)
+        recovered.ends[shard] = reader.end._replace(segment=max(found.get(shard, [0])))
     return recovered
 
 
@@ -89,21 +82,20 @@ def _replay(recovered: Recovered, shard: int, reader: LogReader) -> None:
     """Apply a log to a shard's state."""
     state: Shard | None = None
     epoch = 0
-    for placed in reader:
+    for record in reader:
         try:
-            if state is None or epoch != reader.epoch:
+            if state is None or epoch != reader.end.epoch:
                 # The server ended, and began anew with what it had.
                 is_next, states = state is not None, recovered.shards[shard] if state is None else state.capture()
-                state, epoch = Shard(shard, 0, _SETTINGS, _CLOCKS, _ignore, lambda route: False), reader.epoch
+                state, epoch = Shard(shard, 0, _SETTINGS, _CLOCKS, _ignore, lambda route: False), reader.end.epoch
                 state.restore(states)
                 if is_next:
                     state.begin_life()
-            if placed.record.kind is not RecordKind.SEGMENT:
-                recovered.records[shard] += 1
-                _apply(recovered, state, placed.record)
+            recovered.records[shard] = recovered.records.get(shard, 0) + 1
+            _apply(recovered, state, record)
         except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise SnapshotError(
-                f"{placed.name}: the record at byte {placed.offset} cannot be applied (expected one of this version of"
+                f"{reader.name}: the record at byte {reader.offset} cannot be applied (expected one of this version of"
                 f" psengine, with the codecs of --plugins, got: {error!r})"
             ) from error
     if state is not None:

@@ -1,19 +1,26 @@
 """The disk under a server's log and snapshots: a daemon gives a directory, a simulation a disk of its own.
 
-What is certain about a file: a ``sync`` that returned makes every earlier ``append`` durable; ``sync_names`` makes
-durable which names there are in its directory: what was created, renamed and deleted. Everything else may be there
-after a power loss, or not, or in part. A ``sync`` that failed says nothing about what is there, and must not be tried
-again as if it did: Linux reports a failed write-back once, to the descriptors that are open then.
+What is certain about a file: a ``sync`` that returned makes every earlier ``append`` durable, ``commit`` its name too.
+Everything else may be there after a power loss, or not, or in part. A ``sync`` that failed says nothing about what is
+there, and must not be tried again as if it did: Linux reports a failed write-back once, to the descriptors that are
+open then.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from psengine.errors import SnapshotError
+
+# What a file's name begins with until it is committed.
+UNFINISHED = "unfinished-"
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 # Linux takes at most this many pieces in one call.
 _MAX_PIECES = 1024
 
@@ -25,7 +32,7 @@ class DiskFile(Protocol):
         """Write these bytes-like objects behind each other. After an error the next call writes to the same place.
 
         Raises:
-            OSError: they were not written, or in part; ENOSPC where there is no room.
+            OSError: they were not written, or in part; one of ``FULL_ERRORS`` where there is no room.
         """
 
     def sync(self) -> None:
@@ -33,27 +40,34 @@ class DiskFile(Protocol):
 
         Raises:
             OSError: whether it is durable is not known, and never will be; or the file's name leads elsewhere now, so
-                that nobody would find what was appended.
+                that nobody would find what was appended. None of ``FULL_ERRORS``.
         """
 
+    def commit(self) -> None:
+        """Sync, and give the file its name, which is durable then; errors as ``sync``."""
+
     def close(self) -> None:
-        """Release the file."""
+        """Release the file; one that was not committed goes."""
 
 
 class Disk(Protocol):
     """One directory; names are without slashes. Its ``str`` is what errors call it."""
 
+    def lock(self) -> None:
+        """Take it for this process, until ``unlock``.
+
+        Raises:
+            SnapshotError: another process has it.
+        """
+
+    def is_locked(self) -> bool:
+        """Whether this process has it: somebody may have put another directory in its place."""
+
     def list(self) -> list[str]:
         """The names in it."""
 
     def create(self, name: str) -> DiskFile:
-        """Open a new, empty file; its name is durable after ``sync_names``."""
-
-    def sync_names(self) -> None:
-        """Make durable what was created, renamed and deleted."""
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a file another name, at once."""
+        """Open a new, empty file, which has this name once it is committed."""
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing where there is none."""
@@ -76,29 +90,53 @@ class DirectoryDisk:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
+        self._lock: int | None = None
 
     def __str__(self) -> str:
         return str(self.directory)
+
+    def make(self) -> None:
+        """Make the directory if it is absent; its parent must exist."""
+        if not self.directory.is_dir():
+            self.directory.mkdir(mode=0o700)
+            _sync_names(self.directory.parent)
+
+    def lock(self) -> None:
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise SnapshotError(
+                f"a snapshot directory belongs to one server (expected {self.directory} to be free, got a lock held by "
+                f"process {holder}); stop that server, or choose another directory"
+            ) from None
+        self.unlock()
+        self._lock = lock
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+
+    def is_locked(self) -> bool:
+        try:
+            return self._lock is not None and os.path.samestat(os.fstat(self._lock), os.stat(self.directory / "lock"))
+        except FileNotFoundError:
+            return False
+
+    def unlock(self) -> None:
+        """Release it; it also ends with the process."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def list(self) -> list[str]:
         return os.listdir(self.directory)
 
     def create(self, name: str) -> DirectoryFile:
-        return DirectoryFile(self.directory / name)
-
-    def sync_names(self) -> None:
-        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            error.filename = str(self.directory)
-            raise
-        finally:
-            os.close(descriptor)
-
-    def rename(self, old: str, new: str) -> None:
-        os.rename(self.directory / old, self.directory / new)
+        return DirectoryFile(self.directory, name)
 
     def delete(self, name: str) -> None:
         (self.directory / name).unlink(missing_ok=True)
@@ -123,10 +161,12 @@ class DirectoryDisk:
 class DirectoryFile:
     """A new file of a ``DirectoryDisk``."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    def __init__(self, directory: Path, name: str) -> None:
+        self._complete = directory / name
+        self._path = directory / (UNFINISHED + name)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._end = 0
+        self._is_committed = False
 
     def append(self, pieces: Sequence[Any]) -> None:
         left, offset = [memoryview(piece).cast("B") for piece in pieces if len(piece)], self._end
@@ -134,7 +174,7 @@ class DirectoryFile:
             try:
                 written = os.pwritev(self._descriptor, left[:_MAX_PIECES], offset)
             except OSError as error:
-                error.filename = self._path
+                error.filename = str(self._path)
                 raise
             offset += written
             done = 0
@@ -149,11 +189,38 @@ class DirectoryFile:
     def sync(self) -> None:
         try:
             os.fdatasync(self._descriptor)
-            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-                raise OSError(errno.ESTALE, "the file, or its directory, was replaced while it was written")
+            is_there = os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except OSError as error:
-            error.filename = self._path
-            raise
+            raise _not_durable(error, self._path) from error
+        if not is_there:
+            text = "the file, or its directory, was replaced while it was written"
+            raise OSError(errno.ESTALE, text, str(self._path))
+
+    def commit(self) -> None:
+        self.sync()
+        try:
+            os.rename(self._path, self._complete)
+            self._path = self._complete
+            _sync_names(self._path.parent)
+        except OSError as error:
+            raise _not_durable(error, self._path.parent) from error
+        self._is_committed = True
 
     def close(self) -> None:
         os.close(self._descriptor)
+        if not self._is_committed:
+            with suppress(OSError):
+                self._path.unlink()
+
+
+def _not_durable(error: OSError, path: Path) -> OSError:
+    return OSError(errno.EIO, f"it could not be made durable: {error.strerror}", str(path))
+
+
+def _sync_names(directory: Path) -> None:
+    """Make durable what was created, renamed and deleted there."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The records of a shard's log, as bytes: each is checked as a whole, or not believed.
+"""The records of a server's files, as bytes: each is checked as a whole, or not believed.
 
     | header, 56 bytes | up to three frames |
 
@@ -9,36 +9,35 @@ this one was written, so if this one is whole and one of those is not, a synced 
 
 from __future__ import annotations
 
+import json
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import xxhash
 
-FORMAT = 2
-MAGIC = b"PSL2"
-# magic, kind, three zero bytes, number, durable, job, sizes of three frames, four bytes of padding; then the checksum
-_HEADER = struct.Struct("<4sB3sQQQIII4x")
+from psengine.parameter_server.server.log.disk import Disk
+
+MAGIC = b"PSR3"  # with the version of both kinds of files
+# magic, kind, number, durable, job, sizes of three frames; then the checksum
+_HEADER = struct.Struct("<4sB3xQQQIII4x")
 _DIGEST = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size + _DIGEST.size
-MAX_FRAMES = 3
-# A message has at most a payload of 16 MiB, a body of 64 KiB and a header; what coordinators know may take more.
-MAX_FRAME_BYTES = 64 << 20
+_MAX_FRAMES = 3
+_WINDOW_BYTES = 1 << 20
 
 
 class RecordKind(IntEnum):
-    """What a record holds; a shard makes all but SEGMENT and MARK."""
+    """What a record holds."""
 
-    SEGMENT = 1  # the first of a segment: JSON, see ``log.py``
-    MARK = 2  # nothing but ``durable``; written while nothing else is
-    MESSAGE = 3  # a command: the frames of a message that changed the shard
-    COORDINATOR = 4  # JSON, in the log of shard 0: all that its coordinators know, from here on
-    DROP = 5  # a job was forgotten
-
-
-# These take no number: they have that of the next record.
-UNNUMBERED = frozenset({RecordKind.SEGMENT, RecordKind.MARK})
+    SEGMENT = 1  # the first of a log's segment, and only that: JSON, see ``log.py``
+    MESSAGE = 2  # a command: the frames of a message that changed the shard
+    COORDINATOR = 3  # JSON, in the log of shard 0: all that its coordinators know, from here on
+    DROP = 4  # a job was forgotten
+    GENERATION = 5  # the first of a generation, and only that: see ``files.py``
+    TENSOR = 6  # a tensor's elements, in a generation
 
 
 class Record(NamedTuple):
@@ -54,6 +53,16 @@ class Record(NamedTuple):
         return HEADER_BYTES + sum(map(len, self.frames))
 
 
+def json_record(kind: RecordKind, content: Any) -> Record:
+    """A SEGMENT or a COORDINATOR record."""
+    return Record(kind, frames=[json.dumps(content).encode()])
+
+
+def content_of(record: Record) -> Any:
+    """What ``json_record`` was given."""
+    return json.loads(bytes(record.frames[0]))
+
+
 class Found(NamedTuple):
     """A record that was read."""
 
@@ -62,36 +71,12 @@ class Found(NamedTuple):
     durable: int
 
 
-def encode(record: Record, number: int, durable: int) -> list[Any]:
+def encode(record: Record, number: int, durable: int = 0) -> list[Any]:
     """The bytes-like pieces of a record; its frames are not copied."""
     frames = record.frames
-    assert len(frames) <= MAX_FRAMES
-    sizes = [len(frame) for frame in frames] + [0] * (MAX_FRAMES - len(frames))
-    header = _HEADER.pack(MAGIC, record.kind, bytes(3), number, durable, record.job, *sizes)
+    sizes = [len(frame) for frame in frames] + [0] * (_MAX_FRAMES - len(frames))
+    header = _HEADER.pack(MAGIC, record.kind, number, durable, record.job, *sizes)
     return [header + _DIGEST.pack(_digest(header, frames)), *frames]
-
-
-def size_of(header: bytes) -> int:
-    """The size of the record that begins with this; 0 where none does."""
-    if len(header) < HEADER_BYTES:
-        return 0
-    magic, kind, zeros, *_, first, second, third = _HEADER.unpack_from(header)
-    is_one = magic == MAGIC and kind in _KINDS and not any(zeros) and max(first, second, third) <= MAX_FRAME_BYTES
-    return HEADER_BYTES + first + second + third if is_one else 0
-
-
-def decode(content: bytes) -> Found | None:
-    """The record that these bytes are, ``size_of`` them; None where it is not as it was written."""
-    _, kind, _, number, durable, job, *sizes = _HEADER.unpack_from(content)
-    frames, start, view = [], HEADER_BYTES, memoryview(content)
-    for size in sizes:
-        if size:
-            frames.append(view[start : start + size])
-        start += size
-    (expected,) = _DIGEST.unpack_from(content, _HEADER.size)
-    if len(content) != start or _digest(view[: _HEADER.size], frames) != expected:
-        return None
-    return Found(Record(RecordKind(kind), job, frames), number, durable)
 
 
 def _digest(header: Any, frames: Sequence[Any]) -> int:
@@ -101,4 +86,42 @@ def _digest(header: Any, frames: Sequence[Any]) -> int:
     return digest.intdigest()
 
 
-_KINDS = frozenset(RecordKind)
+class RecordFile:
+    """A file of records, read forwards."""
+
+    def __init__(self, disk: Disk, name: str) -> None:
+        self._disk, self._name = disk, name
+        self.size_bytes = disk.size_bytes(name)
+        self._start, self._bytes = 0, b""
+
+    def record(self, offset: int) -> Found | None:
+        """The record that begins there; None where there is none, or none that is as it was written."""
+        header = self._get(offset, HEADER_BYTES)
+        if len(header) < HEADER_BYTES:
+            return None
+        magic, kind, number, durable, job, *sizes = _HEADER.unpack_from(header)
+        size_bytes = HEADER_BYTES + sum(sizes)
+        if magic != MAGIC or offset + size_bytes > self.size_bytes:
+            return None
+        view, start, frames = memoryview(self._get(offset, size_bytes)), HEADER_BYTES, []
+        for size in filter(None, sizes):
+            frames.append(view[start : start + size])
+            start += size
+        if _DIGEST.pack(_digest(view[: _HEADER.size], frames)) != view[_HEADER.size : HEADER_BYTES]:
+            return None
+        return Found(Record(RecordKind(kind), job, frames), number, durable)
+
+    def records_after(self, offset: int) -> Iterator[Found]:
+        """Whole records behind one that is not."""
+        for begin in range(offset + 1, self.size_bytes, _WINDOW_BYTES):
+            for match in re.finditer(MAGIC, self._get(begin, _WINDOW_BYTES + len(MAGIC) - 1)):
+                found = self.record(begin + match.start())
+                if found is not None:
+                    yield found
+
+    def _get(self, offset: int, size_bytes: int) -> bytes:
+        begin = offset - self._start
+        if begin < 0 or begin + size_bytes > len(self._bytes):
+            self._start, begin = offset, 0
+            self._bytes = self._disk.read(self._name, offset, max(size_bytes, _WINDOW_BYTES))
+        return self._bytes[begin : begin + size_bytes]

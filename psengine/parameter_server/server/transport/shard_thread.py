@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -31,6 +31,7 @@ from psengine.errors import ProtocolError, ServerError
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
 from psengine.parameter_server.server.log.log import ShardLog
+from psengine.parameter_server.server.log.records import RecordKind, json_record
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
@@ -178,7 +179,6 @@ class ShardThread(threading.Thread):
     Attributes:
         last_tick_s: monotonic time of the last tick.
         answers: what leaves, once the log is as far; its log is set before the start.
-        append_coordinator: writes the coordinators' state to the log; set before the start.
         segments: the memory that workers of this host share; used by this thread only once it started.
         drained: set once every queued message was answered after ``drain``.
     """
@@ -198,7 +198,6 @@ class ShardThread(threading.Thread):
         self.endpoint = endpoint
         self.coordinators = coordinators
         self.answers = HeldAnswers(endpoint)
-        self.append_coordinator: Callable[[Mapping[str, Any]], object] = lambda meta: None
         self.segments = ShardSegments()
         self.last_tick_s = self._now_s = time.monotonic()
         self.drained = threading.Event()
@@ -445,7 +444,8 @@ class ShardThread(threading.Thread):
         changed = None if self.coordinators is None else self.coordinators.take_changed()
         if changed is not None:
             self._decisions += 1
-            self.append_coordinator(changed)
+            if self.shard.append is not None:
+                self.shard.append(json_record(RecordKind.COORDINATOR, changed))
         for one in outgoing:
             is_ok = is_heartbeat and one.message.type is MessageType.OK
             self._send([one], waits=not is_ok)
