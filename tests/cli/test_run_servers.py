@@ -13,7 +13,7 @@ from support.waiting import eventually
 from psengine.cli.launching.plan import SERVER_STRATEGIES, RunOptions, expected_servers, make_plan
 from psengine.cli.launching.servers import launched_servers
 from psengine.cli.run_arguments import RunArguments
-from psengine.parameter_server.client.embedded import discard, launch
+from psengine.parameter_server.client.embedded import launch
 from psengine.strategies.registry import STRATEGIES
 from psengine.strategies.servers.base import ServerStrategy
 
@@ -87,4 +87,5 @@ def test_a_server_launched_ahead_ends_with_its_launcher():
         assert server.wait(60) == 0
         assert server.stdout.read() == ""
     finally:
-        discard(server)
+        with server:
+            server.kill()

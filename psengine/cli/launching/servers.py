@@ -12,7 +12,7 @@ from pathlib import Path
 
 from psengine.cli.launching.plan import Plan, RunOptions, expected_servers
 from psengine.errors import ConfigurationError, PSEngineError
-from psengine.parameter_server.client.embedded import EmbeddedServer, discard, launch
+from psengine.parameter_server.client.embedded import EmbeddedServer, launch
 
 # A server that dies, or fails to start, so often in so long is given up.
 MAX_DEATHS = 3
@@ -37,7 +37,8 @@ def launched_servers(options: RunOptions) -> Iterator[list[subprocess.Popen[str]
         yield launched
     finally:
         for process in launched:
-            discard(process)
+            with process:
+                process.kill()
 
 
 class ServerGroup:
@@ -89,21 +90,23 @@ class ServerGroup:
 
         try:
             for server in self._servers:
-                server.terminate()
+                server.process.terminate()
             deadline_s = time.monotonic() + (0.0 if is_forced(error) else END_S)
-            while (running := [one for one in self._servers if one.is_running]) and time.monotonic() < deadline_s:
+            while (
+                running := [one for one in self._servers if one.process.poll() is None]
+            ) and time.monotonic() < deadline_s:
                 time.sleep(0.02)
             for server in running:
-                self._report(f"server {server.pid} did not end in time and was killed")
+                self._report(f"server {server.process.pid} did not end in time and was killed")
         finally:
             for server in self._servers:
-                server.kill()
+                server.process.kill()
                 server.stop()
 
     def revive(self) -> str:
         """Start again the servers that died; return why that is given up, "" while all is well."""
         for index, server in enumerate(self._servers):
-            if not server.is_running and (failure := self._revive(index, server)):
+            if server.process.poll() is not None and (failure := self._revive(index, server)):
                 return failure
         return ""
 
@@ -130,14 +133,14 @@ class ServerGroup:
                 f"the server at {address} died, or could not be started again, {MAX_DEATHS} times in"
                 f" {DEATHS_WITHIN_S:g} s. It wrote last:\n{words or '  (nothing)'}"
             )
-        self._report(f"the server at {address} (process {server.pid}) died; starting it again")
+        self._report(f"the server at {address} (process {server.process.pid}) died; starting it again")
         server.stop()
         try:
             self._servers[index] = self._start(index, address)
         except (PSEngineError, OSError) as error:
             self._report(str(error))  # the dead server is found again, and counts again
         else:
-            self._report(f"the server at {address} is back (process {self._servers[index].pid})")
+            self._report(f"the server at {address} is back (process {self._servers[index].process.pid})")
         return ""
 
 

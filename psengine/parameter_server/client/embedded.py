@@ -36,49 +36,46 @@ class EmbeddedServer:
     """A running psengine-server that this process started; made by ``start``. A context manager.
 
     Attributes:
+        process: the server's.
         addresses: the address of its first shard, where clients connect.
-        pid: of its process.
     """
 
-    def __init__(self, process: _Process) -> None:
-        self.addresses = process.addresses
-        self.pid = process.popen.pid
-        self._process = process
-        # At exit too.
-        self._finalizer = weakref.finalize(self, process.stop)
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.addresses: tuple[str, ...] = ()
+        self._is_decided = threading.Event()  # the server is ready, or has ended
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        # For as long as the server runs: a full pipe would stop it.
+        self._reader = threading.Thread(target=self._read, name="psengine-embedded-output", daemon=True)
+        self._reader.start()
+        # At exit too, once the sessions that were made later have said goodbye.
+        self._finalizer = weakref.finalize(self, self._stop)
 
     @classmethod
-    def start(
-        cls,
-        *,
-        arguments: Sequence[str] = (),
-        process: subprocess.Popen[str] | None = None,
-        deadline_s: float = START_S,
-    ) -> EmbeddedServer:
+    def start(cls, *, arguments: Sequence[str] = (), process: subprocess.Popen[str] | None = None) -> EmbeddedServer:
         """Start a server of one shard on a new Unix socket, which this user alone reaches, and wait until it serves.
 
         Args:
             arguments: more options of ``psengine-server``.
             process: from ``launch``; None launches one.
-            deadline_s: how long the start may take.
 
         Raises:
             ConfigurationError: there is no place for the socket.
             ServerError: it ended, or was not ready in time; the message has its output.
         """
         line = ["--bind", new_socket("embedded"), "--shards", "1", "--until-stdin-closes", *arguments]
-        server = _Process(process or launch())
+        server = cls(process or launch())
         with suppress(OSError):  # the process has ended; its output says why
-            print(json.dumps(line), file=server.popen.stdin, flush=True)
-        server.is_decided.wait(deadline_s)
+            print(json.dumps(line), file=server.process.stdin, flush=True)
+        server._is_decided.wait(START_S)
         if server.addresses:
-            return cls(server)
-        fate = f"was not ready after {deadline_s:g} s"
-        if server.is_decided.is_set():
-            fate = f"ended with exit code {server.popen.poll()}"
-        server.popen.kill()
+            return server
+        fate = f"was not ready after {START_S:g} s"
+        if server._is_decided.is_set():
+            fate = f"ended with exit code {server.process.poll()}"
+        server.process.kill()
         server.stop()
-        raise ServerError(f"the embedded parameter server {fate}. It wrote:\n{server.text() or '(nothing)'}")
+        raise ServerError(f"the embedded parameter server {fate}. It wrote:\n{server.log() or '(nothing)'}")
 
     def __enter__(self) -> EmbeddedServer:
         return self
@@ -86,26 +83,37 @@ class EmbeddedServer:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether its process runs."""
-        return self._process.popen.poll() is None
-
     def log(self) -> str:
         """The last lines it wrote."""
-        return self._process.text()
-
-    def terminate(self) -> None:
-        """Ask it to end in order, with or without workers."""
-        self._process.popen.terminate()
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.popen.kill()
+        return "\n".join(self._lines)
 
     def stop(self) -> None:
         """Let it end, at once or when the last worker has left; waits ``STOP_S`` at most. Idempotent."""
         self._finalizer()
+
+    def _stop(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(OSError):  # it has ended already
+            self.process.stdin.close()
+        try:
+            self.process.wait(STOP_S)
+            self._reader.join(STOP_S)
+        except subprocess.TimeoutExpired:
+            logger.info("embedded server %d still has workers; it ends when the last one leaves", self.process.pid)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stream:
+            for line in stream:
+                text = line.rstrip("\n")
+                self._lines.append(text)
+                if text.startswith(READY):
+                    # The line lists all shards; clients ask the first for the others.
+                    self.addresses = tuple(text.removeprefix(READY).replace(",", " ").split())[:1]
+                    self._is_decided.set()
+                logger.info("server %d: %s", self.process.pid, text)
+        self.process.wait()
+        self._is_decided.set()
 
 
 def launch() -> subprocess.Popen[str]:
@@ -122,50 +130,3 @@ def launch() -> subprocess.Popen[str]:
         # It is no worker of a run, which ends what its workers leave behind.
         env={**inherited_variables(), RUN_ID: ""},
     )
-
-
-def discard(process: subprocess.Popen[str]) -> None:
-    """End a launched process that no server was made of."""
-    with process:
-        process.kill()
-
-
-class _Process:
-    """Reads what a server writes, for as long as it runs: a full pipe would stop it."""
-
-    def __init__(self, popen: subprocess.Popen[str]) -> None:
-        self.popen = popen
-        self.addresses: tuple[str, ...] = ()
-        self.is_decided = threading.Event()  # the server is ready, or has ended
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._reader = threading.Thread(target=self._read, name="psengine-embedded-output", daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stdout is not None
-        with self.popen.stdout as stream:
-            for line in stream:
-                text = line.rstrip("\n")
-                self._lines.append(text)
-                if text.startswith(READY):
-                    # The line lists all shards; clients ask the first for the others.
-                    self.addresses = tuple(text.removeprefix(READY).replace(",", " ").split())[:1]
-                    self.is_decided.set()
-                logger.info("server %d: %s", self.popen.pid, text)
-        self.popen.wait()
-        self.is_decided.set()
-
-    def text(self) -> str:
-        """The last lines."""
-        return "\n".join(self._lines)
-
-    def stop(self) -> None:
-        """Close its pipe; see ``EmbeddedServer.stop``."""
-        assert self.popen.stdin is not None
-        with suppress(OSError):  # it has ended already
-            self.popen.stdin.close()
-        try:
-            self.popen.wait(STOP_S)
-            self._reader.join(STOP_S)
-        except subprocess.TimeoutExpired:
-            logger.info("embedded server %d still has workers; it ends when the last one leaves", self.popen.pid)

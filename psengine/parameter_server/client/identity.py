@@ -19,7 +19,6 @@ from psengine.parameter_server.client.addresses import keys_from_environment, pa
 from psengine.parameter_server.client.connection import PROCESS
 from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.runtime import Runtime
 from psengine.protocol.messages import ErrorCode
 
 logger = logging.getLogger(__name__)
@@ -56,43 +55,8 @@ def ending_with_the_job() -> Iterator[None]:
         raise SystemExit(0) from None
 
 
-class Reservation:
-    """A rank that a coordinator keeps for this process until a session of this process takes it.
-
-    Args:
-        options: of the session to come, without a rule; with the run.
-        runtime: as of ``WorkerSession``.
-
-    Attributes:
-        options: with the rank and the nonce by which the session takes it over.
-        process_id: of the process that made it; a child process is another worker.
-
-    Raises:
-        ServerLostError: no answer within ``connect_timeout_s``.
-        ServerRefusedError: the job has ended ("ended"), ...
-        AuthenticationError: the server does not let this client in.
-    """
-
-    def __init__(self, options: SessionOptions, runtime: Runtime = PROCESS) -> None:
-        self.process_id = os.getpid()
-        self._job = JobConnection(options, runtime)
-        try:
-            welcome = self._job.control.expect(f"HELLO to job {options.job!r}", options.connect_timeout_s)
-            self._job.open(self._job.control)
-            welcome.wait()
-        except BaseException:
-            self.close()
-            raise
-        self.options = replace(options, rank=self._job.identity.worker, nonce=self._job.nonce)
-
-    def close(self) -> None:
-        """Stop keeping it: a session has taken it, or after a lease others may get it. Idempotent."""
-        self._job.closing.set()
-        self._job.transport.close()
-
-
-# Of this process, until a session takes it.
-_reservation: Reservation | None = None
+# The connection by which a coordinator keeps a rank for this process, until a session takes it over.
+_reserved: JobConnection | None = None
 
 
 def reserve_worker() -> int | None:
@@ -100,18 +64,27 @@ def reserve_worker() -> int | None:
 
     Raises:
         SystemExit: the job of this run has ended.
-        ConfigurationError, ServerError: as of ``Reservation``.
+        ServerLostError: no answer within ``connect_timeout_s``.
+        ServerRefusedError, AuthenticationError: the server does not let this client in.
     """
-    global _reservation
+    global _reserved
     addresses = parse_addresses(None)
     if not addresses:
         return None
-    job = read_variable("PSENGINE_JOB") or DEFAULT_JOB
-    with ending_with_the_job():
-        keys = keys_from_environment()
-        options = SessionOptions(addresses=addresses, job=job, run=run_name(job), keys=keys, uses_segments=False)
-        _reservation = Reservation(options)
-    return _reservation.options.rank
+    name = read_variable("PSENGINE_JOB") or DEFAULT_JOB
+    keys = keys_from_environment()
+    options = SessionOptions(addresses=addresses, job=name, run=run_name(name), keys=keys, uses_segments=False)
+    job = JobConnection(options, PROCESS)
+    try:
+        welcome = job.control.expect(f"HELLO to job {name!r}", options.connect_timeout_s)
+        job.open(job.control)
+        with ending_with_the_job():
+            welcome.wait()
+    except BaseException:
+        _stop_keeping(job)
+        raise
+    _reserved = job
+    return job.identity.worker
 
 
 @contextmanager
@@ -120,13 +93,20 @@ def taking_reservation(options: SessionOptions) -> Iterator[SessionOptions]:
 
     The session says HELLO inside the block.
     """
-    global _reservation
-    mine, asked = _reservation, (os.getpid(), options.rank, options.job, tuple(options.addresses))
-    if mine is None or asked != (mine.process_id, None, mine.options.job, mine.options.addresses):
+    global _reserved
+    mine, asked = _reserved, (os.getpid(), options.rank, options.job, tuple(options.addresses))
+    # A child process is another worker.
+    if mine is None or asked != (mine.parking.process_id, None, mine.options.job, mine.options.addresses):
         yield options if options.run else replace(options, run=run_name(options.job))
         return
-    _reservation = None
+    _reserved = None
     try:
-        yield replace(options, rank=mine.options.rank, nonce=mine.options.nonce, run=mine.options.run)
+        yield replace(options, rank=mine.identity.worker, nonce=mine.nonce, run=mine.options.run)
     finally:
-        mine.close()
+        _stop_keeping(mine)
+
+
+def _stop_keeping(job: JobConnection) -> None:
+    """A session has taken the rank, or after a lease others may get it."""
+    job.closing.set()
+    job.transport.close()

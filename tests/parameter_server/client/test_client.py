@@ -387,9 +387,9 @@ def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
         with worker(server.addresses, "j") as session:
             session.enter(layout(), zeros)
             server.stop()
-            assert server.is_running
+            assert server.process.poll() is None
             exchange(session, 1)
-        eventually(lambda: not server.is_running)
+        eventually(lambda: server.process.poll() is not None)
     finally:
         server.stop()
 
@@ -407,7 +407,7 @@ def embedded_pair(**options):
 def test_who_waits_for_an_embedded_server_that_ended_learns_it_at_once():
     with embedded_pair() as (server, session, _):
         held = session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)])
-        server.kill()
+        server.process.kill()
         eventually(lambda: held.is_done, timeout_s=20.0)
         with pytest.raises(ServerLostError, match=r"embedded parameter server .* is gone: rank 0"):
             held.wait()
@@ -416,9 +416,9 @@ def test_who_waits_for_an_embedded_server_that_ended_learns_it_at_once():
 def test_who_leaves_an_embedded_server_waits_less_for_it(monkeypatch, caplog):
     monkeypatch.setattr(join, "EMBEDDED_LEAVE_S", 1.2)
     with embedded_pair(timeout_s=60.0) as (server, _, leaves):
-        os.kill(server.pid, signal.SIGSTOP)
+        os.kill(server.process.pid, signal.SIGSTOP)
         leaves.close()
-        os.kill(server.pid, signal.SIGCONT)
+        os.kill(server.process.pid, signal.SIGCONT)
     assert "did not answer LEAVE for 1." in caplog.text
 
 
