@@ -79,7 +79,7 @@ class Apply(Rule, tag="apply", kw_only=True):
     max_staleness: bounds.Unsigned | None
     staleness_scaling: Annotated[str, bounds.one_of("inverse")] | None
     delay_compensation: Annotated[float, Meta(ge=0.0, lt=1e6)]
-    compensation_decay: Annotated[float, Meta(ge=0.0, lt=1.0)] | UnsetType = UNSET
+    compensation_decay: Annotated[float, Meta(ge=0.0, lt=1.0)] | None = None
 
 
 AnyRule = Average | Merge | Apply

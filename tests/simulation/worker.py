@@ -83,7 +83,7 @@ class WorkerProcess:
     @property
     def needs_state(self) -> bool:
         """Whether it waits for another worker's state, or lost its place and has to get it again."""
-        return not self.has_state or self.session.fenced is not None
+        return not self.has_state or self.receiver.fenced is not None
 
     @property
     def incarnation(self) -> int:

@@ -69,7 +69,7 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> lis
         strategy.close()
         return [results, steps]
     deadline = time.monotonic() + 30.0
-    while strategy.members != (0,):
+    while strategy.session.members != (0,):
         assert time.monotonic() < deadline, "rank 1 was never evicted"
         time.sleep(0.05)
     second = begin(strategy, buckets[1], 10.0)

@@ -111,7 +111,7 @@ def late_joiner(rank: int, world_size: int, address: str, has_begun: Path) -> An
         # A worker that joins takes part in the very turn that the others are in.
         play(wrapped, optimizers, rank, [wrapped.strategy.completed_steps])
         has_begun.touch()
-        if rank == 0 and len(wrapped.strategy.members) < 2:
+        if rank == 0 and len(wrapped.strategy.session.members) < 2:
             time.sleep(0.05)
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     wrapped.leave()

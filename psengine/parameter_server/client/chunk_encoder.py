@@ -26,11 +26,11 @@ class ChunkEncoder:
         are_weights: whether answers are the chunk's weights, or averages.
 
     Attributes:
-        answer: the form in which the servers' values arrive.
-        decodes: whether that is another form than the chunk's own.
+        forms: those in which the servers' values arrive: dtype and number.
+        decodes: whether they arrive encoded.
         state: the residual of earlier payloads; None where the codec keeps nothing.
-        answers_differences: whether answers are differences from ``held``, or whole weights.
-        held: number of the exchange whose answer this worker holds; None before the first.
+        held: number of the exchange whose answer this worker holds, where others are differences from it; None before
+            the first.
         last: the push whose payload was encoded last.
     """
 
@@ -38,9 +38,12 @@ class ChunkEncoder:
         self._spec = spec
         self._up, self._down = gradient_codec(codec, spec), answer_codec(codec, spec)
         self._form = self._up.payload_spec(spec.numel, spec.dtype)
-        self.answer = self._down.payload_spec(spec.numel, spec.dtype)
+        answer = self._down.payload_spec(spec.numel, spec.dtype)
+        self.forms = [(answer.dtype, answer.numel)]
         self.decodes = not self._down.is_identity
-        self.answers_differences = are_weights and answers_differences(codec, spec)
+        self._answers_differences = are_weights and answers_differences(codec, spec)
+        if self._answers_differences:
+            self.forms.append((spec.dtype, spec.numel))
         self.held: int | None = None
         self.last: Push | None = None
         self._held = torch.empty(0)
@@ -66,17 +69,13 @@ class ChunkEncoder:
         if self.state is not None:
             self.state.reset()
 
-    def is_whole(self, dtype: torch.dtype | None, numel: int) -> bool:
-        """Whether an answer of this form is whole weights, where others are differences."""
-        return self.answers_differences and (dtype, numel) == (self._spec.dtype, self._spec.numel)
-
     def decode(self, payload: torch.Tensor, destinations: Sequence[torch.Tensor], sequence: int) -> torch.Tensor:
         """The values of the answer of exchange ``sequence``, also written to ``destinations``, one after the other.
 
         They stay as they are until the next is decoded. For an average that is not finite training code skips the step,
         so what was sent did not count.
         """
-        if self.answers_differences:
+        if self._answers_differences:
             self._hold(payload, sequence)
             values = self._held.to(self._spec.dtype)
         else:
@@ -93,7 +92,7 @@ class ChunkEncoder:
         return values
 
     def _hold(self, payload: torch.Tensor, sequence: int) -> None:
-        if self.is_whole(payload.dtype, payload.numel()):
+        if (payload.dtype, payload.numel()) == (self._spec.dtype, self._spec.numel):
             self._held = payload.to(held_dtype(self._spec), copy=True)
         else:
             self._down.decode_add(payload, self._held)

@@ -33,34 +33,19 @@ from psengine.parameter_server.client.partition import (
     cut_images,
     parts_of,
     received,
-    runs_of,
 )
 from psengine.parameter_server.client.worker_session import WorkerSession
-from psengine.protocol.hyperparameters import optimizer_name, wire_groups
+from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
+from psengine.tracing.telemetry import Telemetry
 
 
-def connect(
-    servers: str | Sequence[str] | None = None,
-    *,
-    job: str | None = None,
-    role: str = "worker",
-    rank: int | None = None,
-    world_size: int = 1,
-    quorum: int | None = None,
-    max_staleness: int | None = None,
-    staleness_scaling: str | None = None,
-    delay_compensation: float = 0.0,
-    compensation_decay: float | None = None,
-    timeout_s: float = 300.0,
-    connect_timeout_s: float = 30.0,
-    checksum: bool = False,
-    compress: str | Codec | None = None,
-    keys: CurveClientKeys | None = None,
-) -> Client:
-    """Make a client of parameter servers. A reader connects at once, a worker when it registers its tensors.
+class Client:
+    """A client of parameter servers by tensor names. A reader connects at once, a worker when it registers its tensors.
+
+    ``psengine.connect`` makes it. A context manager; ``close`` is idempotent.
 
     Args:
         servers: one address or several, the lead first, such as "tcp://a:7077,tcp://b:7077"; by default
@@ -84,17 +69,36 @@ def connect(
         ConfigurationError: no server is named, or an address is malformed.
         ServerLostError, AuthenticationError: readers: a server does not answer, or does not let us in.
     """
-    addresses, job_name = parse_addresses(servers), job or read_variable("PSENGINE_JOB") or DEFAULT_JOB
-    if not addresses:
-        raise ConfigurationError(
-            "no parameter server is named (expected an address such as tcp://host:7077, got none). Pass servers=, or"
-            " set PSENGINE_SERVERS; start one with: psengine-server"
-        )
-    client = Client(
-        SessionOptions(
+
+    def __init__(
+        self,
+        servers: str | Sequence[str] | None = None,
+        *,
+        job: str | None = None,
+        role: str = "worker",
+        rank: int | None = None,
+        world_size: int = 1,
+        quorum: int | None = None,
+        max_staleness: int | None = None,
+        staleness_scaling: str | None = None,
+        delay_compensation: float = 0.0,
+        compensation_decay: float | None = None,
+        timeout_s: float = 300.0,
+        connect_timeout_s: float = 30.0,
+        checksum: bool = False,
+        compress: str | Codec | None = None,
+        keys: CurveClientKeys | None = None,
+    ) -> None:
+        addresses, job = parse_addresses(servers), job or read_variable("PSENGINE_JOB") or DEFAULT_JOB
+        if not addresses:
+            raise ConfigurationError(
+                "no parameter server is named (expected an address such as tcp://host:7077, got none). Pass servers=,"
+                " or set PSENGINE_SERVERS; start one with: psengine-server"
+            )
+        self._options = SessionOptions(
             addresses=addresses,
-            job=job_name,
-            run=run_name(job_name) if role == "worker" else "",
+            job=job,
+            run=run_name(job) if role == "worker" else "",
             rule={"name": "average", "quorum": quorum},
             rank=rank,
             world_size=world_size,
@@ -104,32 +108,23 @@ def connect(
             checksum=checksum,
             codec=resolve_codec(compress),
             keys=keys_from_environment() if keys is None else keys,
-        ),
-        {
+        )
+        self._options.check()
+        # The rule where an optimizer is registered.
+        self._apply_rule: dict[str, Any] = {
             "name": "apply",
             "max_staleness": max_staleness,
             "staleness_scaling": staleness_scaling,
             "delay_compensation": float(delay_compensation),
-            **({} if compensation_decay is None else {"compensation_decay": float(compensation_decay)}),
-        },
-    )
-    if role == "reader":
-        client._start()
-    return client
-
-
-class Client:
-    """See ``connect``, which makes it. A context manager; ``close`` is idempotent."""
-
-    def __init__(self, options: SessionOptions, apply_rule: dict[str, Any]) -> None:
-        options.check()
-        self._options = options
-        self._apply_rule = apply_rule
+            "compensation_decay": compensation_decay,
+        }
         self._session: WorkerSession | None = None
         self._named: NamedTensors | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._last: list[Push] = []
+        if role == "reader":
+            self._start()
 
     def __enter__(self) -> Client:
         return self
@@ -181,10 +176,15 @@ class Client:
         """
         if self._named is not None:
             raise ConfigurationError("a client registers once; connect another one for other tensors")
-        groups = _groups_by_name(named_tensors, optimizer)
+        param_groups = [] if optimizer is None else optimizer.param_groups
+        trained = {id(parameter) for group in param_groups for parameter in group["params"]}
+        if trained - set(map(id, named_tensors.values())):
+            raise ConfigurationError(
+                "the optimizer trains a tensor that is not registered; register every tensor of its groups by name"
+            )
         images: dict[tuple[ChunkKind, torch.dtype], dict[str, TensorImage]] = {}
         for name, tensor in named_tensors.items():
-            is_trained = name in groups if optimizer else tensor.is_floating_point() or tensor.is_complex()
+            is_trained = id(tensor) in trained if optimizer else tensor.is_floating_point() or tensor.is_complex()
             kind = ChunkKind.PARAMETER if is_trained else ChunkKind.BUFFER
             images.setdefault((kind, tensor.dtype), {})[name] = TensorImage(tensor)
         specs: list[ChunkSpec] = []
@@ -200,14 +200,7 @@ class Client:
         if entered != "initialised":
             self.pull(into={name: self._tensors[name] for name in named.names})
         if optimizer is not None:
-            body = {"optimizer": optimizer_name(optimizer), "groups": wire_groups(optimizer)}
-            wait_all(
-                [
-                    self.session.configure(spec.key, {**body, "runs": runs_of(spec, groups)})
-                    for spec in specs
-                    if spec.kind is ChunkKind.PARAMETER
-                ]
-            )
+            self.session.attach_optimizer(specs, optimizer, named_tensors)
         return entered
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
@@ -252,7 +245,8 @@ class Client:
             payload, destinations = _payload(spec, sent), parts_of(spec, landing)
             self._last.append(session.push(spec.key, payload, destinations, groups if is_trained else None, absent))
         session.end_step()
-        return Exchange(self._last, landing, session)
+        session.telemetry.step_ended()
+        return Exchange(self._last, landing, session.telemetry)
 
     def _deposit_state(self) -> Iterator[Sequence[Operation]]:
         """A worker that joins an averaging job starts from this worker's tensors."""
@@ -273,11 +267,7 @@ class Client:
             ConfigurationError: an unknown name, a wrong shape or dtype.
             ServerRefusedError: the servers hold no values ("not_ready"), as in an averaging job that has begun.
         """
-        named = self._named
-        if named is None:
-            named = NamedTensors(self.session.layout())
-            if self._options.role == "reader" and named.specs:
-                self._named = named
+        named = self._named or NamedTensors(self.session.layout())
         named.check(into or {}, "tensor")
         landing = named.to_receive(named.names if into is None else into, into or {})
         wait_all([self.session.pull(spec.key, parts_of(spec, landing)) for spec in named.chunks_of(landing)])
@@ -325,7 +315,7 @@ class Client:
             session.close()
 
     def _require_named(self) -> NamedTensors:
-        if self._named is None or self._options.role == "reader":
+        if self._named is None:
             raise ConfigurationError("only a worker that has called register can push; a reader only pulls")
         return self._named
 
@@ -333,11 +323,10 @@ class Client:
 class Exchange:
     """Gradients in flight."""
 
-    def __init__(self, pushes: Sequence[Push], landing: Mapping[str, TensorImage], session: WorkerSession) -> None:
+    def __init__(self, pushes: Sequence[Push], landing: Mapping[str, TensorImage], telemetry: Telemetry) -> None:
         self._pushes = pushes
         self._landing = landing
-        self._telemetry = session.telemetry
-        self._is_counted = False
+        self._telemetry = telemetry
 
     def wait(self) -> dict[str, torch.Tensor]:
         """Wait for the answers: new weights or averages, by name.
@@ -347,9 +336,6 @@ class Exchange:
         """
         with self._telemetry.blocked():
             wait_all(self._pushes)
-        if not self._is_counted:
-            self._is_counted = True
-            self._telemetry.step_ended()
         return received(self._landing)
 
 
@@ -358,16 +344,4 @@ def _payload(spec: ChunkSpec, images: Mapping[str, TensorImage]) -> torch.Tensor
     return torch.cat(parts_of(spec, images))
 
 
-def _groups_by_name(tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Name -> index of the optimizer's group it is in."""
-    if optimizer is None:
-        return {}
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    members = [(index, one) for index, group in enumerate(optimizer.param_groups) for one in group["params"]]
-    for index, parameter in members:
-        if id(parameter) not in names:
-            raise ConfigurationError(
-                f"the optimizer trains a tensor that is not registered (group {index}, shape"
-                f" {tuple(parameter.shape)}); register every tensor of its groups by name"
-            )
-    return {names[id(parameter)]: index for index, parameter in members}
+connect = Client

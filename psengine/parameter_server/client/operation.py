@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import override
 
-from psengine.codecs.base import PayloadSpec
 from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
@@ -113,10 +112,10 @@ class Operation:
 
     def __post_init__(self) -> None:
         self._targets = [(d.data_ptr(), d.nbytes) for d in self.destinations]
-        # Of the values that are wanted.
-        self._form: PayloadSpec | None = None
+        # Of the values that are wanted, dtype and number; one of these, and the first mostly.
+        self._forms: list[tuple[torch.dtype, int]] = []
         if self.destinations:
-            self._form = PayloadSpec(self.destinations[0].dtype, sum(map(torch.numel, self.destinations)))
+            self._forms.append((self.destinations[0].dtype, sum(map(torch.numel, self.destinations))))
         self.submitted_s = self.parking.now_s()
         self.deadline_s = self.submitted_s + self.timeout_s
 
@@ -126,9 +125,9 @@ class Operation:
 
     def finish(self, answer: Message) -> None:
         """I/O thread: take the answer, whose payload becomes a tensor; one that does not fit fails the operation."""
-        if (form := self._form) is not None and not self._fits(answer, form):
+        if self._forms and (answer.dtype, answer.numel) not in self._forms:
             got = f"{answer.numel} of {answer.dtype}" if answer.payload is not None else "no values"
-            expected = f"{form.numel} of {form.dtype}"
+            expected = " or ".join(f"{numel} of {dtype}" for dtype, numel in self._forms)
             self.fail(ProtocolError(f"the answer to {self.describe()} does not fit (expected {expected}, got {got})"))
             return
         if answer.payload is not None:
@@ -162,9 +161,6 @@ class Operation:
         if self.then is not None:
             self.then(error)
 
-    def _fits(self, answer: Message, form: PayloadSpec) -> bool:
-        return answer.payload is not None and answer.numel == form.numel and answer.dtype is form.dtype
-
     def _land(self, answer: Message) -> None:
         """Copy the payload to the destinations."""
         address = answer.payload.data_ptr()
@@ -175,12 +171,6 @@ class Operation:
             address += size_bytes
         if not self.is_shared:  # a server that restarts may need an average from here
             answer.payload = None
-
-    def begin_wait(self) -> None:
-        """A thread is about to wait for it."""
-
-    def conclude(self) -> None:
-        """A worker's thread: do what remains once it is done; idempotent."""
 
     def wait(self) -> Message:
         """Wait for the answer, and return it; without destinations its payload is a 1-D tensor, if it has one.
@@ -238,10 +228,9 @@ class Push(Operation):
         if encoder is not None and encoder.decodes:
             # The training's threads decode, when they wait; until then the answer stays encoded.
             self._targets = []
-            is_wanted = self.destinations or self.reads_in_place or encoder.answers_differences
-            self._form = encoder.answer if is_wanted else None
+            self._forms = encoder.forms
         elif self.reads_in_place:
-            self._form = PayloadSpec(self.spec.dtype, self.spec.numel)
+            self._forms = [(self.spec.dtype, self.spec.numel)]
 
     @property
     def key(self) -> int:
@@ -253,24 +242,12 @@ class Push(Operation):
         return f"push {self.step.number} of {self.spec.describe()}"
 
     @override
-    def begin_wait(self) -> None:
-        if not self.step.is_ended:
-            self.step.end()
-
-    @override
     def complete(self) -> None:
         answer = self.answer
         if self.is_shared and answer is not None and answer.in_segment and "place" not in answer.body:
             # The shard writes the next answer there, and then a server that restarts may need this one.
             answer.payload = answer.payload.clone()
         super().complete()
-
-    @override
-    def _fits(self, answer: Message, form: PayloadSpec) -> bool:
-        encoder = self.encoder
-        if encoder is not None and answer.payload is not None and encoder.is_whole(answer.dtype, answer.numel):
-            return True
-        return super()._fits(answer, form)
 
     @override
     def _land(self, answer: Message) -> None:
@@ -280,8 +257,8 @@ class Push(Operation):
     def _stays(self, answer: Message) -> bool:
         return self.reads_in_place and answer.in_segment and "place" in answer.body
 
-    @override
     def conclude(self) -> None:
+        """A worker's thread: do what remains once it is done; idempotent."""
         if self._is_concluded or not self.is_done:
             return
         self._is_concluded = True
@@ -289,7 +266,7 @@ class Push(Operation):
         assert encoder is not None
         if self.message.dtype is not None and outcome is not None:  # the push had a payload
             encoder.end(outcome)
-        if encoder.decodes and self._form is not None and answer is not None:
+        if encoder.decodes and answer is not None:
             values = encoder.decode(answer.payload, self.destinations, self.step.number)
             if not self.is_shared:
                 answer.payload = None if self.destinations else values
@@ -332,14 +309,16 @@ class Push(Operation):
 
 def wait_all(operations: Sequence[Operation]) -> None:
     """Wait for all of them; the first failure of any is raised at once. Raises like ``Operation.wait``."""
-    for operation in operations:
-        operation.begin_wait()
+    pushes = [operation for operation in operations if isinstance(operation, Push)]
+    for push in pushes:
+        if not push.step.is_ended:
+            push.step.end()
     # From the back: the last question is mostly answered last, so this mostly waits once.
     for operation in reversed(operations):
         if not operation.is_done:
             operation.parking.park(operation, operations)
-    for operation in operations:
-        operation.conclude()
+    for push in pushes:
+        push.conclude()
     for operation in operations:
         if operation.error is not None:
             raise operation.error.with_traceback(None)

@@ -70,23 +70,6 @@ def cut(
     ]
 
 
-def runs_of(spec: ChunkSpec, groups: Mapping[str, int]) -> list[list[int]]:
-    """A chunk's runs as CONFIGURE wants them: [start, end, group] over its elements, one for each segment.
-
-    Neighbours of one group stay apart, because a push leaves out whole runs, and a tensor may lack a gradient alone.
-
-    Args:
-        spec: the chunk.
-        groups: tensor name -> index of its optimizer group; tensors that are not in it are not trained (group -1).
-    """
-    runs, start = [], 0
-    for segment in spec.segments:
-        end = start + segment.numel
-        runs.append([start, end, groups.get(segment.name, -1)])
-        start = end
-    return runs
-
-
 def _even_limit(total_numel: int, most_numel: int) -> int:
     """Elements per chunk: as few chunks as ``most_numel`` allows, about equally large, cut on aligned elements."""
     if most_numel <= ALIGNMENT_NUMEL:
@@ -116,8 +99,7 @@ class TensorImage:
             is_dense = is_non_overlapping_and_dense(tensor)
             strides = tuple(tensor.stride()) if is_dense else tuple(torch.empty(tensor.shape).stride())
         self.strides = strides
-        self._address = -1
-        self._flat = torch.empty(0)
+        self._copy: torch.Tensor | None = None
 
     @property
     def is_alias(self) -> bool:
@@ -131,23 +113,19 @@ class TensorImage:
 
     def flat(self) -> torch.Tensor:
         """1-D, on the CPU, of the tensor's numel."""
-        tensor = self.tensor
-        if not self.is_alias:
-            if self._address != -2:
-                self._address, self._flat = -2, torch.empty(tensor.numel(), dtype=tensor.dtype)
-        elif tensor.data_ptr() != self._address:
-            # The first call, or the parameter was given other memory.
-            self._address = tensor.data_ptr()
-            self._flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-        return self._flat
+        tensor = self.tensor.detach()
+        if self.is_alias:
+            return tensor.as_strided((tensor.numel(),), (1,))
+        if self._copy is None:
+            self._copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        return self._copy
 
     def _ordered(self) -> torch.Tensor:
         """The copy, seen in the tensor's shape."""
-        return self._flat.as_strided(self.tensor.shape, self.strides)
+        return self.flat().as_strided(self.tensor.shape, self.strides)
 
     def refresh(self) -> None:
         """Copy the tensor to its image."""
-        self.flat()
         if not self.is_alias:
             self._ordered().copy_(self.tensor.detach())
 
@@ -223,8 +201,7 @@ class NamedTensors:
         for name in names:
             if name in self._known:
                 dtype, known = self._known[name]
-                is_new = name not in into
-                tensor = torch.empty_strided(known.shape, known.strides, dtype=dtype) if is_new else into[name]
+                tensor = into[name] if name in into else torch.empty_strided(known.shape, known.strides, dtype=dtype)
                 images[name] = TensorImage(tensor, known.strides)
         return images
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from psengine.errors import FencedError, ServerRefusedError
+from psengine.errors import ServerRefusedError
 from psengine.parameter_server.chunk_codecs import gradient_codec
 from psengine.parameter_server.client import join
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
@@ -32,6 +32,7 @@ from psengine.parameter_server.client.operation import Operation, Push, Request,
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.segments import WorkerSegments
+from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
@@ -39,8 +40,6 @@ __all__ = ["Push", "Request", "SessionOptions", "WorkerSession", "wait_all"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# A joiner that hears this from a donor's servers asks again.
-_ASKED_AGAIN = (ErrorCode.NOT_READY, ErrorCode.STALE)
 
 
 class WorkerSession:
@@ -160,14 +159,13 @@ class WorkerSession:
             for stores in deposit():
                 wait_all(stores)
             self._run(join.donate(job, request))
-        except BaseException as error:
-            for store in stores:
-                store.abandon()
-            is_asked_again = isinstance(error, ServerRefusedError) and error.code in _ASKED_AGAIN
-            if not is_asked_again:
+        except ServerRefusedError as error:
+            if error.code not in (ErrorCode.NOT_READY, ErrorCode.STALE):
                 raise
             logger.debug("worker %d asks for state again: %s", request.rank, error)
         finally:
+            for store in stores:
+                store.abandon()
             job.state_request = None  # who still waits is named again
 
     def close(self, *, failed: bool = False) -> None:
@@ -193,11 +191,6 @@ class WorkerSession:
         view = self.job_connection.view
         return () if view is None else tuple(member.rank for member in view.members)
 
-    @property
-    def fenced(self) -> FencedError | None:
-        """Why exchanges need a ``rejoin`` first; None where they go on."""
-        return self.job_connection.fenced
-
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
     def version(self, key: int) -> int:
@@ -211,7 +204,36 @@ class WorkerSession:
     def configure(self, key: int, body: Mapping[str, Any]) -> Request:
         """Attach the server-side optimizer to a chunk; ``body`` as in CONFIGURE: optimizer, groups, runs."""
         self.job_connection.configured[key] = dict(body)
-        return self._ask_of_chunk(Message(MessageType.CONFIGURE, key=key, body=dict(body)))
+        return self._ask(Message(MessageType.CONFIGURE, key=key, body=dict(body)))
+
+    def attach_optimizer(
+        self, specs: Iterable[ChunkSpec], optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+    ) -> list[ChunkSpec]:
+        """Let servers step, as the optimizer does, those of these chunks that it trains; returns them.
+
+        Raises:
+            ConfigurationError: the servers cannot run this optimizer.
+            ServerRefusedError: the job's other workers use another one.
+        """
+        names = {id(tensor): name for name, tensor in parameters.items()}
+        group_of = {
+            names.get(id(parameter)): index
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        body = {"optimizer": optimizer_name(optimizer), "groups": wire_groups(optimizer)}
+        trained, requests = [], []
+        for spec in specs:
+            runs, start = [], 0
+            # Neighbours of one group stay apart: a push leaves out whole runs, and a tensor may lack a gradient alone.
+            for segment in spec.segments:
+                runs.append([start, start + segment.numel, group_of.get(segment.name, -1)])
+                start += segment.numel
+            if any(group >= 0 for _, _, group in runs):
+                trained.append(spec)
+                requests.append(self.configure(spec.key, {**body, "runs": runs}))
+        wait_all(requests)
+        return trained
 
     def push(
         self,
@@ -313,7 +335,7 @@ class WorkerSession:
         """
         size_bytes = self.job_connection.chunks.specs[key].size_bytes
         message = Message(MessageType.PULL, key=key, body=_given(slot=slot))
-        return self._ask_of_chunk(message, destinations=destinations, size_bytes=size_bytes)
+        return self._ask(message, destinations=destinations, size_bytes=size_bytes)
 
     def store(
         self, key: int, payload: torch.Tensor, slot: str | None = None, steps: Sequence[float] | None = None
@@ -325,25 +347,14 @@ class WorkerSession:
         """
         body = _given(slot=slot, steps=None if steps is None else list(steps))
         message = Message(MessageType.STORE, key=key, version=self.version(key), body=body, payload=payload.detach())
-        return self._ask_of_chunk(message, size_bytes=payload.nbytes)
-
-    def _ask_of_chunk(self, message: Message, **options: Any) -> Request:
-        slot, spec = message.body.get("slot"), self.job_connection.chunks.specs[message.key]
-        what = f"{message.type.name} of {f'slot {slot!r} of ' if slot else ''}{spec.describe()}"
-        return self.job_connection.ask(self._link(message.key), message, what=what, **options)
-
-    def _link(self, key: int) -> Link:
-        return self.job_connection.links[self.job_connection.chunks.shard_of[key]]
-
-    # ---- blobs: bytes by name, at the lead ---------------------------------------------------------------------
+        return self._ask(message, size_bytes=payload.nbytes)
 
     def pull_piece(self, name: str, piece: int) -> Request:
         """Begin to read a piece of a blob, 1-D uint8; the answer's body says of how many "pieces"."""
-        message = Message(MessageType.PULL, key=piece, body={"blob": name})
-        return self.job_connection.ask(self.job_connection.links[0], message, what=f"PULL of piece {piece} of {name!r}")
+        return self._ask(Message(MessageType.PULL, key=piece, body={"blob": name}))
 
     def pull_blob(self, name: str) -> list[torch.Tensor]:
-        """All pieces of a blob, in order.
+        """All pieces of a blob, bytes by name at the lead, in order.
 
         Raises:
             ServerRefusedError: there is no such blob ("unknown_key").
@@ -354,13 +365,21 @@ class WorkerSession:
 
     def store_blob(self, name: str, pieces: Sequence[torch.Tensor]) -> list[Request]:
         """Begin to store all pieces of a blob, each 1-D uint8."""
-        requests = []
-        for piece, values in enumerate(pieces):
-            message = Message(MessageType.STORE, key=piece, body={"blob": name, "pieces": len(pieces)}, payload=values)
-            what = f"STORE of piece {piece} of {name!r}"
-            link = self.job_connection.links[0]
-            requests.append(self.job_connection.ask(link, message, what=what, size_bytes=values.nbytes))
-        return requests
+        body = {"blob": name, "pieces": len(pieces)}
+        messages = [Message(MessageType.STORE, key=key, body=body, payload=piece) for key, piece in enumerate(pieces)]
+        return [self._ask(message, size_bytes=message.payload.nbytes) for message in messages]
+
+    def _ask(self, message: Message, **options: Any) -> Request:
+        job, body, key = self.job_connection, message.body, message.key
+        if "blob" in body:
+            link, what = job.links[0], f"piece {key} of {body['blob']!r}"
+        else:
+            slot = f"slot {body['slot']!r} of " if "slot" in body else ""
+            link, what = self._link(key), slot + job.chunks.specs[key].describe()
+        return job.ask(link, message, what=f"{message.type.name} of {what}", **options)
+
+    def _link(self, key: int) -> Link:
+        return self.job_connection.links[self.job_connection.chunks.shard_of[key]]
 
     # ---- for people --------------------------------------------------------------------------------------------
 

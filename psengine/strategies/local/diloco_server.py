@@ -22,8 +22,6 @@ from psengine.codecs.base import Codec
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.operation import wait_all
-from psengine.parameter_server.client.partition import runs_of
-from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.strategies.local.diloco import checked_outer
 from psengine.strategies.local.fragments import OuterStep, copies_of, parameter_buckets
 from psengine.strategies.local.scaled_step import CountedSteps
@@ -118,15 +116,8 @@ class DilocoServer(CountedSteps, ServerStrategy):
         }
         rate, momentum = self._options["outer_lr"], self._options["outer_momentum"]
         outer = OuterStep(learning_rate=rate, momentum=momentum).optimizer(list(views.values()))
-        body = {"optimizer": optimizer_name(outer), "groups": wire_groups(outer)}
         self._adopt_buckets()
-        specs, requests = [], []
-        for bucket in self._buckets:
-            for spec, _, _ in self.chunks.of_bucket[bucket.index]:
-                specs.append(spec)
-                runs = runs_of(spec, dict.fromkeys(views, 0))
-                requests.append(self.session.configure(spec.key, body | {"runs": runs}))
-        wait_all(requests)
+        specs = self.session.attach_optimizer(self.chunks.specs, outer, views)
         self._outer = ServerOptimizer(outer, views, self.session, specs, self.name)  # type: ignore[arg-type]
         self._views = views
 

@@ -20,10 +20,8 @@ from typing_extensions import Unpack, override
 
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.operation import wait_all
-from psengine.parameter_server.client.partition import runs_of
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
-from psengine.protocol.layout import ChunkKind
 from psengine.strategies.base import StepStrategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
@@ -99,10 +97,8 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     @property
     @override
     def rule(self) -> dict[str, Any]:
-        names = ("max_staleness", "staleness_scaling", "delay_compensation")
-        rule = {"name": "apply"} | {name: self._options[name] for name in names}
-        decay = self._options["compensation_decay"]
-        return rule if decay is None else {**rule, "compensation_decay": decay}
+        names = ("max_staleness", "staleness_scaling", "delay_compensation", "compensation_decay")
+        return {"name": "apply"} | {name: self._options[name] for name in names}
 
     def _entered(self, state: str) -> None:
         assert self._replica is not None
@@ -122,11 +118,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         assert self._pushes is not None, "gradients are sent once the worker has joined"
         return self._pushes
 
-    @property
-    def refused_pushes(self) -> int:
-        """How many chunks the servers refused (not finite, or too stale after this worker was away)."""
-        return 0 if self._pushes is None else self._pushes.refused
-
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
     @override
@@ -139,27 +130,10 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         """
         if self.stepper is not None:
             check_one((self.stepper.optimizer, optimizer), self.name)
-        name, groups = optimizer_name(optimizer), wire_groups(optimizer)
         assert self._replica is not None
         parameters = self._replica.parameters
-        names = {parameter: name for name, parameter in parameters.items()}
-        group_of = {
-            names[parameter]: index
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if parameter in names
-        }
-        requests = []
-        for spec in self.chunks.specs:
-            if spec.kind is not ChunkKind.PARAMETER:
-                continue
-            runs = runs_of(spec, group_of)
-            if any(group >= 0 for _, _, group in runs):
-                self.pushes.trained.add(spec.key)
-                body = {"optimizer": name, "groups": groups, "runs": runs}
-                requests.append(self.session.configure(spec.key, body))
-        wait_all(requests)
-        trained = [spec for spec in self.chunks.specs if spec.key in self.pushes.trained]
+        trained = self.session.attach_optimizer(self.chunks.specs, optimizer, parameters)
+        self.pushes.trained = {spec.key for spec in trained}
         self.stepper = ServerOptimizer(optimizer, parameters, self.session, trained, self.name)
         if optimizer.state:
             # Loaded before, from a checkpoint as the model was: like the model it counts where the job began with it.
@@ -186,7 +160,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             assert self._written is not None, "made when the worker joined"
             assert self._progress is not None, "made when the worker joined"
             self._written.store_edited()
-            self.pushes.begin_step(bound.optimizer)
+            self.pushes.groups = wire_groups(bound.optimizer)
             for bucket in self._buckets:
                 self._pack_and_push(bucket)
             self.pushes.push_buffers()

@@ -169,11 +169,6 @@ class ServerStrategy(ConfiguredStrategy):
         is_alone = self._replica is not None and self._replica.collective.world_size == 1
         return self.session.rank if is_alone else None
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks of the live workers, as the servers said last."""
-        return tuple(self.session.members)
-
     def session_codec(self) -> Codec:
         """The codec of the job."""
         return resolve_codec(self._options["compress"])

@@ -109,13 +109,8 @@ class ChunkedReplica:
             self._places.clear()
 
     def parts(self, spec: ChunkSpec) -> list[torch.Tensor]:
-        """The memory of a chunk's values: flat CPU tensors that tile it in order, to read from or land in."""
+        """The memory of a chunk's values: flat CPU tensors that tile it in order, to land in."""
         return parts_of(spec, self._images)
-
-    def refresh(self, specs: Iterable[ChunkSpec]) -> None:
-        """Before reading ``parts``: make images of tensors that are not their own."""
-        for name in _names(specs):
-            self._images[name].refresh()
 
     def write_back(self, specs: Iterable[ChunkSpec]) -> None:
         """After bytes landed in ``parts``: write images back to their tensors."""
@@ -123,7 +118,8 @@ class ChunkedReplica:
 
     def values(self, spec: ChunkSpec) -> torch.Tensor:
         """A copy of a chunk's values: 1-D, on the CPU."""
-        self.refresh([spec])
+        for name in _names([spec]):
+            self._images[name].refresh()
         return torch.cat(self.parts(spec))
 
     def assign(self, specs: Sequence[ChunkSpec], values: Sequence[torch.Tensor]) -> None:
@@ -161,10 +157,6 @@ class ChunkedReplica:
         if spec.kind is ChunkKind.PARAMETER:
             self._places[spec.key] = places
         return places
-
-    def segment_indices(self, spec: ChunkSpec, names: set[str]) -> list[int]:
-        """Which segments of a chunk belong to the tensors called ``names``."""
-        return [index for index, segment in enumerate(spec.segments) if segment.name in names]
 
 
 def _names(specs: Iterable[ChunkSpec]) -> dict[str, None]:

@@ -10,7 +10,6 @@ import torch
 
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.worker_session import WorkerSession
-from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.layout import ChunkSpec
 from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.tensors.bucket import Bucket
@@ -28,7 +27,7 @@ class GradientPushes:
 
     Attributes:
         trained: keys of the chunks that hold a trained parameter; others are never pushed.
-        groups: the hyperparameters of the step, as its pushes carry them.
+        groups: the hyperparameters of the step under way, as its pushes carry them.
         refused: how many chunks the servers refused.
         has_non_finite: whether they refused one that is not finite.
     """
@@ -52,10 +51,6 @@ class GradientPushes:
         """Of the pushes that the servers applied, in updates."""
         return self._staleness / max(1, self._applied)
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The following pushes are a step of this optimizer."""
-        self.groups = wire_groups(optimizer)
-
     def push(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Send ``bucket``'s gradients, packed in ``flat``, which must not change until the servers have answered."""
         missing = {
@@ -70,7 +65,7 @@ class GradientPushes:
         for spec, start, end in self._chunks.of_bucket[bucket.index]:
             if spec.key not in self.trained:
                 continue
-            absent = self._chunks.segment_indices(spec, missing) if missing else []
+            absent = [index for index, segment in enumerate(spec.segments) if segment.name in missing]
             # Without any gradient this worker only asks for the weights; others must not wait for its gradient.
             abstains = len(absent) == len(spec.segments)
             gradient = None if abstains else payload[start:end]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from typing_extensions import Unpack, override
@@ -71,12 +71,13 @@ class SyncServer(ServerStrategy):
         self._results: list[torch.Tensor] = []
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
-        # The backward under way: its exchanges in order, the push of each, and before which exchanges a step of the
-        # protocol begins. The usage map is exchanged twice where buckets that nobody uses are skipped.
+        # The backward under way: its exchanges in order (chunk, values to send, memory for the answer), the push of
+        # each, and before which exchanges a step of the protocol begins. The usage map is exchanged twice where buckets
+        # that nobody uses are skipped.
         self._is_open = False
         self._sits_out = False
         self._is_mixed = False  # parameters are in part this worker's, in part another's
-        self._exchanges: list[_ChunkExchange] = []
+        self._exchanges: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._pushes: list[Push] = []
         self._step_starts: set[int] = set()
         self.rejoins = 0  # of this worker in the step under way
@@ -172,22 +173,19 @@ class SyncServer(ServerStrategy):
         self._open_step()
         if self._copies_payloads:
             payload = payload.clone()
-        self._exchanges.append(_ChunkExchange(key, payload, landing))
-        self._pushes.append(self._push(self._exchanges[-1]))
+        self._exchanges.append((key, payload, landing))
+        self._pushes.append(self._push(*self._exchanges[-1]))
 
     def drop_step(self) -> None:
         """The backward under way counts for nothing here; the other workers take part in all of its exchanges."""
         if self._is_open:
             self.finish().wait()
 
-    def _push(self, exchange: _ChunkExchange) -> Push:
-        key, landing = exchange.key, [exchange.landing]
+    def _push(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> Push:
         is_gradient = key in self._gradient_keys
-        if self._sits_out:
-            return self.session.push(key, None, landing, reads_in_place=is_gradient)
-        weight = self._weight if is_gradient else None
-        payload = None if weight == 0 else exchange.payload
-        return self.session.push(key, payload, landing, weight=weight, reads_in_place=is_gradient)
+        weight = self._weight if is_gradient and not self._sits_out else None
+        sent = None if self._sits_out or weight == 0 else payload
+        return self.session.push(key, sent, [landing], weight=weight, reads_in_place=is_gradient)
 
     def average(self, indices: range, landing: torch.Tensor) -> torch.Tensor:
         """What these exchanges, of a bucket, ended with: in the servers' memory if it lies there in one piece, to be
@@ -308,7 +306,7 @@ class SyncServer(ServerStrategy):
             with torch.no_grad():
                 self.pull_values(self.chunks.specs)
             self._take_state()
-            self._is_mixed = self.session.fenced is not None
+            self._is_mixed = self.session.job_connection.fenced is not None
         elif self._is_mixed:
             raise ServerRefusedError(
                 f"worker {self.session.rank} was put out while it read the state of another worker, and none that has"
@@ -319,7 +317,7 @@ class SyncServer(ServerStrategy):
         for index, exchange in enumerate(self._exchanges):
             if index in self._step_starts:
                 wait_all(self._pushes)  # the same steps as the other workers'
-            self._pushes.append(self._push(exchange))
+            self._pushes.append(self._push(*exchange))
 
     def _take_state(self) -> None:
         pieces = self.session.pull_blob(STATE_BLOB)
@@ -341,14 +339,6 @@ def neighbours(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
             return None
         end, numel = end + tensor.nbytes, numel + tensor.numel()
     return first.as_strided((numel,), (1,))
-
-
-class _ChunkExchange(NamedTuple):
-    """One chunk's part in a step: the values to send, and the memory for the answer."""
-
-    key: int
-    payload: torch.Tensor
-    landing: torch.Tensor
 
 
 class _Average(Reduction):

@@ -54,14 +54,6 @@ class OptimizerState:
         return f"{self.kind} over {len(names)} parameters" + (f" from {names[0]!r} on" if names else "")
 
 
-@dataclass(frozen=True)
-class WorkerState:
-    """What travels: completed steps, and the states of the optimizers, in the order they were made."""
-
-    steps: int
-    optimizers: tuple[OptimizerState, ...]
-
-
 def pack(
     steps: int, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.Tensor, str]
 ) -> list[torch.Tensor]:
@@ -113,8 +105,8 @@ def _take_apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor],
     return tensors, document
 
 
-def unpack(pieces: Sequence[torch.Tensor]) -> WorkerState:
-    """Inverse of ``pack``.
+def unpack(pieces: Sequence[torch.Tensor]) -> tuple[int, list[OptimizerState]]:
+    """Inverse of ``pack``: the steps, and the states in the order in which the optimizers were made.
 
     Raises:
         ServerError: the bytes are not what ``pack`` makes.
@@ -142,7 +134,7 @@ def unpack(pieces: Sequence[torch.Tensor]) -> WorkerState:
             )
             for one, state in zip(document["optimizers"], states, strict=True)
         ]
-        return WorkerState(int(document["steps"]), tuple(optimizers))
+        return int(document["steps"]), optimizers
     except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise ServerError(f"the state that another worker left for this one cannot be read: {error}") from error
 
@@ -156,7 +148,8 @@ class OptimizerStates:
         # In the order they were made; the program may drop one.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         # The donor's state, until this worker's first step is over.
-        self._arrived: WorkerState | None = None
+        self._arrived: list[OptimizerState] = []
+        self._arrived_steps = 0
         self._loaded: set[int] = set()
 
     def bind(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
@@ -188,24 +181,24 @@ class OptimizerStates:
 
     def take(self, pieces: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
         """Load a donor's state into optimizers, existing and future ones; return its number of steps."""
-        self._arrived = unpack(pieces)
+        self._arrived_steps, self._arrived = unpack(pieces)
         self._loaded = set()
         for optimizer in self.alive():
             self._load(optimizer, names)
-        return self._arrived.steps
+        return self._arrived_steps
 
     def _load(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
         """Load the donor's first state of this kind that no other optimizer has taken."""
-        if self._arrived is None or not self._arrived.optimizers:
+        if not self._arrived:
             return
         own = OptimizerState.of(optimizer, names)
-        states = enumerate(self._arrived.optimizers)
+        states = enumerate(self._arrived)
         fitting = [number for number, state in states if number not in self._loaded and state.belongs_to(own)]
         try:
             if not fitting:
-                raise ValueError(f"expected one of {'; '.join(map(str, self._arrived.optimizers))}; got {own}")
+                raise ValueError(f"expected one of {'; '.join(map(str, self._arrived))}; got {own}")
             self._loaded.add(fitting[0])
-            if (state_dict := self._arrived.optimizers[fitting[0]].state_dict) is not None:
+            if (state_dict := self._arrived[fitting[0]].state_dict) is not None:
                 optimizer.load_state_dict(state_dict)
         except (ValueError, KeyError) as error:
             raise ServerError(
@@ -215,13 +208,13 @@ class OptimizerStates:
 
     def forget_arrived(self, completed_steps: int) -> None:
         """From the second step on, all workers make new optimizers together, and those begin anew."""
-        if self._arrived is None or completed_steps <= self._arrived.steps:
+        if completed_steps <= self._arrived_steps:
             return
-        left = [str(s) for number, s in enumerate(self._arrived.optimizers) if number not in self._loaded]
+        left = [str(s) for number, s in enumerate(self._arrived) if number not in self._loaded]
         if left:
             logger.warning(
                 "the other workers' state of %s was not asked for by an optimizer of this worker. Fix: optimizer ="
                 " psengine.DistributedOptimizer(optimizer, model), for each",
                 "; ".join(left),
             )
-        self._arrived = None
+        self._arrived = []

@@ -37,11 +37,11 @@ class Desk:
         self.steps.advance()
 
 
-def test_a_step_ends_with_the_first_wait_or_when_a_chunk_comes_again():
+def test_a_step_ends_when_it_is_ended_or_a_chunk_comes_again():
     desk = Desk(is_shared=True)
     first, second = desk.push(0), desk.push(1)
     assert first.step is second.step
-    first.begin_wait()
+    desk.steps.end()
     assert [desk.push(1).step.number, desk.push(2).step.number, desk.push(1).step.number] == [2, 2, 3]
     assert [step.number for step in desk.closed] == [1, 2]
 
