@@ -26,7 +26,7 @@ import torch
 from support.fault_workers import Reports, Worker, WorkerFailedError, WorkerProcesses, worker_processes
 from support.server_process import APPLY, SGD, ServerProcess, running_server
 
-from psengine.parameter_server.client.options import READER_RULE, SessionOptions
+from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
@@ -240,7 +240,7 @@ class AsyncTrial:
 
     def _present(self) -> list[list[int]]:
         """By rank and chunk, how many of its updates are in the weights."""
-        options = SessionOptions(addresses=self._servers.addresses, job="job", rule=READER_RULE, role="reader")
+        options = SessionOptions(addresses=self._servers.addresses, job="job")
         with WorkerSession(options) as reader:
             keys = [one.key for one in reader.layout()]
             values = [reader.pull(key).wait().payload for key in keys]

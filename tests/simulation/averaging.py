@@ -149,7 +149,7 @@ class AveragingJob(Job):
         self.answered += len(answers)
         refused = [one for answer in answers if (one := answer.body.get("refused")) not in (None, "abstained")]
         require(not refused, "worker {} was refused: {}", process.rank, refused)
-        counts = {push.outcome.counts for push in pushes} if not sits_out else {False}
+        counts = {push.counts for push in pushes} if not sits_out else {False}
         require(len(counts) == 1, "step {} of worker {} counts in some chunks only", replica.step + 1, process.rank)
         for key, push in enumerate(pushes):
             process.land(push, landings[key])

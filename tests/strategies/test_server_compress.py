@@ -21,7 +21,6 @@ from support.trial_codecs import register
 import psengine
 from psengine.codecs.base import Codec
 from psengine.codecs.cast import Bfloat16
-from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
 from psengine.codecs.topk import TopK
@@ -116,10 +115,10 @@ def both(address: str, job: str, rule: dict[str, Any] = AVERAGE) -> Iterator[lis
         yield [context.enter_context(closing(session.result())) for session in sessions]
 
 
-def outcome(session: WorkerSession, gradient: torch.Tensor, landing: torch.Tensor) -> ExchangeOutcome | None:
+def counts(session: WorkerSession, gradient: torch.Tensor, landing: torch.Tensor) -> bool | None:
     push = session.push(0, gradient, [landing])
     push.wait()
-    return push.outcome
+    return push.counts
 
 
 # ---- residuals -------------------------------------------------------------------------------------------------------
@@ -133,14 +132,12 @@ def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server)
     without_top = [*range(1, 8), 0]
     with ExitStack() as context:
         first, second = context.enter_context(both(server.addresses[0], "late", rule))
-        outcomes = []
-        for worker in (first, second, second, first):
-            outcomes.append(outcome(worker, gradient, landing))
-        assert outcomes == [ExchangeOutcome.AVERAGED, ExchangeOutcome.LATE] * 2
+        counted = [counts(worker, gradient, landing) for worker in (first, second, second, first)]
+        assert counted == [True, False] * 2
         assert residual(first) == without_top, "only its first push counted"
         assert residual(second) == without_top, "only its second push counted"
         # The next payload is made from the residual that was kept: 7 + 7 is the largest now.
-        assert outcome(second, gradient, landing) is ExchangeOutcome.AVERAGED
+        assert counts(second, gradient, landing)
         assert landing.tolist() == [0, 0, 0, 0, 0, 0, 14, 0]
         first.push(0, None, [landing]).wait()  # has the last average too, for which the second's end would wait
 
@@ -148,13 +145,13 @@ def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server)
 def test_what_a_refused_gradient_brought_of_the_residual_goes_with_the_next(server):
     with closing(enter(server.addresses[0], "refused", 0, TopOne(), APPLY, world_size=1)) as worker:
         gradient, landing = torch.arange(1.0, 9.0), torch.zeros(NUMEL)
-        assert outcome(worker, gradient, landing) is ExchangeOutcome.APPLIED
+        assert counts(worker, gradient, landing)
         kept = residual(worker)
         poisoned = gradient.clone()
         poisoned[3] = torch.nan
-        assert outcome(worker, poisoned, landing) is ExchangeOutcome.REFUSED
+        assert counts(worker, poisoned, landing) is False
         assert residual(worker) == kept
-        assert outcome(worker, gradient, landing) is ExchangeOutcome.APPLIED
+        assert counts(worker, gradient, landing)
         assert landing.tolist() == [0, 0, 0, 0, 0, 0, -14, -8]
 
 

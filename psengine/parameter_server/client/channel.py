@@ -192,7 +192,7 @@ class Channel:
 
     def no_answer(self, operation: Operation, now_s: float) -> ServerLostError:
         """The operation is overdue."""
-        problem = operation.last_refusal or self.last_problem
+        problem = self.last_problem
         return ServerLostError(
             f"{self.address} did not answer {operation.describe()} for {now_s - operation.submitted_s:.1f} s."
             f" {self.why_late(operation, now_s)}{f' The last problem was: {problem}.' if problem else ''} If it is"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from psengine.codecs.base import Codec
-from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.chunk_codecs import answer_codec, answers_differences, gradient_codec, held_dtype
 from psengine.protocol.layout import ChunkSpec
@@ -57,10 +56,10 @@ class ChunkEncoder:
         self._up.encode(values.detach().view(-1), payload, self.state)
         return payload
 
-    def end(self, outcome: ExchangeOutcome) -> None:
-        """The payload that was encoded last had this outcome: one that did not count is given back to the state."""
-        self._counted = outcome.counts
-        if self.state is not None and not outcome.counts:
+    def end(self, *, counts: bool) -> None:
+        """Whether the payload that was encoded last counts: one that does not is given back to the state."""
+        self._counted = counts
+        if self.state is not None and not counts:
             self.state.give_back()
 
     def reset(self) -> None:

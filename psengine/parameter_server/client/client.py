@@ -95,21 +95,22 @@ class Client:
                 "no parameter server is named (expected an address such as tcp://host:7077, got none). Pass servers=,"
                 " or set PSENGINE_SERVERS; start one with: psengine-server"
             )
+        if role not in ("worker", "reader"):
+            raise ConfigurationError(f"role must be 'worker' or 'reader' (got {role!r})")
+        is_reader = role == "reader"
         self._options = SessionOptions(
             addresses=addresses,
             job=job,
-            run=run_name(job) if role == "worker" else "",
-            rule={"name": "average", "quorum": quorum},
+            run="" if is_reader else run_name(job),
+            rule=None if is_reader else {"name": "average", "quorum": quorum},
             rank=rank,
             world_size=world_size,
-            role=role,
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
             checksum=checksum,
             codec=resolve_codec(compress),
             keys=keys_from_environment() if keys is None else keys,
         )
-        self._options.check()
         # The rule where an optimizer is registered.
         self._apply_rule: dict[str, Any] = {
             "name": "apply",
@@ -123,7 +124,7 @@ class Client:
         self._tensors: dict[str, torch.Tensor] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._last: list[Push] = []
-        if role == "reader":
+        if is_reader:
             self._start()
 
     def __enter__(self) -> Client:
@@ -303,10 +304,6 @@ class Client:
     def layout(self) -> list[ChunkSpec]:
         """The job's chunks."""
         return self.session.layout()
-
-    def snapshot(self) -> list[int]:
-        """Let every server write a snapshot now; their generations, once they are durable."""
-        return [int(answer.get("generation", 0)) for answer in self.session.administer({"action": "snapshot"})]
 
     def close(self) -> None:
         """Leave the servers."""

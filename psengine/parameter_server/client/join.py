@@ -42,13 +42,13 @@ _BEGIN_AGAIN = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE)
 def start(job: JobConnection) -> Flow[str]:
     """Say HELLO, and connect to every shard; see ``WorkerSession.start``."""
     options = job.options
-    if options.role == "worker":
+    if options.rule is not None:
         wait_s = min(options.connect_timeout_s, options.timeout_s)
         welcome = job.control.expect(f"HELLO to job {options.job!r}", wait_s)
         job.open(job.control)
         yield [welcome]
     yield from _connect(job)
-    if options.role == "reader":
+    if options.rule is None:
         return "ready" if any(link.resumed["chunks"] for link in job.links) else "wait"
     return job.state
 

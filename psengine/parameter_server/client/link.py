@@ -238,8 +238,6 @@ class Link(Channel):
             self.job.confirm(push.step)
         elif code == ErrorCode.SHUTTING_DOWN:  # it is asked again on the next connection
             self.last_problem = text
-            if operation is not None:
-                operation.last_refusal = text
         elif operation is not None:
             self.fail(operation, self.refusal(operation, message))
         elif code in _FATAL or (message.sequence == self._greeting and code in _FATAL_TO_REGISTRAR):

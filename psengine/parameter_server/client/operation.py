@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import override
 
-from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerError
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.parameter_server.client.steps import Step
@@ -93,7 +92,6 @@ class Operation:
     Attributes:
         is_shared: the answer counts once all of the step's are there.
         is_awaited: a thread waits for it.
-        last_refusal: why the server did not take it last time.
     """
 
     message: Message
@@ -108,7 +106,6 @@ class Operation:
     is_awaited: bool = field(default=False, init=False)
     error: PSEngineError | None = field(default=None, init=False)
     answer: Message | None = field(default=None, init=False)
-    last_refusal: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self._targets = [(d.data_ptr(), d.nbytes) for d in self.destinations]
@@ -262,26 +259,23 @@ class Push(Operation):
         if self._is_concluded or not self.is_done:
             return
         self._is_concluded = True
-        encoder, answer, outcome = self.encoder, self.answer, self.outcome
+        encoder, answer, counts = self.encoder, self.answer, self.counts
         assert encoder is not None
-        if self.message.dtype is not None and outcome is not None:  # the push had a payload
-            encoder.end(outcome)
+        if self.message.dtype is not None and counts is not None:  # the push had a payload
+            encoder.end(counts=counts)
         if encoder.decodes and answer is not None:
             values = encoder.decode(answer.payload, self.destinations, self.step.number)
             if not self.is_shared:
                 answer.payload = None if self.destinations else values
 
     @property
-    def outcome(self) -> ExchangeOutcome | None:
-        """Whether the push counts; None: it failed, and nobody knows whether the servers have it."""
+    def counts(self) -> bool | None:
+        """Whether its payload is part of the average, or servers stepped with it; None: nobody knows."""
         if self.error is not None or self.answer is None:
-            return ExchangeOutcome.FENCED if isinstance(self.error, FencedError) else None
+            return False if isinstance(self.error, FencedError) else None
         body = self.answer.body
-        if body.get("refused", "abstained") != "abstained":
-            return ExchangeOutcome.REFUSED
-        if body.get("late") or (self.step.is_late and self.message.dtype is not None):
-            return ExchangeOutcome.LATE
-        return ExchangeOutcome.APPLIED if "contributors" not in body else ExchangeOutcome.AVERAGED
+        is_late = body.get("late") or (self.step.is_late and self.message.dtype is not None)
+        return not is_late and body.get("refused", "abstained") == "abstained"
 
     def take(self) -> torch.Tensor | None:
         """The answer's values, 1-D, to be read until the chunk's next push; None if they are in the destinations.

@@ -22,14 +22,13 @@ class SessionOptions:
     Attributes:
         addresses: of each server process; the first is the lead.
         job: name of the job; workers of one job share its values.
-        rule: the job's update rule, as in HELLO, without its codec; None for readers.
+        rule: the job's update rule, as in HELLO, without its codec; None: a reader, or who only reserves a rank.
         codec: encodes gradients and the answers to them.
         run: the launch that this process belongs to; "" where none is named. A job that has ended lets nobody of its
             runs in again.
         rank: this worker; None lets the coordinator choose.
         nonce: by which the coordinator knows this process; None draws one.
         world_size: workers expected at the start.
-        role: "worker" or "reader".
         timeout_s: deadline of every request and push.
         connect_timeout_s: deadline of the first answer of each server.
         checksum: add a checksum to every payload.
@@ -48,7 +47,6 @@ class SessionOptions:
     rank: int | None = None
     nonce: int | None = None
     world_size: int = 1
-    role: str = "worker"
     timeout_s: float = 300.0
     connect_timeout_s: float = 30.0
     checksum: bool = False
@@ -74,12 +72,8 @@ class SessionOptions:
         rule = self.rule or READER_RULE
         return rule if self.codec.is_identity else {**rule, "compress": repr(self.codec)}
 
-    def check(self) -> None:
-        """Raise ConfigurationError unless the options make sense."""
-        assert self.addresses
-        assert self.role == "reader" or self.rule is not None
-        if self.role not in ("worker", "reader"):
-            raise ConfigurationError(f"role must be 'worker' or 'reader' (got {self.role!r})")
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for timeouts that are none."""
         if not 0 < self.timeout_s < 1e9 or not 0 < self.connect_timeout_s < 1e9:
             raise ConfigurationError(
                 f"timeouts must be positive and finite (got timeout_s={self.timeout_s},"

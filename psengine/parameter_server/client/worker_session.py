@@ -60,7 +60,6 @@ class WorkerSession:
     """
 
     def __init__(self, options: SessionOptions, runtime: Runtime = PROCESS) -> None:
-        options.check()
         self.options = options
         self.state = ""
         self.job_connection = job = JobConnection(options, runtime)

@@ -198,7 +198,6 @@ class ServerStrategy(ConfiguredStrategy):
         options = SessionOptions(
             addresses=addresses,
             job=job,
-            role="reader",
             timeout_s=self._options["timeout_s"],
             connect_timeout_s=min(CHECK_TIMEOUT_S, self._options["timeout_s"]),
             keys=keys_from_environment(),

@@ -131,7 +131,7 @@ def test_chunks_spread_over_the_shards_of_two_servers(job):
             out = torch.zeros(numel)
             wait_all([session.push(spec.key, part(spec), [part(spec, out)]) for spec in specs])
             assert torch.equal(out, values)
-        with worker(addresses, job + "2", rule=None, role="reader", timeout_s=3) as reader:
+        with worker(addresses, job + "2", rule=None, timeout_s=3) as reader:
             assert reader.state == "wait"
             assert len(reader.status()) == 4
             with pytest.raises(ServerRefusedError, match="no values of the job yet"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from psengine.codecs.exchange_outcome import ExchangeOutcome
 from psengine.parameter_server.client.operation import Parking, Push
 from psengine.parameter_server.client.steps import Steps
 from psengine.protocol.messages import Message, MessageType
@@ -112,4 +111,4 @@ def test_pushes_of_steps_that_others_completed_before_a_worker_came_do_not_count
         desk.answer(push)
     desk.steps.end()
     desk.close()
-    assert [push.outcome for push in pushes] == [ExchangeOutcome.LATE, ExchangeOutcome.APPLIED]
+    assert [push.counts for push in pushes] == [False, True]
