@@ -127,10 +127,10 @@ class Operation:
             expected = " or ".join(f"{numel} of {dtype}" for dtype, numel in self._forms)
             self.fail(ProtocolError(f"the answer to {self.describe()} does not fit (expected {expected}, got {got})"))
             return
-        if answer.payload is not None:
+        if answer.payload is not None and not answer.in_segment:
             answer.payload = payload_tensor(answer)  # perhaps a copy
-            if self._targets:
-                self._land(answer)
+        if self._targets:
+            self._land(answer)
         self.answer = answer
         if not self.is_shared:
             self.complete()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,12 @@ from psengine.environment.variables import inherited_variables, read_variable
 from psengine.errors import ConfigurationError, PSEngineError, ServerError
 from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.parameter_server.client.embedded import EmbeddedServer
+from psengine.parameter_server.client.identity import DEFAULT_JOB
 
 # The jobs of the models that this process has wrapped: one name, and the lowest number that is free. A number becomes
 # free when its strategy is closed, which scripts do alike on all ranks; garbage collection does not free it. A name
 # that a strategy's argument gave is used unchanged; only copies of that strategy are numbered.
-_taken_jobs: set[str] = set()
+_taken_jobs: Counter[str] = Counter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,6 @@ class Rendezvous:
         world_size: how many workers the first exchange waits for.
         embedded: the server this process started, and has to stop.
         is_embedded: whether a process of the group started the server.
-        holds_name: whether this rendezvous, and not an earlier one, took the job's name.
     """
 
     addresses: tuple[str, ...]
@@ -43,7 +44,6 @@ class Rendezvous:
     world_size: int
     embedded: EmbeddedServer | None
     is_embedded: bool
-    holds_name: bool
 
 
 def meet(
@@ -73,8 +73,7 @@ def meet(
             )
         embedded, addresses = _embed(collective, device)
     name = name_of_job(job, is_copy=is_copy)
-    holds_name = name not in _taken_jobs
-    _taken_jobs.add(name)
+    _taken_jobs[name] += 1
     return Rendezvous(
         addresses=addresses,
         job=name,
@@ -82,24 +81,21 @@ def meet(
         world_size=world_size,
         embedded=embedded,
         is_embedded=is_embedded,
-        holds_name=holds_name,
     )
 
 
 def name_of_job(job: str | None, *, is_copy: bool) -> str:
     """The name at the servers of the next model; ``job`` and ``is_copy`` as for ``meet``."""
-    return job if job and not is_copy else _free_job(job or read_variable("PSENGINE_JOB") or "default")
-
-
-def _free_job(name: str) -> str:
+    if job and not is_copy:
+        return job
+    name = job or read_variable("PSENGINE_JOB") or DEFAULT_JOB
     candidates = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
-    return next(candidate for candidate in candidates if candidate not in _taken_jobs)
+    return next(candidate for candidate in candidates if _taken_jobs[candidate] < 1)
 
 
 def leave(rendezvous: Rendezvous) -> None:
     """The strategy was closed, or could not connect: free its job's name."""
-    if rendezvous.holds_name:
-        _taken_jobs.discard(rendezvous.job)
+    _taken_jobs[rendezvous.job] -= 1
 
 
 def _place(collective: Collective) -> tuple[int | None, int]:
