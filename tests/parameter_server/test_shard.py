@@ -275,8 +275,8 @@ def test_one_job_too_many_is_told_how_to_make_room():
     worker = Worker(world, 0, job="one more")
     assert worker.begin() == ErrorCode.MEMORY
     assert "psengine admin forget" in worker.take()[-1].body["text"]
-    assert world.shard.forget("job7")
-    assert not world.shard.forget("job7")
+    assert world.shard.drop(job_number("job7"))
+    assert not world.shard.drop(job_number("job7"))
     assert worker.begin()["chunks"] == 0
 
 

@@ -21,6 +21,7 @@ from psengine.parameter_server.server.transport.authentication import Authentica
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.parameter_server.status_model import ShardStatus
+from psengine.protocol.layout import job_number
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class ShardGroup:
         led = self.ask(lambda thread: thread.forget_led(job))[0]
         if led:
             return led
-        forgotten = [thread.ask(partial(thread.shard.forget, job)) for thread in self.threads]
+        forgotten = [thread.ask(partial(thread.shard.drop, job_number(job))) for thread in self.threads]
         begin_snapshot()  # shards call functions in the order of asking
         was_known = _results(forgotten)
         return 0 if led == 0 or any(was_known) else None

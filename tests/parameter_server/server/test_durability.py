@@ -25,6 +25,7 @@ from psengine.parameter_server.server.durability import log_thread, tier
 from psengine.parameter_server.server.durability.inspection import back_up, inspect
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.log import disk as disks
+from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, MessageType
 
 INTERVAL_S = 0.05
@@ -181,7 +182,7 @@ CHANGES = {
     "PUSH": lambda world, worker: worker.push(0, 1, torch.ones(10)),
     "STORE": lambda world, worker: worker.ask(MessageType.STORE, key=0, payload=torch.ones(10), version=1),
     "VIEW": lambda world, worker: world.publish([], forwarded_by=[worker]),
-    "forget": lambda world, worker: world.shard.forget("demo"),
+    "forget": lambda world, worker: world.shard.drop(job_number("demo")),
 }
 
 
@@ -200,7 +201,7 @@ def test_a_server_without_jobs_says_so_to_the_next(tmp_path):
         assert one.snapshot() == 1
         with_job(one)
         assert one.snapshot() == 2
-        one.world.shard.forget("demo")
+        one.world.shard.drop(job_number("demo"))
         assert one.snapshot() == 3
     with server(tmp_path / "s") as one:
         assert one.line.endswith("generation 3 (no job)")

@@ -19,9 +19,10 @@ from psengine.parameter_server.server.log.reading import WITHOUT_LOG, DamagedLog
 from psengine.parameter_server.server.log.records import Record, RecordKind
 from psengine.parameter_server.server.snapshots.files import ServerState
 from psengine.parameter_server.server.snapshots.generations import Generations
+from psengine.protocol.frames import encode
 from psengine.protocol.hyperparameters import wire_groups
-from psengine.protocol.layout import ChunkKind
-from psengine.protocol.messages import MessageType
+from psengine.protocol.layout import ChunkKind, job_number
+from psengine.protocol.messages import Message, MessageType
 
 OPTIMIZERS = {
     "sgd": ("SGD", {"lr": 0.05}),
@@ -208,7 +209,7 @@ def test_a_life_goes_on_from_the_last_one_s_end(logged):
 def test_coordinators_and_dropped_jobs_come_back(logged):
     for content in (b'{"a":1}', b'{"b":2}'):
         logged.log.append(Record(RecordKind.COORDINATOR, frames=[content]))
-    logged.world.shard.forget("demo")
+    logged.world.shard.drop(job_number("demo"))
     logged.write()
     found = recover(logged.store)
     assert found.coordinators[1:] == [{"a": 1}, {"b": 2}]
@@ -235,7 +236,7 @@ def test_a_log_that_is_gone_is_refused_until_somebody_says_that_it_is_lost(logge
 
 
 def test_a_command_that_cannot_be_applied_is_refused_with_its_place(logged):
-    logged.log.append(Record(RecordKind.DROP, 77))
+    logged.log.append(Record(RecordKind.MESSAGE, 77, encode(Message(MessageType.PULL, 77, key=0))))
     logged.write()
     with pytest.raises(SnapshotError, match=rf"{segment_name(0, 2)}: the record at byte \d+ cannot be applied"):
         recover(logged.store)

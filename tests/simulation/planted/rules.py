@@ -48,7 +48,7 @@ plant("contributions to steps of a former view stay", Average, "adopt", keeping(
 plant("averages of steps that a view takes back stay", Average, "adopt", keeping("_results"))
 plant("a view takes back averages of earlier steps", Average, "adopt", then(lambda average: average._results.clear()))
 plant("a late gradient is said to count", Average, "_answer", _without_late)
-plant("averages are forgotten one step too early", Average, "_forget_answered", then(_forget_oldest))
+plant("averages are forgotten one step too early", Average, "_answers", then(_forget_oldest))
 plant("the average that a donor returns is dropped", Average, "supply_result", constant([]))
 plant("a shard ignores who counts in a step", Average, "release", constant([]))
 

@@ -109,8 +109,6 @@ class Apply(ChunkRule):
         known = self.workers[contribution.rank]
         known.step, known.refused = contribution.step, reason
         if reason is not None:
-            self.context.statistics.refused[reason] += 1
-        if reason not in (None, "abstained"):  # a worker that only asks for weights
             self.context.discarded(contribution, self.spec, reason)
 
     @override

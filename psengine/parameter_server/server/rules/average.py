@@ -15,6 +15,8 @@ snapshot has neither steps nor values: after a restart workers push again, and d
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,7 +44,16 @@ class _Result(NamedTuple):
 
     place: Place  # of the payload
     contributors: int  # the number of gradients
-    ranks: frozenset[int] | None  # whose contributions count; None: a worker has returned it, all of them do
+    counted: frozenset[int] | None  # whose gradients are in it; None: a worker has returned it, any may be
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker of the view."""
+
+    incarnation: int
+    last: int  # the last step that it contributed to or does not need
+    late: int = 0  # the last step in which its gradient came after the others' average
 
 
 class Average(ChunkRule):
@@ -57,8 +68,7 @@ class Average(ChunkRule):
         # A step is closed with this many gradients (backup workers, Chen et al. 2016,
         # https://arxiv.org/abs/1604.00981), which the coordinator names; else with those of all members.
         self._has_quorum = context.options.get("quorum") is not None
-        # Of each member the incarnation, and the last step that it contributed to or does not need.
-        self._last: dict[int, tuple[int, int]] = {}
+        self._members: dict[int, _Member] = {}  # by rank
         self._open: dict[int, ContributionSet] = {}
         # By open step, whose contributions count.
         self._released: dict[int, frozenset[int]] = {}
@@ -73,7 +83,7 @@ class Average(ChunkRule):
     def push(self, contribution: Contribution) -> list[Reply]:
         rank, step = contribution.rank, contribution.step
         if step in self._results:
-            return [self._answer_late(contribution)]
+            return self._answers([contribution])
         view = self.context.view
         if view is not None and step < view.from_step - 1:
             raise ProtocolError(
@@ -92,12 +102,12 @@ class Average(ChunkRule):
             self.context.statistics.abstained += 1
         gathered.add(contribution, () if self._has_quorum or view is None else _members_at(view, step))
         self._open[step] = gathered
-        self._last[rank] = contribution.incarnation, step
+        self._members[rank].last, self._members[rank].late = step, 0
         return self._close(step)
 
     @override
     def has(self, rank: int, step: int) -> bool:
-        return rank in self._last and step <= self._last[rank][1]
+        return rank in self._members and step <= self._members[rank].last
 
     @override
     def answer_again(self, rank: int, step: int) -> Reply | None:
@@ -116,15 +126,17 @@ class Average(ChunkRule):
 
     @override
     def adopt(self, view: View) -> list[Reply]:
-        first, members = view.from_step, {}
+        first, former, self._members = view.from_step, self._members, {}
         for member in view.members:
-            incarnation, last = self._last.get(member.rank, (0, 0))
-            is_known = incarnation == member.incarnation
-            members[member.rank] = member.incarnation, min(last, first - 1) if is_known else member.first_step - 1
-        self._last = members
+            known = former.get(member.rank)
+            if known is None or known.incarnation != member.incarnation:
+                known = _Member(member.incarnation, member.first_step - 1)
+            else:
+                known.last = min(known.last, first - 1)
+            self._members[member.rank] = known
         for step, gathered in list(self._open.items()):
             for one in list(gathered.by_rank.values()):
-                if members.get(one.rank, (0, 0))[0] != one.incarnation:
+                if one.rank not in self._members or self._members[one.rank].incarnation != one.incarnation:
                     gathered.remove(one.rank)
             if step >= first or not gathered.by_rank:
                 del self._open[step]
@@ -143,12 +155,9 @@ class Average(ChunkRule):
         gathered = self._open.pop(step, None)
         waiting = {} if gathered is None else gathered.by_rank
         count = len(waiting) if contributors is None else contributors
-        counted = self._released.pop(step, None)
-        if counted is not None:
-            counted |= {rank for rank, one in waiting.items() if one.values is None}
-        self._results[step] = _Result(Place(payload.clone()), count, counted)
+        self._results[step] = _Result(Place(payload.clone()), count, self._released.pop(step, None))
         self.version = max(self.version, step)
-        return [self._answer(other, step) for other in sorted(waiting)]
+        return self._answers(one for _, one in sorted(waiting.items()))
 
     @override
     def waiting_for(self, rank: int, step: int) -> list[int]:
@@ -185,18 +194,13 @@ class Average(ChunkRule):
             return []
         del self._open[step]
         self._released.pop(step, None)
-        ranks = sorted(gathered.by_rank)
-        late = [one for one in gathered.given if one.rank not in counted]
-        for one in late:
-            gathered.remove(one.rank)
-        self._conclude(step, gathered)
-        for one in late:
-            self._note_late(one)
-        answers = [self._answer(rank, step) for rank in ranks]
-        self._forget_answered()
-        return answers
+        everybody = [one for _, one in sorted(gathered.by_rank.items())]
+        for late in gathered.by_rank.keys() - counted:
+            gathered.remove(late)
+        self._conclude(step, gathered, counted)
+        return self._answers(everybody)
 
-    def _conclude(self, step: int, gathered: ContributionSet) -> None:
+    def _conclude(self, step: int, gathered: ContributionSet, counted: frozenset[int]) -> None:
         statistics, given = self.context.statistics, gathered.given
         place = gathered.combine(lambda: self.memory.free([result.place for result in self._results.values()]))
         # Encoded once, so that all workers get the same bits. Where nobody contributed, the residual waits.
@@ -216,39 +220,33 @@ class Average(ChunkRule):
         if is_spoiled and state is not None:
             state.give_back()  # workers skip a step with this average, and their residuals are as before too
         place = place if payload is place.values else Place(payload)
-        self._results[step] = _Result(place, len(given), frozenset(gathered.by_rank))
+        self._results[step] = _Result(place, len(given), counted)
         self.version = max(self.version, step)
         statistics.averaged += 1
         statistics.applied += len(given)
 
-    def _forget_answered(self) -> None:
+    def _answers(self, given: Iterable[Contribution]) -> list[Reply]:
+        """The averages of steps that are closed, for those who contributed, perhaps too late."""
+        replies = []
+        for one in given:
+            counted, member = self._results[one.step].counted, self._members[one.rank]
+            member.last = max(member.last, one.step)
+            if counted is not None and one.values is not None and one.rank not in counted:
+                member.late = one.step
+                self.context.discarded(one, self.spec, "late")
+            replies.append(self._answer(one.rank, one.step))
         # A worker that pushes a step has the answers of all before it.
-        needed = min((step for _, step in self._last.values()), default=self.version)
+        needed = min((member.last for member in self._members.values()), default=self.version)
         for old in [step for step in self._results if step < needed]:
             del self._results[old]
+        return replies
 
     def _answer(self, rank: int, step: int) -> Reply:
         result = self._results[step]
         answer = self._updated(rank, step, step, result.place, contributors=result.contributors)
-        if result.ranks is not None and rank not in result.ranks:
+        if self._members[rank].late == step:
             answer.body["late"] = True
         return answer
-
-    def _answer_late(self, contribution: Contribution) -> Reply:
-        rank, step = contribution.rank, contribution.step
-        self._last[rank] = contribution.incarnation, step
-        result = self._results[step]
-        if result.ranks is not None and contribution.values is None:
-            self._results[step] = result._replace(ranks=result.ranks | {rank})
-        elif result.ranks is not None:
-            self._note_late(contribution)
-        answer = self._answer(rank, step)
-        self._forget_answered()
-        return answer
-
-    def _note_late(self, contribution: Contribution) -> None:
-        self.context.statistics.late += 1
-        self.context.discarded(contribution, self.spec, "late")
 
     # ---- values and memory -------------------------------------------------------------------------------------
 

@@ -65,5 +65,5 @@ class RuleContext:
     view: View | None = None  # who takes part; None before the first view
     floor: int = 0  # the step that every worker has committed, as last released
     statistics: JobStatistics = field(default_factory=JobStatistics)
-    # Called with a contribution to a chunk that does not count: "late", or why it was refused.
+    # Called with a contribution to a chunk that does not count: "late", or why not.
     discarded: Callable[[Contribution, ChunkSpec, str], None]

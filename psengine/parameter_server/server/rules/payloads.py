@@ -72,8 +72,6 @@ class ChunkPayloads:
 
     def make_state(self) -> CodecState | None:
         """The state of averages, before the first; None where their payloads leave nothing out for later."""
-        if not self.encodes_answers:
-            return None
         return self._down.make_state(self._spec.numel, self._spec.dtype, torch.device("cpu"))
 
     def encode(self, values: torch.Tensor, state: CodecState | None = None) -> torch.Tensor:

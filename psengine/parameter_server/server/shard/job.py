@@ -7,6 +7,7 @@ member      VIEW ─ RESUME {open} ─ PUSH ... ─ RELEASE ...         each may
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -233,18 +234,20 @@ class Job:
         return rule.supply_result(message.worker, message.sequence, payload, message.body.get("contributors"))
 
     def _discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
-        worker = self.workers.get(push.rank)
-        kind = "late" if why == "late" else "refused"
-        if worker is not None:
-            setattr(worker, kind, getattr(worker, kind) + 1)
-        text = f"of step {push.step} came after the others' average"
-        if kind == "refused":
-            text = f"of {spec.describe()} was refused ({why})"
+        if why == "late":
+            self.statistics.late += 1
+            kind, text = why, f"of step {push.step} came after the others' average"
+        else:
+            self.statistics.refused[why] += 1
+            kind, text = "refused", f"of {spec.describe()} was refused ({why})"
+        if why == "abstained":
+            return  # a worker that only asks for weights
+        self.workers[push.rank].discarded[kind] += 1
         self._note(kind, f"worker {push.rank}: its gradient {text}", job=self.name, worker=push.rank)
 
     # ---- chunks ------------------------------------------------------------------------------------------------
 
-    def register(self, message: Message) -> None:
+    def register(self, message: Message) -> int:
         """REGISTER: take a chunk, with its initial values where they are kept here; a repetition replaces it.
 
         Of a job with a view every member may say it again.
@@ -252,7 +255,7 @@ class Job:
         spec, known = _spec_of(message), self.rules.get(message.key)
         if known is not None and self.view is not None:
             if (known.spec.numel, known.spec.dtype) == (spec.numel, spec.dtype):
-                return
+                return 0
             raise ProtocolError(
                 f"{known.spec.describe()} is registered already (expected {known.spec.numel} of {known.spec.dtype}, got"
                 f" {spec.numel} of {spec.dtype}). Every worker needs the same model.",
@@ -264,14 +267,16 @@ class Job:
         self.rules[message.key] = made = self._kind(spec, values, self.context)
         if self.view is not None:
             made.adopt(self.view)
+        return 0
 
-    def configure(self, message: Message) -> None:
+    def configure(self, message: Message) -> int:
         """CONFIGURE: attach the server-side optimizer."""
         rule = self.find(message.key)
         spec = OptimizerSpec.from_body(message.body, rule.spec.numel)
         if rule.optimizer is None:
             self.take_memory(MAX_SLOTS * rule.spec.size_bytes, f"the optimizer of {rule.spec.describe()}")
         rule.configure(spec)
+        return 0
 
     def page(self, after: int) -> dict[str, Any]:
         """LIST: the specs of as many chunks after key ``after`` as fit a page."""
@@ -303,24 +308,27 @@ class Job:
         # Without payload where the slot holds nothing yet.
         return rule.version, optimizer.slots().get(slot), {"slot": slot, "steps": optimizer.steps()}
 
-    def store(self, message: Message) -> None:
-        """STORE: overwrite what ``read`` reads."""
+    def store(self, message: Message) -> int:
+        """STORE: overwrite what ``read`` reads. The version, where the worker computes its next gradient from it."""
         body = message.body
         if body.get("blob") is not None:
             self._store_piece(message, body["blob"], body.get("pieces") or message.key + 1)
-            return
+            return 0
         rule, slot = self.find(message.key), body.get("slot")
         values = received_values(message, rule.spec)
         place, request = (message.worker, message.key, slot), (message.incarnation, message.sequence)
-        if self._last_stores.get(place) == request:
-            return  # its OK was lost
-        if slot is not None:
-            _optimizer_of(rule).load_slot(slot, values, body.get("steps", []))
-        else:
-            if rule.values is None:
-                self.take_memory(rule.spec.size_bytes, f"values of {rule.spec.describe()}")
-            rule.store(values, message.version)
-        self._last_stores[place] = request
+        if self._last_stores.get(place) != request:  # else its OK was lost
+            if slot is not None:
+                _optimizer_of(rule).load_slot(slot, values, body.get("steps", []))
+            else:
+                if rule.values is None:
+                    self.take_memory(rule.spec.size_bytes, f"values of {rule.spec.describe()}")
+                rule.store(values, message.version)
+            self._last_stores[place] = request
+        if body or not self.is_member(message.worker, message.incarnation):
+            return 0
+        rule.note_base(message.worker)
+        return rule.version
 
     def _store_piece(self, message: Message, name: str, pieces: int) -> None:
         if message.payload is None or message.dtype is not torch.uint8 or message.key >= pieces:
@@ -364,8 +372,8 @@ class Job:
         return ShardWorker(
             rank=rank,
             pushes=worker.pushes,
-            refused=worker.refused,
-            late=worker.late,
+            refused=worker.discarded["refused"],
+            late=worker.discarded["late"],
             step=worker.step if worker.pushes else None,
             waiting_for=tuple(sorted(waiting)),
             staleness=self.statistics.staleness_of(rank),
@@ -432,16 +440,10 @@ def _absent_ranges(segments: Sequence[Segment], absent: list[int]) -> list[tuple
     Raises:
         ProtocolError: there is no such segment.
     """
-    wanted = set(absent)
-    ranges, start = [], 0
-    for index, segment in enumerate(segments):
-        if index in wanted:
-            ranges.append((start, start + segment.numel))
-            wanted.discard(index)
-        start += segment.numel
-    if wanted:
-        raise ProtocolError(f"no such segments (expected indices below {len(segments)}, got {sorted(wanted)})")
-    return ranges
+    if max(absent) >= len(segments):
+        raise ProtocolError(f"no such segments (expected indices below {len(segments)}, got {max(absent)})")
+    starts = [0, *accumulate(segment.numel for segment in segments)]
+    return [(starts[index], starts[index + 1]) for index in sorted(set(absent))]
 
 
 def _spec_of(message: Message) -> ChunkSpec:

@@ -8,7 +8,6 @@ A shard decides nothing between workers: views and releases, which they forward,
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -23,11 +22,8 @@ from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import encode, payload_tensor
-from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, check_digest, release_of, view_of
-
-logger = logging.getLogger(__name__)
 
 MAX_JOBS = 256
 # What a log is read with: its messages were let in once.
@@ -50,11 +46,13 @@ class Role(IntEnum):
     MEMBER = 2  # a worker of the view
 
 
+# What they change at a job; OK has the version that this returns.
+_WRITES = {MessageType.REGISTER: Job.register, MessageType.CONFIGURE: Job.configure, MessageType.STORE: Job.store}
 # Who may send which message, beside RESUME. VIEW and RELEASE are the coordinator's, whoever forwards them: their digest
 # is checked.
 LEAST_ROLE = {
     **dict.fromkeys((MessageType.VIEW, MessageType.RELEASE, MessageType.LIST, MessageType.PULL), Role.READER),
-    **dict.fromkeys((MessageType.REGISTER, MessageType.CONFIGURE, MessageType.STORE), Role.REGISTRAR),
+    **dict.fromkeys(_WRITES, Role.REGISTRAR),
     **dict.fromkeys((MessageType.PUSH, MessageType.WAITS, MessageType.RESULT), Role.MEMBER),
 }
 
@@ -97,7 +95,8 @@ class Shard:
         self._note = note
         self._is_connected = is_connected
         self._take: dict[MessageType, Callable[[Job, Message, Sender], list[Outgoing]]]
-        self._take = {kind: getattr(self, f"_{kind.name.lower()}") for kind in LEAST_ROLE}
+        self._take = {kind: getattr(self, f"_{kind.name.lower()}") for kind in LEAST_ROLE if kind not in _WRITES}
+        self._take |= dict.fromkeys(_WRITES, self._write)
 
     # ---- messages ----------------------------------------------------------------------------------------------
 
@@ -199,8 +198,6 @@ class Shard:
         """
         body, job = message.body, self.jobs.get(message.job)
         name, rule, registration, key = body["job"], body["rule"], body["registration"], body["key"]
-        if job is not None and job.name != name:
-            raise ProtocolError(f"jobs {job.name!r} and {name!r} have the same number; rename one")
         if job is not None and job.key == key:
             # A coordinator that restarted goes on with the key, and counts registrations anew.
             job.registration = max(job.registration, registration)
@@ -290,26 +287,8 @@ class Shard:
 
     # ---- values ------------------------------------------------------------------------------------------------
 
-    def _register(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        job.register(message)
-        self._changed(job, message)
-        return [self._answer(MessageType.OK, message, sender)]
-
-    def _configure(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        job.configure(message)
-        self._changed(job, message)
-        return [self._answer(MessageType.OK, message, sender)]
-
-    def _store(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        job.store(message)
-        if "blob" in message.body:
-            return [self._answer(MessageType.OK, message, sender)]
-        # The worker computes its next gradient from what it stored.
-        is_base = not message.body and job.is_member(message.worker, message.incarnation)
-        version, rule = 0, job.find(message.key)
-        if is_base and job.holds_weights:
-            version = rule.version
-            rule.note_base(message.worker)
+    def _write(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        version = _WRITES[message.type](job, message)
         self._changed(job, message)
         return [self._answer(MessageType.OK, message, sender, version=version)]
 
@@ -405,20 +384,13 @@ class Shard:
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
-    def drop(self, number: int) -> None:
-        """Forget a job, with its values."""
-        del self.jobs[number]
+    def drop(self, number: int) -> bool:
+        """Forget a job, with its values; whether there was one."""
+        if self.jobs.pop(number, None) is None:
+            return False
         self.changes += 1
         if self.append is not None:
             self.append(Record(RecordKind.DROP, number))
-
-    def forget(self, name: str) -> bool:
-        """Drop a job by name; whether there was one."""
-        number = job_number(name)
-        if number not in self.jobs:
-            return False
-        logger.warning("job %r is forgotten by shard %d, at version %d", name, self.index, self.jobs[number].version)
-        self.drop(number)
         return True
 
     def members_connected(self) -> int:

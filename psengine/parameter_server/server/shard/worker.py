@@ -6,7 +6,7 @@ shard                  ├─ apply ─┤├─ held for others ┤          ap
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 # Means are taken over so many steps.
 WINDOW_STEPS = 32
@@ -19,7 +19,8 @@ class Worker:
         incarnation: the process's.
         user_id: its CURVE key; "" without CURVE.
         route: where its answers go; b"" where it has no connection.
-        pushes, refused, late: chunks that it sent; that were refused; that came after their average.
+        pushes: chunks that it sent.
+        discarded: chunks that were "refused", or came "late": after their average.
         step: the last that it pushed.
         held: by chunk, the step whose answer is held, and when its push came.
     """
@@ -29,7 +30,8 @@ class Worker:
         self.user_id = ""
         self.route = b""
         self._resumed = 0
-        self.pushes = self.refused = self.late = self.step = 0
+        self.pushes = self.step = 0
+        self.discarded: Counter[str] = Counter()
         self.held: dict[int, tuple[int, float]] = {}
         # Per step: seconds of work, and of the longest hold.
         self._costs: deque[list[float]] = deque(maxlen=WINDOW_STEPS)
