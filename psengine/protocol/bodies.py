@@ -363,11 +363,10 @@ def unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:
     Raises:
         ProtocolError: the bytes are no msgpack that we allow, or no body of this type.
     """
-    return _remembered(kind, raw) if kind in _REPEATING else _remembered.__wrapped__(kind, raw)
+    return (_unpack_once if kind in _REPEATING else _unpack)(kind, raw)
 
 
-@lru_cache(maxsize=64)  # most messages repeat a body
-def _remembered(kind: MessageType, raw: bytes) -> dict[str, Any]:
+def _unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:
     if len(raw) > messages.MAX_BODY_BYTES:
         raise ProtocolError(
             f"{kind.name} body is too large (expected at most {messages.MAX_BODY_BYTES} bytes, got {len(raw)})"
@@ -380,16 +379,8 @@ def _remembered(kind: MessageType, raw: bytes) -> dict[str, Any]:
     return body
 
 
-def pack(kind: MessageType, body: dict[str, Any]) -> bytes:
-    """Inverse of ``unpack``, with the same checks.
-
-    Raises:
-        ProtocolError: the body is none of this type.
-        TypeError, ValueError, OverflowError: msgpack has no form for a value.
-    """
-    raw = msgspec.msgpack.encode(body)
-    unpack(kind, raw)
-    return raw
+_unpack_once = lru_cache(maxsize=64)(_unpack)  # most messages of a step repeat a body
+_REPEATING = (MessageType.PUSH, MessageType.UPDATED)
 
 
 def convert(value: Any, wanted: Any, what: str, code: str = ErrorCode.BAD_MESSAGE) -> Any:
@@ -421,4 +412,3 @@ def convert(value: Any, wanted: Any, what: str, code: str = ErrorCode.BAD_MESSAG
 for _wanted in TYPES.values():
     with suppress(msgspec.ValidationError):
         msgspec.convert({}, _wanted)
-_REPEATING = frozenset({MessageType.PUSH, MessageType.UPDATED})

@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.protocol import bodies, messages
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, ErrorCode, Message, MessageType, Trait, types_with
+from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, ErrorCode, Message, MessageType
 
 # magic, protocol version, type, flags, job, epoch, view, worker, key, incarnation, sequence, version, numel,
 # payload_bytes, body_bytes, dtype, three zero bytes, checksum
@@ -40,17 +41,12 @@ FLAG_BODY = 2
 FLAG_PAYLOAD = 4
 FLAG_IN_SEGMENT = 8
 
-_PAYLOAD_REQUIRED = types_with(Trait.PAYLOAD)
-_PAYLOAD_OPTIONAL = types_with(Trait.MAY_HAVE_PAYLOAD)
-_MAY_BE_IN_SEGMENT = types_with(Trait.IN_SEGMENT)
-_EXCHANGES = types_with(Trait.EXCHANGE)
-_KEYED = types_with(Trait.KEYED | Trait.EXCHANGE)
 _NAME_THEIR_JOB = frozenset({MessageType.HELLO, MessageType.RESUME})
 _TYPES = {int(kind): kind for kind in MessageType}
 
 
 def encode(message: Message, *, checksum: bool = False) -> list[Any]:
-    """The frames of a message: bytes-like objects.
+    """The frames of a message: bytes-like objects. Whoever receives them checks them.
 
     Args:
         message: its payload is a contiguous CPU tensor (whose dtype and numel are then taken) or a bytes-like object
@@ -59,40 +55,35 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
         checksum: add the payload's xxh3-64.
 
     Raises:
-        ConfigurationError: the message is not one that the protocol allows: a mistake on our side.
+        ConfigurationError: the protocol has no number for the dtype.
     """
-    kind, dtype, numel, payload = message.type, message.dtype, message.numel, message.payload
+    dtype, numel, payload = message.dtype, message.numel, message.payload
     flags = payload_bytes = dtype_number = body_bytes = digest = 0
     frames: list[Any] = [b""]
-    try:
-        body = bodies.pack(kind, message.body)
-        if message.body:
-            frames.append(body)
-            flags, body_bytes = FLAG_BODY, len(body)
-        if payload is not None:
-            if isinstance(payload, torch.Tensor):
-                dtype, numel = payload.dtype, payload.numel()
-                payload = buffer_of(payload)
-            else:
-                payload = memoryview(payload).cast("B")
-            payload_bytes = payload.nbytes
-            if message.in_segment:
-                flags |= FLAG_IN_SEGMENT
-            else:
-                frames.append(payload)
-                flags |= FLAG_PAYLOAD | (FLAG_CHECKSUM if checksum else 0)
-                digest = xxhash.xxh3_64_intdigest(payload) if checksum else 0
-        if dtype is not None and not (dtype_number := DTYPE_NUMBERS.get(dtype, 0)):
-            raise ConfigurationError(f"{dtype} has no number on the wire")
-        _check(kind, flags, message.key, message.sequence, numel, payload_bytes, dtype_number)
-        _check_body(kind, message.job, numel, message.body)
-        frames[0] = _HEADER.pack(
-            messages.MAGIC, messages.PROTOCOL_VERSION, kind, flags, message.job, message.epoch, message.view,
-            message.worker, message.key, message.incarnation, message.sequence, message.version, numel, payload_bytes,
-            body_bytes, dtype_number, b"\0\0\0", digest,
-        )  # fmt: skip
-    except (ProtocolError, TypeError, ValueError, OverflowError, struct.error) as error:
-        raise ConfigurationError(f"cannot encode {kind.name}: {error}") from error
+    if message.body:
+        body = msgspec.msgpack.encode(message.body)
+        frames.append(body)
+        flags, body_bytes = FLAG_BODY, len(body)
+    if payload is not None:
+        if isinstance(payload, torch.Tensor):
+            dtype, numel = payload.dtype, payload.numel()
+            payload = buffer_of(payload)
+        else:
+            payload = memoryview(payload)
+        payload_bytes = payload.nbytes
+        if message.in_segment:
+            flags |= FLAG_IN_SEGMENT
+        else:
+            frames.append(payload)
+            flags |= FLAG_PAYLOAD | (FLAG_CHECKSUM if checksum else 0)
+            digest = xxhash.xxh3_64_intdigest(payload) if checksum else 0
+    if dtype is not None and not (dtype_number := DTYPE_NUMBERS.get(dtype, 0)):
+        raise ConfigurationError(f"{dtype} has no number on the wire")
+    frames[0] = _HEADER.pack(
+        messages.MAGIC, messages.PROTOCOL_VERSION, message.type, flags, message.job, message.epoch, message.view,
+        message.worker, message.key, message.incarnation, message.sequence, message.version, numel, payload_bytes,
+        body_bytes, dtype_number, b"\0\0\0", digest,
+    )  # fmt: skip
     return frames
 
 
@@ -199,8 +190,6 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
             f"a payload must be a contiguous CPU tensor (got shape {tuple(tensor.shape)}, strides {tensor.stride()} on "
             f"{tensor.device}); use tensor.contiguous().cpu()"
         )
-    if not tensor.nbytes:
-        return memoryview(b"")
     array = _array_type(tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor
     return memoryview(array).cast("B")
@@ -209,11 +198,7 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
 @lru_cache(maxsize=256)
 def _array_type(size_bytes: int) -> Any:
     """An array class per size: multiplying makes a new one each time, which takes longer than the rest."""
-
-    class Bytes(ctypes.c_ubyte * size_bytes):  # type: ignore[misc]
-        owner: Any
-
-    return Bytes
+    return ctypes.c_ubyte * size_bytes
 
 
 def _check(
@@ -221,10 +206,10 @@ def _check(
 ) -> None:
     """Raise ProtocolError unless a header's fields agree with each other and the message's type."""
     is_chunk = kind is MessageType.REGISTER and dtype_number in DTYPES  # described also without its values
-    if flags & FLAG_IN_SEGMENT and (kind not in _MAY_BE_IN_SEGMENT or flags & (FLAG_PAYLOAD | FLAG_CHECKSUM)):
+    if flags & FLAG_IN_SEGMENT and (kind not in messages.MAY_BE_IN_SEGMENT or flags & (FLAG_PAYLOAD | FLAG_CHECKSUM)):
         raise ProtocolError(f"{kind.name} cannot have its payload in shared memory, or twice (got flags {flags})")
     if flags & (FLAG_PAYLOAD | FLAG_IN_SEGMENT):
-        if kind not in _PAYLOAD_REQUIRED and kind not in _PAYLOAD_OPTIONAL:
+        if kind not in messages.PAYLOAD_REQUIRED and kind not in messages.PAYLOAD_OPTIONAL:
             raise ProtocolError(f"{kind.name} has a payload (expected none)")
         if payload_bytes > messages.MAX_PAYLOAD_BYTES:
             raise ProtocolError(
@@ -234,13 +219,13 @@ def _check(
             raise ProtocolError(f"{kind.name} has an unknown dtype (expected 1 to {max(DTYPES)}, got {dtype_number})")
         wanted_bytes = numel * DTYPES[dtype_number].itemsize
         _check_equal(kind, "payload does not match its numel and dtype, in bytes", wanted_bytes, payload_bytes)
-    elif kind in _PAYLOAD_REQUIRED:
+    elif kind in messages.PAYLOAD_REQUIRED:
         raise ProtocolError(f"{kind.name} lacks its payload")
     elif payload_bytes or flags & FLAG_CHECKSUM or ((numel or dtype_number) and not is_chunk):
         raise ProtocolError(f"{kind.name} describes a payload and has none (got {payload_bytes} bytes, numel {numel})")
-    if kind in _KEYED and key == messages.NO_KEY:
+    if kind in messages.KEYED and key == messages.NO_KEY:
         raise ProtocolError(f"{kind.name} names no chunk (expected a key below {messages.NO_KEY})")
-    if kind in _EXCHANGES and sequence == 0:
+    if kind in messages.EXCHANGES and sequence == 0:
         raise ProtocolError(f"{kind.name} has no step (expected a sequence of 1 or more, got 0)")
 
 

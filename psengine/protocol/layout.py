@@ -113,14 +113,6 @@ def job_number(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
-def layout_fingerprint(specs: Sequence[ChunkSpec]) -> int:
-    """xxh3-64 over all chunks in key order: equal on two workers whose models and cuts are the same."""
-    state = xxhash.xxh3_64()
-    for spec in sorted(specs, key=lambda spec: spec.key):
-        state.update(repr(spec.to_body()).encode())
-    return state.intdigest()
-
-
 def first_difference(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> str:
     """The first difference of two layouts in words: the parameter and both descriptions; "" where they are equal."""
     here, there = _tensors(mine), _tensors(theirs)

@@ -7,7 +7,7 @@ one tensor). ``docs/protocol.md`` describes every field; ``frames.py`` turns mes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Flag, IntEnum, auto
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -36,80 +36,56 @@ NOBODY = 0xFFFFFFFF
 NO_KEY = 0xFFFFFFFF
 
 
-class Trait(Flag):
-    """What is true of every message of a type."""
-
-    CLIENT = auto()  # a client may send it
-    SERVER = auto()  # a server may send it, at any time: an answer may arrive late
-    CONTROL = auto()  # only between a worker and its job's coordinator, on a connection of its own
-    KEYED = auto()  # names a chunk
-    EXCHANGE = auto()  # of a chunk in a step, so it is keyed too
-    PAYLOAD = auto()
-    MAY_HAVE_PAYLOAD = auto()  # a PUSH without payload abstains; VALUES without payload: the slot is empty
-    IN_SEGMENT = auto()  # the payload may lie in shared memory
-
-
 class MessageType(IntEnum):
-    """What a message is: its number on the wire, and its traits; ``shard/shard.py`` says who may send which.
+    """What a message is: its number on the wire; ``server/shard/shard.py`` says who may send which to a shard.
 
-    A request carries an id in ``sequence``, and its answer the same id; types with ``Trait.EXCHANGE`` carry the step.
+    A request carries an id in ``sequence``, and its answer the same id; an exchange's messages carry the step.
     """
 
-    traits: Trait
-
-    def __new__(cls, number: int, traits: Trait) -> MessageType:
-        """Keep the number as the value."""
-        kind = int.__new__(cls, number)
-        kind._value_, kind.traits = number, traits
-        return kind
-
     # worker and coordinator
-    HELLO = 1, Trait.CLIENT | Trait.CONTROL  # let me in; or only: reserve a rank for me
-    WELCOME = 2, Trait.SERVER | Trait.CONTROL  # answers HELLO: who you are, and what to do next
-    HEARTBEAT = 3, Trait.CLIENT | Trait.CONTROL  # I live; answered by OK
-    COMMIT = 4, Trait.CLIENT | Trait.CONTROL  # something is done at every shard; answered by OK
-    LEAVE = 5, Trait.CLIENT | Trait.CONTROL  # may I leave? answered by OK
-    PREPARE = 6, Trait.SERVER | Trait.CONTROL  # a view will come: complete no step; answered by COMMIT
-    STATE_WANTED = 7, Trait.SERVER | Trait.CONTROL  # to one worker: deposit your state for a joiner
+    HELLO = 1  # let me in; or only: reserve a rank for me
+    WELCOME = 2  # answers HELLO: who you are, and what to do next
+    HEARTBEAT = 3  # I live; answered by OK
+    COMMIT = 4  # something is done at every shard; answered by OK
+    LEAVE = 5  # may I leave? answered by OK
+    PREPARE = 6  # from the coordinator: a view will come: complete no step; answered by COMMIT
+    STATE_WANTED = 7  # from the coordinator to one worker: deposit your state for a joiner
     # from the coordinator, and forwarded by each worker to every shard
-    VIEW = 8, Trait.SERVER | Trait.CLIENT  # who takes part, from which step on, and which shards
-    RELEASE = 9, Trait.SERVER | Trait.CLIENT  # a decision about a step, the same at all shards
+    VIEW = 8  # who takes part, from which step on, and which shards
+    RELEASE = 9  # a decision about a step, the same at all shards
     # worker and shard
-    RESUME = 10, Trait.CLIENT  # the first message of a connection: these pushes are open
-    RESUMED = 11, Trait.SERVER  # answers RESUME: send these pushes again; what I hold
-    PUSH = 12, Trait.CLIENT | Trait.EXCHANGE | Trait.MAY_HAVE_PAYLOAD | Trait.IN_SEGMENT  # a gradient, or values
-    # answers PUSH: the chunk's weights, or the average
-    UPDATED = 13, Trait.SERVER | Trait.EXCHANGE | Trait.PAYLOAD | Trait.IN_SEGMENT
-    WAITS = 14, Trait.CLIENT | Trait.EXCHANGE  # my push has no answer yet: whom do you wait for?
-    PENDING = 15, Trait.SERVER | Trait.EXCHANGE  # answers WAITS
-    RESULT = 16, Trait.CLIENT | Trait.EXCHANGE | Trait.PAYLOAD  # an average for a shard that restarted
-    REGISTER = 17, Trait.CLIENT | Trait.KEYED | Trait.MAY_HAVE_PAYLOAD  # a chunk, with its first values; answered by OK
-    CONFIGURE = 18, Trait.CLIENT | Trait.KEYED  # the server-side optimizer of a chunk; answered by OK
-    STORE = 19, Trait.CLIENT | Trait.KEYED | Trait.PAYLOAD  # overwrite what PULL reads; answered by OK
+    RESUME = 10  # the first message of a connection: these pushes are open
+    RESUMED = 11  # answers RESUME: send these pushes again; what I hold
+    PUSH = 12  # a gradient, or values; without payload it abstains
+    UPDATED = 13  # answers PUSH: the chunk's weights, or the average
+    WAITS = 14  # my push has no answer yet: whom do you wait for?
+    PENDING = 15  # answers WAITS
+    RESULT = 16  # an average for a shard that restarted
+    REGISTER = 17  # a chunk, with its first values where servers keep them; answered by OK
+    CONFIGURE = 18  # the server-side optimizer of a chunk; answered by OK
+    STORE = 19  # overwrite what PULL reads; answered by OK
     # anybody and shard
-    LIST = 20, Trait.CLIENT  # which chunks are there?
-    CHUNKS = 21, Trait.SERVER  # answers LIST, in pages
-    PULL = 22, Trait.CLIENT | Trait.KEYED  # a chunk's values, a slot of its optimizer, or a piece of a blob
-    VALUES = 23, Trait.SERVER | Trait.KEYED | Trait.MAY_HAVE_PAYLOAD  # answers PULL
-    STATUS = 24, Trait.CLIENT
-    STATUS_REPORT = 25, Trait.SERVER | Trait.PAYLOAD  # answers STATUS: JSON, as payload
-    ADMIN = 26, Trait.CLIENT  # an operator's order to the whole server; answered by OK
-    OK = 27, Trait.SERVER  # answers a request
-    ERROR = 28, Trait.SERVER  # refuses a message: body has the code and the words; the same number in every version
-    ECHO = 29, Trait.CLIENT | Trait.PAYLOAD  # send this back
-    # answers ECHO, with the same payload, after all that came before it on this connection was taken
-    ECHOED = 30, Trait.SERVER | Trait.PAYLOAD
+    LIST = 20  # which chunks are there?
+    CHUNKS = 21  # answers LIST, in pages
+    PULL = 22  # a chunk's values, a slot of its optimizer, or a piece of a blob
+    VALUES = 23  # answers PULL; without payload the slot is empty
+    STATUS = 24
+    STATUS_REPORT = 25  # answers STATUS: JSON, as payload
+    ADMIN = 26  # an operator's order to the whole server; answered by OK
+    OK = 27  # answers a request
+    ERROR = 28  # refuses a message: body has the code and the words; the same number in every version
+    ECHO = 29  # send this back
+    ECHOED = 30  # answers ECHO, with the same payload, after all that came before it on this connection was taken
 
 
-def types_with(traits: Trait) -> frozenset[MessageType]:
-    """The types that have one of these traits."""
-    return frozenset(kind for kind in MessageType if kind.traits & traits)
-
-
-CONTROL = types_with(Trait.CONTROL)
-SENT_BY_CLIENTS = types_with(Trait.CLIENT)
-SENT_BY_SERVERS = types_with(Trait.SERVER)
-TO_COORDINATOR = CONTROL & SENT_BY_CLIENTS
+_T = MessageType
+TO_COORDINATOR = frozenset({_T.HELLO, _T.HEARTBEAT, _T.COMMIT, _T.LEAVE})
+# Of a chunk in a step; and of a chunk.
+EXCHANGES = frozenset({_T.PUSH, _T.UPDATED, _T.WAITS, _T.PENDING, _T.RESULT})
+KEYED = EXCHANGES | {_T.REGISTER, _T.CONFIGURE, _T.STORE, _T.PULL, _T.VALUES}
+PAYLOAD_REQUIRED = frozenset({_T.UPDATED, _T.RESULT, _T.STORE, _T.STATUS_REPORT, _T.ECHO, _T.ECHOED})
+PAYLOAD_OPTIONAL = frozenset({_T.PUSH, _T.REGISTER, _T.VALUES})
+MAY_BE_IN_SEGMENT = frozenset({_T.PUSH, _T.UPDATED})
 
 
 class ErrorCode:

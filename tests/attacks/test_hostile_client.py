@@ -23,7 +23,7 @@ from support.server_process import AVERAGE_RULE as AVERAGE
 from support.server_process import Peer, ServerProcess, running_server
 
 from psengine.protocol.frames import decode, encode
-from psengine.protocol.messages import NOBODY, SENT_BY_SERVERS
+from psengine.protocol.messages import NOBODY
 
 VALUES = 100_000
 
@@ -50,9 +50,9 @@ def snapshot_storm(server: ServerProcess) -> None:
 
 
 def strangers(server: ServerProcess) -> None:
-    """Every message that a client may send but HELLO, from a reader, from ranks that are none, with wrong numbers."""
+    """Every message but HELLO, from a reader, from ranks that are none, with wrong numbers."""
     rng = random.Random(1)
-    samples = {message.type: message for message in map(decode, SEEDS) if message.type not in SENT_BY_SERVERS}
+    samples = {message.type: message for message in map(decode, SEEDS)}
     kinds = [message for kind, message in samples.items() if kind.name != "HELLO"]
     with stranger(server) as peer:
         peer.job = "honest"

@@ -15,6 +15,7 @@ from psengine.parameter_server.server.coordinator.coordinators import TICK_S, Co
 from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState, drawn
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.protocol import bodies
+from psengine.protocol.frames import decode, encode
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, check_digest, release_of, view_of
@@ -66,7 +67,7 @@ class Bench:
 
     def deliver(self, outgoing: list[Outgoing]) -> None:
         for one in outgoing:
-            bodies.pack(one.message.type, one.message.body)  # each is a legal message
+            decode(encode(one.message))  # each is a legal message
             for worker in self.workers:
                 if worker.route == one.route:
                     worker.receive(one.message)
@@ -138,7 +139,7 @@ class Hand:
     def say(self, type: MessageType, body: dict[str, Any], **header: Any) -> list[Message]:
         """What comes back."""
         self.requests += 1
-        bodies.pack(type, body)
+        bodies.unpack(type, msgspec.msgpack.encode(body))
         fields = {
             "epoch": self.bench.epoch if type is not MessageType.HELLO else 0,
             "worker": NOBODY if self.rank is None else self.rank,

@@ -20,7 +20,7 @@ from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.job_connection import JobConnection, StateRequest
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Request
-from psengine.protocol.layout import ChunkSpec, balance, first_difference, layout_fingerprint
+from psengine.protocol.layout import ChunkSpec, balance, first_difference
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
@@ -209,13 +209,11 @@ def fetch_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
 
 def compare(job: JobConnection, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
     """Raise ReplicaMismatchError, naming the first parameter that differs, unless the models are the same."""
-    if layout_fingerprint(mine) == layout_fingerprint(theirs):
-        return
-    raise ReplicaMismatchError(
-        f"job {job.options.job!r} holds another model than this worker's: {first_difference(mine, theirs)}."
-        " Every worker of a job needs the same model; another model needs another job (PSENGINE_JOB), or servers that"
-        " were started anew."
-    )
+    if difference := first_difference(mine, theirs):
+        raise ReplicaMismatchError(
+            f"job {job.options.job!r} holds another model than this worker's: {difference}. Every worker of a job needs"
+            " the same model; another model needs another job (PSENGINE_JOB), or servers that were started anew."
+        )
 
 
 def donate(job: JobConnection, joiner: StateRequest) -> Flow[None]:
