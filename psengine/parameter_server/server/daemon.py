@@ -59,17 +59,13 @@ from psengine.version import __version__
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK = 0
-EXIT_CONFIGURATION = 2
-EXIT_BIND = 3
-EXIT_SNAPSHOT = 4
-EXIT_INTERNAL = 5
-_EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
-    (ConfigurationError, EXIT_CONFIGURATION),
-    (AuthenticationError, EXIT_CONFIGURATION),
-    (BindError, EXIT_BIND),
-    (SnapshotError, EXIT_SNAPSHOT),
-)
+EXIT_SNAPSHOT, EXIT_INTERNAL = 4, 5
+_EXIT_CODES: dict[type[Exception], int] = {
+    ConfigurationError: 2,
+    AuthenticationError: 2,
+    BindError: 3,
+    SnapshotError: EXIT_SNAPSHOT,
+}
 
 LOOP_S = 0.1
 MAX_ORDERS_AT_ONCE = 4
@@ -128,7 +124,7 @@ class Server:
                 is_good = self._serve()
                 return self._stop() if is_good else EXIT_INTERNAL
         except Exception as error:
-            code = next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), EXIT_INTERNAL)
+            code = next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_INTERNAL)
             logger.critical("psengine-server ends: %s", error, exc_info=code == EXIT_INTERNAL)
             return code
 
@@ -144,17 +140,15 @@ class Server:
         keep_freed_memory()
         _raise_descriptor_limit()
         _import_plugins(settings.plugins or ())
+        stack.enter_context(self._shards)
+        shards, coordinators = self._make_shards()
         durability, durable = None, "not durable, no --snapshot-dir"
         if settings.snapshot_dir is not None:
             interval_s, keeps_log = settings.snapshot_interval_s, settings.tier == "log"
             durability = Durability(
                 settings.snapshot_dir, stack, note=self._events.note, keeps_log=keeps_log, interval_s=interval_s
             )
-        stack.enter_context(self._shards)
-        shards, coordinators = self._make_shards()
-        if durability is not None:
             durable = durability.restore(shards, coordinators)
-        durable = f"durability {settings.tier}: {durable}"
         self._shards.open()
         self.addresses = self._shards.addresses(socket.gethostname())
         segments = stack.enter_context(SegmentListener([e.unix_address for e in self._shards.endpoints]))
@@ -175,7 +169,7 @@ class Server:
             port = stack.enter_context(self._open_status_port(settings.status_port))
             self.status_url = port.url
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
-        self._announce_start(announce, durable)
+        self._announce_start(announce, f"durability {settings.tier}: {durable}")
 
     def _handle_signals(self, stack: ExitStack) -> None:
         """Take SIGTERM and SIGINT; an embedded server leaves SIGINT to the process that started it."""
@@ -200,7 +194,6 @@ class Server:
             heartbeat_s=settings.heartbeat_s,
             max_memory_bytes=max(1, total_bytes // settings.shards),
             durability=settings.tier,
-            software=__version__,
             warns_of_loss=settings.tier == "memory" and not self._until_stdin_closes,
         )
         shards = [
@@ -212,7 +205,7 @@ class Server:
 
     def _open_status_port(self, port: int) -> HttpStatus:
         try:
-            return HttpStatus(port, server_pages(self.status, self.is_healthy), host=self.settings.status_bind)
+            return HttpStatus(port, server_pages(self.status, self._shards.is_healthy), host=self.settings.status_bind)
         except OSError as error:
             raise BindError(
                 f"The status port {self.settings.status_bind}:{port} could not be bound (expected a free port of an"
@@ -249,7 +242,7 @@ class Server:
                 self.end("standard input is at its end and no worker is left")
             if (now_s := time.monotonic()) >= next_look_s:
                 next_look_s = now_s + period_s
-                if self.is_healthy():
+                if self._shards.is_healthy():
                     systemd.notify("WATCHDOG=1", f"STATUS={self._summary()}")
                 self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
 
@@ -270,10 +263,6 @@ class Server:
             logger.error("%s", text)
             self._events.note("memory", text)
 
-    def is_healthy(self) -> bool:
-        """Whether every thread lives, and every shard ticks."""
-        return self._shards.are_healthy
-
     def facts(self) -> ServerFacts:
         """The process as it is now. Callable from any thread."""
         return ServerFacts(
@@ -283,7 +272,7 @@ class Server:
             pid=os.getpid(),
             epoch=self.epoch,
             uptime_s=round(time.monotonic() - self._started_s, 3),
-            healthy=self.is_healthy(),
+            healthy=self._shards.is_healthy(),
             addresses=tuple(self.addresses),
             refused_connections=0 if self._shards.authenticator is None else self._shards.authenticator.refused,
             durability=self.settings.tier,
@@ -317,6 +306,9 @@ class Server:
             body: dict[str, Any] = {"text": getattr(self, f"_{action}")(**given)}
         except ProtocolError as error:
             body = {"text": str(error), "code": error.code}
+        except FutureTimeoutError:
+            text = "a shard is busy, and does as it was told as soon as it can. Fix: ask again until it is done"
+            body = {"text": text, "code": ErrorCode.NOT_READY}
         except Exception as error:
             logger.exception("an order failed: %s", request.body)
             body = {"text": f"the server failed on this order: {error!r}", "code": ErrorCode.INTERNAL}
@@ -340,23 +332,17 @@ class Server:
         return f"Durable to generation {generation}."
 
     def _evict(self, job: str, worker: int) -> str:
-        try:
-            if not any(self._shards.ask(lambda thread: thread.evict(job, worker))):
-                text = f"there is no worker {worker} in job {job!r}"
-                text += ", or another server leads it (the first of the job's list)"
-                raise ProtocolError(text, ErrorCode.UNKNOWN_JOB)
-        except FutureTimeoutError:
-            return "A shard is busy; it ends the lease as soon as it can."
+        if not any(self._shards.ask(lambda thread: thread.evict(job, worker))):
+            text = (
+                f"there is no worker {worker} in job {job!r}, or another server leads it (the first of the job's list)"
+            )
+            raise ProtocolError(text, ErrorCode.UNKNOWN_JOB)
         return f"Worker {worker} is out. If its process lives, it says HELLO again and comes back."
 
     def _forget(self, job: str) -> str:
         # A crash before the next interval would restore the job.
         begin_snapshot = None if self._durability is None else self._durability.snapshot
-        try:
-            workers = self._shards.forget(job, begin_snapshot or (lambda: None))
-        except FutureTimeoutError:
-            text = "a shard is busy and did not answer in time. Fix: ask again until the job is gone"
-            raise ProtocolError(text, ErrorCode.NOT_READY) from None
+        workers = self._shards.forget(job, begin_snapshot or (lambda: None))
         if workers is None:
             raise ProtocolError(f"there is no job {job!r}", ErrorCode.UNKNOWN_JOB)
         if workers:
@@ -374,10 +360,7 @@ class Server:
             text = "draining: no more workers are let in; the server ends when the last one has left"
             logger.warning("%s", text)
             self._events.note("draining", text)
-        try:
-            count = self._shards.ask(lambda one: 0 if one.coordinators is None else one.coordinators.close())[0]
-        except FutureTimeoutError:
-            return "The server drains. A shard is busy; it lets no more workers in as soon as it can."
+        count = self._shards.ask(lambda one: 0 if one.coordinators is None else one.coordinators.close())[0]
         end = f"It ends when the last of {count} has left." if count else "There is none: it ends now."
         return f"The server lets no more workers in. {end}"
 
@@ -388,7 +371,7 @@ class Server:
         for index in self._shards.drain():
             logger.warning("shard %d did not answer all that was queued", index)
         if self._durability is None:
-            return EXIT_OK
+            return 0
         written = self._durability.snapshot()
         last_s = time.monotonic() + LAST_SNAPSHOT_S
         while not wait([written], 2.0).done:
@@ -399,7 +382,7 @@ class Server:
         if not self._shards.are_alive:
             return EXIT_INTERNAL
         written.result()
-        return EXIT_OK
+        return 0
 
     def _end_threads(self) -> None:
         self._order_threads.shutdown(wait=False, cancel_futures=True)

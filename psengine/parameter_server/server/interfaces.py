@@ -18,7 +18,6 @@ class ShardSettings:
     heartbeat_s: float = 1.0  # how often workers should send HEARTBEAT
     max_memory_bytes: int = 8 << 30  # what this shard may hold
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
-    software: str = ""  # version of psengine, for WELCOME
     warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them
 
 

@@ -22,14 +22,14 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from psengine.environment.local_sockets import LONGEST_PATH_BYTES
+from psengine.environment.local_sockets import LONGEST_PATH_BYTES, is_loopback
 from psengine.errors import ConfigurationError
 
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 MAX_SHARDS = 256
 ENVIRONMENT_PREFIX = "PSENGINE_"
 
-_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5}|\*)")
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})")
 _IPC = re.compile(r"ipc://(?P<path>[^\s*]+)")
 
 
@@ -115,21 +115,17 @@ class ServerSettings(BaseModel):
                 " --snapshot-dir DIRECTORY, or leave both out.",
             )
         self.bind_addresses()
-        if (self.curve_key is None) != (self.allow is None):
-            raise ValueError(
-                "Keys need both sides (expected curve_key and allow together, got"
-                f" curve_key = {self.curve_key} and allow = {self.allow}). Fix: psengine-server keygen makes"
-                " the server's key; --allow names the directory of the clients' .pub files."
-            )
+        for name, needed in {"curve_key": "allow", "allow": "curve_key", "admin_allow": "curve_key"}.items():
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ValueError(
+                    f"Keys need both sides (expected {needed} with {name}, got none). Fix: psengine-server keygen makes"
+                    " the server's --curve-key; --allow names the directory of the clients' .pub files, --admin-allow"
+                    " that of operators', who are named beside the workers."
+                )
         chosen = [name for name in ("curve_key", "secret_file", "insecure") if getattr(self, name)]
         if len(chosen) > 1:
             text = "curve_key, secret_file and insecure exclude each other (expected one of them, got"
             raise ValueError(f"{text} {' and '.join(chosen)}).")
-        if self.admin_allow is not None and self.curve_key is None:
-            raise ValueError(
-                "admin_allow names operators beside the workers (expected curve_key with it, got none). Fix: give both;"
-                " the server's own user needs neither over the Unix socket."
-            )
         if not self.is_local and not chosen:
             raise ValueError(
                 f"Addresses that other machines reach need keys (expected curve_key and allow, or secret_file, for"
@@ -152,18 +148,12 @@ class ServerSettings(BaseModel):
     @property
     def is_local(self) -> bool:
         """Whether only processes of this machine reach the address; names are not looked up."""
-        return re.fullmatch(r"(localhost|::1|127(\.\d{1,3}){3})?", self.host) is not None
-
-    @property
-    def host(self) -> str:
-        """The host part of a tcp address, without brackets; "" for ipc."""
-        match = _TCP.fullmatch(self.bind)
-        return match["host"].strip("[]") if match else ""
+        return self.bind.startswith("ipc://") or is_loopback(self.bind)
 
     @property
     def is_wildcard(self) -> bool:
         """Whether the address means every interface, so that clients have to know the host by another name."""
-        return self.host in ("*", "0.0.0.0", "::")
+        return self.bind.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
 
     def bind_addresses(self) -> list[str]:
         """The address each shard binds, as zmq takes them."""
@@ -175,7 +165,7 @@ class ServerSettings(BaseModel):
             return [f"ipc://{path}" for path in paths]
         assert tcp is not None
         host = "127.0.0.1" if tcp["host"] == "localhost" else tcp["host"]
-        first = 0 if tcp["port"] == "*" else int(tcp["port"])
+        first = int(tcp["port"])
         ports = [first + index if first else 0 for index in range(self.shards)]
         if ports[-1] >= 2**16:
             raise ValueError(f"bind has too high a port (expected ports up to 65535, one a shard, got {self.bind!r})")

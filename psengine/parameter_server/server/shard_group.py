@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 import zmq
 
 from psengine.environment.local_sockets import is_loopback, remove_stale_sockets, socket_beside
-from psengine.errors import ConfigurationError
 from psengine.parameter_server.server.settings import ServerSettings
-from psengine.parameter_server.server.transport.authentication import Authenticator, key_ring
-from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
+from psengine.parameter_server.server.transport.authentication import Authenticator
+from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, Endpoint
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.layout import job_number
@@ -52,7 +51,6 @@ class ShardGroup:
 
     def __enter__(self) -> ShardGroup:
         settings = self._settings
-        keys = key_ring(settings)
         # A thread serves one TCP stream at full speed, a third of one with CURVE. Two were no faster on two cores.
         self._context: zmq.Context[Any] = zmq.Context(max(1, min(settings.shards, (os.cpu_count() or 1) // 2)))
         if settings.insecure:
@@ -63,7 +61,7 @@ class ShardGroup:
                 ", every user of this machine" if settings.is_local else "",
             )
         else:
-            self.authenticator = Authenticator(self._context, keys)
+            self.authenticator = Authenticator(self._context, settings)
         return self
 
     def __exit__(
@@ -90,7 +88,9 @@ class ShardGroup:
         for address in self._settings.bind_addresses():
             endpoint = Endpoint(self._context, address, self.authenticator, lease_s=self._settings.lease_s)
             self.endpoints.append(endpoint)
-            self._open_local(endpoint)
+            if is_loopback(endpoint.address):  # where this user's clients look first; others use TCP
+                remove_stale_sockets()
+                endpoint.open_local(socket_beside(endpoint.address, make=True))
         if self.authenticator is not None:
             # After all binds: a client that TCP refuses looks for the Unix socket once more, and then gives up.
             self.authenticator.start()
@@ -106,23 +106,6 @@ class ShardGroup:
     def is_connected(self, index: int, route: bytes) -> bool:
         """Whether a connection of this shard stands; in its thread."""
         return self.endpoints[index].peers.is_connected(route)
-
-    def _open_local(self, endpoint: Endpoint) -> None:
-        """Listen beside loopback TCP too, where this user's clients look first; others use TCP.
-
-        Raises:
-            ConfigurationError, BindError: it cannot be opened, and is the only way in.
-        """
-        if not is_loopback(endpoint.address):
-            return
-        remove_stale_sockets()
-        try:
-            endpoint.open_local(socket_beside(endpoint.address, make=True))
-        except (ConfigurationError, BindError) as error:
-            settings = self._settings
-            if not (settings.insecure or settings.curve_key or settings.secret_file):
-                raise
-            logger.warning("clients on this machine use TCP, which is slower: %s", error)
 
     # ---- questions ---------------------------------------------------------------------------------------------
 
@@ -154,8 +137,7 @@ class ShardGroup:
         guard_lives = self.authenticator is None or self.authenticator.is_alive()
         return guard_lives and all(thread.is_alive() for thread in self.threads)
 
-    @property
-    def are_healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether every thread lives and ticks."""
         now_s = time.monotonic()
         return self.are_alive and all(now_s - thread.last_tick_s < HEALTHY_S for thread in self.threads)

@@ -11,14 +11,14 @@ from psengine.environment.variables import read_variable
 logger = logging.getLogger(__name__)
 
 
-def notify(*states: str) -> bool:
-    """Tell the service manager, such as ``notify("READY=1", "STATUS=serving")``; whether somebody was told.
+def notify(*states: str) -> None:
+    """Tell the service manager, such as ``notify("READY=1", "STATUS=serving")``.
 
     Does nothing without NOTIFY_SOCKET, and only logs where it fails.
     """
     address = read_variable("NOTIFY_SOCKET")
     if not address or address[0] not in "/@":
-        return False
+        return
     # An abstract socket's name begins with a zero byte, which the variable spells "@".
     target = "\0" + address[1:] if address[0] == "@" else address
     try:
@@ -28,8 +28,6 @@ def notify(*states: str) -> bool:
             sender.sendall("\n".join(states).encode())
     except OSError as error:
         logger.warning("the service manager at NOTIFY_SOCKET=%s was not told %s: %s", address, states, error)
-        return False
-    return True
 
 
 def watchdog_interval_s() -> float | None:

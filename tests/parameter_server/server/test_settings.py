@@ -125,7 +125,7 @@ def test_what_others_reach_needs_keys_or_the_word(host, tmp_path):
 
 def test_keys_come_in_pairs_and_not_with_insecure(tmp_path):
     both = {"curve_key": tmp_path, "allow": tmp_path}
-    for half in ({"curve_key": tmp_path}, {"allow": tmp_path}):
+    for half in ({"curve_key": tmp_path}, {"allow": tmp_path}, {"secret_file": tmp_path, "admin_allow": tmp_path}):
         with pytest.raises(ConfigurationError, match="Keys need both sides"):
             make_settings(half)
     with pytest.raises(ConfigurationError, match="exclude each other"):
@@ -133,8 +133,3 @@ def test_keys_come_in_pairs_and_not_with_insecure(tmp_path):
     with pytest.raises(ConfigurationError, match="got curve_key and secret_file"):
         make_settings({**both, "secret_file": tmp_path})
     assert ServerSettings(bind="tcp://0.0.0.0:7077", secret_file=tmp_path).is_wildcard
-
-
-def test_operators_are_named_beside_workers(tmp_path):
-    with pytest.raises(ConfigurationError, match="admin_allow names operators beside the workers"):
-        make_settings({"admin_allow": tmp_path})

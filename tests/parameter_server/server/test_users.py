@@ -22,6 +22,7 @@ import psengine
 from psengine.environment import local_sockets
 from psengine.environment.local_sockets import listener_uid, private_directory, socket_beside
 from psengine.errors import AuthenticationError, ConfigurationError
+from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.transport.authentication import Authenticator
 
 NUMEL = 1000
@@ -180,7 +181,7 @@ def test_a_server_whose_locks_do_not_hold_does_not_start():
 )
 def test_who_may_come_in_without_keys(address, verdict):
     with zmq.Context() as context:
-        guard = Authenticator(context, None)
+        guard = Authenticator(context, ServerSettings())
         try:
             peer = address.format(me=os.geteuid()).encode()
             assert guard.judge([b"1.0", b"1", b"psengine", peer, b"", b"NULL"])[2] == verdict

@@ -17,7 +17,6 @@ import re
 import threading
 import time
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,38 +91,6 @@ class KeyList:
         self._keys, self._faults = keys, faults
 
 
-@dataclass(frozen=True)
-class KeyRing:
-    """Whom a server lets in.
-
-    Attributes:
-        pair: the server's own.
-        clients: their public keys. The one of a secret is public to whoever has the secret.
-        operators: of those who may also give orders.
-        names_peers: whether a key says which client it is, so that a worker belongs to the key it came with.
-    """
-
-    pair: KeyPair
-    clients: KeyList | AbstractSet[str]
-    operators: KeyList | AbstractSet[str] = frozenset()
-    names_peers: bool = True
-
-
-def key_ring(settings: ServerSettings) -> KeyRing | None:
-    """That of a server's settings; None without keys.
-
-    Raises:
-        ConfigurationError: a file is missing, malformed, or readable by others.
-    """
-    if settings.curve_key is not None and settings.allow is not None:
-        operators = frozenset[str]() if settings.admin_allow is None else KeyList(settings.admin_allow)
-        return KeyRing(read_key_pair(settings.curve_key), KeyList(settings.allow), operators)
-    if settings.secret_file is None:
-        return None
-    pair, client = pairs_of_secret(settings.secret_file)
-    return KeyRing(pair, {client.public}, names_peers=False)
-
-
 def new_key_pair() -> KeyPair:
     """A random pair."""
     public, secret = zmq.curve_keypair()
@@ -153,17 +120,31 @@ class Authenticator(threading.Thread):
 
     Args:
         context: its sockets are guarded; one authenticator per context.
-        keys: those that are accepted; None accepts none. Where keys name peers, a Unix socket needs one too.
+        settings: name the files of keys. With a curve key a Unix socket needs a client's key too.
 
     Attributes:
         refused: number of handshakes that it refused.
+        names_peers: whether a key says which client it is, so that a worker belongs to the key it came with.
+
+    Raises:
+        ConfigurationError: a file is missing, malformed, or readable by others.
     """
 
-    def __init__(self, context: zmq.Context[Any], keys: KeyRing | None) -> None:
+    def __init__(self, context: zmq.Context[Any], settings: ServerSettings) -> None:
         super().__init__(name="psengine-authenticator", daemon=True)
         self._zmq_context = context
-        self._keys = keys
-        self.names_peers = keys is not None and keys.names_peers
+        self._own: KeyPair | None = None
+        # The one of a secret is public to whoever has the secret.
+        self._clients: KeyList | AbstractSet[str] = frozenset()
+        self._operators: KeyList | AbstractSet[str] = frozenset()
+        self.names_peers = settings.curve_key is not None
+        if settings.curve_key is not None and settings.allow is not None:
+            self._own, self._clients = read_key_pair(settings.curve_key), KeyList(settings.allow)
+            if settings.admin_allow is not None:
+                self._operators = KeyList(settings.admin_allow)
+        elif settings.secret_file is not None:
+            self._own, client = pairs_of_secret(settings.secret_file)
+            self._clients = {client.public}
         self._users = frozenset() if self.names_peers else frozenset({os.geteuid(), 0})
         self._refusals = RateLimit()
         self._ends = threading.Event()
@@ -176,33 +157,28 @@ class Authenticator(threading.Thread):
     def describe(self) -> str:
         """Who may connect, for the lines of start-up."""
         curve = ""
-        if self._keys is not None:
-            clients = f"{len(self._keys.clients)} keys" if self.names_peers else "whoever has the secret is"
-            operators = f", {len(self._keys.operators)} of operators" if self._keys.operators else ""
+        if self._own is not None:
+            clients = f"{len(self._clients)} keys" if self.names_peers else "whoever has the secret is"
+            operators = f", {len(self._operators)} of operators" if self._operators else ""
             curve = f"CURVE: {clients} allowed{operators}; "
         local = "" if self.names_peers else f"over the Unix socket user {os.geteuid()} and root; "
         return f"{curve}{local}strangers were refused in a test"
 
     def is_operator(self, key: str) -> bool:
         """Whether a client with this public key may give orders."""
-        return self._keys is not None and key in self._keys.operators
+        return key in self._operators
 
-    @property
-    def public_key(self) -> str:
-        """The server's public key; "" without CURVE."""
-        return self._keys.pair.public if self._keys is not None else ""
-
-    def _wants_keys(self, address: str) -> bool:
-        return self._keys is not None and (self.names_peers or not address.startswith("ipc://"))
+    def _keys_for(self, address: str) -> KeyPair | None:
+        """The server's keys, where a connection to this address needs some."""
+        return self._own if self.names_peers or not address.startswith("ipc://") else None
 
     def secure(self, router: zmq.Socket[bytes], address: str) -> None:
         """Set a socket's options so that zmq asks this authenticator about connections to ``address``, bound next."""
-        if self._keys is not None and self._wants_keys(address):
-            router.setsockopt(zmq.CURVE_SERVER, 1)
-            router.setsockopt(zmq.CURVE_SECRETKEY, self._keys.pair.secret.encode())
-            router.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.pair.public.encode())
-        else:
-            router.setsockopt(zmq.CURVE_SERVER, 0)
+        keys = self._keys_for(address)
+        router.setsockopt(zmq.CURVE_SERVER, int(keys is not None))
+        if keys is not None:
+            router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+            router.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
@@ -220,17 +196,13 @@ class Authenticator(threading.Thread):
 
     def judge(self, request: list[bytes]) -> list[bytes]:
         """The answer to one request: 200 and, with keys that name peers, the User-Id; or 400."""
-        if len(request) < 6:
-            return [b"1.0", b"".join(request[1:2]), b"500", b"malformed request", b"", b""]
         version, number, domain, address, _, mechanism, *credentials = request
         user_id = ""
         if version != b"1.0" or domain != ZAP_DOMAIN.encode():
             reason = "wrong ZAP version or domain"
         elif mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             key = z85.encode(credentials[0]).decode()
-            is_operator = self.is_operator(key)
-            is_allowed = is_operator or (self._keys is not None and key in self._keys.clients)
-            reason = "" if is_allowed else f"unknown key {key}"
+            reason = "" if key in self._clients or key in self._operators else f"unknown key {key}"
             user_id = key if self.names_peers else ""
         elif mechanism == b"NULL" and not credentials and self._users:
             reason = self._judge_user(address)
@@ -269,8 +241,9 @@ class Authenticator(threading.Thread):
         """
         self._is_probed = True
         for address in addresses:
-            stranger = new_key_pair() if self._wants_keys(address) else None
-            verdict = try_handshake(self._zmq_context, address, self.public_key, stranger)
+            keys = self._keys_for(address)
+            server, stranger = ("", None) if keys is None else (keys.public, new_key_pair())
+            verdict = try_handshake(self._zmq_context, address, server, stranger)
             if verdict != "refused":
                 raise AuthenticationError(
                     f"{address} does not keep strangers out (expected one to be refused, got: {verdict}). The server"
