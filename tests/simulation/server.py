@@ -61,7 +61,6 @@ class ServerProcess:
             lease_s=scenario.lease_s,
             heartbeat_s=scenario.heartbeat_s,
             durability=scenario.durability,
-            software="simulated",
         )
         clocks = Clocks(wall_s=lambda: WALL_S + wrong_s + clock.now_s, measure_s=lambda: clock.now_s)
         self.coordinators = Coordinators(self.epoch, settings, clocks, _ignore, draw_key=lambda: rng.randbytes(32))

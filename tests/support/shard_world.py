@@ -38,7 +38,7 @@ class World:
     """Shards, which views name, and what left them. ``sent`` has it by route; ``events`` what people were told."""
 
     def __init__(self, *, epoch=7, shards=1, codec=True, **settings):
-        self.settings = ShardSettings(software="test", **settings)
+        self.settings = ShardSettings(**settings)
         self.codec = codec
         self.now_s = 100.0
         self.clocks = Clocks(wall_s=lambda: WALL_S + self.now_s, measure_s=lambda: self.now_s)
