@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from psengine.errors import ProtocolError
+from psengine.parameter_server.server.coordinator.coordinator import Surroundings
 from psengine.parameter_server.server.coordinator.coordinators import TICK_S, Coordinators
 from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState, drawn
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
@@ -52,7 +53,7 @@ class Bench:
         settings = ShardSettings(lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S, durability=self.durability)
         clocks = Clocks(wall_s=lambda: 1e6 + self.now_s, measure_s=lambda: self.now_s)
         keys = iter(bytes([self.epoch, number]) * 16 for number in range(100))
-        self.coordinators = Coordinators(self.epoch, settings, clocks, self._note, lambda: next(keys))
+        self.coordinators = Coordinators(Surroundings(self.epoch, settings, clocks, self._note, lambda: next(keys)))
         if meta:
             self.coordinators.restore(meta, self.now_s)
 
@@ -337,9 +338,9 @@ def test_a_claim_to_the_rank_of_a_living_process_is_refused() -> None:
     bench = Bench(AVERAGE)
     team = bench.team(2)
     other = bench.worker(1)
-    assert other.hello() == ""
+    assert refusal(other.hello) == ErrorCode.NOT_READY
     bench.wait(3.0, *team)
-    assert other.last(MessageType.ERROR).body["code"] == ErrorCode.DUPLICATE_RANK
+    assert refusal(other.hello) == ErrorCode.DUPLICATE_RANK
     assert bench.ranks == [0, 1]
 
 
@@ -347,9 +348,9 @@ def test_a_claim_to_the_rank_of_a_dead_process_replaces_it() -> None:
     bench = Bench(AVERAGE)
     first, dead = bench.team(2)
     other = bench.worker(1)
-    other.hello()
+    assert refusal(other.hello) == ErrorCode.NOT_READY
     bench.wait(3.0, first)
-    assert other.welcome["state"] == "join"
+    assert other.hello() == "join"
     assert other.incarnation > dead.incarnation
     assert bench.ranks == [0]
     assert refusal(dead.reconnect) == ErrorCode.DUPLICATE_RANK
@@ -366,9 +367,9 @@ def test_nobody_speaks_for_another_worker_whose_incarnation_he_knows() -> None:
     stranger.incarnation += 1  # as of a process that came later, which has no view of this job to show
     stranger.welcome = {"key": b"x" * 32}
     stranger.view = View(9, 9, (ViewMember(0, stranger.incarnation, "", 1),), (7, 9))
-    assert stranger.hello() == ""
+    assert refusal(stranger.hello) == ErrorCode.NOT_READY
     bench.wait(3.0, *team)
-    assert stranger.last(MessageType.ERROR).body["code"] == ErrorCode.DUPLICATE_RANK
+    assert refusal(stranger.hello) == ErrorCode.DUPLICATE_RANK
     assert bench.ranks == [0, 1]
 
 
@@ -459,6 +460,7 @@ def test_an_operator_evicts_and_forgets() -> None:
 def test_who_cannot_reach_a_shard_that_others_reach_is_put_out_until_it_does() -> None:
     bench = Bench(AVERAGE, world_size=3)
     first, second, third = bench.team(3)
+    step_together(first, second, third, step=1)
     for _ in range(7):
         third.heartbeat(unreachable=[1])
         second.heartbeat(unreachable=[1], blocked=True)
@@ -719,7 +721,7 @@ def test_members_that_were_all_silent_come_back_and_resume() -> None:
     first, second = bench.team(2)
     first.completed = second.completed = 9
     bench.wait(3 * LEASE_S)
-    assert bench.job.state is JobState.RESUMING
+    assert bench.job.state is JobState.NEW
     assert first.reconnect() == "wait"
     assert second.reconnect() == "ready"
     assert (bench.ranks, bench.view.from_step) == ([0, 1], 10)
@@ -742,13 +744,14 @@ def test_who_was_prepared_before_all_were_silent_is_prepared_again() -> None:
 
 def test_new_processes_begin_an_abandoned_averaging_job_anew() -> None:
     bench = Bench(AVERAGE)
-    first, _ = bench.team(2)
+    first, second = bench.team(2)
+    second.obeys = False
     number = bench.view.number
-    bench.wait(LEASE_S + 1)
     new = [bench.worker(0), bench.worker(1)]
-    assert [one.hello() for one in new] == ["wait", "wait"]  # the old ones may come back
-    bench.wait(LEASE_S + 1, *new)
-    assert new[0].welcome["state"] == "initialise"
+    assert [refusal(one.hello) for one in new] == [ErrorCode.NOT_READY] * 2  # the old ones may be alive
+    bench.wait(3.0)
+    assert [one.hello() for one in new] == ["join", "wait"]
+    assert new[0].welcome["state"] == "initialise"  # unasked
     # Shards have to forget the old members before they let anybody register.
     empty = new[0].last(MessageType.VIEW)
     assert (view_of(empty.body).members, view_of(empty.body).number) == ((), number + 1)

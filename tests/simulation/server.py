@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from psengine.parameter_server.server.coordinator.coordinator import Surroundings
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.shard.shard import Shard
@@ -63,7 +64,7 @@ class ServerProcess:
             durability=scenario.durability,
         )
         clocks = Clocks(wall_s=lambda: WALL_S + wrong_s + clock.now_s, measure_s=lambda: clock.now_s)
-        self.coordinators = Coordinators(self.epoch, settings, clocks, _ignore, draw_key=lambda: rng.randbytes(32))
+        self.coordinators = Coordinators(Surroundings(self.epoch, settings, clocks, _ignore, lambda: rng.randbytes(32)))
         self.shards = [
             Shard(number, self.epoch, settings, clocks, _ignore, self.connections.__contains__)
             for number in range(len(addresses))

@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 _EXPECTED = -1  # among the requests: WELCOME or VIEW, for which a thread waits
 # A server that drains takes no HELLO; the next one may.
-HELLO_AGAIN_S = 1.0
+HELLO_AGAIN_S = 0.5
 _REASONS = {
     "register": "to register the model",
     "begin": "to come",
     "resume": "to come back",
     "prepare": "to agree on who takes part",
     "join": "to give their state",
-    "release": "to take the step",
 }
 
 
@@ -164,7 +163,7 @@ class Control(Channel):
     def _receive_error(self, message: Message, now_s: float) -> None:
         code, request = message.body["code"], self.requests.get(message.sequence)
         is_lost = code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
-        if message.sequence == self._hello and code == ErrorCode.SHUTTING_DOWN:
+        if message.sequence == self._hello and code in (ErrorCode.SHUTTING_DOWN, ErrorCode.NOT_READY):
             self.last_problem = message.body["text"]
             self.retry_at_s = now_s + HELLO_AGAIN_S
         elif message.sequence == self._hello or code in (ErrorCode.STATE_LOST, ErrorCode.ENDED, ErrorCode.VERSION):

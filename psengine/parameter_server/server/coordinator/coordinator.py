@@ -24,7 +24,7 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.overview import owns_weights, rule_text
 from psengine.parameter_server.server.coordinator.decisions import Decisions, decisions_of
 from psengine.parameter_server.server.coordinator.states import JOB, JobMemory, JobState, WorkerState, after
-from psengine.parameter_server.server.coordinator.workers import Worker, Workers
+from psengine.parameter_server.server.coordinator.workers import CLAIM_GRACE_S, Worker, Workers
 from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
 from psengine.protocol.layout import job_number
@@ -32,20 +32,20 @@ from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message, Mes
 from psengine.protocol.views import Release, View, ViewMember, message_of, view_of
 
 logger = logging.getLogger(__name__)
-# Of runs that are over, and of shards' former lives, the newest are remembered.
+# Of runs that are over, and of claims to a rank, so many are remembered.
 MAX_REMEMBERED = 64
 MAX_DEPARTED = 20  # in a status
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all coordinators of a server are given; ``draw_key`` makes a job's key."""
+    """What all coordinators of a server are given."""
 
-    epoch: int
+    epoch: int  # of this life of the server
     settings: ShardSettings
     clocks: Clocks
-    note: Callable[..., None]
-    draw_key: Callable[[], bytes]
+    note: Callable[..., None]  # told of what happens, for people: see ``EventLog.note``
+    draw_key: Callable[[], bytes]  # makes a job's key
 
 
 class Coordinator(JobMemory):
@@ -77,7 +77,6 @@ class Coordinator(JobMemory):
         self._donor: Worker | None = None
         self._joiner: Worker | None = None  # for whom the donor is asked
         self._donation: tuple[Worker, int] | None = None  # whose state was deposited, and after which step
-        self._resume_s = 0.0  # until then the members of the last view may come back
 
     @property
     def averages(self) -> bool:
@@ -110,20 +109,7 @@ class Coordinator(JobMemory):
     def tick(self, now_s: float) -> list[Outgoing]:
         """Look at the clock: leases, claims, grace windows."""
         self._now_s = now_s
-        for claim, is_alive in self.workers.judged(2 * self._around.settings.heartbeat_s, now_s):
-            try:
-                if is_alive:
-                    held = self.workers.by_rank[claim.rank]
-                    where = f"process {held.pid} on {held.host}"
-                    self._refuse_rank(claim.rank, f"is held by {where}, which is alive: check RANK")
-                self._check(claim.message.body)
-                self._greet(claim.rank, claim.message, claim.sender)
-            except ProtocolError as error:
-                body = {"code": error.code, "text": str(error)}
-                self._outgoing.append(self._answer(claim.sender.route, claim.message, body))
-        for worker in self.workers.present:
-            if (silent_s := now_s - worker.last_heard_s) > self._lease_s:
-                self._put_out(worker, "evicted", f"silent for {silent_s:.1f} s, longer than its lease")
+        self._put_out_silent()
         self._put_out_cut_off()
         return self._settled()
 
@@ -228,8 +214,8 @@ class Coordinator(JobMemory):
             why, ranks = "prepare", self._unprepared()
         elif worker.state is WorkerState.JOINING:
             why, ranks = "join", [] if self._donor is None or self._joiner is None else [self._donor.rank]
-        elif worker.state is WorkerState.MEMBER and worker.is_blocked:
-            why, ranks = "release", self._decisions.waiting_for()
+        elif worker.is_blocked and type(self._decisions) is not Decisions:
+            why, ranks = "begin", self.missing
         ranks = [rank for rank in ranks if rank != worker.rank]
         return {"why": why, "waiting_for": ranks} if ranks else {}
 
@@ -244,13 +230,25 @@ class Coordinator(JobMemory):
                 self._refuse_rank(rank, "went to a newer process while this one was silent (raise --lease-s)")
             # A larger incarnation is of a process that came later, when there was another coordinator: in its view.
             is_later = message.incarnation > holder.incarnation and message.body.get("key") == self.key
-            is_later = is_later and _view_that_has(rank, message, sender) is not None
-            if holder.state is not WorkerState.GONE and not is_later:
-                if holder.user_id != sender.user_id:
-                    self._refuse_rank(rank, "belongs to another key")
-                self.workers.claim(rank, sender, message, self._now_s)
-                return
+            if holder.state is not WorkerState.GONE and not (is_later and _view_that_has(rank, message, sender)):
+                self._judge(holder, message, sender)
         self._greet(rank, message, sender)
+
+    def _judge(self, holder: Worker, message: Message, sender: Sender) -> None:
+        """Raise ProtocolError unless the process that has a rank, which another wants, is dead."""
+        if holder.user_id != sender.user_id:
+            self._refuse_rank(holder.rank, "belongs to another key")
+        if len(holder.claims) >= MAX_REMEMBERED:
+            holder.claims.clear()
+        since_s = holder.claims.setdefault(message.body["nonce"], self._now_s)
+        if not holder.route:  # it has a lease to come back
+            holder.claims.clear()
+        elif holder.last_heard_s > since_s + CLAIM_GRACE_S:
+            where = f"process {holder.pid} on {holder.host}"
+            self._refuse_rank(holder.rank, f"is held by {where}, which is alive: check RANK")
+        elif self._now_s >= since_s + 2 * self._around.settings.heartbeat_s + CLAIM_GRACE_S:
+            return
+        raise ProtocolError(f"rank {holder.rank} of job {self.name!r} is held; ask again", ErrorCode.NOT_READY)
 
     def _refuse_rank(self, rank: int, why: str) -> None:
         raise ProtocolError(
@@ -298,8 +296,6 @@ class Coordinator(JobMemory):
             if worker is not None:
                 self._put_out(worker, "fenced", "a newer process has its rank")
             worker = self.workers.new(rank, message, sender.user_id, self._around.clocks.wall_s())
-        elif worker in self._survivors() and self.view is not None:
-            self._expect(self.view.members)
         if worker.state is WorkerState.GONE:
             worker.advance("came")
             worker.leaving, worker.why_gone = None, ""
@@ -308,7 +304,7 @@ class Coordinator(JobMemory):
         worker.welcomed, worker.told = ("", 0), 0
         # A joiner that does not know the view which has it says how far it was before.
         if not self.averages or ("view" in body and view_of(body).number >= worker.admitted):
-            self._hear_completed(worker, body.get("completed", 0))
+            worker.completed = max(worker.completed, body.get("completed", 0))
         self._hear_cut(worker, body)
         if rule is not None:
             worker.has_rule = True
@@ -342,8 +338,7 @@ class Coordinator(JobMemory):
             self.key, self.registration, self._registrar = body["key"], self._next_registration(), None
             self._set_rule(rule)
             self.world_size = max(self.world_size, view.world_size)
-            self._resume_s, self.epochs = self._now_s + self._lease_s, list(view.shards)
-            self.chunks = list(view.chunks)
+            self.epochs, self.chunks = list(view.shards), list(view.chunks)
         known = {one.number: one for one in (*view.releases, *self.releases)}
         self.releases = [known[number] for number in sorted(known)]
         if self.view is not None and view.number <= self.view.number:
@@ -381,18 +376,12 @@ class Coordinator(JobMemory):
             worker.first_step, worker.has_rule, worker.why_gone = member.first_step, True, ""
             self.came[worker.rank] = False
 
-    def _survivors(self) -> list[Worker]:
-        """Of a job whose members are all out: those of the last view who may come back with their state."""
-        if self.state is not JobState.RESUMING or self.view is None or not self.averages:
-            return []
-        named = {(one.rank, one.incarnation) for one in self.view.members}
-        gone = self.workers.of(WorkerState.GONE)
-        return [one for one in gone if one.identity in named and one.why_gone == "evicted"]
-
     def _resume(self) -> None:
         """Go on once each member of the last view is back or out."""
         members = self.workers.members
-        if self.state is JobState.RESUMING and all(one.route for one in members) and (members or not self.averages):
+        if self.state is JobState.RESUMING and self.averages and not members:
+            self._begin_anew()
+        elif self.state is JobState.RESUMING and all(one.route for one in members):
             self._advance("resumed")
             self._decisions.learn()
             if members:
@@ -404,18 +393,12 @@ class Coordinator(JobMemory):
         """Where nobody brings the job's first values, a worker has to."""
         waiting, is_registering = self.workers.waiting, self.state is JobState.REGISTERING
         waiting = [one for one in waiting if not one.unreachable] or waiting
-        if self.state is JobState.RESUMING:
-            is_time = self._now_s >= self._resume_s or not self._survivors()
-            is_due = self.averages and not self.workers.members and is_time
-        else:
-            has_registrar = is_registering and any(one.identity == self._registrar for one in waiting)
-            is_due = self.state is not JobState.OPEN and not has_registrar
-        # With several workers rank 0 gives the values; where its process died, whoever is there.
-        if not is_due or not waiting or (waiting[0].rank and self.world_size > 1 and not is_registering):
+        has_registrar = is_registering and any(one.identity == self._registrar for one in waiting)
+        if self.state not in (JobState.NEW, JobState.REGISTERING) or has_registrar:
             return
-        assert self.rule is not None
-        if self.state is JobState.RESUMING:
-            logger.warning("job %r begins anew: all its workers are gone", self.name)
+        # With several workers rank 0 gives the values; where its process died, whoever is there.
+        if not waiting or (waiting[0].rank and self.world_size > 1 and not is_registering):
+            return
         self._reset()
         self._advance("begun")
         self._registrar, self.registration = waiting[0].identity, self._next_registration()
@@ -456,7 +439,7 @@ class Coordinator(JobMemory):
         are_others = bool(self.workers.waiting or self.missing) or not all(self.came.values())
         if has_failed or (not self.averages and are_others):
             if self.averages:
-                self._interrupt()
+                self._begin_anew()
             return  # others are to come yet
         self._finish(
             ErrorCode.ENDED,
@@ -464,11 +447,11 @@ class Coordinator(JobMemory):
             " again, start another run, or give it another job (PSENGINE_JOB).",
         )
 
-    def _interrupt(self) -> None:
-        """All are out who hold the weights; for a lease they may come back."""
-        self._advance("interrupted")
-        self._resume_s = self._now_s + self._lease_s
-        self._end_change()
+    def _begin_anew(self) -> None:
+        """All are out who held the weights: who comes first brings others, or a view to go on from."""
+        logger.warning("job %r is over: all its workers are gone", self.name)
+        self._advance("over")
+        self._reset()
 
     def _finish(self, code: str, text: str) -> None:
         """A run is over. Unless the servers have its weights, the next one begins anew."""
@@ -513,13 +496,9 @@ class Coordinator(JobMemory):
         self._hear_cut(worker, message.body)
         if message.view >= worker.admitted:
             worker.is_blocked = message.body.get("blocked", False)
-            self._hear_completed(worker, message.body.get("completed", 0))
+            worker.completed = max(worker.completed, message.body.get("completed", 0))
         if worker is self._donor:
             self._joiner = None  # it is asked again
-
-    def _hear_completed(self, worker: Worker, step: int) -> None:
-        worker.completed = max(worker.completed, step)
-        worker.has_begun |= worker.completed >= worker.first_step
 
     def _hear_cut(self, worker: Worker, body: Mapping[str, Any]) -> None:
         if not worker.unreachable:
@@ -529,7 +508,7 @@ class Coordinator(JobMemory):
     def _hear_prepared(self, worker: Worker, message: Message) -> None:
         if worker.state is WorkerState.MEMBER and message.body["view"] == self._preparing:
             worker.prepared = message.body["view"]
-            self._hear_completed(worker, message.body["completed"])
+            worker.completed = max(worker.completed, message.body["completed"])
 
     def _hear_step(self, worker: Worker, message: Message) -> None:
         step = message.body["step"]
@@ -538,7 +517,6 @@ class Coordinator(JobMemory):
         # Shards forgot what was pushed under an older view; it is pushed and committed again.
         if self.averages and message.view < self.view.number and step >= self.view.from_step:
             return
-        worker.has_begun = True
         self._decisions.commit(worker, step, abstained=message.body["abstained"], now_s=self._now_s)
 
     def _hear_join(self, worker: Worker, message: Message) -> None:
@@ -559,7 +537,7 @@ class Coordinator(JobMemory):
         is_now = self.view is not None and message.view == self.view.number and list(body["epochs"]) == self.epochs
         if worker.state is not WorkerState.MEMBER or not is_now:
             raise self._stale("deposited its state under an older view")
-        self._hear_completed(worker, body["step"])
+        worker.completed = max(worker.completed, body["step"])
         self._donation = worker, body["step"]
 
     def _hear_life(self, worker: Worker, message: Message) -> None:
@@ -637,6 +615,14 @@ class Coordinator(JobMemory):
         text = f"worker {worker.rank} (process {worker.pid} on {worker.host}) {text}"
         self._around.note(kind, text, job=self.name, worker=worker.rank)
 
+    def _put_out_silent(self) -> None:
+        members = self.workers.members if self.averages and self.state is JobState.OPEN else []
+        # Where all who hold the weights are silent, they may be cut off together: they have another lease.
+        patience = 2 if members and all(self._now_s - one.last_heard_s > self._lease_s for one in members) else 1
+        for worker in self.workers.present:
+            if (silent_s := self._now_s - worker.last_heard_s) > self._lease_s * (patience if worker in members else 1):
+                self._put_out(worker, "evicted", f"silent for {silent_s:.1f} s, longer than its lease")
+
     def _put_out_cut_off(self) -> None:
         """Put out members that cannot reach a shard for a lease, where others reach it and wait.
 
@@ -668,7 +654,7 @@ class Coordinator(JobMemory):
         newcomers, members, departing = self._newcomers(), self.workers.members, self.workers.departing
         if self.averages and not (newcomers or members or departing):
             if self.view is not None and self.view.members:
-                self._interrupt()
+                self._begin_anew()
             return
         if newcomers:
             self._want_view()
@@ -699,7 +685,7 @@ class Coordinator(JobMemory):
         return [one.rank for one in self.workers.members if self.averages and one.prepared != self._preparing]
 
     def _publish(self, newcomers: list[tuple[Worker, int]]) -> None:
-        number, is_first = self._next_number(), self.view is None
+        number = self._next_number()
         newest = max((one.completed for one in self.workers.members), default=0)
         has_restarted_shard = self.view is not None and list(self.view.shards) != self.epochs
         for worker in self.workers.members if self.averages and has_restarted_shard else ():
@@ -710,7 +696,6 @@ class Coordinator(JobMemory):
             worker.first_step, worker.admitted, worker.is_blocked, worker.committed = first_step, number, False, 0
             if self.averages:
                 worker.completed = first_step - 1
-                worker.has_begun = is_first and worker.identity == self._registrar
                 newest = max(newest, worker.completed)
             self.came[worker.rank] = False
             self._note("joined", worker, "takes part")
@@ -821,7 +806,6 @@ class Coordinator(JobMemory):
         """Inverse of ``to_meta``, in a new object: the members of the view have a lease to come back."""
         vars(self).update(vars(msgspec.convert(meta, JobMemory, str_keys=True)))
         self._now_s, self._decisions = now_s, decisions_of(self)
-        self._resume_s = now_s + self._lease_s
         if self.state is JobState.REGISTERING:
             self.state = JobState.NEW
         elif self.state is JobState.OPEN and self.view is not None and (self.averages or self.view.members):

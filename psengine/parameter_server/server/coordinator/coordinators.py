@@ -7,19 +7,17 @@ after each of both:          take_changed() ─► what a log has to have before
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Surroundings
 from psengine.parameter_server.server.coordinator.states import JobState
-from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Outgoing, Sender
 from psengine.parameter_server.status_model import CoordinatedJob
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
-logger = logging.getLogger(__name__)
 MAX_JOBS = 256
 # How often ``tick`` should be called.
 TICK_S = 0.1
@@ -31,26 +29,14 @@ _NO_VALUES = (JobState.NEW, JobState.REGISTERING)
 class Coordinators:
     """See the module's text.
 
-    Args:
-        epoch: of this life of the server.
-        note: told of what happens to workers, for people: see ``EventLog.note``.
-        draw_key: makes a job's key.
-
     Attributes:
         by_number: the jobs.
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        settings: ShardSettings,
-        clocks: Clocks,
-        note: Callable[..., None],
-        draw_key: Callable[[], bytes],
-    ) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.by_number: dict[int, Coordinator] = {}
         self._paused_s = 0.0  # the process stood still for so long: leases did not run meanwhile
-        self._surroundings = Surroundings(epoch, settings, clocks, note, draw_key)
+        self._surroundings = surroundings
         self._is_closed = False
         self._dropped: list[int] = []
 
@@ -64,8 +50,9 @@ class Coordinators:
             return self._job_of(message, sender).handle(message, sender, now_s - self._paused_s)
         except ProtocolError as error:
             job = self.by_number.get(message.job)
-            text = f"{message.type.name} was refused: {error}"
-            self._surroundings.note("refused", text, job="" if job is None else job.name)
+            if error.code != ErrorCode.NOT_READY:
+                text = f"{message.type.name} was refused: {error}"
+                self._surroundings.note("refused", text, job="" if job is None else job.name)
             raise
 
     def _job_of(self, message: Message, sender: Sender) -> Coordinator:
@@ -77,8 +64,6 @@ class Coordinators:
         name = message.body["job"]
         if job_number(name) != message.job:
             raise ProtocolError(f"the header's job is not the number of {name!r}")
-        if job is not None and job.name != name:
-            raise ProtocolError(f"jobs {job.name!r} and {name!r} have the same number; rename one")
         if self._is_closed and (job is None or not job.is_awaited(message, sender.user_id)):
             raise ProtocolError(
                 "this server lets no more workers in: it was told to drain (psengine admin drain), and ends when the"
@@ -117,8 +102,7 @@ class Coordinators:
 
     def find(self, name: str) -> Coordinator | None:
         """The job of this name."""
-        job = self.by_number.get(job_number(name))
-        return job if job is not None and job.name == name else None
+        return self.by_number.get(job_number(name))
 
     def evict(self, job: str, rank: int, now_s: float) -> list[Outgoing] | None:
         """End a worker's lease before its time; None where there is none."""
@@ -131,7 +115,6 @@ class Coordinators:
         if found is None:
             return None
         if not found.workers.present:
-            logger.warning("job %r is forgotten", job)
             self._drop(found.number)
         return len(found.workers.present)
 

@@ -55,10 +55,6 @@ class Decisions:
         """Of a worker that comes, where servers hold the weights."""
         return worker.completed + 1
 
-    def waiting_for(self) -> list[int]:
-        """Ranks without which nothing is decided now."""
-        return []
-
     def prune(self) -> None:
         """Forget the releases that every shard has."""
         self.job.releases.clear()
@@ -91,11 +87,6 @@ class Bound(Decisions):
     @override
     def first_step(self, worker: Worker) -> int:
         return max(worker.completed, self.job.decided) + 1
-
-    @override
-    def waiting_for(self) -> list[int]:
-        least = self._least()
-        return [one.rank for one in self.members if one.committed == least] + self.job.missing
 
     @override
     def prune(self) -> None:
@@ -143,11 +134,6 @@ class Quorum(Decisions):
                 del self._steps[step]
                 self._release(step, contributors=tuple((rank, step) for rank in given))
         return False
-
-    @override
-    def waiting_for(self) -> list[int]:
-        step = min(self._steps, default=0)
-        return [one.rank for one in self.members if one.committed < step]
 
     @override
     def prune(self) -> None:
@@ -248,10 +234,6 @@ class Merge(Decisions):
     @override
     def first_step(self, worker: Worker) -> int:
         return max([worker.completed, *self.job.merged.values()]) + 1
-
-    @override
-    def waiting_for(self) -> list[int]:
-        return [one.rank for one in self._absent()] + self.job.missing if self._here() else []
 
     @override
     def prune(self) -> None:

@@ -28,8 +28,9 @@ class WorkerState(Enum):
     GONE = "gone"  # left, evicted, or replaced; its process may come back
 
 
-# begun: a worker is told to bring values. registered: it has. interrupted: the coordinator restarted, or all who hold
-# the weights are out. resumed: who is back goes on. over: the last worker has left, or a server lost weights.
+# begun: a worker is told to bring values. registered: it has. interrupted: the coordinator restarted, or a worker comes
+# with a view that it does not know. resumed: who is back goes on. over: the last worker has left, all who hold the
+# weights are out, or a server lost weights.
 JOB: dict[JobState, dict[str, JobState]] = {
     JobState.NEW: {"begun": JobState.REGISTERING, "interrupted": JobState.RESUMING},
     JobState.REGISTERING: {
@@ -38,7 +39,7 @@ JOB: dict[JobState, dict[str, JobState]] = {
         "registered": JobState.OPEN,
     },
     JobState.OPEN: {"interrupted": JobState.RESUMING, "over": JobState.NEW},
-    JobState.RESUMING: {"begun": JobState.REGISTERING, "over": JobState.NEW, "resumed": JobState.OPEN},
+    JobState.RESUMING: {"over": JobState.NEW, "resumed": JobState.OPEN},
 }
 # came: it says HELLO. asked: it asks for state. admitted: the next view has it, or it is expected back in the last one.
 # went: it left, was evicted, or was replaced. anew: its job begins anew.

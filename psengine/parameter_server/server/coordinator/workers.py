@@ -6,7 +6,6 @@ for life, also where it was evicted and comes back, and a later process of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from psengine.errors import ProtocolError
@@ -39,6 +38,7 @@ class Worker:
     pid: int = 0
     run: str = ""
     hello: int = 0  # the id of its newest HELLO
+    claims: dict[int, float] = field(default_factory=dict)  # by nonce, since when another process wants its rank
     welcomed: tuple[str, int] = ("", 0)  # since then: the last WELCOME's state and registration
     told: int = 0  # and the last VIEW, RELEASE or PREPARE: see ``Coordinator._tell``
     has_rule: bool = False  # it wants to take part, not only to have a rank
@@ -47,7 +47,6 @@ class Worker:
     completed: int = 0  # the last step of which it has all answers, and of all before
     committed: int = 0  # the last step that all shards have from it
     prepared: int = 0  # the view for which it is frozen
-    has_begun: bool = False  # it has read what it began with: it has done a step since it was admitted
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
     cut_s: float = 0.0  # since when there are such
@@ -60,6 +59,11 @@ class Worker:
     def identity(self) -> tuple[int, int]:
         """Rank and incarnation."""
         return self.rank, self.incarnation
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has read what it began with: it has done a step since it was admitted."""
+        return max(self.completed, self.committed) >= self.first_step
 
     @property
     def has_failed(self) -> bool:
@@ -81,23 +85,11 @@ class Worker:
         return ViewMember(self.rank, self.incarnation, self.user_id, self.first_step)
 
 
-@dataclass(slots=True)
-class Claim:
-    """A process wants a rank whose holder may be alive."""
-
-    rank: int
-    sender: Sender
-    message: Message
-    since_s: float
-    holder: Worker | None
-
-
 class Workers:
     """All that are known of one job, by rank; see the module's text."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, Worker] = {}
-        self.claims: dict[tuple[int, int], Claim] = {}  # by rank and nonce
 
     def of(self, *states: WorkerState) -> list[Worker]:
         """Those in one of these states, by rank."""
@@ -128,7 +120,7 @@ class Workers:
         rank = message.body.get("rank")
         if rank is None:
             mine = (one.rank for one in self.by_rank.values() if one.is_process(message, user_id))
-            taken = {one.rank for one in self.present} | {rank for rank, _ in self.claims}
+            taken = {one.rank for one in self.present}
             rank = next(mine, next(rank for rank in range(len(taken) + 1) if rank not in taken))
         if rank >= MAX_WORKERS:
             raise ProtocolError(f"ranks lie below {MAX_WORKERS} (got {rank})", ErrorCode.BAD_VALUE)
@@ -164,23 +156,3 @@ class Workers:
         if worker.route != sender.route:  # rank and incarnation are no secret
             raise ProtocolError(f"worker {worker.rank} said HELLO on another connection", ErrorCode.NOT_MEMBER)
         return worker
-
-    def claim(self, rank: int, sender: Sender, message: Message, now_s: float) -> None:
-        """A process wants a rank that another holds; it gets its answer once ``judged`` says so."""
-        known = Claim(rank, sender, message, now_s, self.by_rank.get(rank))
-        claim = self.claims.setdefault((rank, message.body["nonce"]), known)
-        claim.sender, claim.message = sender, message
-
-    def judged(self, patience_s: float, now_s: float) -> Iterator[tuple[Claim, bool]]:
-        """Claims whose time is over, taken out, and whether the holder of the rank is alive."""
-        for key, claim in list(self.claims.items()):
-            holder = self.by_rank.get(claim.rank)
-            if holder is not None and holder.state is WorkerState.MEMBER and not holder.route:
-                continue  # the job resumes, and it has a lease to come back
-            if holder is not claim.holder:  # another claim got the rank, which says nothing of who is alive now
-                claim.holder, claim.since_s = holder, now_s
-            is_gone = holder is None or holder.state is WorkerState.GONE
-            heard = holder is not None and not is_gone and holder.last_heard_s > claim.since_s + CLAIM_GRACE_S
-            if heard or is_gone or now_s >= claim.since_s + patience_s + CLAIM_GRACE_S:
-                del self.claims[key]
-                yield claim, heard
