@@ -15,7 +15,11 @@ MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second, and a disk stays full for days: the last one stays, with
 # how many were like it.
 _MERGED = frozenset({"refused", "late", "memory", "stood_still", "snapshot", "snapshot_failed"})
-_LOGGED = frozenset({"evicted", "fenced", "lost", "stood_still"})
+_LOGGED = {
+    **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room"), logging.WARNING),
+    **dict.fromkeys(("snapshot_failed", "log_low"), logging.ERROR),
+    **dict.fromkeys(("log_full", "log_failed"), logging.CRITICAL),
+}
 # Anybody who reaches the server can come and go: a line for each would fill the disk. A whole host's workers fit in.
 LINES_INTERVAL_S = 10.0
 MAX_LINES = 128
@@ -41,9 +45,12 @@ class EventLog:
             self._events[source] = Event(round(self._clocks.wall_s(), 3), kind, job, worker, text), count + 1
             if len(self._events) > MAX_EVENTS:
                 del self._events[next(iter(self._events))]
-            if kind in _LOGGED and (left_out := self._lines.allows(self._clocks.measure_s())) is not None:
+            if (level := _LOGGED.get(kind)) is None:
+                return
+            left_out = 0 if level > logging.WARNING else self._lines.allows(self._clocks.measure_s())
+            if left_out is not None:
                 more = f" ({left_out} lines were left out before)" if left_out else ""
-                logger.warning("%s%s%s", f"job {job!r}: " if job else "", text, more)
+                logger.log(level, "%s%s%s", f"job {job!r}: " if job else "", text, more)
 
     def events(self) -> tuple[Event, ...]:
         """The newest last."""

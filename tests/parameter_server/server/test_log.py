@@ -8,9 +8,10 @@ import os
 import pytest
 from support.memory_disk import MemoryDisk
 
+from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import BEGINNING, Place, ShardLog, segment_name, segments
-from psengine.parameter_server.server.log.reading import DamagedLogError, LogReader
+from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.log.records import Record, RecordKind
 
 EPOCH = 7
@@ -49,8 +50,8 @@ def read(disk, start=None):
     reader, numbers = LogReader(disk, 0, start), []
     for one in reader:
         frames = [bytes(frame) for frame in one.frames]
-        assert one._replace(frames=frames) == record(one.job - 1, len(frames[-1]))
-        numbers.append(one.job - 1)
+        assert one._replace(frames=frames, number=0, durable=0) == record(one.number, len(frames[-1]))
+        numbers.append(one.number)
     return numbers, reader
 
 
@@ -121,7 +122,7 @@ def test_a_flipped_bit_anywhere_is_refused_with_file_and_place():
         damaged[place] ^= 1 << place % 8
         disk = MemoryDisk({segment_name(0, 1): damaged})
         if place < end:
-            with pytest.raises(DamagedLogError, match=rf"{segment_name(0, 1)} is damaged at byte \d+"):
+            with pytest.raises(SnapshotError, match=rf"{segment_name(0, 1)} is damaged at byte \d+"):
                 read(disk)
         else:
             assert read(disk)[0] == [1, 2, 3]
@@ -138,18 +139,18 @@ def three_segments(epoch=EPOCH):
 def test_a_missing_or_foreign_segment_is_refused():
     files, others = three_segments(), three_segments(EPOCH + 1)
     first, second, third = sorted(files)
-    with pytest.raises(DamagedLogError, match=f"{second} .*missing"):
+    with pytest.raises(SnapshotError, match=f"{second} .*missing"):
         read(MemoryDisk({first: files[first], third: files[third]}))
-    with pytest.raises(DamagedLogError, match="another segment's"):
+    with pytest.raises(SnapshotError, match="another segment's"):
         read(MemoryDisk({first: files[first], second: files[third]}))
-    with pytest.raises(DamagedLogError, match="does not begin"):
+    with pytest.raises(SnapshotError, match="does not begin"):
         read(MemoryDisk({first: files[first], second: b"", third: files[third]}))
     # Cut off at the end of a record, so that only the next segment tells.
-    with pytest.raises(DamagedLogError, match="records are missing"):
+    with pytest.raises(SnapshotError, match="records are missing"):
         read(MemoryDisk(files | {second: files[second][: -record(3).size_bytes]}))
     # Of another directory, in the middle and at the end.
     for name in (second, third):
-        with pytest.raises(DamagedLogError, match=f"{name} .*another segment's .*'before': {EPOCH}"):
+        with pytest.raises(SnapshotError, match=f"{name} .*another segment's .*'before': {EPOCH}"):
             read(MemoryDisk(files | {name: others[name]}))
 
 
@@ -166,7 +167,7 @@ def test_the_segment_that_a_generation_goes_on_in_is_there_or_refused():
         (files | {third: others[third]}, f"another segment's .*'epoch': {EPOCH}"),
         ({}, "the file is missing"),
     ):
-        with pytest.raises(DamagedLogError, match=f"{third} .*{words}"):
+        with pytest.raises(SnapshotError, match=f"{third} .*{words}"):
             read(MemoryDisk(damaged), place)
 
 

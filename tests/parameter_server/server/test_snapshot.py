@@ -17,7 +17,7 @@ from psengine.parameter_server.server.durability import restoring
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import Place, segment_name
 from psengine.parameter_server.server.snapshots import generations as generations_module
-from psengine.parameter_server.server.snapshots.files import ChunkState, JobState, ServerState
+from psengine.parameter_server.server.snapshots.files import ChunkState, JobState, ServerState, read_places
 from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.messages import DTYPES
 
@@ -127,7 +127,7 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(store):
     assert (generation, notes) == (1, [])
     assert_same(loaded.shards, saved)
     assert (loaded.places, loaded.coordinators) == (places, coordinators)
-    assert store.places(1) == places
+    assert read_places(store.disk, 1) == places
 
 
 # ---- generations ----------------------------------------------------------------------------------------------------
@@ -158,7 +158,10 @@ DAMAGES = {
     "empty": (lambda path: os.truncate(path, 0), "cut off"),
     "something else": (lambda path: path.write_text("{}\n"), "another version's"),
     "a directory of an older version": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "another one": (lambda path: shutil.copyfile(path.with_name(names(1)[0]), path), r"another.*expected 2, got 1"),
+    "another one": (
+        lambda path: shutil.copyfile(path.with_name(names(1)[0]), path),
+        "another version's or generation's",
+    ),
 }
 
 

@@ -121,7 +121,7 @@ def _deletes_needed(segments: Any) -> Any:
 
     def one(self: Generations, kept: int, places: Any) -> None:
         later = {shard: place._replace(segment=place.segment + 1) for shard, place in places.items()}
-        with mock.patch.object(self, "places", return_value=later):
+        with mock.patch.object(generations, "read_places", return_value=later):
             segments(self, kept, later)
 
     return one

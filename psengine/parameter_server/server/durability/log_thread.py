@@ -9,7 +9,6 @@ The shard's thread never waits for the disk. Writing, which copies to the page c
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +19,6 @@ from psengine.parameter_server.server.log.log import Place, ShardLog
 from psengine.parameter_server.server.log.records import Record
 from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.parameter_server.status_model import LogStatus
-
-logger = logging.getLogger(__name__)
 
 # How often a full disk is tried again, and an idle log's file is looked for; the longest wait, too.
 LOOK_S = 1.0
@@ -51,7 +48,6 @@ class LogThreads:
         self._room_bytes, self._want_snapshot = room_bytes, want_snapshot
         self._changed = threading.Condition()
         self._ends = False
-        self._has_written = False  # all that ever will be
         self._told = log.durable  # what the shard was woken for
         self._syncs, self._sync_s = 0, 0.0
         self.is_full = False
@@ -98,8 +94,8 @@ class LogThreads:
     def end(self, deadline_s: float) -> None:
         """Write what is there, then end."""
         self._ends = True
-        self._tell_threads()
         for thread in self._threads:
+            self._tell_threads()
             thread.join(deadline_s)
         if not any(thread.is_alive() for thread in self._threads):
             self.log.close()
@@ -123,8 +119,7 @@ class LogThreads:
             loop()
         except Exception as error:
             self._error = f"the log of shard {self.log.shard} cannot be written any more: {error}"
-            self._tell(
-                logging.CRITICAL,
+            self._note(
                 "log_failed",
                 f"{self._error}. Nothing is acknowledged, and the server ends: what was not durable may be gone, so"
                 " that a second try could lie. Look at the disk, then start the server again",
@@ -137,19 +132,18 @@ class LogThreads:
             self._write()
             with self._changed:
                 self._changed.notify_all()
-                if self._ends and (self.is_full or not self.log.has_unwritten):
-                    self._has_written = True  # where the disk is full, nobody was told of the rest
-                    return
                 if self.is_full or not self.log.has_unwritten:
+                    if self._ends:
+                        return  # where the disk is full, nobody was told of the rest
                     self._changed.wait(LOOK_S)
 
     def _sync_all(self) -> None:
         log = self.log
         while not self._error:
             with self._changed:
-                self._changed.wait_for(lambda: log.written != self._told or self._has_written or self._error, LOOK_S)
-                if self._has_written and log.written == self._told:
-                    return
+                self._changed.wait_for(lambda: log.written != self._told or self._ends or self._error, LOOK_S)
+            if log.written == self._told and not self._threads[0].is_alive():
+                return
             began_s = time.perf_counter()
             log.sync()
             if log.durable != self._told:
@@ -167,8 +161,7 @@ class LogThreads:
                 raise
             if not self.is_full:
                 self.is_full = True
-                self._tell(
-                    logging.CRITICAL,
+                self._note(
                     "log_full",
                     f"the log's disk is full ({error.strerror}: {error.filename}): shard {self.log.shard} acknowledges"
                     " nothing until there is room; workers wait. A snapshot is tried, after which older segments go."
@@ -178,12 +171,7 @@ class LogThreads:
         else:
             if self.is_full:
                 self.is_full = False
-                text = f"the log's disk has room again: shard {self.log.shard} goes on"
-                self._tell(logging.WARNING, "log_room", text)
-
-    def _tell(self, level: int, kind: str, text: str) -> None:
-        logger.log(level, "%s", text)
-        self._note(kind, text)
+                self._note("log_room", f"the log's disk has room again: shard {self.log.shard} goes on")
 
     def _tell_threads(self) -> None:
         with self._changed:

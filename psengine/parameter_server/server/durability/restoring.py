@@ -36,7 +36,7 @@ class Recovered:
         shards: the jobs of each shard that there was.
         coordinators: what coordinators knew, one after the other to be taken over.
         notes: newer generations, and ends of logs, that were left out, and why.
-        records: how many each shard's log had.
+        records: how many the logs had.
         ends: by shard, where its next life goes on.
     """
 
@@ -44,15 +44,20 @@ class Recovered:
     shards: list[list[JobState]] = field(default_factory=list)
     coordinators: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    records: dict[int, int] = field(default_factory=dict)
+    records: int = 0
     ends: dict[int, Place] = field(default_factory=dict)
 
-    def versions(self) -> dict[str, list[int]]:
-        """Of all chunks, by job."""
-        found: dict[str, list[int]] = {}
+    def describe(self) -> str:
+        """What a server starts with, for people."""
+        if self.generation is None and not self.records:
+            return "no generation yet"
+        versions: dict[str, int] = {}
         for job in (job for jobs in self.shards for job in jobs):
-            found.setdefault(job.name, []).extend(chunk.meta["version"] for chunk in job.chunks)
-        return found
+            versions[job.name] = max([versions.get(job.name, 0), *(chunk.meta["version"] for chunk in job.chunks)])
+        jobs = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
+        generation = "no generation" if self.generation is None else f"generation {self.generation}"
+        records = f" and {self.records} records of the log" if self.records else ""
+        return f"{generation}{records} ({jobs})"
 
 
 def recover(store: Generations) -> Recovered:
@@ -91,7 +96,7 @@ def _replay(recovered: Recovered, shard: int, reader: LogReader) -> None:
                 state.restore(states)
                 if is_next:
                     state.begin_life()
-            recovered.records[shard] = recovered.records.get(shard, 0) + 1
+            recovered.records += 1
             _apply(recovered, state, record)
         except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise SnapshotError(

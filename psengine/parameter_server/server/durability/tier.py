@@ -119,20 +119,13 @@ class Durability(threading.Thread):
         except OSError as error:
             raise SnapshotError(f"{error.filename} cannot be read: {error.strerror}") from error
         if recovered.notes:
-            text = f"left out: {'; '.join(recovered.notes)}"
-            logger.warning("%s", text)
-            self._note("snapshot_failed", text)
-        number, records = recovered.generation, sum(recovered.records.values())
-        if number is None and not records:
-            return f"durable to {self._disk}, no generation yet"
-        place_into(recovered, shards, f"Generation {number or 0} in {self._disk}")
-        for meta in recovered.coordinators:
-            coordinators.restore(meta, time.monotonic())
-        versions = {name: max(of_chunks, default=0) for name, of_chunks in recovered.versions().items()}
-        shown = ", ".join(f"{name} version {version}" for name, version in versions.items()) or "no job"
-        summary = f"durable to {self._disk}, {'no generation' if number is None else f'generation {number}'}"
-        summary += f" and {records} records of the log ({shown})" if records else f" ({shown})"
-        self._note("restored", f"taken over: {summary}")
+            self._note("snapshot_failed", f"left out: {'; '.join(recovered.notes)}")
+        summary = f"durable to {self._disk}, {recovered.describe()}"
+        if recovered.generation is not None or recovered.records:
+            place_into(recovered, shards, f"Generation {recovered.generation or 0} in {self._disk}")
+            for meta in recovered.coordinators:
+                coordinators.restore(meta, time.monotonic())
+            self._note("restored", f"taken over: {summary}")
         return summary
 
     def begin(self, threads: Sequence[ShardThread], epoch: int) -> None:
@@ -147,12 +140,11 @@ class Durability(threading.Thread):
             log = ShardLog(self._disk, shard, epoch, recovered.ends.get(shard, BEGINNING))
             self.logs.append(LogThreads(log, thread.answers, self._note, self._room_bytes, self.snapshot))
             self.logs[-1].start()
+        self.generation, self._durable_changes = recovered.generation, self._changes()
         if self.logs or recovered.records:
             # What was read may not be durable yet, because the last life may have died before its fsync: this life goes
             # on from a generation of its own, which also has as many shards as there are.
             self._write_first()
-        elif recovered.generation is not None:
-            self.generation, self._durable_changes = recovered.generation, self._changes()
         for thread, logging_threads in zip(threads, self.logs, strict=False):
             thread.answers.log, thread.shard.append = logging_threads.log, logging_threads.append
         self.start()
@@ -250,7 +242,12 @@ class Durability(threading.Thread):
         try:
             generation = self._store.save(self._capture(deadline_s))
         except Exception as error:
-            self._note_failure(error)
+            self._failures += 1
+            self._last_error = str(error) or repr(error)
+            self.generation = self._store.newest  # somebody may have removed what there was
+            self._note("snapshot_failed", f"a snapshot was not written: {self._last_error}")
+            if not isinstance(error, SnapshotError):
+                logger.exception("a snapshot was not written")
             raise SnapshotError(self._last_error) from error
         self.generation, self._last_error = generation, ""
         self._current_s, self._durable_changes = started_s, changes
@@ -258,19 +255,6 @@ class Durability(threading.Thread):
         logger.info("durable to %s, generation %d, after %.2f s", self._disk, generation, self._last_seconds)
         self._note("snapshot", f"generation {generation} is written")
         return generation
-
-    def _note_failure(self, error: Exception) -> None:
-        self._failures += 1
-        self._last_error = str(error) or repr(error)
-        newest = self._store.newest
-        self.generation = newest  # somebody may have removed what there was
-        logger.error(
-            "no snapshot was written, the server stays durable to %s: %s",
-            "nothing" if newest is None else f"generation {newest}",
-            self._last_error,
-            exc_info=not isinstance(error, SnapshotError),
-        )
-        self._note("snapshot_failed", f"a snapshot was not written: {self._last_error}")
 
     def _capture(self, deadline_s: float) -> ServerState:
         """What all shards hold, each at the record at which its log is cut."""
@@ -321,11 +305,10 @@ class Durability(threading.Thread):
             self._told_low_s = float("-inf")
         elif now_s >= self._told_low_s + LOW_REPEAT_S:
             self._told_low_s = now_s
-            text = (
+            self._note(
+                "log_low",
                 f"the log's disk is almost full (expected {low_bytes >> 20} MiB of room, got {free_bytes >> 20}): once"
-                " it is full, nothing is acknowledged. A snapshot is written now, after which older segments go"
+                " it is full, nothing is acknowledged. A snapshot is written now, after which older segments go",
             )
-            logger.error("%s", text)
-            self._note("log_low", text)
             return True
         return False

@@ -106,11 +106,9 @@ class DirectoryDisk:
         lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError:
             holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(lock)
-            if not isinstance(error, BlockingIOError):
-                raise
             raise SnapshotError(
                 f"a snapshot directory belongs to one server (expected {self.directory} to be free, got a lock held by "
                 f"process {holder}); stop that server, or choose another directory"
@@ -145,13 +143,9 @@ class DirectoryDisk:
         return (self.directory / name).stat().st_size
 
     def read(self, name: str, offset: int, size_bytes: int) -> bytes:
-        with open(self.directory / name, "rb", buffering=0) as file:
+        with open(self.directory / name, "rb") as file:
             file.seek(offset)
-            pieces = []
-            while size_bytes and (piece := file.read(size_bytes)):
-                pieces.append(piece)
-                size_bytes -= len(piece)
-        return b"".join(pieces)
+            return file.read(size_bytes)
 
     def free_bytes(self) -> int:
         found = os.statvfs(self.directory)
@@ -169,32 +163,25 @@ class DirectoryFile:
         self._is_committed = False
 
     def append(self, pieces: Sequence[Any]) -> None:
-        left, offset = [memoryview(piece).cast("B") for piece in pieces if len(piece)], self._end
-        while left:
+        offset, path = self._end, str(self._path)
+        for first in range(0, len(pieces), _MAX_PIECES):
+            some = pieces[first : first + _MAX_PIECES]
             try:
-                written = os.pwritev(self._descriptor, left[:_MAX_PIECES], offset)
+                written = os.pwritev(self._descriptor, some, offset)
             except OSError as error:
-                error.filename = str(self._path)
-                raise
+                raise OSError(error.errno, error.strerror, path) from error
+            if written != sum(map(len, some)):
+                raise OSError(errno.ENOSPC, "there was room for a part only", path)
             offset += written
-            done = 0
-            while done < len(left) and written >= len(left[done]):
-                written -= len(left[done])
-                done += 1
-            left = left[done:]
-            if written:
-                left[0] = left[0][written:]
         self._end = offset
 
     def sync(self) -> None:
         try:
             os.fdatasync(self._descriptor)
-            is_there = os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+                raise OSError(errno.ESTALE, "the file, or its directory, was replaced while it was written")
         except OSError as error:
             raise _not_durable(error, self._path) from error
-        if not is_there:
-            text = "the file, or its directory, was replaced while it was written"
-            raise OSError(errno.ESTALE, text, str(self._path))
 
     def commit(self) -> None:
         self.sync()

@@ -12,14 +12,10 @@ from collections.abc import Iterator
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import Disk
 from psengine.parameter_server.server.log.log import BEGINNING, Place, segment_name, segments
-from psengine.parameter_server.server.log.records import Found, Record, RecordFile, RecordKind, content_of
+from psengine.parameter_server.server.log.records import Record, RecordFile, RecordKind, content_of
 
 # Whoever puts a file of this name into a server's directory has it start without the log, from the newest generation.
 WITHOUT_LOG = "start-without-log"
-
-
-class DamagedLogError(SnapshotError):
-    """A log is not what was written; the message names the file and the offset."""
 
 
 class LogReader:
@@ -35,7 +31,7 @@ class LogReader:
         notes: what was left out, for people.
 
     Raises:
-        DamagedLogError: in iteration; a record that was durable is not there, or not as it was written.
+        SnapshotError: in iteration; a record that was durable is not there, or not as it was written.
     """
 
     def __init__(self, disk: Disk, shard: int, start: Place | None = None) -> None:
@@ -56,21 +52,21 @@ class LogReader:
     def _read(self, file: RecordFile) -> Iterator[Record]:
         while (found := file.record(self.offset)) is not None:
             self._check_follows(found)
-            if found.record.kind is not RecordKind.SEGMENT:
-                yield found.record
-            self.offset += found.record.size_bytes
+            if found.kind is not RecordKind.SEGMENT:
+                yield found
+            self.offset += found.size_bytes
         if not self.offset:
             raise self._damage("it does not begin as a segment of this version of psengine does")
         if self.offset < file.size_bytes:
             self._check_rest(file)
 
-    def _check_follows(self, found: Found) -> None:
+    def _check_follows(self, found: Record) -> None:
         """Go behind this record; raise unless it follows the last one."""
-        is_start, last = found.record.kind is RecordKind.SEGMENT, self.end
+        is_start, last = found.kind is RecordKind.SEGMENT, self.end
         if is_start != (self.offset == 0):
             raise self._damage("a segment's first record, and only that, describes it")
         if is_start:
-            content = content_of(found.record)
+            content = content_of(found)
             expected = {"shard": self._shard, "segment": last.segment + 1, "number": found.number}
             is_first = self._start is not None and self._start.segment == last.segment + 1
             expected["epoch" if is_first else "before"] = last.epoch
@@ -93,17 +89,9 @@ class LogReader:
             " cut off"
         )
 
-    def _damage(self, reason: str) -> DamagedLogError:
-        return DamagedLogError(
+    def _damage(self, reason: str) -> SnapshotError:
+        return SnapshotError(
             f"{self.name} is damaged at byte {self.offset}: {reason}. Put a copy of the file back; or, to go back to"
             f" the newest generation and lose what came after it, make an empty file {self._disk}/{WITHOUT_LOG} and"
             " start again."
         )
-
-
-def describe(disk: Disk, name: str) -> str:
-    """What a segment begins with, for people."""
-    found = RecordFile(disk, name).record(0)
-    if found is None or found.record.kind is not RecordKind.SEGMENT:
-        return "nothing whole in it"
-    return "from record {number}, of the server's life {epoch:x}".format(**content_of(found.record))

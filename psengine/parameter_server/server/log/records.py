@@ -41,11 +41,13 @@ class RecordKind(IntEnum):
 
 
 class Record(NamedTuple):
-    """One record, without its number."""
+    """One record."""
 
     kind: RecordKind
     job: int = 0  # its number
     frames: Sequence[Any] = ()  # bytes-like; they must not change until they are written
+    number: int = 0  # where it was read
+    durable: int = 0  # likewise
 
     @property
     def size_bytes(self) -> int:
@@ -61,14 +63,6 @@ def json_record(kind: RecordKind, content: Any) -> Record:
 def content_of(record: Record) -> Any:
     """What ``json_record`` was given."""
     return json.loads(bytes(record.frames[0]))
-
-
-class Found(NamedTuple):
-    """A record that was read."""
-
-    record: Record
-    number: int
-    durable: int
 
 
 def encode(record: Record, number: int, durable: int = 0) -> list[Any]:
@@ -94,7 +88,7 @@ class RecordFile:
         self.size_bytes = disk.size_bytes(name)
         self._start, self._bytes = 0, b""
 
-    def record(self, offset: int) -> Found | None:
+    def record(self, offset: int) -> Record | None:
         """The record that begins there; None where there is none, or none that is as it was written."""
         header = self._get(offset, HEADER_BYTES)
         if len(header) < HEADER_BYTES:
@@ -109,9 +103,9 @@ class RecordFile:
             start += size
         if _DIGEST.pack(_digest(view[: _HEADER.size], frames)) != view[_HEADER.size : HEADER_BYTES]:
             return None
-        return Found(Record(RecordKind(kind), job, frames), number, durable)
+        return Record(RecordKind(kind), job, frames, number, durable)
 
-    def records_after(self, offset: int) -> Iterator[Found]:
+    def records_after(self, offset: int) -> Iterator[Record]:
         """Whole records behind one that is not."""
         for begin in range(offset + 1, self.size_bytes, _WINDOW_BYTES):
             for match in re.finditer(MAGIC, self._get(begin, _WINDOW_BYTES + len(MAGIC) - 1)):

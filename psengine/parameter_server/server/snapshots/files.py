@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -21,12 +21,6 @@ from psengine.parameter_server.server.log.disk import Disk, DiskFile
 from psengine.parameter_server.server.log.log import Place
 from psengine.parameter_server.server.log.records import MAGIC, Record, RecordFile, RecordKind, encode
 from psengine.protocol.frames import buffer_of
-
-_Kind = TypeVar("_Kind")
-
-
-class DamagedFileError(SnapshotError):
-    """A file of a snapshot is not what was written; the message names it and says why."""
 
 
 @dataclass
@@ -77,69 +71,62 @@ class ServerState:
         return (t for jobs in self.shards for job in jobs for chunk in job.chunks for t in chunk.tensors.values())
 
 
-@dataclass
-class _Places:
-    """The part of a file's first record that is not the state itself."""
-
-    generation: int
-    places: dict[int, Place]
-
-
 def write_generation(file: DiskFile, generation: int, state: ServerState) -> None:
     """Write all shards into an empty file.
 
     Raises:
         OSError: it could not be written.
     """
-    content = {"generation": generation, **vars(state)}
-    described = msgspec.msgpack.encode(content, enc_hook=lambda tensor: [str(tensor.dtype), list(tensor.shape)])
-    file.append(encode(Record(RecordKind.GENERATION, frames=[described]), 0))
+    described = msgspec.msgpack.encode(state, enc_hook=lambda tensor: [str(tensor.dtype), list(tensor.shape)])
+    file.append(encode(Record(RecordKind.GENERATION, frames=[described]), generation))
     for number, tensor in enumerate(state.tensors(), 1):
         elements = buffer_of(tensor.contiguous())
         file.append(encode(Record(RecordKind.TENSOR, frames=[elements]), number))
 
 
-def read_generation(disk: Disk, name: str, generation: int) -> ServerState:
+def read_generation(disk: Disk, generation: int) -> ServerState:
     """Read what ``write_generation`` wrote; the tensors own their memory.
 
     Raises:
-        DamagedFileError: the file is not what was written.
+        SnapshotError: the file is not what was written; the message names it and says why.
         OSError: it could not be read.
     """
-    file = RecordFile(disk, name)
-    state, offset = _read_first(file, f"{disk}/{name}", generation, ServerState)
+    file, path = RecordFile(disk, generation_name(generation)), f"{disk}/{generation_name(generation)}"
+    state, offset = _read_description(disk, file, generation)
     for number, tensor in enumerate(state.tensors(), 1):
         found = file.record(offset)
-        if found is None or (found.record.kind, found.number) != (RecordKind.TENSOR, number):
-            raise DamagedFileError(f"{disk}/{name}: tensor {number} at byte {offset} is damaged, or cut off")
-        for elements in found.record.frames:  # none of a tensor without elements
+        if found is None or (found.kind, found.number) != (RecordKind.TENSOR, number):
+            raise SnapshotError(f"{path}: tensor {number} at byte {offset} is damaged, or cut off")
+        for elements in found.frames:  # none of a tensor without elements
             buffer_of(tensor)[:] = elements
-        offset += found.record.size_bytes
+        offset += found.size_bytes
     if offset != file.size_bytes:
-        raise DamagedFileError(f"{disk}/{name}: size (expected {offset} bytes, got {file.size_bytes})")
+        raise SnapshotError(f"{path}: size (expected {offset} bytes, got {file.size_bytes})")
     return state
 
 
-def read_places(disk: Disk, name: str, generation: int) -> dict[int, Place]:
+def read_places(disk: Disk, generation: int) -> dict[int, Place]:
     """Where each shard's log goes on from a generation; errors as ``read_generation``."""
-    return _read_first(RecordFile(disk, name), f"{disk}/{name}", generation, _Places)[0].places
+    return _read_description(disk, RecordFile(disk, generation_name(generation)), generation)[0].places
 
 
-def _read_first(file: RecordFile, path: str, generation: int, kind: type[_Kind]) -> tuple[_Kind, int]:
-    """What describes a generation, and the offset behind it."""
+def _read_description(disk: Disk, file: RecordFile, generation: int) -> tuple[ServerState, int]:
+    """The state, with tensors that have no values yet, and the offset behind it."""
     found = file.record(0)
-    if found is None or found.record.kind is not RecordKind.GENERATION:
-        raise DamagedFileError(
-            f"{path}: its beginning is damaged, cut off, or another version's (expected a record {MAGIC!r})"
+    if found is None or (found.kind, found.number) != (RecordKind.GENERATION, generation):
+        raise SnapshotError(
+            f"{disk}/{generation_name(generation)}: its beginning is damaged, cut off, or another version's or"
+            f" generation's (expected a record {MAGIC!r} with the number {generation})"
         )
-    [described] = found.record.frames
-    got = msgspec.msgpack.decode(described, type=_Places).generation
-    if got != generation:
-        raise DamagedFileError(f"{path}: another generation's (expected {generation}, got {got})")
-    return msgspec.msgpack.decode(described, type=kind, dec_hook=_make_tensor), found.record.size_bytes
+    return msgspec.msgpack.decode(found.frames[0], type=ServerState, dec_hook=_make_tensor), found.size_bytes
 
 
 def _make_tensor(kind: type, described: Any) -> torch.Tensor:
     """An empty one with this dtype and shape."""
     dtype, shape = described
     return torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+
+
+def generation_name(generation: int) -> str:
+    """The name of a generation's file."""
+    return f"generation-{generation:012d}"

@@ -16,8 +16,8 @@ from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import FULL_ERRORS, UNFINISHED, Disk
 from psengine.parameter_server.server.log.log import Place, segment_name, segments
 from psengine.parameter_server.server.snapshots.files import (
-    DamagedFileError,
     ServerState,
+    generation_name,
     read_generation,
     read_places,
     write_generation,
@@ -89,22 +89,14 @@ class Generations:
         notes: list[str] = []
         for generation in reversed(self.numbers()):
             try:
-                return generation, read_generation(self.disk, generation_name(generation), generation), notes
-            except (DamagedFileError, OSError) as error:
+                return generation, read_generation(self.disk, generation), notes
+            except (SnapshotError, OSError) as error:
                 self._damaged.add(generation)
                 notes.append(f"generation {generation} is skipped: {error}")
         if not notes:
             return None, ServerState([]), notes
         fix = "put a copy of a generation back, or choose another directory to start without a snapshot"
         raise SnapshotError("\n".join([f"no snapshot in {self.disk} can be read:", *notes, fix]))
-
-    def places(self, generation: int) -> dict[int, Place]:
-        """Where each shard's log goes on from it.
-
-        Raises:
-            OSError, DamagedFileError: it cannot be read.
-        """
-        return read_places(self.disk, generation_name(generation), generation)
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
@@ -149,7 +141,7 @@ class Generations:
             if not intact:
                 return
             unneeded = [generation_name(number) for number in self.numbers() if number < intact[0]]
-            needed = [places, *map(self.places, intact)]
+            needed = [places, *(read_places(self.disk, number) for number in intact)]
             for shard, numbers in segments(self.disk).items():
                 first = min((one[shard].segment for one in needed if shard in one), default=numbers[-1] + 1)
                 unneeded += [segment_name(shard, number) for number in numbers if number < first]
@@ -157,8 +149,3 @@ class Generations:
                 self.disk.delete(name)
         except (OSError, SnapshotError) as error:
             logger.warning("old generations, or segments of the log, in %s cannot be deleted: %s", self.disk, error)
-
-
-def generation_name(generation: int) -> str:
-    """The name of a generation's file."""
-    return f"generation-{generation:012d}"
