@@ -368,8 +368,8 @@ class Coordinator(JobMemory):
                 worker.completed = member.first_step - 1
                 self.workers.by_rank[member.rank] = worker
             is_over = worker.incarnation > member.incarnation or worker.why_gone in ("left", "fenced")
-            if worker.state is WorkerState.MEMBER or is_over:
-                continue
+            if worker.state in (WorkerState.MEMBER, WorkerState.JOINING) or is_over:
+                continue  # who has asked to join has given up its state
             if worker.state is WorkerState.GONE:
                 worker.route, worker.last_heard_s = b"", self._now_s
             worker.advance("admitted")
