@@ -122,7 +122,7 @@ class TestViews:
             push(worker, 1)
         world.publish(workers[:1], releases=(named,))  # the release comes with the view
         torch.testing.assert_close(workers[0].updates()[1], oracle.merge((difference(0, 1), 1), (difference(1, 1), 1)))
-        assert rule_of(world).open_steps() == {}
+        assert rule_of(world).waits() == {}
 
     def test_a_merge_does_not_wait_for_who_left(self):
         world, workers = start(2)

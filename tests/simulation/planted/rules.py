@@ -56,9 +56,9 @@ plant("a shard ignores who counts in a step", Average, "release", constant([]))
 
 
 def _drops_every_fifth(step: Any) -> Any:
-    def one(self: Apply, values: Any, given: Any) -> None:
+    def one(self: Apply, values: Any, given: Any, *options: Any) -> None:
         if (self.version + 1) % 5:
-            step(self, values, given)
+            step(self, values, given, *options)
         else:
             self.version += 1
 
@@ -120,9 +120,9 @@ plant("a merged contribution is taken for a new one", Merge, "has", constant(Fal
 
 def _adopts_all(view: Any) -> Any:
     def one(self: Shard, job: Job, message: Any, sender: Any) -> Any:
-        known, job.context.view = job.view, None
+        known, job.view = job.view, None
         outgoing = view(self, job, message, sender)
-        job.context.view = job.view or known
+        job.view = job.view or known
         return outgoing
 
     return one

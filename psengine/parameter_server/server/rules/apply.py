@@ -49,6 +49,7 @@ class Apply(ChunkRule):
     pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER})
     kept: ClassVar[dict[str, Any]] = {
         "version": int,
+        "stores": dict[int, tuple[int, int]],
         "workers": dict[int, KnownWorker],
         "compensation": DelayCompensation | None,
     }
@@ -58,7 +59,7 @@ class Apply(ChunkRule):
         if values is None:
             raise ProtocolError(f"{spec.describe()}: expected initial values as payload, got none")
         super().__init__(spec, values, context)
-        options = context.options
+        options = context.rule
         self._place = Place(values)
         self._is_parameter = spec.kind is ChunkKind.PARAMETER
         # An answer is held while its step is more than this many after the last that all have committed; None never
@@ -82,7 +83,7 @@ class Apply(ChunkRule):
         self._check_ready()
         reason = self._reason_to_refuse(contribution)
         if reason is None and contribution.values is not None:
-            self._step(contribution.values, (contribution,))
+            self._step(contribution.values, (contribution,), contribution.groups, contribution.absent)
         self._take(contribution, reason)
         if known.held is not None and known.held.step != contribution.held:
             known.held.step = None
@@ -130,10 +131,10 @@ class Apply(ChunkRule):
     def _let_go(self) -> list[Reply]:
         """Answers that may leave now, with the weights of now."""
         replies = []
-        for rank, step in sorted(self.open_steps().items()):
-            if not self._is_held(step):
-                self.workers[rank].is_waiting = False
-                replies.append(self._answer(rank, step))
+        for rank, known in sorted(self.workers.items()):
+            if known.is_waiting and not self._is_held(known.step):
+                known.is_waiting = False
+                replies.append(self._answer(rank, known.step))
         return replies
 
     @override
@@ -165,20 +166,23 @@ class Apply(ChunkRule):
             known.is_waiting = False
 
     @override
-    def waiting_for(self, rank: int, step: int) -> list[int]:
-        view = self.context.view
-        if view is None or self._max_staleness is None or self.open_steps().get(rank) != step:
-            return []
-        needed = step - self._max_staleness
-        return [other.rank for other in view.members if not self.has(other.rank, needed)]
-
-    @override
-    def open_steps(self) -> dict[int, int]:
-        return {rank: known.step for rank, known in self.workers.items() if known.is_waiting}
+    def waits(self) -> dict[int, list[int]]:
+        members = () if self.context.view is None else self.context.view.members
+        return {
+            rank: [other.rank for other in members if not self.has(other.rank, known.step - (self._max_staleness or 0))]
+            for rank, known in self.workers.items()
+            if known.is_waiting
+        }
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    def _step(self, values: torch.Tensor, given: Sequence[Contribution]) -> None:
+    def _step(
+        self,
+        values: torch.Tensor,
+        given: Sequence[Contribution],
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        absent: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Step with the combined ``values`` of these contributions: one version. An error leaves all as it was.
 
         After a restart workers may be ahead of the restored weights for one push.
@@ -186,7 +190,6 @@ class Apply(ChunkRule):
         if self.optimizer is None:
             self._overwrite(values)
         else:
-            groups, absent = _groups_of(given), _absent_in_all(given)
             staleness = max(0, self.version - min(one.base_version for one in given))
             if self.compensation is not None:
                 self.optimizer.check(groups, absent)  # before anything changes
@@ -272,21 +275,3 @@ class Apply(ChunkRule):
         parts = [self.optimizer, self.compensation, *(known.held for known in self.workers.values())]
         parts_bytes = sum(part.size_bytes for part in parts if part is not None)
         return self.spec.size_bytes + self.memory.extra_bytes + parts_bytes
-
-
-def _groups_of(contributions: Sequence[Contribution]) -> Sequence[Mapping[str, Any]] | None:
-    """The hyperparameters that the first contribution brings which brings any."""
-    return next((one.groups for one in contributions if one.groups is not None), None)
-
-
-def _absent_in_all(contributions: Sequence[Contribution]) -> Sequence[tuple[int, int]]:
-    """[start, end) ranges of elements for which no contribution has a gradient."""
-    common = contributions[0].absent
-    for one in contributions[1:]:
-        common = [
-            (max(start, other_start), min(end, other_end))
-            for start, end in common
-            for other_start, other_end in one.absent
-            if max(start, other_start) < min(end, other_end)
-        ]
-    return common

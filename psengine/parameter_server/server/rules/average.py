@@ -67,7 +67,7 @@ class Average(ChunkRule):
         self.values_version = 0
         # A step is closed with this many gradients (backup workers, Chen et al. 2016,
         # https://arxiv.org/abs/1604.00981), which the coordinator names; else with those of all members.
-        self._has_quorum = context.options.get("quorum") is not None
+        self._has_quorum = context.rule.get("quorum") is not None
         self._members: dict[int, _Member] = {}  # by rank
         self._open: dict[int, ContributionSet] = {}
         # By open step, whose contributions count.
@@ -160,19 +160,18 @@ class Average(ChunkRule):
         return self._answers(one for _, one in sorted(waiting.items()))
 
     @override
-    def waiting_for(self, rank: int, step: int) -> list[int]:
-        gathered, view = self._open.get(step), self.context.view
-        if gathered is None or view is None or rank not in gathered.by_rank:
-            return []
-        if step < view.from_step:
-            return [] if view.donor is None else [view.donor]
-        counted = self._counted(step, view)
-        awaited = _members_at(view, step) if counted is None else sorted(counted)
-        return [other for other in awaited if other not in gathered.by_rank]
-
-    @override
-    def open_steps(self) -> dict[int, int]:
-        return {rank: step for step in sorted(self._open) for rank in self._open[step].by_rank}
+    def waits(self) -> dict[int, list[int]]:
+        found, view = dict[int, list[int]](), self.context.view
+        for step, gathered in sorted(self._open.items()):
+            assert view is not None
+            if step < view.from_step:
+                awaited = [] if view.donor is None else [view.donor]
+            else:
+                counted = self._counted(step, view)
+                awaited = _members_at(view, step) if counted is None else sorted(counted)
+            missing = [other for other in awaited if other not in gathered.by_rank]
+            found |= dict.fromkeys(gathered.by_rank, missing)
+        return found
 
     # ---- the end of a step -------------------------------------------------------------------------------------
 

@@ -53,6 +53,8 @@ class ChunkRule(ABC):
         self.context = context
         self.payloads = ChunkPayloads(spec, context.codec)
         self.version = 0
+        # By rank, incarnation and id of the last STORE: its repetition must not undo what came after it.
+        self.stores: dict[int, tuple[int, int]] = {}
         self.memory = AnswerMemory(spec.numel, spec.dtype)
         self.optimizer: ChunkOptimizer | None = None
 
@@ -106,12 +108,8 @@ class ChunkRule(ABC):
         """The answer of a contribution that is here, if there is one already: the first may be lost."""
 
     @abstractmethod
-    def waiting_for(self, rank: int, step: int) -> list[int]:
-        """The ranks whose contributions or commits the answer of this contribution waits for, ascending."""
-
-    @abstractmethod
-    def open_steps(self) -> dict[int, int]:
-        """By rank, the last step whose contribution is here and not answered."""
+    def waits(self) -> dict[int, list[int]]:
+        """By rank whose contribution is not answered, those whose contributions or commits its answer waits for."""
 
     def supply_result(self, rank: int, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
         """Member ``rank`` returns the average of the last step before the view, for a server that restarted."""

@@ -5,14 +5,14 @@ A contribution is known by (rank, incarnation, step): one that was seen is a rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from psengine.codecs.base import Codec
-from psengine.codecs.identity import IDENTITY
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkSpec
@@ -56,14 +56,16 @@ class Reply:
     place: Place | None = None
 
 
-@dataclass(kw_only=True)
-class RuleContext:
-    """Shared by the rules of all chunks of a job, which change the statistics and nothing else of it."""
+@dataclass(eq=False)
+class RuleContext(ABC):
+    """A job, as the rules of its chunks see it; they change the statistics and nothing else of it."""
 
-    options: Mapping[str, Any]  # the rule as in HELLO
-    codec: Codec = IDENTITY
+    rule: Mapping[str, Any]  # as in HELLO: name, codec, options
+    codec: Codec
     view: View | None = None  # who takes part; None before the first view
     floor: int = 0  # the step that every worker has committed, as last released
     statistics: JobStatistics = field(default_factory=JobStatistics)
-    # Called with a contribution to a chunk that does not count: "late", or why not.
-    discarded: Callable[[Contribution, ChunkSpec, str], None]
+
+    @abstractmethod
+    def discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
+        """A contribution to a chunk does not count: "late", or why not."""

@@ -6,8 +6,8 @@
     rank 3, slow                                          push: part of the next merge
 
 Decoupled DiLoCo (https://arxiv.org/abs/2604.21428): each worker numbers its own steps; a merge takes the same steps in
-all chunks, weighted by the samples since each worker's last merge. A worker that abstains is answered at once. Buffers
-are taken as they come, as under "apply".
+all chunks, weighted by the samples since each worker's last merge. It has no hyperparameters but the configured ones.
+A worker that abstains is answered at once. Buffers are taken as they come, as under "apply".
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ class Merge(Apply):
         rank, step = contribution.rank, contribution.step
         self._check_ready()
         check_weight(self.spec, contribution, self.here.values())
-        assert self.optimizer is not None
-        self.optimizer.check(contribution.groups, contribution.absent)
         reason = self._reason_to_refuse(contribution)
         self.here.pop(rank, None)  # of a process that is gone, or answered before this server went back
         if reason is None:
@@ -138,17 +136,13 @@ class Merge(Apply):
         return [self._answer(one.rank, one.step) for one in given]
 
     @override
-    def waiting_for(self, rank: int, step: int) -> list[int]:
-        one, view = self.here.get(rank), self.context.view
-        if one is None or one.step != step or view is None:
-            return []
+    def waits(self) -> dict[int, list[int]]:
         if self.due:
-            return self._missing_from(self.due[min(self.due)])
-        return [member.rank for member in view.members if member.rank not in self.here]
-
-    @override
-    def open_steps(self) -> dict[int, int]:
-        return {rank: one.step for rank, one in self.here.items()}
+            missing = self._missing_from(self.due[min(self.due)])
+        else:
+            members = () if self.context.view is None else self.context.view.members
+            missing = [member.rank for member in members if member.rank not in self.here]
+        return dict.fromkeys(self.here, missing)
 
     @override
     def size_bytes(self) -> int:

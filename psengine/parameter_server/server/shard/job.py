@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from msgspec import convert, to_builtins
+from typing_extensions import override
 
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
@@ -37,7 +38,7 @@ MAX_SLOTS = 3
 RULES: dict[str, type[ChunkRule]] = {"average": Average, "apply": Apply, "merge": Merge}
 
 
-class Job:
+class Job(RuleContext):
     """See the module's text.
 
     Args:
@@ -70,7 +71,8 @@ class Job:
     ) -> None:
         self.name = name
         self.number = job_number(name)
-        self.rule = rule
+        self._kind, codec = RULES[rule["name"]], codec_of(rule)
+        super().__init__(rule, codec if self._kind.encodes_answers else only_gradients(codec))
         self.registration, self.key = 0, b""
         self.taken = 0
         self.workers: dict[int, Worker] = {}
@@ -80,20 +82,6 @@ class Job:
         self.take_memory = take_memory
         self._note = note
         self._measure_s = measure_s
-        # (worker, key, slot) -> (incarnation, id) of the last STORE: its repetition must not undo what came after it.
-        self._last_stores: dict[tuple[int, int, str | None], tuple[int, int]] = {}
-        self._kind, codec = RULES[rule["name"]], codec_of(rule)
-        self.context = RuleContext(
-            options=rule,
-            codec=codec if self._kind.encodes_answers else only_gradients(codec),
-            discarded=self._discarded,
-        )
-        self.statistics = self.context.statistics
-
-    @property
-    def view(self) -> View | None:
-        """The newest that came; None before the chunks are registered."""
-        return self.context.view
 
     @property
     def holds_weights(self) -> bool:
@@ -119,11 +107,8 @@ class Job:
         """The chunk's rule; ProtocolError where there is no such chunk here."""
         rule = self.rules.get(key)
         if rule is None:
-            keys = f"{min(self.rules)} to {max(self.rules)}" if self.rules else "none"
-            raise ProtocolError(
-                f"chunk {key} is not on this shard (expected one of {len(self.rules)} keys: {keys})",
-                ErrorCode.UNKNOWN_KEY,
-            )
+            text = f"chunk {key} is not on this shard (expected one of its {len(self.rules)})"
+            raise ProtocolError(text, ErrorCode.UNKNOWN_KEY)
         return rule
 
     # ---- views and releases ------------------------------------------------------------------------------------
@@ -138,7 +123,7 @@ class Job:
         return [*replies, *(reply for release in view.releases for reply in self.release(release))]
 
     def _set_view(self, view: View) -> None:
-        former, self.workers, self.context.view = self.workers, {}, view
+        former, self.workers, self.view = self.workers, {}, view
         for member in view.members:
             worker = former.get(member.rank)
             if worker is None or worker.incarnation != member.incarnation:
@@ -151,7 +136,7 @@ class Job:
         if release.number <= self.taken:
             return []
         self.taken = release.number
-        self.context.floor = max(self.context.floor, release.floor or 0)
+        self.floor = max(self.floor, release.floor or 0)
         return [reply for rule in self.rules.values() for reply in rule.release(release)]
 
     # ---- members' messages -------------------------------------------------------------------------------------
@@ -233,7 +218,8 @@ class Job:
         payload = rule.payloads.answered(message)
         return rule.supply_result(message.worker, message.sequence, payload, message.body.get("contributors"))
 
-    def _discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
+    @override
+    def discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
         if why == "late":
             self.statistics.late += 1
             kind, text = why, f"of step {push.step} came after the others' average"
@@ -264,7 +250,7 @@ class Job:
         values = None if message.payload is None else received_values(message, spec).clone()
         more_bytes = (0 if values is None else spec.size_bytes) - (0 if known is None else known.size_bytes())
         self.take_memory(more_bytes, f"registering {spec.describe()}")
-        self.rules[message.key] = made = self._kind(spec, values, self.context)
+        self.rules[message.key] = made = self._kind(spec, values, self)
         if self.view is not None:
             made.adopt(self.view)
         return 0
@@ -316,15 +302,15 @@ class Job:
             return 0
         rule, slot = self.find(message.key), body.get("slot")
         values = received_values(message, rule.spec)
-        place, request = (message.worker, message.key, slot), (message.incarnation, message.sequence)
-        if self._last_stores.get(place) != request:  # else its OK was lost
+        request = message.incarnation, message.sequence
+        if request > rule.stores.get(message.worker, (0, 0)):  # else its OK was lost
             if slot is not None:
                 _optimizer_of(rule).load_slot(slot, values, body.get("steps", []))
             else:
                 if rule.values is None:
                     self.take_memory(rule.spec.size_bytes, f"values of {rule.spec.describe()}")
                 rule.store(values, message.version)
-            self._last_stores[place] = request
+            rule.stores[message.worker] = request
         if body or not self.is_member(message.worker, message.incarnation):
             return 0
         rule.note_base(message.worker)
@@ -385,47 +371,38 @@ class Job:
         """Per rank whose answers are held, the ranks it waits for, over all chunks."""
         waiting: dict[int, set[int]] = {}
         for rule in self.rules.values():
-            for rank, step in rule.open_steps().items():
-                waiting.setdefault(rank, set()).update(rule.waiting_for(rank, step))
+            for rank, ranks in rule.waits().items():
+                waiting.setdefault(rank, set()).update(ranks)
         return waiting
 
     # ---- for snapshots -----------------------------------------------------------------------------------------
 
     def capture(self) -> JobState:
         """Copies of everything: a log goes on from exactly here."""
-        stores = [[*place, *request] for place, request in self._last_stores.items()] if self.holds_weights else []
-        meta = {
-            "rule": self.rule,
-            "registration": self.registration,
-            "key": self.key.hex(),
-            "view": to_builtins(self.view),
-            "taken": self.taken,
-            "floor": self.context.floor,
-            "last_stores": stores,
-        }
+        meta = {"rule": self.rule, **to_builtins({name: getattr(self, name) for name in _KEPT})}
         return JobState(self.name, meta, [rule.capture() for rule in self.rules.values()])
 
     def restore(self, state: JobState) -> None:
         """Take over a captured state, tensors included."""
-        meta = state.meta
-        self.registration, self.key = meta["registration"], bytes.fromhex(meta["key"])
-        self.taken, self.context.floor = meta["taken"], meta["floor"]
-        if meta["view"] is not None:
-            self._set_view(convert(meta["view"], View))
-        for worker, key, slot, incarnation, request in meta["last_stores"]:
-            self._last_stores[worker, key, slot] = incarnation, request
+        for name, kind in _KEPT.items():
+            setattr(self, name, convert(state.meta[name], kind))
+        if self.view is not None:
+            self._set_view(self.view)
         for chunk in state.chunks:
-            made = self._kind(ChunkSpec.from_body(chunk.meta["spec"]), chunk.tensors.get("values"), self.context)
+            made = self._kind(ChunkSpec.from_body(chunk.meta["spec"]), chunk.tensors.get("values"), self)
             made.restore(chunk)
             self.rules[chunk.key] = made
+
+
+# What a snapshot has of a job beside its rule and its chunks: attributes, and their types.
+_KEPT: dict[str, Any] = {"registration": int, "key": bytes, "view": View | None, "taken": int, "floor": int}
 
 
 def merge_job_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One job's meta from those of several shards of a server: it may be restored by another number of shards."""
     newest = max(metas, key=lambda meta: (meta["registration"], (meta["view"] or [0])[0]))
-    stores = [store for meta in metas for store in meta["last_stores"]]
     # What only some shards had taken is taken again where it was not.
-    return {**newest, "taken": min(meta["taken"] for meta in metas), "last_stores": stores}
+    return {**newest, "taken": min(meta["taken"] for meta in metas)}
 
 
 def _optimizer_of(rule: ChunkRule) -> ChunkOptimizer:
@@ -453,8 +430,6 @@ def _spec_of(message: Message) -> ChunkSpec:
         raise ProtocolError(
             f"{spec.describe()}: expected segments that add up to its {message.numel} > 0 elements, got {spec.numel}"
         )
-    if spec.kind is ChunkKind.USAGE and spec.dtype is not torch.int32:
-        raise ProtocolError(f"{spec.describe()}: a usage map is int32 (got {spec.dtype})")
     if spec.kind is ChunkKind.PARAMETER and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
         raise ProtocolError(f"{spec.describe()}: only floating and complex values are trained (got {spec.dtype})")
     return spec

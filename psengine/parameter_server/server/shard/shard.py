@@ -279,7 +279,7 @@ class Shard:
         return self._outgoing(job, replies)
 
     def _waits(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
-        waiting = job.find(message.key).waiting_for(message.worker, message.sequence)
+        waiting = job.find(message.key).waits().get(message.worker, [])
         return [self._answer(MessageType.PENDING, message, sender, body={"waiting_for": waiting})]
 
     def _result(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
