@@ -92,7 +92,7 @@ class ShardWorker:
     step: int | None = _gauge("Steps completed.", merge=most, default=None)
     waiting_for: tuple[int, ...] = _merged(_all_of, default=())
     staleness: Mapping[int, int] = _merged(added, default_factory=dict)
-    apply_s: float | None = _merged(most, default=None)
+    apply_s: float | None = _gauge("Of a step, the servers' arithmetic.", merge=most, default=None)
     held_s: float | None = _merged(most, default=None)
 
 
@@ -125,11 +125,11 @@ class WorkerStatus(CoordinatedWorker, ShardWorker):
     waiting_for: tuple[int, ...] = ()
     lag: int | None = _gauge("Steps behind the fastest live worker.", name="lag_steps")
     awaited_by: int = _gauge("Workers whose answers are held for this one.")
-    staleness_p50: int | None
-    staleness_p99: int | None
-    compute_s: float | None = None
-    wait_s: float | None = None
-    wire_s: float | None = None
+    staleness_p50: int | None = _gauge("Median age of its last pushes, in updates.")
+    staleness_p99: int | None = _gauge("99th percentile of their age.")
+    compute_s: float | None = _gauge("Of a step, forward, backward and data.", default=None)
+    wait_s: float | None = _gauge("Of a step, answers held for other workers.", default=None)
+    wire_s: float | None = _gauge("Of a step, network, queues and copies.", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

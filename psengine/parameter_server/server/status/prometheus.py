@@ -84,18 +84,7 @@ def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
 def _of_workers(jobs: Mapping[str, JobStatus]) -> Iterator[Any]:
     """Of jobs as a whole, over all shards."""
     workers = [([name, str(worker.rank)], worker) for name, job in jobs.items() for worker in job.workers]
-    by_worker = [LABEL, "worker"]
-    yield from _exported("worker_", WorkerStatus, by_worker, workers)
-    parts = [
-        ([*labels, part], getattr(worker, f"{part}_s"))
-        for labels, worker in workers
-        for part in ("compute", "wait", "wire", "apply")
-    ]
-    yield _family("gauge", "worker_step_part_seconds", "Where a step's time goes.", [*by_worker, "part"], parts)
-    quantiles = [([*labels, "0.5"], worker.staleness_p50) for labels, worker in workers]
-    quantiles += [([*labels, "0.99"], worker.staleness_p99) for labels, worker in workers]
-    text = "Quantiles of its pushes' staleness."
-    yield _family("gauge", "worker_staleness", text, [*by_worker, "quantile"], quantiles)
+    yield from _exported("worker_", WorkerStatus, [LABEL, "worker"], workers)
     states = [
         ([name, state], sum(worker.state == state for worker in job.workers))
         for name, job in jobs.items()
