@@ -27,7 +27,6 @@ from server_throughput import ps_lite
 from server_throughput.echo import ECHO, ECHOES, WORKING_ECHO, Echo, WorkingEcho, echo_servers
 
 from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
-from psengine.parameter_server.client.segments import bytes_for
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.protocol.frames import buffer_of
@@ -85,11 +84,10 @@ class Psengine:
             )
         )
         self._session.start()
-        self._session.segments.reserve(bytes_for(self._specs))
+        self._session.segments.reserve(4 * size)
         self._packed = self._session.segments.allocate(size, torch.float32).split(numels)
+        self._session.start()
         self._session.enter(self._specs, lambda spec: self._parts[spec.key])
-        for spec, packed in zip(self._specs, self._packed, strict=True):
-            self._session.segments.adopt(spec.key, packed)
         self._groups = None
         if rule["name"] == "apply":
             made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)

@@ -204,9 +204,10 @@ class Leave(Body):
 
 
 class Resume(Body):
-    """RESUME. A reader says nothing, a member its open pushes (key, step), a registrar the other four."""
+    """RESUME. A reader says nothing, a member its open pushes (key, step), a registrar the last four."""
 
     open: list[tuple[bounds.Key, bounds.Positive]] | UnsetType = UNSET
+    memory: bounds.Unsigned | UnsetType = UNSET
     job: bounds.JobName | UnsetType = UNSET
     rule: AnyRule | UnsetType = UNSET
     registration: bounds.Unsigned64 | UnsetType = UNSET
@@ -226,7 +227,7 @@ class Resumed(Body):
     version: bounds.Unsigned
     view: bounds.Unsigned
     missing: list[bounds.Key] | UnsetType = UNSET
-    local: bounds.Printable | UnsetType = UNSET
+    memory: tuple[bounds.Unsigned, bounds.Unsigned, bounds.Unsigned64] | UnsetType = UNSET
 
 
 class Configure(Body):
@@ -265,7 +266,6 @@ class Updated(Body):
     contributors: bounds.Unsigned | UnsetType = UNSET
     refused: Annotated[str, bounds.one_of(*messages.PUSH_REFUSALS)] | UnsetType = UNSET
     late: bool | UnsetType = UNSET
-    place: Annotated[int, Meta(ge=0, le=255)] | UnsetType = UNSET
 
 
 class Pending(Body):

@@ -2,7 +2,7 @@
 
     frames:  | header, 96 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
 
-A payload may lie in memory that both sides share (``in_segment``): then the header describes it, and no frame has it.
+A payload may lie in memory that its sender shares (``place``): then the header describes it, and no frame has it.
 Such messages travel together, as a group in one frame; see ``split``.
 
     group:   | header | body, if any | header | body, if any | ...
@@ -29,7 +29,7 @@ from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, ErrorCode, Message, MessageType
 
 # magic, protocol version, type, flags, job, epoch, view, worker, key, incarnation, sequence, version, numel,
-# payload_bytes, body_bytes, dtype, three zero bytes, checksum
+# payload_bytes, body_bytes, dtype, three zero bytes, checksum or place
 _HEADER = struct.Struct("<4sHBBQQQIIQQQQQIB3sQ")
 HEADER_BYTES = _HEADER.size
 TYPE_AT = 6  # offset of the type; magic, protocol version and type lie alike in every version
@@ -51,7 +51,7 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
     Args:
         message: its payload is a contiguous CPU tensor (whose dtype and numel are then taken) or a bytes-like object
             (``message.dtype`` and ``message.numel`` say of what). It is not copied, so it must not change until the
-            frames are sent; the frames keep it alive. With ``in_segment`` only its size travels.
+            frames are sent; the frames keep it alive. With a ``place`` only its size travels.
         checksum: add the payload's xxh3-64.
 
     Raises:
@@ -71,8 +71,9 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
         else:
             payload = memoryview(payload)
         payload_bytes = payload.nbytes
-        if message.in_segment:
+        if message.place is not None:
             flags |= FLAG_IN_SEGMENT
+            digest = message.place
         else:
             frames.append(payload)
             flags |= FLAG_PAYLOAD | (FLAG_CHECKSUM if checksum else 0)
@@ -110,7 +111,7 @@ def decode(frames: Sequence[Any]) -> Message:
     if kind is None:
         raise ProtocolError(f"unknown message type (expected 1 to {max(_TYPES)}, got {number})")
     _check_equal(kind, "has reserved bits set", 0, flags >> 4 | int.from_bytes(zeros, "little"))
-    has_body, has_payload, in_segment = flags >> 1 & 1, flags >> 2 & 1, flags >> 3
+    has_body, has_payload = flags >> 1 & 1, flags >> 2 & 1
     _check_equal(kind, "has a wrong number of frames for its flags", 1 + has_body + has_payload, len(frames))
     _check(kind, flags, key, sequence, numel, payload_bytes, dtype_number)
     raw = bytes(frames[1]) if has_body else bodies.EMPTY
@@ -118,14 +119,15 @@ def decode(frames: Sequence[Any]) -> Message:
     body = bodies.unpack(kind, raw)
     _check_body(kind, job, numel, body)
     payload = memoryview(frames[-1]) if has_payload else None
-    actual = 0
+    place = digest if flags & FLAG_IN_SEGMENT else None
+    actual = place or 0
     if payload is not None:
         _check_equal(kind, "payload does not have the header's number of bytes", payload_bytes, payload.nbytes)
         actual = xxhash.xxh3_64_intdigest(payload) if flags & FLAG_CHECKSUM else 0
     _check_equal(kind, "was corrupted: its payload has another checksum", digest, actual)
     return Message(
         kind, job, epoch, worker, incarnation, key, sequence, chunk_version, DTYPES.get(dtype_number), numel, body,
-        payload, in_segment == 1, view,
+        payload, place, view,
     )  # fmt: skip
 
 

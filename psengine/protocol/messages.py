@@ -105,7 +105,6 @@ class ErrorCode:
     NOT_READY = "not_ready"  # the job has no values yet; for STORE: a joiner reads what would be overwritten
     BAD_VALUE = "bad_value"  # a number out of its bounds
     MEMORY = "memory"  # the server's --max-memory-bytes
-    SEGMENT = "segment"  # the memory that a payload lies in is not shared with this shard (any more)
     STATE_LOST = "state_lost"  # the server lost the job's weights
     SHUTTING_DOWN = "shutting_down"
     SNAPSHOT_FAILED = "snapshot_failed"
@@ -149,9 +148,9 @@ class Message:
         numel: elements in the payload.
         body: see ``bodies.py``; {} without one.
         payload: contiguous bytes of ``numel`` elements; None without payload.
-        in_segment: the payload lies in memory that the worker shares with the server (``parameter_server/segments/``):
-            dtype and numel travel, and its bytes do not. A decoded message has no payload until a transport finds it.
-            A received gradient is the worker's memory then, and changes once the worker has its answer.
+        place: where the payload begins in memory that its sender shares (``parameter_server/segment.py``): dtype and
+            numel travel, and its bytes do not. A decoded message has no payload until a transport finds it. A received
+            gradient is the worker's memory then, and changes once the worker has its answer. None: the payload travels.
     """
 
     type: MessageType
@@ -166,5 +165,5 @@ class Message:
     numel: int = 0
     body: dict[str, Any] = field(default_factory=dict)
     payload: Any = None
-    in_segment: bool = False
+    place: int | None = None
     view: int = 0

@@ -208,12 +208,12 @@ def test_buffer_of_wants_plain_memory(tensor):
 
 def test_a_payload_in_shared_memory_is_described_and_does_not_travel():
     values = torch.arange(3.0)
-    message = Message(MessageType.PUSH, key=0, sequence=1, payload=values, in_segment=True)
+    message = Message(MessageType.PUSH, key=0, sequence=1, payload=values, place=64)
     (frame,) = encode(message, checksum=True)
     assert frame == with_fields(FRAMES["push"][:1], flags=8, numel=3, payload_bytes=12, job=0, worker=2**32 - 1,
-                                epoch=0, view=0, incarnation=0, sequence=1, version=0)[0]  # fmt: skip
+                                checksum=64, epoch=0, view=0, incarnation=0, sequence=1, version=0)[0]  # fmt: skip
     decoded = decode([frame])
-    assert (decoded.in_segment, decoded.dtype, decoded.numel, decoded.payload) == (True, torch.float32, 3, None)
+    assert (decoded.place, decoded.dtype, decoded.numel, decoded.payload) == (64, torch.float32, 3, None)
 
 
 # ---- Malformed headers
@@ -566,7 +566,7 @@ def test_mutated_frames(seed):
 
 
 def in_segment(sequence, body=None):
-    return Message(MessageType.PUSH, key=3, sequence=sequence, payload=torch.zeros(5), in_segment=True, body=body or {})
+    return Message(MessageType.PUSH, key=3, sequence=sequence, payload=torch.zeros(5), place=128, body=body or {})
 
 
 def test_a_group_is_split_into_the_messages_that_it_was_joined_from():

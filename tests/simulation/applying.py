@@ -144,6 +144,7 @@ class ApplyingJob(Job):
     def _push(self, process: WorkerProcess, key: int, landing: torch.Tensor) -> Any:
         process.check_lent(key)
         values, weight = self._gradient(process, key)
+        values = None if values is None else process.packed(key, values)
         group = OPTIMIZERS[self.optimizer][1]
         push = process.session.push(
             key, values, [landing], [group], weight=weight, reads_in_place=self._rng.random() < 0.7

@@ -182,7 +182,7 @@ class AveragingJob(Job):
         self._givers[replica.step + 1, process.rank].add(process.number)
         return process.session.push(
             key,
-            torch.from_numpy(values.copy()),
+            process.packed(key, torch.from_numpy(values.copy())),
             [landing],
             weight=weight if self.scenario.weighs else None,
             reads_in_place=True,

@@ -24,6 +24,7 @@ from psengine.parameter_server.server.transport.shard_thread import LogFailedErr
 from psengine.protocol.frames import decode, split
 from psengine.protocol.messages import Message, MessageType
 from simulation.network import DOWN, TYPE_OFFSET, Connection, copied
+from simulation.segments import PART
 from simulation.violation import Violation
 
 if TYPE_CHECKING:
@@ -71,8 +72,6 @@ class ServerProcess:
         ]
         with shard_thread_time(world):
             self.threads = [SimulatedThread(self, shard, addresses) for shard in self.shards]
-        for thread in self.threads:
-            thread.segments.is_open = scenario.shares > 0
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -188,14 +187,14 @@ class SimulatedThread(shard_thread.ShardThread):
         world.clock.note_message("to shard", (self._server.index, self.shard.index), frames[0], message)
         world.faults.noticed(message.type.name)
         self._asked_by = message
-        self._take(Received(route, "", frames, 0, None))  # type: ignore[arg-type]
+        self._take(Received(route, "", frames, 0, PART))
         self._send_group()
 
     def tick(self) -> None:
         """Some time has passed."""
         self._asked_by = None
         self._tick()
-        self.segments.keep_members(self.shard)
+        self.segments.look()
         self._send_group()
 
     def release(self) -> None:

@@ -61,7 +61,7 @@ class WorkerProcess:
         self._waiting: list[Callable[[], None]] = []
         # By chunk, the answer that it reads in the server's memory, and a copy.
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.segments = SimulatedSegments(world, options.codec) if shares else None
+        self.segments = SimulatedSegments() if shares else None
         clock = self.clock
         runtime = Runtime(
             now_s=lambda: clock.now_s,
@@ -135,6 +135,10 @@ class WorkerProcess:
                 raise
         finally:
             self.receiver.state_request = None
+
+    def packed(self, key: int, values: torch.Tensor) -> torch.Tensor:
+        """A gradient in the memory that it is sent from."""
+        return values if self.segments is None else self.segments.packed(key, values)
 
     def land(self, push: Any, landing: torch.Tensor) -> None:
         """Copy an answer that is in the server's memory; it must stay as it is until ``check_lent``."""
@@ -211,7 +215,7 @@ class WorkerProcess:
         for socket in self._sockets.values():
             self.world.network.close(socket)
         if self.segments is not None:
-            self.segments.close()
+            self.segments.withdraw()
             self.segments.died()
 
     # ---- its transport -----------------------------------------------------------------------------------------
@@ -244,6 +248,8 @@ class WorkerProcess:
             return
         if self.segments is not None and message.type is MessageType.PUSH:
             self.segments.place(channel.address, message)
+        elif self.segments is not None and message.type is MessageType.RESUME and "open" in message.body:
+            self.segments.offer(channel.address, "ipc://simulated", message)
         self.world.network.carry(socket.connection, UP, copied(encode(message)))
 
     def close(self) -> None:
@@ -277,11 +283,8 @@ class WorkerProcess:
         assert self.segments is not None
         if message.type is MessageType.RESUMED:
             self.segments.resumed(address, message)
-        elif message.type is MessageType.ERROR and message.body["code"] == ErrorCode.SEGMENT:
-            self.segments.lost(address, message.body["text"])
-        if not message.in_segment or self.segments.fetch(address, message):
+        if message.place is None or self.segments.fetch(address, message):
             return True
-        self.segments.lost(address, "an answer is not there any more")
         self.world.network.close(socket)
         socket.channel.disconnected(self.clock.now_s)
         return False

@@ -234,7 +234,6 @@ class Peer:
         self.socket.connect(address if curve is not None or over_tcp else way_to(address))
         self.job = "job"
         self.rank = self.incarnation = self.epoch = self.view = 0
-        self.token = ""  # for shared memory
         self.nonce = int.from_bytes(os.urandom(7), "little")
         self._requests = 0
         self._parts: list[Any] = []  # of a group that came
@@ -327,7 +326,6 @@ class Peer:
             assert self._is_of_views(message), message
         resumed = self.request("RESUME", body={"open": []})
         assert resumed.type.name == "RESUMED", resumed
-        self.token = resumed.body.get("local", "")
         return resumed
 
     def make_job(self, values: Any, *, key: int = 0, lr: float = 1.0) -> None:

@@ -17,10 +17,13 @@ from support.shard_world import AVERAGE, spec
 def entered(
     addresses: str | Sequence[str], rank: int, specs: Sequence[ChunkSpec] = (), **options: Any
 ) -> WorkerSession:
-    """Worker ``rank`` of a job whose chunks begin as zeros; by default it averages, and has one chunk."""
+    """Worker ``rank`` of a job whose chunks begin as zeros, with memory to share; by default it averages, and has one
+    chunk.
+    """
     options = {"job": "job", "rule": AVERAGE, "timeout_s": 20.0, **options}
     addresses = (addresses,) if isinstance(addresses, str) else addresses
     session = WorkerSession(SessionOptions(addresses=addresses, rank=rank, **options))
+    session.segments.reserve(1 << 20)
     session.start()
     session.enter(specs or [spec(0, 4)], lambda one: torch.zeros(one.numel, dtype=one.dtype))
     return session

@@ -38,7 +38,7 @@ from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import decode, encode, split
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ MAX_FRAMES = 3
 # Pushes whose payload lies in shared memory and that are ready together travel as one frame: a shard answers the first
 # before the last is sent where a step has more.
 PUSHES_PER_GROUP = 8
-_OF_SEGMENTS = frozenset({MessageType.RESUMED, MessageType.ERROR})
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -139,7 +138,7 @@ class Connection(Transport):
         # With CURVE keys of its own a client is somebody else than its user.
         is_this_user = options.keys is None or bool(options.keys.secret_file)
         is_wanted = options.uses_segments and options.uses_local_socket and _may_share()
-        self.segments = WorkerSegments(is_wanted=is_wanted and is_this_user, codec=options.codec)
+        self.segments = WorkerSegments(is_wanted=is_wanted and is_this_user)
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
         self._lines: dict[Channel, _Line] = {}
@@ -226,9 +225,11 @@ class Connection(Transport):
             return
         if message.type is MessageType.PUSH:
             self.segments.place(channel.address, message)
+        elif message.type is MessageType.RESUME and "open" in message.body:
+            self.segments.offer(channel.address, line.way, message)
         *frames, last = encode(message, checksum=self._options.checksum)
         group = line.group
-        if message.in_segment:
+        if message.place is not None:
             group.extend((*frames, last))
             if len(group) >= 2 * PUSHES_PER_GROUP:
                 line.send_group()
@@ -326,22 +327,12 @@ class Connection(Transport):
                 except ProtocolError as error:
                     line.channel.garbled(error)
                 else:
-                    if not (message.in_segment or message.type in _OF_SEGMENTS) or self._look_into(line, message):
+                    if message.type is MessageType.RESUMED:
+                        self.segments.resumed(line.channel.address, message)
+                    if message.place is None or self.segments.fetch(line.channel.address, message):
                         line.channel.received(message, now_s)
-
-    def _look_into(self, line: _Line, message: Message) -> bool:
-        """Take what a message says of shared memory; whether the receiver gets it."""
-        address = line.channel.address
-        if message.type is MessageType.RESUMED:
-            self.segments.resumed(address, message)
-        elif message.type is MessageType.ERROR and message.body["code"] == ErrorCode.SEGMENT:
-            self.segments.lost(address, message.body["text"])
-        if not message.in_segment or self.segments.fetch(address, message):
-            return True
-        # On another connection the shard answers by bytes.
-        self.segments.lost(address, "an answer lies in memory that this process does not have")
-        self._end(line)
-        return False
+                    else:
+                        self._end(line)  # on another connection the shard answers by bytes
 
     def _read_events(self, line: _Line) -> None:
         while self._lines.get(line.channel) is line and line.events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -381,7 +372,7 @@ class Connection(Transport):
         self._context.term()  # waits for the linger of the sockets
         self._wake_reader.close()
         self._wake_writer.close()
-        self.segments.close()
+        self.segments.withdraw()
 
 
 def _may_share() -> bool:

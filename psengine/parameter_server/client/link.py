@@ -232,10 +232,6 @@ class Link(Channel):
             if isinstance(operation, Request):
                 operation.is_sent = False
             self.job.control.beat(now_s)
-        elif code == ErrorCode.SEGMENT and push is not None:
-            self.requeue([push])  # its bytes never came; now they travel
-            self.pump(now_s)
-            self.job.confirm(push.step)
         elif code == ErrorCode.SHUTTING_DOWN:  # it is asked again on the next connection
             self.last_problem = text
         elif operation is not None:

@@ -127,7 +127,7 @@ class Operation:
             expected = " or ".join(f"{numel} of {dtype}" for dtype, numel in self._forms)
             self.fail(ProtocolError(f"the answer to {self.describe()} does not fit (expected {expected}, got {got})"))
             return
-        if answer.payload is not None and not answer.in_segment:
+        if answer.payload is not None and answer.place is None:
             answer.payload = payload_tensor(answer)  # perhaps a copy
         if self._targets:
             self._land(answer)
@@ -163,8 +163,7 @@ class Operation:
         address = answer.payload.data_ptr()
         # memmove runs without the GIL, and without torch's thread pool, which belongs to the training.
         for target, size_bytes in self._targets:
-            if target != address:  # the server may have written it there
-                ctypes.memmove(target, address, size_bytes)
+            ctypes.memmove(target, address, size_bytes)
             address += size_bytes
         if not self.is_shared:  # a server that restarts may need an average from here
             answer.payload = None
@@ -239,20 +238,12 @@ class Push(Operation):
         return f"push {self.step.number} of {self.spec.describe()}"
 
     @override
-    def complete(self) -> None:
-        answer = self.answer
-        if self.is_shared and answer is not None and answer.in_segment and "place" not in answer.body:
-            # The shard writes the next answer there, and then a server that restarts may need this one.
-            answer.payload = answer.payload.clone()
-        super().complete()
-
-    @override
     def _land(self, answer: Message) -> None:
         if not self._stays(answer):
             super()._land(answer)
 
     def _stays(self, answer: Message) -> bool:
-        return self.reads_in_place and answer.in_segment and "place" in answer.body
+        return self.reads_in_place and answer.place is not None
 
     def conclude(self) -> None:
         """A worker's thread: do what remains once it is done; idempotent."""

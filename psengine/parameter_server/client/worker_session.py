@@ -274,10 +274,7 @@ class WorkerSession:
         if encoder is not None and encoder.held is not None:
             body["held"] = encoder.held
         if payload is not None:
-            if encoder is None:
-                payload = self.segments.stage(link.address, key, payload.detach(), job.chunks, job.parking.now_s)
-            else:
-                payload = encoder.encode(payload)
+            payload = payload.detach() if encoder is None else encoder.encode(payload)
             message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
         push = Push(
             message,
@@ -294,8 +291,6 @@ class WorkerSession:
         )
         if encoder is not None:
             encoder.last = push
-        elif payload is not None:
-            self.segments.note(link.address, push)
         job.submit(push)
         return push
 

@@ -38,7 +38,7 @@ import torch
 from psengine.errors import AuthenticationError, ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.segments.memory import machine_memory_bytes, resident_bytes
+from psengine.parameter_server.segment import machine_memory_bytes, resident_bytes
 from psengine.parameter_server.server import systemd
 from psengine.parameter_server.server.coordinator.coordinator import Surroundings
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
@@ -50,7 +50,6 @@ from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.shard_group import ShardGroup
 from psengine.parameter_server.server.status.pages import server_pages
 from psengine.parameter_server.server.transport.endpoint import BindError
-from psengine.parameter_server.server.transport.segments import SegmentListener
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerFacts, ServerStatus
 from psengine.protocol.bounds import KEY_BYTES
@@ -152,12 +151,10 @@ class Server:
             durable = durability.restore(shards, coordinators)
         self._shards.open()
         self.addresses = self._shards.addresses(socket.gethostname())
-        segments = stack.enter_context(SegmentListener([e.unix_address for e in self._shards.endpoints]))
         for shard, endpoint in zip(shards, self._shards.endpoints, strict=True):
             led, facts = (coordinators, self.facts) if shard.index == 0 else (None, None)
             given = self._shards.addresses("*"), self._on_admin
             thread = ShardThread(shard, endpoint, *given, coordinators=led, facts=facts)
-            thread.segments.is_open = shard.index in segments.shards
             self._shards.threads.append(thread)
         stack.callback(self._end_threads)
         if durability is not None:
@@ -165,7 +162,6 @@ class Server:
             self._durability = durability
         for thread in self._shards.threads:
             thread.start()
-        segments.serve(self._shards.threads)
         if settings.status_port is not None:
             port = stack.enter_context(self._open_status_port(settings.status_port))
             self.status_url = port.url

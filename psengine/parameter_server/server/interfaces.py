@@ -35,6 +35,7 @@ class Sender(NamedTuple):
 
     route: bytes  # its connection's routing id
     user_id: str = ""  # its public key; "" without CURVE
+    process: int = 0  # its number, of a RESUME over a Unix socket
 
 
 class Outgoing(NamedTuple):

@@ -116,7 +116,6 @@ class DilocoServer(CountedSteps, ServerStrategy):
         }
         rate, momentum = self._options["outer_lr"], self._options["outer_momentum"]
         outer = OuterStep(learning_rate=rate, momentum=momentum).optimizer(list(views.values()))
-        self._adopt_buckets()
         specs = self.session.attach_optimizer(self.chunks.specs, outer, views)
         self._outer = ServerOptimizer(outer, views, self.session, specs, self.name)  # type: ignore[arg-type]
         self._views = views

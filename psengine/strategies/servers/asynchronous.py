@@ -103,7 +103,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     def _entered(self, state: str) -> None:
         assert self._replica is not None
         self._gave_values = state == "initialised"
-        self._adopt_buckets()
         if not self._gave_values:
             # Bytes that landed are writes: older graphs and other models may depend on the old values.
             torch.autograd.graph.increment_version(self._replica.state.values())

@@ -244,8 +244,8 @@ class ServerStrategy(ConfiguredStrategy):
             )
             with ending_with_the_job(), taking_reservation(session_options) as session_options:
                 self._session = WorkerSession(session_options)
+                self._session.segments.reserve(_shared_bytes(replica))
                 self._session.start()
-            self._session.segments.reserve(_shared_bytes(replica))
             if rendezvous.rank is None and not rendezvous.is_embedded:
                 assign_worker(self._session.rank)
         except BaseException:
@@ -295,13 +295,6 @@ class ServerStrategy(ConfiguredStrategy):
 
     def _entered(self, state: str) -> None:
         """Values equal the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
-
-    def _adopt_buckets(self) -> None:
-        """Servers of this host may read gradients where they are packed."""
-        for bucket in self._buckets:
-            for spec, start, end in self.chunks.of_bucket[bucket.index]:
-                if bucket.device.type == "cpu":
-                    self.session.segments.adopt(spec.key, bucket.flat[start:end])
 
     def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
         """Overwrite this replica's tensors by the servers' values."""
@@ -374,8 +367,6 @@ class ServerStrategy(ConfiguredStrategy):
 
 
 def _shared_bytes(replica: Replica) -> int:
-    """Bytes of memory for the gradients and the answers of a replica's chunks, each with room for its alignment."""
+    """Bytes of memory for a replica's gradients, laid out twice, each with room for its alignment."""
     room_bytes = 128
-    tensors = [*replica.state.values(), *replica.parameters.values()]
-    # The map of used parameters has four bytes each.
-    return sum(2 * (tensor.nbytes + room_bytes + 4) for tensor in {id(one): one for one in tensors}.values())
+    return sum(2 * (parameter.nbytes + room_bytes) for parameter in replica.parameters.values())

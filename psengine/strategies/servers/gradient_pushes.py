@@ -45,6 +45,8 @@ class GradientPushes:
         self._buffer_pushes: list[Push] = []
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
+        # Of buckets on another device: the gradients, where servers of this host read them.
+        self._payloads: dict[int, torch.Tensor] = {}
 
     @property
     def mean_staleness(self) -> float:
@@ -57,7 +59,11 @@ class GradientPushes:
             name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
         }
         travelling = span("push", bucket.facts, track=EXCHANGE)
-        payload = flat if bucket.device.type == "cpu" else flat.cpu()
+        payload = flat
+        if bucket.device.type != "cpu":
+            if bucket.index not in self._payloads:
+                self._payloads[bucket.index] = self._session.segments.allocate(bucket.numel, bucket.dtype)
+            payload = self._payloads[bucket.index].copy_(flat)
         if self._copies_payloads:
             payload = payload.clone()
         pushes: list[tuple[ChunkSpec, Push]] = []

@@ -93,23 +93,12 @@ class SyncServer(ServerStrategy):
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         super().lay_out(buckets)
         self._gradient_keys = {spec.key for chunks in self.chunks.of_bucket for spec, _, _ in chunks}
-        # Averages land apart from gradients, and stay until the next ones land: a restarted server may need them for
-        # another worker. A server that dies while it writes an average to shared memory leaves neither this nor the
-        # last one. Without a quorum nobody lacks the last one by then: everybody has contributed, and so had it.
-        lands_in_place = self._options["quorum"] is None
-        self._results = [
-            self.session.segments.allocate(bucket.numel, bucket.dtype)
-            if lands_in_place
-            else torch.empty(bucket.numel, dtype=bucket.dtype)
-            for bucket in buckets
-        ]
+        # Averages land apart from gradients, which are sent again where a step is taken back.
+        self._results = [torch.empty(bucket.numel, dtype=bucket.dtype) for bucket in buckets]
         self._payloads = [
             bucket.flat if bucket.device.type == "cpu" else self.session.segments.allocate(bucket.numel, bucket.dtype)
             for bucket in buckets
         ]
-        for bucket, payload, result in zip(buckets, self._payloads, self._results, strict=True):
-            for spec, start, end in self.chunks.of_bucket[bucket.index]:
-                self.session.segments.adopt(spec.key, payload[start:end], result[start:end] if lands_in_place else None)
 
     @override
     def _receive(self, state: str) -> None:

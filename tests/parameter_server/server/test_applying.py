@@ -175,5 +175,5 @@ class TestLoans:
         message.dtype, message.numel, message.payload = torch.float32, 6, torch.ones(6)
         (answer,) = world.shard.apply(message, Sender(worker.route, ""))
         lent = encode(answer.message)[-1]
-        answer.place.sent(lent)
+        answer.place.hold(lent)
         return lent

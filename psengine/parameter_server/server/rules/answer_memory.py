@@ -1,8 +1,7 @@
 """The memory of a chunk's answers: where they are made, and who still reads them.
 
     rule      free() ─► place ◄─ values ─ answer: Reply.place
-    socket    sends the place without a copy    sent(buffer): until its bytes have left
-    worker    of this host reads the place      readers: until it has left the place
+    reader    a buffer that a socket sends, a worker of this host: hold() the place, for as long as they live
 
 Nothing else on the server knows when such memory may be written again; ``transport/segments.py`` lends the places.
 """
@@ -14,38 +13,35 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from psengine.parameter_server.segment import Segment
+
 
 class Place:
-    """One tensor's memory, which does not change while somebody reads it.
-
-    zmq references each buffer that it sends without a copy until its bytes have left, so a weak reference tells.
+    """One tensor's memory, which does not change while somebody holds it.
 
     Args:
         values: 1-D, the memory.
-        number: its number among the chunk's places that workers of this host read.
-        lender: the memory that it is part of there; None where it is no part of any.
-
-    Attributes:
-        readers: how many workers of this host were told of the place, and have not left it.
+        segment: that workers of this host read it in; None where it is no part of one.
+        offset: where it begins there.
     """
 
-    __slots__ = ("_buffers", "lender", "number", "readers", "values")
+    __slots__ = ("_holders", "offset", "segment", "values")
 
-    def __init__(self, values: torch.Tensor, number: int = 0, lender: object = None) -> None:
+    def __init__(self, values: torch.Tensor, segment: Segment | None = None, offset: int = 0) -> None:
         self.values = values
-        self.number = number
-        self.lender = lender
-        self.readers = 0
-        self._buffers: list[weakref.ref[memoryview]] = []
+        self.segment = segment
+        self.offset = offset
+        self._holders: list[weakref.ref[object]] = []
 
-    def sent(self, buffer: memoryview) -> None:
-        """A socket has taken ``buffer``, which is this memory."""
-        self._buffers = [reference for reference in self._buffers if reference() is not None]
-        self._buffers.append(weakref.ref(buffer))
+    def hold(self, holder: object) -> None:
+        """The memory is read for as long as ``holder`` lives; zmq references a buffer until its bytes have left."""
+        self._holders = [reference for reference in self._holders if reference() is not None]
+        self._holders.append(weakref.ref(holder))
 
-    def is_read(self) -> bool:
-        """Whether some socket or worker still reads the memory."""
-        return self.readers > 0 or any(reference() is not None for reference in self._buffers)
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody reads the memory."""
+        return any(reference() is not None for reference in self._holders)
 
 
 class AnswerMemory:
@@ -67,7 +63,7 @@ class AnswerMemory:
     def free(self, kept: Collection[Place] = ()) -> Place:
         """A place that nobody reads and that is not ``kept``, uninitialised."""
         for place in self._lent:
-            if not place.is_read() and all(place is not one for one in kept):
+            if not place.is_held and all(place is not one for one in kept):
                 return place
         return self.new()
 
@@ -77,11 +73,15 @@ class AnswerMemory:
 
     def next_of(self, current: Place) -> Place:
         """Where the values after those in ``current`` are written: over them, unless they are being read."""
-        is_read = current.is_read()
-        if is_read or (self._lent and all(one is not current for one in self._lent)):
-            place = self.free()
-            return place if is_read or place.lender is not None else current
-        return current
+        if not current.is_held and (not self._lent or current.segment is self.segment):
+            return current
+        place = self.free()
+        return place if current.is_held or place.segment is not None else current
+
+    @property
+    def segment(self) -> Segment | None:
+        """Where workers of this host read; None where answers travel."""
+        return self._lent[0].segment if self._lent else None
 
     @property
     def extra_bytes(self) -> int:

@@ -261,9 +261,10 @@ class Average(ChunkRule):
 
     @override
     def lent_places(self, workers: int) -> int:
-        # With a quorum the averages of several steps are kept for those who are late.
-        is_lent = self.spec.kind in self.pushed_kinds and not self._has_quorum and not self.payloads.encodes_answers
-        return 2 if is_lent else 0  # who contributes to a step has read all averages but the last
+        if self.spec.kind not in self.pushed_kinds or self.payloads.encodes_answers:
+            return 0
+        # Who contributes to a step has read all averages but the last; with a quorum some are kept for who is late.
+        return 4 if self._has_quorum else 2
 
     @override
     def size_bytes(self) -> int:

@@ -96,15 +96,12 @@ class Merge(Apply):
 
     def _merge_due(self) -> list[Reply]:
         """The merges of which nothing is missing, in the order of their releases."""
-        replies, unsent = list[Reply](), list[Place]()
+        replies, unsent = list[Reply](), set[Place]()
         for number in sorted(self.due):
             if self._missing_from(self.due[number]):
                 break
             replies += self._merge(number, self.due.pop(number))
-            self._place.readers += 1  # the next merge must not write over answers that nobody has sent yet
-            unsent.append(self._place)
-        for place in unsent:
-            place.readers -= 1
+            self._place.hold(unsent)  # the next merge must not write over answers that nobody has sent yet
         return replies
 
     def _missing_from(self, pairs: tuple[tuple[int, int], ...]) -> list[int]:

@@ -174,8 +174,6 @@ class Job(RuleContext):
             self.statistics.duplicates += 1
             again = rule.answer_again(rank, step)
             return False, [] if again is None else [again]
-        if message.in_segment and message.payload is None:
-            raise ProtocolError(f"{spec.describe()}: worker {rank} shares no memory with it", ErrorCode.SEGMENT)
         body = message.body
         contribution = Contribution(
             rank,
@@ -186,7 +184,7 @@ class Job(RuleContext):
             body.get("groups"),
             _absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
             body.get("weight"),
-            message.in_segment,
+            message.place is not None,
             body.get("held"),
         )
         began_s = self._measure_s()

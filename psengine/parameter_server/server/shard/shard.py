@@ -358,11 +358,11 @@ class Shard:
         if self.append is None or not (job.holds_weights or message.type in _LOGGED_OF_AVERAGES):
             return
         if not job.holds_weights:
-            message = replace(message, in_segment=False, payload=None)  # which may be older than workers' by then
-        elif message.in_segment:
+            message = replace(message, place=None, payload=None)  # which may be older than workers' by then
+        elif message.place is not None:
             # Nobody hurries the worker to leave its memory alone, and what is written must be what is hashed.
             payload = None if message.payload is None else payload_tensor(message).clone()
-            message = replace(message, in_segment=False, payload=payload)
+            message = replace(message, place=None, payload=payload)
         self.append(Record(RecordKind.MESSAGE, job.number, encode(message)))
 
     def capture(self) -> list[JobState]:

@@ -103,6 +103,12 @@ def local_user(address: bytes) -> int | None:
     return None if peer is None else int(peer["uid"])
 
 
+def local_process(address: bytes) -> int:
+    """The process at the other end of a Unix socket, as ``local_user``; 0 where the system does not tell."""
+    peer = _LOCAL_PEER.fullmatch(address)
+    return 0 if peer is None else int(peer["pid"] or 0)
+
+
 def keygen(directory: str | Path, name: str) -> tuple[Path, Path]:
     """Write a new ``NAME.key`` (ours alone, mode 0600) and ``NAME.pub``; the two paths.
 

@@ -20,7 +20,7 @@ import zmq
 from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
 from psengine.parameter_server.keepalive import keep_alive
-from psengine.parameter_server.server.transport.authentication import Authenticator, local_user
+from psengine.parameter_server.server.transport.authentication import Authenticator, local_process, local_user
 from psengine.parameter_server.server.transport.peers import Peers
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import HEADER_BYTES, TYPE_AT
@@ -76,6 +76,11 @@ class Received(NamedTuple):
     frames: list[Any]  # bytes, or memoryviews of bytes
     size_bytes: int  # of the frames
     part: zmq.Frame  # its last; zmq knows who sent it
+
+    @property
+    def process(self) -> int:
+        """Whose it is, by the kernel's word, over a Unix socket; else 0."""
+        return local_process(str(self.part.get("Peer-Address")).encode())
 
     @property
     def is_admin(self) -> bool:

@@ -116,7 +116,7 @@ class HeldAnswers:
             waits: False: it says nothing that a restart could make untrue.
         """
         if place is not None:
-            place.sent(frames[-1])
+            place.hold(frames[-1])
         if not waits or self.is_durable:
             self._endpoint.send(route, frames, copies=place is None)
             return
@@ -321,7 +321,7 @@ class ShardThread(threading.Thread):
             self.endpoint.peers.look()
             if not self.drained.is_set():
                 self._guarded(self._tick)
-                self._guarded(lambda: self.segments.keep_members(self.shard))
+                self._guarded(self.segments.look)
         # After the tick, so that a status does not show a pause of this process as the workers' silence.
         self._answer_asked()
 
@@ -367,7 +367,8 @@ class ShardThread(threading.Thread):
                 self._administer(received)
                 return
             message = decode(received.frames)
-            self._handle(Sender(received.route, received.user_id), message)
+            process = received.process if message.type is MessageType.RESUME else 0
+            self._handle(Sender(received.route, received.user_id, process), message)
         except ProtocolError as error:
             if message is None or error.code == ErrorCode.BAD_MESSAGE:
                 self._note_bad(received, error)
@@ -394,7 +395,10 @@ class ShardThread(threading.Thread):
         else:
             if kind is MessageType.PUSH:
                 self.segments.find(message)
-            self._send(self.shard.apply(message, sender), may_wait=True)
+            outgoing = self.shard.apply(message, sender)
+            if kind is MessageType.RESUME and outgoing[0].message.type is MessageType.RESUMED:
+                self._complete(outgoing[0].message, message, sender)
+            self._send(outgoing, may_wait=True)
 
     def _to(self, request: Message, kind: MessageType, **fields: Any) -> Message:
         """An answer to its sender."""
@@ -458,18 +462,18 @@ class ShardThread(threading.Thread):
                 self._send_with_others(one)
                 continue
             self._send_group()  # a connection keeps its order
-            if message.type is MessageType.RESUMED:
-                self._complete(message)
             # A new registration has to be the only one, whatever happens to this server.
             is_new = message.type not in _DO_NOT_WAIT or message.body.get("state") == "initialise"
             self.answers.send(one.route, encode(message), place=one.place, waits=waits and is_new)
         if not may_wait:
             self._send_group()
 
-    def _complete(self, resumed: Message) -> None:
+    def _complete(self, resumed: Message, resume: Message, sender: Sender) -> None:
         """Add what only this thread knows. It does not wait: a worker learns from its version what was lost."""
         resumed.body["shards"] = self._addresses
-        self.segments.sign(resumed)
+        job = self.shard.jobs.get(resume.job)
+        if job is not None and (memory := self.segments.attach(job, resume, sender)) is not None:
+            resumed.body["memory"] = memory
 
     def _send_with_others(self, one: Outgoing) -> None:
         if one.route != self._group_route or len(self._group) == ANSWERS_PER_GROUP:
