@@ -956,6 +956,22 @@ def test_a_merge_that_some_shard_may_lack_stands_in_the_next_view() -> None:
     assert bench.view.releases == ()
 
 
+def test_a_merge_that_a_restarted_shard_lost_is_named_anew_for_who_has_no_answer() -> None:
+    bench = Bench(MERGE)
+    first, second = bench.team(2)
+    first.step(1)
+    second.step(1)
+    second.completed = 1
+    second.heartbeat()
+    first.life(1, 90, chunks=2)
+    assert bench.view.releases == ()
+    first.step(1)
+    first.step(1)  # said again
+    assert [one.contributors for one in first.releases] == [((0, 1), (1, 1)), ((0, 1),)]
+    second.step(1)
+    assert len(first.releases) == 2
+
+
 # ---- for people --------------------------------------------------------------------------------------------------
 
 

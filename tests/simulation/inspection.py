@@ -63,6 +63,12 @@ def coordinator_state(server: Any) -> str:
     return "preparing" if job._preparing is not None else "joining" if job._joiner or job._donation else "open"
 
 
+def awaits(server: Any, rank: int) -> bool:
+    """Whether the job that a server leads waits for the first process of this rank."""
+    job = server.coordinators.find("job")
+    return job is not None and rank in job.missing
+
+
 def worker_state(server: Any, rank: int, incarnation: int) -> str:
     """What the coordinator of a server's only job says of a worker; "" where it does not know it."""
     for job in server.coordinators.by_number.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from simulation import inspection
 from simulation.violation import require
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Liveness:
         calm_s, longest_s, spared = world.faults.calm_s, self._longest_s, -1
         if world.faults.cut_off is not None:
             spared, calm_s = world.faults.cut_off
+            if inspection.awaits(world.network.servers[0], spared):
+                return  # the job, begun anew, has not had it yet
             longest_s += 2 * world.scenario.lease_s + 1.0
         if calm_s is None:
             return

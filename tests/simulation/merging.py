@@ -68,9 +68,10 @@ class MergingJob(ApplyingJob):
                 self._note_decision(release)
 
     def _note_decision(self, release: Any) -> None:
-        processes = [(self.world.views.member(rank), step) for rank, step in release.contributors]
+        processes = [(self._process(rank, step), step) for rank, step in release.contributors]
         updates = frozenset((process.number, step) for process, step in processes if process is not None)
         known = self._decided.get(release.number)
+        is_again = any(updates <= one for one in self._decided.values())  # a restart lost that merge
         # A coordinator that restarted may use a number again that nobody was told of.
         if known is None or release.number not in self._told:
             self._decided[release.number] = updates
@@ -85,8 +86,16 @@ class MergingJob(ApplyingJob):
         assert self.scenario.quorum is not None
         members = self.world.views.members.items()
         able = {rank for rank, (incarnation, _) in members if (rank, incarnation) not in self._idle} | set(ranks)
-        is_quorum = len(ranks) >= min(self.scenario.quorum, len(able))
+        is_quorum = is_again or len(ranks) >= min(self.scenario.quorum, len(able))
         require(is_quorum, "merge {} has workers {} of {}", release.number, ranks, sorted(able))
+
+    def _process(self, rank: int, step: int) -> WorkerProcess | None:
+        """Who brought a step: a process that is gone where the rank's next one begins with a later step."""
+        incarnation, first_step = self.world.views.members.get(rank, (0, 0))
+        if step >= first_step:
+            return self.world.views.member(rank)
+        former = [one for (its, one), last in self._committed.items() if its == rank and last >= step]
+        return self.world.process_of(rank, max((one for one in former if one != incarnation), default=incarnation))
 
     def _has_abstained(self, rank: int, step: int) -> bool:
         worker = rank, self.world.views.members.get(rank, (0, 0))[0]

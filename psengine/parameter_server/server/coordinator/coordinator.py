@@ -384,6 +384,7 @@ class Coordinator(JobMemory):
         elif self.state is JobState.RESUMING and all(one.route for one in members):
             self._advance("resumed")
             self._decisions.learn()
+            self._note_restart()
             if members:
                 self._want_view()
 
@@ -553,6 +554,7 @@ class Coordinator(JobMemory):
                 return  # a life before; where a clock was set back, it is said again under this view
             self.epochs[shard] = epoch
             self.is_changed, self._donation = True, None  # what was deposited there is lost
+            self._note_restart()
             self._want_view()
             if not self.averages and self.chunks and body["chunks"] < self.chunks[shard]:
                 self._finish(
@@ -577,6 +579,11 @@ class Coordinator(JobMemory):
                 )
                 logger.error("%s", self._halted)
                 self._dismiss(self.workers.present, ErrorCode.STATE_LOST, self._halted)
+
+    def _note_restart(self) -> None:
+        """A shard has begun a new life."""
+        if self._around.settings.durability != "log":
+            self._decisions.lose()
 
     def _hear_leave(self, worker: Worker, message: Message) -> bool:
         """Whether it is answered later."""

@@ -62,6 +62,9 @@ class Decisions:
     def learn(self) -> None:
         """The job's releases are a former coordinator's."""
 
+    def lose(self) -> None:
+        """A shard may have lost what it had answered."""
+
     def _release(self, step: int, **decided: Any) -> None:
         assert self.job.view is not None
         # Numbers grow from view to view, also past those of a coordinator whose numbers are forgotten.
@@ -164,6 +167,7 @@ class Merge(Decisions):
         self._quorum = quorum
         self._grace = grace
         self._paces: dict[Worker, _Pace] = {}
+        self._lost: list[tuple[int, int]] = []  # (rank, step) of contributions of which a restart lost the merge
         # While a quorum is here: when the window ends, and for whom it waits.
         self._window: tuple[float, frozenset[Worker]] | None = None
 
@@ -174,8 +178,13 @@ class Merge(Decisions):
 
     @override
     def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
-        pace = self._paces[worker]
-        if step <= max(self.job.merged.get(worker.rank, 0), pace.pending):
+        pace, place = self._paces[worker], (worker.rank, step)
+        if step <= self.job.merged.get(worker.rank, 0):
+            is_named = any(place in (one.contributors or ()) for one in self.job.releases)
+            if step > worker.completed and not (is_named or abstained or place in self._lost):
+                self._lost.append(place)
+            return
+        if step <= pace.pending:
             return
         pace.is_idle = abstained
         if abstained:
@@ -196,6 +205,11 @@ class Merge(Decisions):
 
     @override
     def decide(self, now_s: float) -> bool:
+        if self._lost:
+            # Each alone: shards that have answered it wait for its worker's next push, and for nobody else's.
+            self.job.decided += 1
+            self._release(self.job.decided, contributors=(self._lost.pop(0),))
+            return True
         here, absent = self._here(), self._absent()
         # Where fewer are left than the quorum, these are all that it can have.
         if not here or len(here) < min(self._quorum, len(here) + len(absent) + len(self.job.missing)):
@@ -245,6 +259,11 @@ class Merge(Decisions):
             if any(step in has.get(rank, ()) for rank, step in release.contributors or ())
         ]
         self.job.releases = [one for one in self.job.releases if one.number > max(taken, default=0)]
+
+    @override
+    def lose(self) -> None:
+        """Workers commit again what has no answer: it is named anew."""
+        self.job.releases.clear()
 
     @override
     def learn(self) -> None:
