@@ -19,9 +19,8 @@ from pathlib import Path
 
 from psengine.errors import ConfigurationError
 
-KEY_CHARACTERS = 40
 TOKEN_CHARACTERS = (16, 1000)
-_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _LARGEST_FILE_BYTES = 1024 * 1024
 
@@ -58,15 +57,6 @@ class CurveClientKeys:
         return cls(read_key_pair(own_key), read_public_key(server_public))
 
 
-def is_key(text: str) -> bool:
-    """Whether ``text`` is the Z85 form of 32 bytes."""
-    if len(text) != KEY_CHARACTERS or any(character not in _Z85 for character in text):
-        return False
-    values = [_Z85.index(character) for character in text]
-    groups = (values[start : start + 5] for start in range(0, KEY_CHARACTERS, 5))
-    return all(sum(value * 85 ** (4 - place) for place, value in enumerate(group)) < 2**32 for group in groups)
-
-
 def write_key_pair(directory: str | Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
     """Write ``NAME.key`` (mode 0600) and ``NAME.pub`` into ``directory``, which is made; never overwrites.
 
@@ -99,8 +89,7 @@ def write_key_pair(directory: str | Path, name: str, pair: KeyPair) -> tuple[Pat
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "w") as file:
+    with open(path, "x", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(text)
 
 
@@ -145,10 +134,10 @@ def read_public_key(path: str | Path) -> str:
     Raises:
         ConfigurationError: the file is missing or malformed, or holds several keys.
     """
-    keys = _public_keys(path)
-    if len(keys) != 1:
-        raise ConfigurationError(f"{path} must hold one public key (expected 1, got {len(keys)}).")
-    return next(iter(keys))
+    entries = _entries(path, ("public",))
+    if len(entries) != 1:
+        raise ConfigurationError(f"{path} must hold one public key (expected 1, got {len(entries)}).")
+    return entries[0][1]
 
 
 def read_allowed(path: str | Path) -> dict[str, str]:
@@ -159,14 +148,7 @@ def read_allowed(path: str | Path) -> dict[str, str]:
     """
     folder = Path(path)
     files = sorted(folder.glob("*.pub")) if folder.is_dir() else [folder]
-    keys: dict[str, str] = {}
-    for file in files:
-        keys.update(_public_keys(file))
-    return keys
-
-
-def _public_keys(path: str | Path) -> dict[str, str]:
-    return {key: name for _, key, name in _entries(path, ("public",))}
+    return {key: name for file in files for _, key, name in _entries(file, ("public",))}
 
 
 def _entries(path: str | Path, kinds: Sequence[str], *, is_secret: bool = False) -> list[tuple[str, str, str]]:
@@ -176,10 +158,10 @@ def _entries(path: str | Path, kinds: Sequence[str], *, is_secret: bool = False)
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if words[0] not in kinds or not 2 <= len(words) <= 3 or not is_key(words[1]):
+        if words[0] not in kinds or not 2 <= len(words) <= 3 or not _KEY.fullmatch(words[1]):
             raise ConfigurationError(
                 f"{path}, line {number}, is not understood (expected 'public KEY NAME' or, in a .key file, 'secret"
-                f" KEY', where KEY is {KEY_CHARACTERS} characters of Z85)."
+                f" KEY', where KEY is 40 characters of Z85)."
             )
         entries.append((words[0], words[1], words[2] if len(words) == 3 else Path(path).stem))
     return entries
@@ -187,15 +169,10 @@ def _entries(path: str | Path, kinds: Sequence[str], *, is_secret: bool = False)
 
 def _read(path: str | Path, *, is_secret: bool = False, expected: str = "a file of psengine-server keygen") -> str:
     try:
-        # O_NONBLOCK: a path may name a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE_BYTES:
-                raise ConfigurationError(f"{path} is no key file (expected a small regular file).")
+        with open(path, "rb") as file:
             if is_secret:
-                _check_private(path, status)
-            return file.read().decode("ascii")
+                _check_private(path, os.fstat(file.fileno()))
+            return file.read(_LARGEST_FILE_BYTES).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"The file {path} cannot be read (expected {expected}, got: {error}).") from error
 
