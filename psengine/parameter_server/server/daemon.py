@@ -53,6 +53,7 @@ from psengine.parameter_server.server.transport.endpoint import BindError
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerFacts, ServerStatus
 from psengine.protocol.bounds import KEY_BYTES
+from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message
 from psengine.status_port.http_status import HttpStatus
 from psengine.version import __version__
@@ -166,7 +167,7 @@ class Server:
             port = stack.enter_context(self._open_status_port(settings.status_port))
             self.status_url = port.url
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
-        self._announce_start(announce, f"durability {settings.tier}: {durable}")
+        self._announce_start(announce, durable)
 
     def _handle_signals(self, stack: ExitStack) -> None:
         """Take SIGTERM and SIGINT; an embedded server leaves SIGINT to the process that started it."""
@@ -210,16 +211,14 @@ class Server:
                 " another --status-bind."
             ) from error
 
-    def _announce_start(self, announce: Callable[[str], None], durability: str) -> None:
-        lines = [self._whereabouts(), durability]
+    def _announce_start(self, announce: Callable[[str], None], durable: str) -> None:
+        announce(f"durability {self.settings.tier}: {durable}")
         if self._shards.authenticator is not None:
-            lines.append(self._shards.authenticator.describe())
+            announce(self._shards.authenticator.describe())
         if self.status_url:
-            lines.append(f"status at {self.status_url}")
-        lines.append(f"psengine-server ready {' '.join(self.addresses)}")
-        for line in lines:
-            announce(line)
-        systemd.notify("READY=1", f"STATUS={lines[0]}; {durability}")
+            announce(f"status at {self.status_url}")
+        announce(f"psengine-server ready {' '.join(self.addresses)}")
+        systemd.notify("READY=1", f"STATUS={self._summary()}")
 
     # ---- main loop ---------------------------------------------------------------------------------------------
 
@@ -246,12 +245,8 @@ class Server:
     def _summary(self) -> str:
         generation = None if self._durability is None else self._durability.generation
         durable = "not durable" if generation is None else f"durable to generation {generation}"
-        text = f"{self._whereabouts()}; durability {self.settings.tier}, {durable}"
+        text = f"shards at {' '.join(self.addresses)}; durability {self.settings.tier}, {durable}"
         return f"{text}; draining" if self._is_draining else text
-
-    def _whereabouts(self) -> str:
-        count = len(self.addresses)
-        return f"{count} {'shard' if count == 1 else 'shards'} at {' '.join(self.addresses)}"
 
     def _guard_memory(self, unexplained_bytes: int) -> None:
         """Close connections whose messages fill the memory and do not end: credits do not bound those."""
@@ -337,17 +332,18 @@ class Server:
         return f"Worker {worker} is out. If its process lives, it says HELLO again and comes back."
 
     def _forget(self, job: str) -> str:
-        # A crash before the next interval would restore the job.
-        begin_snapshot = None if self._durability is None else self._durability.snapshot
-        workers = self._shards.forget(job, begin_snapshot or (lambda: None))
-        if workers is None:
-            raise ProtocolError(f"there is no job {job!r}", ErrorCode.UNKNOWN_JOB)
+        workers = self._shards.ask(lambda thread: thread.forget_led(job))[0]
         if workers:
             raise ProtocolError(
                 f"job {job!r} is in use (expected no workers, got {workers}). Fix: end them, or their leases (psengine"
                 " admin evict); a worker that died counts until its lease is over",
                 ErrorCode.NOT_READY,
             )
+        was_known = self._shards.ask(lambda thread: thread.shard.drop(job_number(job)))
+        if workers is None and not any(was_known):
+            raise ProtocolError(f"there is no job {job!r}", ErrorCode.UNKNOWN_JOB)
+        if self._durability is not None:
+            self._durability.snapshot()  # a crash before the next interval would restore the job
         return f"Job {job!r} is forgotten: its values, and its place among the server's jobs."
 
     def _drain(self) -> str:

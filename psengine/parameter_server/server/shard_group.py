@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from psengine.parameter_server.server.transport.authentication import Authentica
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, Endpoint
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.parameter_server.status_model import ShardStatus
-from psengine.protocol.layout import job_number
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,9 @@ class ShardGroup:
             concurrent.futures.TimeoutError: a shard did not answer; it does what it was asked as soon as it can.
             ShardEndedError: a shard's thread has ended.
         """
-        return _results([thread.ask(partial(function, thread)) for thread in self.threads])
+        futures = [thread.ask(partial(function, thread)) for thread in self.threads]
+        wait(futures, ANSWER_DEADLINE_S)
+        return [future.result(0) for future in futures]
 
     def status(self) -> tuple[ShardStatus, ...]:
         """Each shard's status, or why there is none."""
@@ -174,25 +175,7 @@ class ShardGroup:
         except (FutureTimeoutError, ShardEndedError):
             return 0
 
-    # ---- orders ------------------------------------------------------------------------------------------------
-
-    def forget(self, job: str, begin_snapshot: Callable[[], object]) -> int | None:
-        """Drop a job without workers; how many workers keep it, None where nobody knows it.
-
-        Args:
-            job: its name.
-            begin_snapshot: begins a snapshot, so that the job is gone from disk too.
-
-        Raises:
-            concurrent.futures.TimeoutError: a shard is busy.
-        """
-        led = self.ask(lambda thread: thread.forget_led(job))[0]
-        if led:
-            return led
-        forgotten = [thread.ask(partial(thread.shard.drop, job_number(job))) for thread in self.threads]
-        begin_snapshot()  # shards call functions in the order of asking
-        was_known = _results(forgotten)
-        return 0 if led == 0 or any(was_known) else None
+    # ---- the end -----------------------------------------------------------------------------------------------
 
     def drain(self) -> list[int]:
         """Refuse newcomers and answer queued messages; the indexes of shards that did not finish in time."""
@@ -207,11 +190,6 @@ class ShardGroup:
         for thread in self.threads:
             if thread.is_alive():  # where the start fails none has begun
                 thread.join(timeout=2.0)
-
-
-def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
-    wait(futures, ANSWER_DEADLINE_S)
-    return [future.result(0) for future in futures]
 
 
 def _reachable(address: str) -> str:
