@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from psengine.parameter_server.server.log.disk import FULL_ERRORS
-from psengine.parameter_server.server.log.log import Place, ShardLog
-from psengine.parameter_server.server.log.records import Record
+from psengine.parameter_server.server.log.log import ShardLog
 
 if TYPE_CHECKING:
     from simulation.server import ServerProcess, SimulatedThread
@@ -39,23 +38,12 @@ class SimulatedLog:
         self.log = log
         self._server, self._thread, self._rng, self._fails = server, thread, rng, fails
         self._is_busy = False
+        log.on_change = self._wake
 
     def follow(self) -> None:
         """Take what the shard does from here on."""
         self._thread.answers.log = self.log
-        self._thread.shard.append = self._append
-
-    def _append(self, record: Record) -> int:
-        """See ``ShardLog.append``."""
-        number = self.log.append(record)
-        self._wake()
-        return number
-
-    def cut(self) -> Place:
-        """See ``ShardLog.cut``."""
-        place = self.log.cut()
-        self._wake()
-        return place
+        self._thread.shard.append = self.log.append
 
     def write_all(self) -> None:
         """Write at once what is there; OSError where that is not possible."""

@@ -186,7 +186,7 @@ class Snapshots:
         captured.state.shards[index] = thread.shard.capture()
         captured.note.update(self.job.captured(thread.shard))
         if self.logs:
-            captured.state.places[index] = self.logs[index].cut()
+            captured.state.places[index] = self.logs[index].log.cut()
 
     def _end_capture(self) -> None:
         if self._captured is not None:

@@ -243,7 +243,7 @@ class Server:
                 self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
 
     def _summary(self) -> str:
-        generation = None if self._durability is None else self._durability.generation
+        generation = None if self._durability is None else self._durability.snapshot_status().generation
         durable = "not durable" if generation is None else f"durable to generation {generation}"
         text = f"shards at {' '.join(self.addresses)}; durability {self.settings.tier}, {durable}"
         return f"{text}; draining" if self._is_draining else text

@@ -16,6 +16,7 @@ MAX_EVENTS = 200
 # how many were like it.
 _MERGED = frozenset({"refused", "late", "memory", "stood_still", "snapshot", "snapshot_failed"})
 _LOGGED = {
+    "snapshot": logging.INFO,
     **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room"), logging.WARNING),
     **dict.fromkeys(("snapshot_failed", "log_low"), logging.ERROR),
     **dict.fromkeys(("log_full", "log_failed"), logging.CRITICAL),

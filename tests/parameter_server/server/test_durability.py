@@ -142,18 +142,18 @@ def generations(directory: Path) -> list[int]:
 def test_an_idle_server_writes_nothing(tmp_path):
     with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
         worker = with_job(one)
-        eventually(lambda: one.durability.generation is not None and one.durability._current())
-        generation = one.durability.generation
+        eventually(lambda: one.durability.snapshot_status().generation is not None and one.durability._current())
+        generation = one.durability.snapshot_status().generation
         worker.pull(0)
         Worker(one.world).resume()
         time.sleep(4 * INTERVAL_S)
         assert one.snapshot() == generation  # nor on wish
         push(worker, 1)
-        eventually(lambda: one.durability.generation == generation + 1)
+        eventually(lambda: one.durability.snapshot_status().generation == generation + 1)
         assert one.snapshot() == generation + 1
     with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
         time.sleep(4 * INTERVAL_S)
-        assert one.durability.generation == generation + 1
+        assert one.durability.snapshot_status().generation == generation + 1
         assert one.coordinators.restored == [{"jobs": 0}]
 
 
@@ -224,8 +224,7 @@ def test_a_copy_of_a_running_server_is_one_to_start_from_and_is_shown(tmp_path):
         assert "a server would start from generation 2 and 3 records of the log (demo version 5)" in said
         shown = "\n".join(inspect(directory))
         assert "and 4 records of the log (demo version 6)" in shown
-        assert re.search(r"segment log-000-000000000002: \d KiB", shown)
-        assert f"generation 2: {directory}/generation-000000000002, " in shown
+        assert re.search(r"generation-000000000002: \d KiB\n(.*\n)*log-000-000000000002: \d KiB", shown)
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
         "generation-000000000002",
         "log-000-000000000002",
@@ -314,7 +313,7 @@ def test_what_is_gone_is_not_what_a_server_is_durable_to(tmp_path):
         shutil.rmtree(directory)
         with pytest.raises(SnapshotError, match=r"No such file or directory.* there is no older one"):
             one.snapshot()
-        assert one.durability.generation is None
+        assert one.durability.snapshot_status().generation is None
         directory.mkdir()
         generation = one.snapshot()
         assert generations(directory) == [generation]
@@ -326,12 +325,9 @@ def test_a_directory_of_another_kind_and_an_unreadable_one_are_refused_plainly(t
     empty, there = tmp_path / "empty", tmp_path / "there"
     empty.mkdir()
     there.mkdir()
-    for source, text in (
-        (tmp_path / "absent", "is no directory"),
-        (empty, "has no generation and no log"),
-    ):
+    for source in (tmp_path / "absent", empty):
         for lines in (inspect(source), back_up(source, tmp_path / "copy")):
-            with pytest.raises(SnapshotError, match=f"{source} {text}"):
+            with pytest.raises(SnapshotError, match=f"{source} has no generation and no log"):
                 list(lines)
         assert not (tmp_path / "copy").exists()
     unreadable = tmp_path / "unreadable"

@@ -46,13 +46,14 @@ class Written:
 
 
 def read(disk, start=None):
-    """The numbers of the updates that are read, which must be those that were appended; and the reader."""
-    reader, numbers = LogReader(disk, 0, start), []
+    """The numbers of the updates that are read, which must be those that were appended; the end, and notes."""
+    numbers, notes = [], []
+    reader = LogReader(disk, 0, start, notes)
     for one in reader:
         frames = [bytes(frame) for frame in one.frames]
         assert one._replace(frames=frames, number=0, durable=0) == record(one.number, len(frames[-1]))
         numbers.append(one.number)
-    return numbers, reader
+    return numbers, reader.end, notes
 
 
 @pytest.mark.parametrize("kind", ["memory", "directory"])
@@ -62,11 +63,10 @@ def test_records_come_back_over_segments_and_lives(tmp_path, kind):
     second = log.log.cut()
     assert second == log.log.cut() == Place(2, 5, EPOCH)
     log.group(4, size_bytes=300_000)
-    numbers, reader = read(disk)
-    assert numbers == [1, 2, 3, 4, 6, 7, 8, 9]
-    assert (reader.notes, reader.end) == ([], Place(2, 10, EPOCH))
+    numbers, end, notes = read(disk)
+    assert (numbers, end, notes) == ([1, 2, 3, 4, 6, 7, 8, 9], Place(2, 10, EPOCH), [])
     assert read(disk, second)[0] == [6, 7, 8, 9]
-    Written(disk, EPOCH + 1, last=reader.end).group(2)
+    Written(disk, EPOCH + 1, last=end).group(2)
     assert read(disk)[0] == [*numbers, 11, 12]
     assert segments(disk) == {0: [1, 2, 3]}
     disk.delete(segment_name(0, 1))
@@ -106,10 +106,10 @@ def test_a_tail_torn_at_any_byte_is_cut_off():
     whole = log.disk.files[segment_name(0, 1)]
     size_bytes = record(4, 20).size_bytes
     for length in range(durable_bytes, len(whole) + 1):
-        numbers, reader = read(MemoryDisk({segment_name(0, 1): whole[:length]}))
+        numbers, _, notes = read(MemoryDisk({segment_name(0, 1): whole[:length]}))
         left, rest = divmod(length - durable_bytes, size_bytes)
         assert numbers == list(range(1, 4 + left))
-        assert bool(reader.notes) == bool(rest)
+        assert bool(notes) == bool(rest)
 
 
 def test_a_flipped_bit_anywhere_is_refused_with_file_and_place():

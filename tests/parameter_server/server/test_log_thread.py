@@ -50,18 +50,17 @@ class Written:
     """A log that runs."""
 
     def __init__(self, directory):
-        self.disk, self.answers, self.noted, self.wanted, self.count = Room(directory), Answers(), [], [], 0
+        self.disk, self.answers, self.noted, self.count = Room(directory), Answers(), [], 0
         self.thread = LogThreads(
             ShardLog(self.disk, 0, 7),
             self.answers,
             lambda kind, text: self.noted.append((kind, text)),
             self.disk.free_bytes,
-            lambda: self.wanted.append(time.monotonic()),
         )
 
     def append(self, count=1, size_bytes=100):
         for _ in range(count):
-            self.thread.append(Record(RecordKind.MESSAGE, self.count, [bytes(size_bytes)]))
+            self.thread.log.append(Record(RecordKind.MESSAGE, self.count, [bytes(size_bytes)]))
             self.count += 1
 
     def until(self, is_so):
@@ -78,14 +77,13 @@ class Written:
         return [kind for kind, _ in self.noted]
 
     def read(self):
-        reader = LogReader(DirectoryDisk(self.disk.directory), 0)
+        reader = LogReader(DirectoryDisk(self.disk.directory), 0, None, [])
         return [record.job for record in reader]
 
 
 @contextmanager
 def running(directory):
     written = Written(directory)
-    written.thread.start()
     try:
         yield written
     finally:
@@ -104,7 +102,7 @@ def test_what_was_acknowledged_is_read_back(tmp_path):
         for count in (1, 3, 40):
             log.append(count)
             log.settle()
-        place = log.thread.cut()
+        place = log.thread.log.cut()
         log.thread.await_begun(place.segment, DEADLINE_S)
         log.append(2)
         log.settle()
@@ -159,10 +157,9 @@ def test_room_for_a_snapshot_is_left_and_a_cut_goes_on(tmp_path):
         log.append(3)
         log.until(lambda: log.kinds() == ["log_full"])
         assert log.thread.is_full
-        assert log.wanted
         assert log.thread.log.durable == 3
         # A snapshot: what came before it is written, so that its segment begins; what comes after waits for room.
-        place = log.thread.cut()
+        place = log.thread.log.cut()
         log.append(1)
         log.thread.await_begun(place.segment, DEADLINE_S)
         log.append(1)

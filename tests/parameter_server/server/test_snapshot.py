@@ -362,5 +362,5 @@ def test_chunks_survive_other_numbers_of_shards_once_each(store, monkeypatch):
                 assert job.meta["n"] == len(loaded)
                 for chunk in job.chunks:
                     assert torch.equal(chunk.tensors["v"], torch.full((10 + chunk.key,), chunk.key))
-        sizes = [sum(chunk.size_bytes for job in jobs for chunk in job.chunks) for jobs in shards]
+        sizes = [sum(chunk.tensors["v"].nbytes for job in jobs for chunk in job.chunks) for jobs in shards]
         assert max(sizes) - min(sizes) <= 2 * 8 * 21

@@ -17,7 +17,6 @@ from psengine.parameter_server.server.snapshots.files import ChunkState
 from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.protocol.messages import MessageType
-from simulation import logs
 from simulation.disk import SimulatedDisk, SimulatedFile
 from simulation.planted.registry import after, constant, plant, without
 
@@ -113,16 +112,16 @@ def _without_coordinators(append: Any) -> Any:
     return lambda self, record: 0 if record.kind is RecordKind.COORDINATOR else append(self, record)
 
 
-plant("what coordinators decide is not logged", logs.SimulatedLog, "_append", _without_coordinators)
+plant("what coordinators decide is not logged", ShardLog, "append", _without_coordinators)
 
 
 def _deletes_needed(segments: Any) -> Any:
     """Deleting looks at them to find those that no generation needs."""
 
-    def one(self: Generations, kept: int, places: Any) -> None:
+    def one(self: Generations, places: Any, room_bytes: int) -> None:
         later = {shard: place._replace(segment=place.segment + 1) for shard, place in places.items()}
         with mock.patch.object(generations, "read_places", return_value=later):
-            segments(self, kept, later)
+            segments(self, later, room_bytes)
 
     return one
 

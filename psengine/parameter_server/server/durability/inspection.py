@@ -20,21 +20,14 @@ from psengine.parameter_server.server.snapshots.generations import Generations
 
 
 def inspect(directory: Path) -> Iterator[str]:
-    """Lines for people: generations, segments, jobs, versions, and what a server would start with. Changes nothing.
+    """Lines for people: the files, and what a server would start with. Changes nothing.
 
     Raises:
         SnapshotError: no server could start from it; the message says why.
     """
     store = _open(directory)
-    for number in store.numbers():
-        name = generation_name(number)
-        yield f"generation {number}: {directory / name}, {store.disk.size_bytes(name) >> 10} KiB"
-    if not store.numbers():
-        yield "no generation"
-    for shard, found in segments(store.disk).items():
-        for segment in found:
-            name = segment_name(shard, segment)
-            yield f"segment {name}: {store.disk.size_bytes(name) >> 10} KiB"
+    for name in sorted(store.disk.list()):
+        yield f"{name}: {store.disk.size_bytes(name) >> 10} KiB"
     yield from _describe(recover(store))
 
 
@@ -73,10 +66,8 @@ def _describe(recovered: Recovered) -> Iterator[str]:
 
 
 def _open(directory: Path) -> Generations:
-    if not directory.is_dir():
-        raise SnapshotError(f"{directory} is no directory (expected the --snapshot-dir of a server)")
     store = Generations(DirectoryDisk(directory))
-    if not store.numbers() and not segments(store.disk):
+    if not directory.is_dir() or not (store.numbers() or segments(store.disk)):
         raise SnapshotError(
             f"{directory} has no generation and no log (expected the --snapshot-dir that a server has written to)"
         )

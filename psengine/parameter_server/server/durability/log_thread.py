@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import FULL_ERRORS
-from psengine.parameter_server.server.log.log import Place, ShardLog
-from psengine.parameter_server.server.log.records import Record
+from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.parameter_server.status_model import LogStatus
 
@@ -25,27 +24,21 @@ LOOK_S = 1.0
 
 
 class LogThreads:
-    """Write a shard's log from ``start`` to ``end``. A disk that fails ends the shard; one that is full has it wait.
+    """Write a shard's log until ``end``. A disk that fails ends the shard; one that is full has it wait.
 
     Args:
-        log: used by nobody else, but for its numbers.
+        log: written and synced by nobody else.
         answers: the shard's; woken with every sync.
         note: takes an event's kind and text.
         room_bytes: how much of the disk may be filled.
-        want_snapshot: called where older segments should go.
     """
 
     def __init__(
-        self,
-        log: ShardLog,
-        answers: HeldAnswers,
-        note: Callable[[str, str], None],
-        room_bytes: Callable[[], int],
-        want_snapshot: Callable[[], object],
+        self, log: ShardLog, answers: HeldAnswers, note: Callable[[str, str], None], room_bytes: Callable[[], int]
     ) -> None:
         self.log = log
-        self._answers, self._note = answers, note
-        self._room_bytes, self._want_snapshot = room_bytes, want_snapshot
+        log.on_change = self._tell_threads
+        self._answers, self._note, self._room_bytes = answers, note, room_bytes
         self._changed = threading.Condition()
         self._ends = False
         self._told = log.durable  # what the shard was woken for
@@ -57,27 +50,10 @@ class LogThreads:
             threading.Thread(target=self._guarded, args=[loop], name=name, daemon=True)
             for loop in (self._write_all, self._sync_all)
         ]
-
-    # ---- in the shard's thread ---------------------------------------------------------------------------------
-
-    def append(self, record: Record) -> int:
-        """See ``ShardLog.append``."""
-        number = self.log.append(record)
-        self._tell_threads()
-        return number
-
-    def cut(self) -> Place:
-        """See ``ShardLog.cut``."""
-        place = self.log.cut()
-        self._tell_threads()
-        return place
-
-    # ---- for other threads -------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Begin to write."""
         for thread in self._threads:
             thread.start()
+
+    # ---- for other threads -------------------------------------------------------------------------------------
 
     def await_begun(self, segment: int, deadline_s: float) -> None:
         """Wait until a segment is on the disk, with its beginning.
@@ -167,7 +143,6 @@ class LogThreads:
                     " nothing until there is room; workers wait. A snapshot is tried, after which older segments go."
                     " Fix: delete other files on that disk, or make it larger",
                 )
-                self._want_snapshot()
         else:
             if self.is_full:
                 self.is_full = False

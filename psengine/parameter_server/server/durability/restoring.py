@@ -74,11 +74,10 @@ def recover(store: Generations) -> Recovered:
     if is_without:
         notes.append(f"the log, because there is a file {WITHOUT_LOG}: what it has is lost")
     for shard in sorted({*found, *state.places}):
-        reader = LogReader(store.disk, shard, state.places.get(shard))
+        reader = LogReader(store.disk, shard, state.places.get(shard), notes)
         # A generation without a place was written by a server that kept no log.
         if not is_without and (generation is None or shard in state.places):
             _replay(recovered, shard, reader)
-        notes.extend(reader.notes)
         recovered.ends[shard] = reader.end._replace(segment=max(found.get(shard, [0])))
     return recovered
 
@@ -127,26 +126,22 @@ def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None
         SnapshotError: it does not fit them or their memory.
     """
     try:
-        parts = distribute(recovered.shards, len(shards))
-        for shard, jobs in zip(shards, parts, strict=True):
-            _check_memory(shard, jobs, what)
+        for shard, jobs in zip(shards, distribute(recovered.shards, len(shards)), strict=True):
+            # What answers and pushes make beside values and slots is not counted: it may exceed the limit, and a server
+            # must be able to start from every snapshot that it wrote.
+            tensors = [item for job in jobs for chunk in job.chunks for item in chunk.tensors.items()]
+            needed_bytes = sum(one.nbytes for name, one in tensors if name == "values" or name.startswith("slot/"))
+            if needed_bytes > shard.settings.max_memory_bytes:
+                raise SnapshotError(
+                    f"{what} does not fit --max-memory-bytes (expected at most {shard.settings.max_memory_bytes} bytes"
+                    f" at shard {shard.index}, its share, got {needed_bytes}). Raise it, or start with an empty"
+                    " --snapshot-dir."
+                )
             shard.restore(jobs)
             shard.begin_life()
     except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
         text = f"{what} cannot be taken over (expected one of this version of psengine, got: {error!r})."
         raise SnapshotError(text) from error
-
-
-def _check_memory(shard: Shard, jobs: Sequence[JobState], what: str) -> None:
-    # What answers and pushes make beside values and slots is not counted: it may exceed the limit, and a server must be
-    # able to start from every snapshot that it wrote.
-    tensors = [item for job in jobs for chunk in job.chunks for item in chunk.tensors.items()]
-    needed_bytes = sum(tensor.nbytes for name, tensor in tensors if name == "values" or name.startswith("slot/"))
-    if needed_bytes > shard.settings.max_memory_bytes:
-        raise SnapshotError(
-            f"{what} does not fit --max-memory-bytes (expected at most {shard.settings.max_memory_bytes} bytes at shard"
-            f" {shard.index}, its share, got {needed_bytes}). Raise it, or start with an empty --snapshot-dir."
-        )
 
 
 def distribute(shards: Sequence[list[JobState]], shard_count: int) -> Sequence[list[JobState]]:
@@ -167,7 +162,8 @@ def distribute(shards: Sequence[list[JobState]], shard_count: int) -> Sequence[l
         here = [JobState(name, copy.deepcopy(meta), []) for _ in range(shard_count)]
         chunks = sorted((chunk for part in of_job for chunk in part.chunks), key=lambda chunk: chunk.key)
         # A chunk without stored values still causes traffic: empty chunks are balanced by number.
-        for chunk, to in zip(chunks, balance([max(c.size_bytes, 1) for c in chunks], shard_count), strict=True):
+        weights = [max(1, sum(tensor.nbytes for tensor in chunk.tensors.values())) for chunk in chunks]
+        for chunk, to in zip(chunks, balance(weights, shard_count), strict=True):
             here[to].chunks.append(chunk)
         for jobs, job in zip(spread, here, strict=True):
             jobs.append(job)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +70,6 @@ class Durability(threading.Thread):
         note: takes an event's kind and text.
 
     Attributes:
-        generation: the one that the server is durable to; None without one.
         logs: of the shards; none where the server writes none.
 
     Raises:
@@ -80,19 +80,21 @@ class Durability(threading.Thread):
         self, directory: Path, stack: ExitStack, *, keeps_log: bool, interval_s: float, note: Callable[[str, str], None]
     ) -> None:
         super().__init__(name="psengine-snapshots", daemon=True)
-        self.generation: int | None = None
         self.logs: list[LogThreads] = []
         self._disk = DirectoryDisk(directory)
         self._store = Generations(self._disk)
-        self._keeps_log, self._interval_s, self._note = keeps_log, interval_s, note
+        self._keeps_log, self._note = keeps_log, note
         self._recovered = Recovered()
         self._threads: Sequence[ShardThread] = ()
-        self._failures, self._last_error, self._last_seconds = 0, "", 0.0
+        self._status = SnapshotStatus(
+            interval_s=interval_s, generation=None, age_s=None, last_seconds=0.0, failures=0, last_error=""
+        )
         self._durable_changes: int | None = None  # of the shards, that ``generation`` has
         self._current_s: float | None = None  # when ``generation`` was last known to be all that the shards hold
         self._held_bytes: dict[int, int] = {}  # by shard
         self._free_bytes: int | None = None
-        self._told_low_s = float("-inf")
+        self._shortage = 0  # of room: 1 low, 2 full
+        self._told_low_s = 0.0
         self._changed = threading.Condition()
         self._wish: Future[int] | None = None  # of all for whom no snapshot has been begun
         self._has_ended = False
@@ -136,17 +138,16 @@ class Durability(threading.Thread):
         """
         recovered, self._recovered, self._threads = self._recovered, Recovered(), threads
         for thread in threads if self._keeps_log else ():
-            shard = thread.shard.index
-            log = ShardLog(self._disk, shard, epoch, recovered.ends.get(shard, BEGINNING))
-            self.logs.append(LogThreads(log, thread.answers, self._note, self._room_bytes, self.snapshot))
-            self.logs[-1].start()
-        self.generation, self._durable_changes = recovered.generation, self._changes()
+            shard = thread.shard
+            log = ShardLog(self._disk, shard.index, epoch, recovered.ends.get(shard.index, BEGINNING))
+            thread.answers.log, shard.append = log, log.append
+            self.logs.append(LogThreads(log, thread.answers, self._note, self._room_bytes))
+        self._status = replace(self._status, generation=recovered.generation)
+        self._durable_changes = self._changes()
         if self.logs or recovered.records:
             # What was read may not be durable yet, because the last life may have died before its fsync: this life goes
             # on from a generation of its own, which also has as many shards as there are.
             self._write_first()
-        for thread, logging_threads in zip(threads, self.logs, strict=False):
-            thread.answers.log, thread.shard.append = logging_threads.log, logging_threads.append
         self.start()
 
     def _write_first(self) -> None:
@@ -173,14 +174,8 @@ class Durability(threading.Thread):
 
     def snapshot_status(self) -> SnapshotStatus:
         """The newest generation, its age, and the failures."""
-        return SnapshotStatus(
-            interval_s=self._interval_s,
-            generation=self.generation,
-            age_s=None if self._current_s is None else round(time.monotonic() - self._current_s, 3),
-            last_seconds=round(self._last_seconds, 3),
-            failures=self._failures,
-            last_error=self._last_error,
-        )
+        age_s = None if self._current_s is None else round(time.monotonic() - self._current_s, 3)
+        return replace(self._status, age_s=age_s)
 
     def log_status(self) -> tuple[LogStatus, ...]:
         """Of all shards."""
@@ -202,7 +197,7 @@ class Durability(threading.Thread):
 
     def run(self) -> None:
         """The loop."""
-        interval_s = self._interval_s or float("inf")
+        interval_s = self._status.interval_s or float("inf")
         due_s = time.monotonic() + interval_s
         while True:
             with self._changed:
@@ -224,10 +219,10 @@ class Durability(threading.Thread):
     def _current(self) -> int | None:
         """The newest generation, where it is still there and nothing has changed since it was captured."""
         asked_s = time.monotonic()
-        if self._store.newest != self.generation or self._changes() != self._durable_changes:
+        if self._store.newest != self._status.generation or self._changes() != self._durable_changes:
             return None
         self._current_s = asked_s
-        return self.generation
+        return self._status.generation
 
     def _write(self, deadline_s: float = CAPTURE_DEADLINE_S) -> int:
         """Capture and write one generation; its number.
@@ -242,18 +237,17 @@ class Durability(threading.Thread):
         try:
             generation = self._store.save(self._capture(deadline_s))
         except Exception as error:
-            self._failures += 1
-            self._last_error = str(error) or repr(error)
-            self.generation = self._store.newest  # somebody may have removed what there was
-            self._note("snapshot_failed", f"a snapshot was not written: {self._last_error}")
+            text, newest = str(error) or repr(error), self._store.newest  # somebody may have removed what there was
+            failures = self._status.failures + 1
+            self._status = replace(self._status, generation=newest, failures=failures, last_error=text)
+            self._note("snapshot_failed", f"a snapshot was not written: {text}")
             if not isinstance(error, SnapshotError):
                 logger.exception("a snapshot was not written")
-            raise SnapshotError(self._last_error) from error
-        self.generation, self._last_error = generation, ""
+            raise SnapshotError(text) from error
         self._current_s, self._durable_changes = started_s, changes
-        self._last_seconds = time.monotonic() - started_s
-        logger.info("durable to %s, generation %d, after %.2f s", self._disk, generation, self._last_seconds)
-        self._note("snapshot", f"generation {generation} is written")
+        seconds = round(time.monotonic() - started_s, 3)
+        self._status = replace(self._status, generation=generation, last_seconds=seconds, last_error="")
+        self._note("snapshot", f"durable to {self._disk}, generation {generation}, after {seconds} s")
         return generation
 
     def _capture(self, deadline_s: float) -> ServerState:
@@ -273,7 +267,7 @@ class Durability(threading.Thread):
         if thread.coordinators is not None:
             state.coordinators = thread.coordinators.to_meta()
         if self.logs:
-            state.places[shard] = self.logs[shard].cut()
+            state.places[shard] = self.logs[shard].log.cut()
 
     def _changes(self) -> int:
         return sum(thread.changes for thread in self._threads)
@@ -296,19 +290,19 @@ class Durability(threading.Thread):
             return False
         for thread in self._threads:
             thread.ask(partial(self._note_held, thread.shard))
-        now_s, low_bytes = time.monotonic(), max(LOW_BYTES, 2 * self._reserved_bytes())
+        low_bytes = max(LOW_BYTES, 2 * self._reserved_bytes())
         try:
             self._free_bytes = free_bytes = self._disk.free_bytes()
         except OSError:
             return False  # the logs fail by it
-        if free_bytes >= low_bytes and not any(log.is_full for log in self.logs):
-            self._told_low_s = float("-inf")
-        elif now_s >= self._told_low_s + LOW_REPEAT_S:
-            self._told_low_s = now_s
-            self._note(
-                "log_low",
-                f"the log's disk is almost full (expected {low_bytes >> 20} MiB of room, got {free_bytes >> 20}): once"
-                " it is full, nothing is acknowledged. A snapshot is written now, after which older segments go",
-            )
-            return True
-        return False
+        before, now_s = self._shortage, time.monotonic()
+        self._shortage = 2 if any(log.is_full for log in self.logs) else int(free_bytes < low_bytes)
+        if self._shortage <= before and (not self._shortage or now_s < self._told_low_s + LOW_REPEAT_S):
+            return False
+        self._told_low_s = now_s
+        self._note(
+            "log_low",
+            f"the log's disk is almost full (expected {low_bytes >> 20} MiB of room, got {free_bytes >> 20}): once it"
+            " is full, nothing is acknowledged. A snapshot is written now, after which older segments go",
+        )
+        return True

@@ -22,6 +22,7 @@ import errno
 import re
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from psengine.parameter_server.server.log.disk import Disk, DiskFile
@@ -58,6 +59,7 @@ class ShardLog:
         durable: all records below are on the disk.
         begun: number of the newest segment whose file is on the disk, with its beginning.
         written_bytes: of this life, synced or not.
+        on_change: called where there is something to write.
     """
 
     def __init__(self, disk: Disk, shard: int, epoch: int, last: Place = BEGINNING) -> None:
@@ -65,6 +67,7 @@ class ShardLog:
         self.end = self.durable = self.written = last.number
         self.begun = last.segment
         self.written_bytes = 0
+        self.on_change: Callable[[], None] = lambda: None
         self._disk, self._epoch = disk, epoch
         self._place = last  # of the segment that records go to
         self._waiting: deque[Record] = deque()
@@ -79,6 +82,7 @@ class ShardLog:
         """Add a record; ``durable`` has to reach the number that this returns before anybody is told of it."""
         self._waiting.append(record)
         self.end += 1
+        self.on_change()
         return self.end
 
     def cut(self) -> Place:

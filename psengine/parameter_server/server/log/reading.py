@@ -24,21 +24,20 @@ class LogReader:
     Args:
         start: where a generation's log goes on; the segment has to be there, and those before are not looked at. None:
             from the very first on, if there is any.
+        notes: gets what was left out, for people.
 
     Attributes:
         name, offset: where the record of the iteration is.
         end: behind it; after the iteration, where the next life goes on.
-        notes: what was left out, for people.
 
     Raises:
         SnapshotError: in iteration; a record that was durable is not there, or not as it was written.
     """
 
-    def __init__(self, disk: Disk, shard: int, start: Place | None = None) -> None:
-        self._disk, self._shard, self._start = disk, shard, start
+    def __init__(self, disk: Disk, shard: int, start: Place | None, notes: list[str]) -> None:
+        self._disk, self._shard, self._start, self._notes = disk, shard, start, notes
         self.name, self.offset = "", 0
         self.end = start._replace(segment=start.segment - 1) if start else BEGINNING
-        self.notes: list[str] = []
 
     def __iter__(self) -> Iterator[Record]:
         there = segments(self._disk).get(self._shard, [])
@@ -83,7 +82,7 @@ class LogReader:
             number = self.end.number
             raise self._damage(f"record {number} is not as it was written, and a later one says that it was durable")
         rest_bytes = file.size_bytes - self.offset
-        self.notes.append(
+        self._notes.append(
             f"{self.name}: the last {rest_bytes} bytes, from byte {self.offset} on, are no whole record and are left"
             " out. A server or machine that dies leaves such an end, of which nobody was told; so does a file that was"
             " cut off"

@@ -37,11 +37,6 @@ class ChunkState:
     meta: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
 
 @dataclass
 class JobState:

@@ -115,15 +115,13 @@ class Generations:
             if not self.disk.is_locked():
                 self.begin()
                 logger.warning("%s was replaced while this server ran; it is locked anew", self.disk)
-            if self.disk.free_bytes() < self.needed_bytes:
-                self._prune(1, state.places)
+            self._prune(state.places, self.needed_bytes)
             with closing(self.disk.create(generation_name(self.last))) as file:
                 write_generation(file, self.last, state)
                 file.commit()
-            is_low = state.places and self.disk.free_bytes() < LOW_BYTES
         except OSError as error:
             raise SnapshotError(self._write_failure(error)) from error
-        self._prune(1 if is_low else KEPT, state.places)
+        self._prune(state.places, LOW_BYTES if state.places else 0)
         return self.last
 
     def _write_failure(self, error: OSError) -> str:
@@ -134,9 +132,13 @@ class Generations:
         older = self.newest
         return f"{text}); " + ("there is no older one" if older is None else f"generation {older} stays durable")
 
-    def _prune(self, kept: int, places: dict[int, Place]) -> None:
-        """Delete all but the newest intact generations, and segments that neither they nor ``places`` need."""
+    def _prune(self, places: dict[int, Place], room_bytes: int) -> None:
+        """Delete all but the newest intact generations, and segments that neither they nor ``places`` need.
+
+        One generation is kept where there is less room than ``room_bytes``.
+        """
         try:
+            kept = 1 if self.disk.free_bytes() < room_bytes else KEPT
             intact = [number for number in self.numbers() if number not in self._damaged][-kept:]
             if not intact:
                 return
