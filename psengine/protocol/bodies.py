@@ -204,7 +204,7 @@ class Leave(Body):
 
 
 class Resume(Body):
-    """RESUME. A reader says nothing, a member its open pushes (key, step), a registrar the last four."""
+    """RESUME. A reader says nothing, a registrar the last four, a member these and its open pushes (key, step)."""
 
     open: list[tuple[bounds.Key, bounds.Positive]] | UnsetType = UNSET
     memory: bounds.Unsigned | UnsetType = UNSET
@@ -220,12 +220,13 @@ class Resume(Body):
 
 
 class Resumed(Body):
-    """RESUMED. ``version`` is the least of the job's chunks here."""
+    """RESUMED. ``version`` is the least of the job's chunks here; ``view_epoch`` that of the view's coordinator."""
 
     shards: Annotated[list[bounds.Printable], Meta(min_length=1)]
     chunks: bounds.Unsigned
     version: bounds.Unsigned
     view: bounds.Unsigned
+    view_epoch: bounds.Unsigned64
     missing: list[bounds.Key] | UnsetType = UNSET
     memory: tuple[bounds.Unsigned, bounds.Unsigned, bounds.Unsigned64] | UnsetType = UNSET
 

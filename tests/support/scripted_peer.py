@@ -101,7 +101,8 @@ class Peer:
             "shards": [self.address],
             "chunks": len(SPECS),
             "version": 0,
-            "view": 0,
+            "view": 1,
+            "view_epoch": self.epoch,
             "missing": [],
         }
 

@@ -164,6 +164,9 @@ class Connection(Transport):
             raise forked_error()
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+        if self.is_own_thread:
+            function(*arguments)
+            return
         self._tasks.append((function, arguments))
         if self._may_sleep:
             self._wake()

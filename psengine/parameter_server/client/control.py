@@ -16,7 +16,7 @@ from typing_extensions import override
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Operation, Request
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
-from psengine.protocol.views import release_of, view_of
+from psengine.protocol.views import release_of
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.job_connection import JobConnection
@@ -65,12 +65,12 @@ class Control(Channel):
             body |= {"world_size": options.world_size, "rule": options.whole_rule}
         if rank is not None:
             body["rank"] = rank
-        if job.options.averages and not job.has_state:
-            job.forget_view(now_s)  # who has no state does not keep a job alive
-        if job.view_message is not None and job.key is not None:
+        if options.averages and not job.has_state:
+            job.leave_view(now_s)  # who has no state does not keep a job alive
+        if job.view is not None:
             job.freeze()
             releases = [msgspec.to_builtins(release_of(release.body)) for release in job.releases]
-            view = msgspec.to_builtins(view_of(job.view_message.body))
+            view = msgspec.to_builtins(job.view)
             body["view"] = [*view[:-1], [*view[-1], *releases]]
             body |= {"key": job.key, "completed": job.steps.completed, "unreachable": job.unreachable(now_s)}
         self._hello = job.next_id()
@@ -100,9 +100,9 @@ class Control(Channel):
             return
         self.requests[_EXPECTED] = request
         if self.job.news != seen:
-            self.met(request.message, self.job.runtime.now_s())
+            self.met(request.message)
 
-    def met(self, message: Message, now_s: float) -> None:
+    def met(self, message: Message) -> None:
         """What was expected has come."""
         if (expected := self.requests.pop(_EXPECTED, None)) is not None:
             expected.finish(message)

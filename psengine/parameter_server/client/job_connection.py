@@ -82,11 +82,11 @@ class JobConnection:
         chunks: where the job's chunks are.
         state: what WELCOME said last; see ``WorkerSession.state``.
         key, registration_number: the job's, by WELCOME.
-        view, view_number, view_message: the view that this worker is in; None, 0 before.
-        empty_view: a view without workers, with which a job begins anew.
+        view, view_number: the view that this worker is in; None, 0 while it is in none.
+        view_message: what shards hear first: that view, or the one without workers with which the job begins anew.
         releases: the decisions that came since.
-        is_member: whether that view counts.
-        has_entered, has_state: a view had this worker once; it gave the job its values, or has pushed.
+        last_view: the number of the last view that had this worker.
+        has_state: others may need what this worker has: it gave the job its values, or has pushed.
         is_leaving, has_failed: LEAVE was said; the training broke off.
         news: grows with each WELCOME and each view.
         steps: what this worker exchanges.
@@ -94,7 +94,6 @@ class JobConnection:
         lease_s, heartbeat_s: as the coordinator said.
         telemetry: the counters in this worker's heartbeats.
         fenced: why exchanges need a rejoin first; None while they go on.
-        last_view: the number of the last view that had this worker.
         has_asked: the coordinator has heard that this worker lacks state: a view that has it is one that it joins by.
         fatal: why nothing can go on; None while it can.
         state_request: a joiner that waits for this worker's state.
@@ -117,23 +116,21 @@ class JobConnection:
         self.view: View | None = None
         self.view_number = 0
         self.view_message: Message | None = None
-        self.empty_view: Message | None = None
         self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
-        self.is_member = self.has_entered = self.has_state = False
-        self.is_leaving = self.has_failed = False
+        self.last_view = 0
+        self.has_state = self.is_leaving = self.has_failed = False
         self.news = 0
         self.configured: dict[int, dict[str, Any]] = {}
         self.lease_s, self.heartbeat_s = 5.0, 1.0
         self.telemetry = Telemetry(runtime.now_s)
         self.fenced: FencedError | None = None
         self.has_asked = False
-        self.last_view = 0
         self.fatal: PSEngineError | None = None
         self.parking = Parking(runtime.now_s)
         self.state_request: StateRequest | None = None
         self.closing = threading.Event()
         self.steps = Steps(self._hand_over, is_shared=options.averages)
-        self._preparing = False  # PREPARE came, and the view did not yet
+        self._awaited_view = 0  # its number or a later one ends what PREPARE has frozen; 0 where nothing is
         self._ids = itertools.count(FIRST_REQUEST)
         self._stalls = StallWatch(stall_after_s())
         self.control = Control(self, options.addresses[0])
@@ -220,14 +217,10 @@ class JobConnection:
         size_bytes = 0 if values is None else spec.size_bytes
         return self.ask(link, message, what=f"REGISTER of {spec.describe()}", size_bytes=size_bytes, **options)
 
-    def begin_registration(self) -> None:
-        """Show the job's key to all shards; the I/O thread."""
-        for link in self.links:
-            link.is_registrar = True
-            link.greet(self.runtime.now_s())
-
-    def registration(self) -> dict[str, Any]:
-        """RESUME's body of who registers chunks."""
+    def greeting(self) -> dict[str, Any]:
+        """RESUME's body: who does not know the job's key is a reader."""
+        if self.view is None and self.state != "initialise":
+            return {}
         body = {"job": self.options.job, "rule": self.options.whole_rule}
         return {**body, "registration": self.registration_number, "key": self.key}
 
@@ -279,40 +272,34 @@ class JobConnection:
 
     def welcomed(self, message: Message, now_s: float, *, is_same: bool) -> None:
         """The coordinator lets this client in; ``is_same``: the same life of it as before."""
-        body = message.body
+        body, former = message.body, self.state
         self.identity.worker, self.identity.incarnation = message.worker, message.incarnation
         self.lease_s, self.heartbeat_s = body["lease_s"], body["heartbeat_s"]
         self.state = body["state"]
         self.key = body.get("key", self.key)
         self.registration_number = body.get("registration", self.registration_number)
+        if not is_same:
+            self._awaited_view = self.view_number + 1  # the others may go on from another step
+        self._thaw()
+        if self.options.averages and self.state in ("join", "initialise") and self.last_view and self.fenced is None:
+            self._fence(now_s)
+        elif self.view is None and "initialise" in (former, self.state):
+            self._greet_shards(now_s)
         self.news += 1
-        for link in self.links:
-            if link.is_registrar and not self.is_member and (self.state != "initialise" or not link.is_up):
-                link.is_registrar = self.state == "initialise"  # a shard may have refused it, and take it now
-                link.greet(now_s)
-        is_out = self.state in ("join", "initialise") and self.options.averages
-        if is_out and self.fenced is None and (self.is_member or self.has_entered):
-            self._fence()
-        elif is_same and not self._preparing:
-            self.steps.is_frozen = False
-            self.steps.advance()
         self._go_on(now_s)
-        self.control.met(message, now_s)
-
-    def forget_view(self, now_s: float) -> None:
-        """Enter anew: for shards, too, this worker is not at work."""
-        was_in, self.is_member = self.view is not None, False
-        self.view, self.view_number, self.view_message = None, 0, None
-        for link in self.links if was_in else ():
-            link.greet(now_s)
+        self.control.met(message)
 
     def freeze(self) -> None:
         """Where servers average: complete no step, because the others may take this one back."""
         self.steps.is_frozen = self.options.averages
 
+    def _thaw(self) -> None:
+        self.steps.is_frozen = self.options.averages and self._awaited_view > 0
+        self.steps.advance()
+
     def prepare(self, number: int) -> None:
         """PREPARE: a view will come."""
-        self._preparing = True
+        self._awaited_view = number
         self.freeze()
         self.control.commit("prepared", view=number, completed=self.steps.completed)
 
@@ -320,57 +307,59 @@ class JobConnection:
         """VIEW: adopt it, and forward it to every shard."""
         view = view_of(message.body)
         me = view.member(self.identity.worker)
-        is_mine = me is not None and me.incarnation == self.identity.incarnation
-        if not view.members:
-            self.empty_view = message
-            for link in self.links:
-                link.forward(message)
-        is_new = view.number > self.view_number
-        if view.number < self.view_number or not (is_mine or self.is_member):
+        if me is None or me.incarnation != self.identity.incarnation:
+            self._receive_foreign_view(message, now_s)
             return
-        if self.fenced and not (self.has_asked and is_new):
+        is_new, is_admitted = view.number > self.view_number, self.view is None
+        if view.number < self.view_number:
             return
-        if not is_mine:
-            for link in self.links if view.members else ():  # who leaves tells the shards
-                link.forward(message)
-            if not self.is_leaving and self.options.averages:
-                self._fence()
-                self.control.greet(now_s)
+        if self.fenced is not None and not (self.has_asked and view.number > self.last_view):
             return
-        assert me is not None
-        self.view, self.view_number, self.view_message, self.empty_view = view, view.number, message, None
-        self.last_view = view.number
-        self._preparing = self.steps.is_frozen = False
-        if not self.is_member:
-            self.is_member = True
-            is_fresh = not self.has_state if self.options.averages else self.steps.completed == 0
-            self.steps.begin_at(me.first_step, anew=is_fresh, from_step=view.from_step)
-        elif not self.options.averages:
-            self.steps.begin_at(me.first_step, anew=False)
+        self.view, self.view_number, self.view_message, self.last_view = view, view.number, message, view.number
+        self.fenced = None
+        # It may push while it says HELLO again.
+        self.steps.begin_at(me.first_step, anew=is_admitted and not self.has_state, from_step=view.from_step)
+        self.has_state = self.has_state or (is_admitted and self.state == "initialise")
         if is_new:
-            self.releases.clear()
             self._adopt(view, now_s)
-        self.steps.advance()
+        if view.number >= self._awaited_view:
+            self._awaited_view = 0
+        self._thaw()
         self.news += 1
-        self.control.met(message, now_s)
+        self.control.met(message)
+
+    def _receive_foreign_view(self, message: Message, now_s: float) -> None:
+        """A view without this worker, which leaves, is to begin the job anew, or was put out."""
+        for link in self.links:
+            link.forward(message)
+        if self.view is None:
+            self.view_message = message
+        elif self.options.averages and not self.is_leaving:
+            self.state = "join"
+            self._fence(now_s)
+            self.control.greet(now_s)
 
     def _adopt(self, view: View, now_s: float) -> None:
         """Tell every shard of a new view, and who this worker is in it."""
+        self.releases.clear()
         if self.options.averages:
             for link in self.links:
                 link.clear()
             for push in self.steps.take_back(view.from_step):
                 push.link.waiting.append(push)
-        for link in self.links:
-            link.is_registrar = link.is_registrar and not self._is_named(link)
-            link.greet(now_s)
+        self._greet_shards(now_s)
         for step in self.steps.open:
             self.confirm(step)
+
+    def _greet_shards(self, now_s: float) -> None:
+        for link in self.links:
+            link.greet(now_s)
 
     def check_servers(self) -> None:
         """Raise ConfigurationError where this worker has other servers than the job, or another order; any thread."""
         view, mine = self.view, [link.epoch for link in self.first_links()]
-        assert view is not None
+        if view is None:
+            return
         theirs = list(view.shards[: len(mine)])
         if len(self.links) != len(view.shards) or (sorted(mine) == sorted(theirs) and mine != theirs):
             raise ConfigurationError(
@@ -399,150 +388,75 @@ class JobConnection:
         """STATE_WANTED."""
         self.state_request = StateRequest(rank, incarnation)
 
-    def begin_again(self) -> None:
+    def begin_again(self, now_s: float) -> None:
         """Join once more, though the view has this worker: it lacks state; the I/O thread."""
-        self._fence()
         self.state = "join"
+        self._fence(now_s)
         self.news += 1
 
     def ask_to_join(self, last_view: int) -> Request:
         """COMMIT "join"; ``last_view``: that this worker was in, and is not, or without its state."""
 
         def heard(answer: Message | PSEngineError) -> None:
-            self.has_asked = not isinstance(answer, PSEngineError)
+            self.has_asked = isinstance(answer, Message)
 
         message = Message(MessageType.COMMIT, view=last_view, body={"what": "join"})
         return self.ask(self.control, message, what=f"COMMIT 'join' of {self}", then=heard)
 
-    def _fence(self) -> None:
-        self.has_state = self.has_asked = False
-        self.is_member, self.state = False, "join" if self.state == "join" else ""
-        self._preparing = self.steps.is_frozen = False
+    def leave_view(self, now_s: float) -> None:
+        """Enter anew: for shards, too, this worker is not at work."""
+        if self.view is not None:
+            self.view, self.view_number, self.view_message = None, 0, None
+            self._greet_shards(now_s)
+
+    def _fence(self, now_s: float) -> None:
+        """The others went on: what is under way fails until this worker has their state."""
+        self.has_state, self.has_asked, self._awaited_view = False, False, 0
         self.fenced = FencedError(
             f"{self} was away for longer than its lease, and the others went on without it. It has to take over their"
             " state first (rejoin). Where that happens often, raise the servers' --lease-s.",
             ErrorCode.FENCED,
         )
-        for link in self.links:
-            link.may_push = False
-            for operation in reversed(link.open_operations()):
-                if operation.message.type in (MessageType.PUSH, MessageType.STORE, MessageType.ECHO):
-                    link.fail(operation, self.fenced)
         self._fail_steps(self.fenced)
+        for link in self.links:
+            for request in tuple(link.requests.values()):
+                if request.message.type in (MessageType.STORE, MessageType.ECHO):
+                    link.fail(request, self.fenced)
+        self.leave_view(now_s)
 
     # ---- shards; the I/O thread --------------------------------------------------------------------------------
 
     def resumed(self, link: Link, former_epoch: int, now_s: float) -> None:
         """A shard has answered RESUME; ``former_epoch`` is that of its life before."""
+        is_reborn = former_epoch not in (0, link.epoch)
         expected, got = self.server_sizes[link.index : link.index + 1], len(link.resumed["shards"])
-        if former_epoch not in (0, link.epoch):
-            link.is_reborn, link.lost = True, 0
-            self._look_for_losses(link)
-            if expected and expected[0] != got:
-                problem = f"with another number of shards (expected {expected[0]}, got {got}). Start it with --shards"
-                self._fail_at(link, f"{problem} {expected[0]}, or start the workers again.")
-                return
-            if link.lost and self._is_named(link):
-                self._commit_life(link, 0)  # another worker has told of the restart, and may have known of less
-        chunks, got = len(self.chunks.at(link.index)), link.resumed["chunks"]
-        lacks_specs = self.options.averages and got < chunks  # who told of its new life did not know them yet
-        if self.is_member and (link.is_registrar or lacks_specs or not self._is_named(link)):
-            self._restore(link, now_s)
-            return
-        if self.is_member and not self.options.averages and got < chunks:
-            problem = f"without weights of job {self.options.job!r} (expected {chunks} chunks, got {got}): it was"
-            fix = "Start the servers with --snapshot-dir, and the workers again from a checkpoint."
-            self._fail_at(link, f"{problem} restarted without a snapshot that has them. {fix}")
-            return
-        self._refresh(now_s)
-        if link.is_reborn and self.is_member:
-            self._configure(link)
-        if link.may_push:
-            self._return_results(link)
-        link.pump(now_s)
+        if is_reborn and expected and expected[0] != got:
+            problem = f"with another number of shards (expected {expected[0]}, got {got}). Start it with --shards"
+            self._fail_at(link, f"{problem} {expected[0]}, or start the workers again.")
+        elif self.view is not None:
+            specs, got = self.chunks.at(link.index), link.resumed["chunks"]
+            if got >= len(specs):
+                self._take_back_up(link, now_s, self._lost_at(link) if is_reborn else 0)
+            elif self.options.averages:
+                self._register_again(link, specs)
+            else:
+                problem = f"without weights of job {self.options.job!r} (expected {len(specs)} chunks, got {got})"
+                fix = "Start the servers with --snapshot-dir, and the workers again from a checkpoint."
+                self._fail_at(link, f"{problem}: it was restarted without a snapshot that has them. {fix}")
 
     def _fail_at(self, link: Link, problem: str) -> None:
         """A server has come back without what it had."""
         self.fail(ServerRefusedError(f"{link.address} came back {problem}", ErrorCode.STATE_LOST))
 
-    def _is_named(self, link: Link) -> bool:
-        """Whether the view knows this life of the shard."""
-        shards = () if self.view is None else self.view.shards
-        return link.index < len(shards) and link.epoch == shards[link.index]
-
-    def _restore(self, link: Link, now_s: float) -> None:
-        """A shard has begun a new life: tell the coordinator, once the shard knows its chunks where it averages."""
-        specs, resumed = self.chunks.at(link.index), link.resumed
-        is_missing = resumed["chunks"] < len(specs)
-        if not link.is_registrar and (is_missing or not resumed["view"]) and (self.options.averages or not specs):
-            link.is_registrar = True
-            link.greet(now_s)
-            return
-        if not (is_missing and self.options.averages):
-            self._restored(link)
-            return
-        logger.warning("registering %d chunks of job %r at %s again", len(specs), self.options.job, link.address)
-        missing, epoch = {spec.key for spec in specs}, link.epoch
-
-        def registered(key: int, answer: Message | PSEngineError) -> None:
-            missing.discard(key)
-            if not missing and link.epoch == epoch and not isinstance(answer, PSEngineError):
-                self._restored(link)
-
-        for spec in specs:
-            self.register(link, spec, None, then=partial(registered, spec.key))
-
-    def _restored(self, link: Link) -> None:
-        """The shard knows the job's chunks and its key."""
-        if self._is_named(link):
-            link.is_registrar = False
-            link.greet(self.runtime.now_s())
-        else:
-            self.tell_life(link)
-
-    def receive_stale(self, link: Link, held: int, now_s: float) -> None:
-        """A shard does not take the view: it holds that number, ``held`` or more, or another registrar's key."""
-        if held >= self.view_number:
-            self.tell_life(link, held)
-        elif self.is_member and self._is_named(link) and link.told_key != self.view_number:
-            link.told_key, link.is_registrar = self.view_number, True
-            link.greet(now_s)
-
-    def is_lost(self, link: Link) -> bool:
-        """Whether the shard has begun a new life that the view does not know."""
-        return self.is_member and not self._is_named(link)
-
-    def tell_life(self, link: Link, view: int = 0) -> None:
-        """COMMIT "life": the shard has another epoch than the view names, or that view's number from elsewhere."""
-        held = max(view, link.resumed.get("view", 0))
-        told = (link.epoch, held, self.view_number)
-        if told == link.told_life or not link.epoch or not self.is_member:
-            return
-        link.told_life = told
-        self._commit_life(link, held)
-
-    def _commit_life(self, link: Link, held: int) -> None:
-        chunks, version = len(self.chunks.at(link.index)), link.resumed["version"]
-        if not self.options.averages:
-            chunks = link.resumed["chunks"]
-        life = {"shard": link.index, "epoch": link.epoch, "chunks": chunks, "version": version, "view": held}
-        if link.lost:
-            life["lost"] = link.lost
-        self.control.commit("life", **life)
-
-    def _configure(self, link: Link) -> None:
-        """A server may come back with a snapshot that is older than its optimizers: before pushes, send them."""
-        link.is_reborn = False
+    def _lost_at(self, link: Link) -> int:
+        """How many updates of each chunk a restarted shard lacks; its optimizers may be older, too."""
         for key, body in self.configured.items():
             if self.chunks.shard_of[key] == link.index:
                 self.ask(link, Message(MessageType.CONFIGURE, key=key, body=body), what=f"CONFIGURE of chunk {key}")
-
-    def _look_for_losses(self, link: Link) -> None:
-        version = link.resumed["version"]
+        version: int = link.resumed["version"]
         known = min((link.versions.get(spec.key, 0) for spec in self.chunks.at(link.index)), default=0)
         if self.options.averages or version >= known:
-            return
-        link.lost = known - version
+            return 0
         link.versions = {key: min(version, one) for key, one in link.versions.items()}
         logger.warning(
             "%s came back with version %d of job %r, where %s knew of %d: %d updates of each chunk are lost",
@@ -551,8 +465,47 @@ class JobConnection:
             self.options.job,
             self,
             known,
-            link.lost,
+            known - version,
         )
+        return known - version
+
+    def _register_again(self, link: Link, specs: list[ChunkSpec]) -> None:
+        """A shard that averages has begun a new life: it has to know its chunks."""
+        logger.warning("registering %d chunks of job %r at %s again", len(specs), self.options.job, link.address)
+        missing, epoch = {spec.key for spec in specs}, link.epoch
+
+        def registered(key: int, answer: Message | PSEngineError) -> None:
+            missing.discard(key)
+            if not missing and link.epoch == epoch and self.view is not None and isinstance(answer, Message):
+                self._take_back_up(link, self.runtime.now_s())
+
+        for spec in specs:
+            self.register(link, spec, None, then=partial(registered, spec.key))
+
+    def _take_back_up(self, link: Link, now_s: float, lost: int = 0) -> None:
+        """The shard has its chunks: go on, or tell the coordinator what keeps it from taking the view."""
+        view, held = self.view, link.resumed["view"]
+        assert view is not None
+        is_named = not self.is_lost(link)
+        # A shard refuses a number that another coordinator has used.
+        is_ahead = held >= view.number and link.resumed["view_epoch"] != view.epoch
+        if lost or is_ahead or not is_named:
+            chunks = len(self.chunks.at(link.index)) if self.options.averages else link.resumed["chunks"]
+            life = {"shard": link.index, "epoch": link.epoch, "chunks": chunks, "version": link.resumed["version"]}
+            if lost:
+                life["lost"] = lost
+            self.control.commit("life", **life, view=held if is_ahead or not is_named else 0)
+        if is_named and held < view.number:
+            link.retry_at_s = now_s  # it has learnt the job's key, and will take the view
+            return
+        self._refresh(now_s)
+        if link.may_push:
+            self._return_results(link)
+        link.pump(now_s)
+
+    def is_lost(self, link: Link) -> bool:
+        """Whether the shard has begun a new life that the view does not know."""
+        return self.view is not None and link.epoch not in self.view.shards[link.index : link.index + 1]
 
     def _go_on(self, now_s: float) -> None:
         self._refresh(now_s)
@@ -562,10 +515,10 @@ class JobConnection:
     def _refresh(self, now_s: float) -> None:
         """Where pushes may go now."""
         heard_s = self.control.last_heard_s
-        is_led = self.is_member and heard_s is not None and now_s - heard_s < self.lease_s
+        is_led = self.view is not None and heard_s is not None and now_s - heard_s < self.lease_s
         may_push = is_led and not self.steps.is_frozen
         for link in self.links:
-            link.may_push = may_push and link.is_up and self._is_named(link)
+            link.may_push = may_push and link.is_up and not self.is_lost(link)
 
     def unreachable(self, now_s: float) -> list[int]:
         """The shards that this client could not reach for a lease."""

@@ -82,28 +82,22 @@ def take_part(
     job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
 ) -> Flow[str]:
     """Do what the coordinator asks for until a view has this worker; see ``WorkerSession.enter``."""
-    layout, given = sorted(layout, key=lambda spec: spec.key), -1
+    layout = sorted(layout, key=lambda spec: spec.key)
 
     def attempt(last_view: int) -> Flow[None]:
-        nonlocal given
-        number, given = given, -1  # after a failure it begins again
         if job.state == "join":
-            number = -1
-            compare(job, layout, (yield from _await_layout(job)))
+            yield from _compare(job, layout)
             yield [job.ask_to_join(last_view)]
-        elif job.state == "initialise" and number != job.registration_number:
-            number = job.registration_number
+        elif job.state == "initialise":
             yield from _initialise(job, layout, initial)
-        given, job.has_state = number, number == job.registration_number
 
     yield from _become_member(job, f"the values of job {job.options.job!r}", attempt)
-    job.has_entered = True
     job.check_servers()
     if job.has_state:
         return "initialised"
     if job.state == "join":
         return "joined"
-    compare(job, layout, (yield from _await_layout(job)))
+    yield from _compare(job, layout)
     return "ready"
 
 
@@ -112,7 +106,7 @@ def rejoin(job: JobConnection) -> Flow[str]:
     what = f"the state of job {job.options.job!r}"
     if job.fenced is None:  # a server restarted before this worker had read all of its state
         seen = job.news
-        job.transport.do(job.begin_again)
+        job.transport.do(job.begin_again, job.runtime.now_s())
         yield [job.control.expect(what, job.options.timeout_s, seen)]
 
     def attempt(last_view: int) -> Flow[None]:
@@ -125,7 +119,6 @@ def rejoin(job: JobConnection) -> Flow[str]:
         yield [job.ask_to_join(last_view)]
 
     yield from _become_member(job, what, attempt)
-    job.fenced = None
     return "joined"
 
 
@@ -134,8 +127,10 @@ def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[
 
     ``attempt`` is given the number of the last view that had it: a COMMIT that a newer view overtakes tells by it.
     """
-    seen, last_view = job.news, job.last_view
-    while not job.is_member:
+    while True:
+        seen, last_view = job.news, job.last_view
+        if job.view is not None:
+            return
         try:
             yield from attempt(last_view)
         except ServerRefusedError as error:
@@ -144,10 +139,8 @@ def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[
             logger.warning("entering job %r again: %s", job.options.job, error)
             if error.code == ErrorCode.STALE:
                 yield LAYOUT_AGAIN_S
-                seen, last_view = job.news, job.last_view
                 continue
         yield [job.control.expect(what, job.options.timeout_s, seen)]
-        seen, last_view = job.news, job.last_view
 
 
 def _initialise(
@@ -155,7 +148,6 @@ def _initialise(
 ) -> Flow[None]:
     """Give the job its values."""
     number = job.registration_number
-    job.transport.do(job.begin_registration)
     yield [_greeting(job, link) for link in job.links]
     epochs = [link.epoch for link in job.links]
     job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
@@ -171,21 +163,6 @@ def _initialise(
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
     facts = {"registration": number, "epochs": epochs, "chunks": chunks}
     yield [job.control.commit("registered", **facts)]
-
-
-def _await_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
-    """``fetch_layout``; a shard that has restarted refuses until it has all chunks again."""
-    began_s = job.runtime.now_s()
-    while True:
-        epochs = [link.epoch for link in job.links]
-        try:
-            theirs = yield from fetch_layout(job)
-            if epochs == [link.epoch for link in job.links]:  # else some of it was of a life before
-                return theirs
-        except ServerRefusedError as error:
-            if error.code != ErrorCode.NOT_READY or job.runtime.now_s() >= began_s + job.options.timeout_s:
-                raise
-        yield LAYOUT_AGAIN_S
 
 
 def fetch_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
@@ -207,8 +184,20 @@ def fetch_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
     return specs
 
 
-def compare(job: JobConnection, mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> None:
-    """Raise ReplicaMismatchError, naming the first parameter that differs, unless the models are the same."""
+def _compare(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[None]:
+    """Raise ReplicaMismatchError, naming the first parameter that differs, unless the models are the same.
+
+    A shard that has restarted refuses until it has all chunks again.
+    """
+    began_s = job.runtime.now_s()
+    while True:
+        try:
+            theirs = yield from fetch_layout(job)
+            break
+        except ServerRefusedError as error:
+            if error.code != ErrorCode.NOT_READY or job.runtime.now_s() >= began_s + job.options.timeout_s:
+                raise
+        yield LAYOUT_AGAIN_S
     if difference := first_difference(mine, theirs):
         raise ReplicaMismatchError(
             f"job {job.options.job!r} holds another model than this worker's: {difference}. Every worker of a job needs"
@@ -239,7 +228,7 @@ def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:
     if not control.is_up or job.fatal is not None:
         return
     steps, members = job.steps, () if job.view is None else job.view.members
-    is_needed = job.is_member and options.averages and len(members) > 1 and not (steps.open or steps.has_failed)
+    is_needed = job.view is not None and options.averages and len(members) > 1 and not (steps.open or steps.has_failed)
     timeout_s = GOODBYE_S
     if is_needed and not failed:
         timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s

@@ -1,11 +1,11 @@
 """One client's connection to a shard: its greeting, pushes and requests. Pure; runs on the client's I/O thread.
 
-    connected ── VIEW ── RESUME(open pushes) ── RESUMED(missing) ── those again, then what waits
+    connected ── VIEW ── RESUME(key, open pushes) ── RESUMED(missing) ── those again, then what waits
     push      waiting ── credit, and a view that names this life of the shard ── sent ── UPDATED
     request   waiting ── credit ── sent ── answered
 
-Who greets: a reader says nothing of itself; a worker that registers chunks shows the job's key; a member of the job's
-view names its open pushes.
+Who greets: a reader says nothing of itself; a worker that registers chunks, and a member of the job's view, show the
+job's key; a member names its open pushes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from psengine.errors import PSEngineError
-from psengine.parameter_server.client.channel import Channel
+from psengine.parameter_server.client.channel import RETRY_MOST_S, Channel
 from psengine.parameter_server.client.operation import Operation, Push, Request
 from psengine.protocol.messages import NO_KEY, ErrorCode, Message, MessageType
 
@@ -40,28 +40,21 @@ class Link(Channel):
         index: of the shard among all of the job; 0 is the lead's first.
         epoch: which life of the shard this is; 0 none yet.
         may_push: see the module's text; ``JobConnection`` keeps it.
-        is_registrar: greet with the job's key.
-        is_reborn: its optimizers may be older than this worker's.
         resumed: the body of the last RESUMED.
         versions: key -> version of the values that came last.
         sent: key -> the chunk's push that was sent and is not answered yet.
         waiting: the pushes that are not sent.
-        lost: how many updates of each chunk the shard lost by its last restart.
-        told_life, told_key: the last COMMIT "life" about this shard; the view for which it was shown the job's key.
     """
 
     def __init__(self, job: JobConnection, index: int, address: str) -> None:
         super().__init__(job, address)
         self.index = index
         self.epoch = 0
-        self.may_push = self.is_registrar = self.is_reborn = False
+        self.may_push = False
         self.resumed: dict[str, Any] = {}
         self.versions: dict[int, int] = {}
         self.sent: dict[int, Push] = {}
         self.waiting: deque[Push] = deque()
-        self.lost = self.told_key = 0
-        self.told_life: tuple[int, ...] = ()
-        self._stale = 0, 0  # of a life that has not said RESUMED yet: which, and the view that it holds
         self._in_flight_bytes = self._requested_bytes = self._greeting = 0
 
     # ---- greeting ----------------------------------------------------------------------------------------------
@@ -69,15 +62,11 @@ class Link(Channel):
     @override
     def say_hello(self, now_s: float) -> None:
         job, self.may_push = self.job, False
-        body: dict[str, Any] = {}
-        if self.is_registrar:
-            if job.empty_view is not None:
-                self.send(job.empty_view)
-            body = job.registration()
-        elif job.view_message is not None and job.is_member:
-            for message in (job.view_message, *job.releases):
-                self.send(message)
-            body = {"open": [[push.key, push.message.sequence] for push in self.sent.values()]}
+        for message in () if job.view_message is None else (job.view_message, *job.releases):
+            self.send(message)
+        body = job.greeting()
+        if job.view is not None:
+            body["open"] = [[push.key, push.message.sequence] for push in self.sent.values()]
         self._greeting = job.next_id()
         self.send(Message(MessageType.RESUME, sequence=self._greeting, body=body))
 
@@ -99,9 +88,6 @@ class Link(Channel):
         self.requeue([self.sent[key] for key in message.body.get("missing", ()) if key in self.sent])
         self.greeted(now_s)
         self.job.resumed(self, former, now_s)
-        (of_life, held), self._stale = self._stale, (0, 0)
-        if of_life == self.epoch:
-            self.job.receive_stale(self, held, now_s)
 
     # ---- sending -----------------------------------------------------------------------------------------------
 
@@ -222,12 +208,9 @@ class Link(Channel):
         push = self.sent.get(message.key) if message.key != NO_KEY else None
         is_about_push = push is not None and push.message.sequence == message.sequence
         operation = push if is_about_push else self.requests.get(message.sequence)
-        if code == ErrorCode.STALE and operation is None:
-            if message.epoch != self.epoch:
-                self._stale = message.epoch, message.view  # RESUMED, which follows, tells of the shard's new life
-                return
-            self.job.receive_stale(self, message.view, now_s)
-        elif code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.is_member and not self.is_registrar:
+        if message.sequence == self._greeting:
+            self.retry_at_s = now_s + RETRY_MOST_S
+        if code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.view is not None:
             # The shard has a view without this worker, of which the coordinator will tell.
             if isinstance(operation, Request):
                 operation.is_sent = False
@@ -240,8 +223,6 @@ class Link(Channel):
             self.job.fail(self.refusal(None, message))
         else:
             self.last_problem = f"it refused a message ({code}): {text}"
-            if self.is_registrar and not self.job.is_member:  # the job may be under way, as the shard knows
-                self.job.control.retry_at_s = now_s + self.job.heartbeat_s
 
     # ---- open operations, endings ------------------------------------------------------------------------------
 

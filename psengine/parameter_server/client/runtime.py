@@ -33,7 +33,7 @@ class Transport(Protocol):
         """Whether the caller runs on that thread, and must not wait for answers."""
 
     def do(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call ``function(*arguments)`` on that thread, in the order of calls; any thread.
+        """Call ``function(*arguments)`` on that thread: now if this is it, else soon, in the order of calls.
 
         Raises:
             ServerError: the thread has ended, or this is a child process.

@@ -29,7 +29,7 @@ HELLO = {
 WELCOME = {
     "state": "wait", "registration": 1, "key": b"k" * 32, "lease_s": 5.0, "heartbeat_s": 1.0
 }  # fmt: skip
-RESUMED = {"chunks": 1, "version": 7, "view": 1, "missing": []}
+RESUMED = {"chunks": 1, "version": 7, "view": 1, "view_epoch": 7, "missing": []}
 VIEW = message_of(View(1, 1, (), (1,)), b"k" * 32, 0)
 
 

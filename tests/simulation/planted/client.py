@@ -37,6 +37,10 @@ def _commits_at_once(confirm: Any) -> Any:
     return one
 
 
+def _never_of_lives(commit: Any) -> Any:
+    return lambda self, what, **fields: what == "life" or commit(self, what, **fields)
+
+
 def _never(channel: Channel) -> None:
     channel.retry_at_s = float("inf")
 
@@ -57,7 +61,7 @@ plant("a client does not push again what a view took back", Steps, "take_back", 
 plant("a client commits a step before the shards have it", JobConnection, "confirm", _commits_at_once)
 plant("a client says after a restart that nothing is open", Link, "say_hello", _open_nothing)
 plant("a client does not send again what is missing", Link, "requeue", constant(None))
-plant("a client does not tell of a shard's new life", JobConnection, "tell_life", constant(None))
+plant("a client does not tell of a shard's new life", Control, "commit", _never_of_lives)
 plant("a donor returns no averages", JobConnection, "_return_results", constant(None))
 plant("a client sends no heartbeats", Control, "beat", constant(None))
 plant("a client does not open a connection again", Channel, "disconnected", then(_never))

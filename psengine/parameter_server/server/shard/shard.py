@@ -23,7 +23,7 @@ from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import encode, payload_tensor
 from psengine.protocol.messages import DURABILITY_TIERS, NOBODY, ErrorCode, Message, MessageType
-from psengine.protocol.views import Release, View, check_digest, release_of, view_of
+from psengine.protocol.views import check_digest, release_of, view_of
 
 MAX_JOBS = 256
 # What a log is read with: its messages were let in once.
@@ -185,13 +185,14 @@ class Shard:
             "chunks": 0 if job is None else len(job.rules),
             "version": 0 if job is None else job.version,
             "view": 0 if job is None or job.view is None else job.view.number,
+            "view_epoch": 0 if job is None or job.view is None else job.view.epoch,
             "missing": missing,
         }
         resumed = self._answer(MessageType.RESUMED, message, sender, body=body)
         return [resumed, *([] if job is None else self._outgoing(job, replies))]
 
     def _begin(self, message: Message, sender: Sender) -> None:
-        """A registrar came: for a new job, for a job that begins anew, or again.
+        """Somebody with a job's key came: for a new job, for a job that begins anew, or again.
 
         Raises:
             ProtocolError: the job is another's, or there is no place for it.
@@ -201,7 +202,8 @@ class Shard:
         if job is not None and job.key == key:
             # A coordinator that restarted goes on with the key, and counts registrations anew.
             job.registration = max(job.registration, registration)
-            job.registrars.add(sender.route)
+            if self._role(job, message, sender) is not Role.MEMBER:
+                job.registrars.add(sender.route)
             return
         if job is not None and (job.registration >= registration or self._connected(job)):
             raise ProtocolError(
@@ -235,33 +237,19 @@ class Shard:
 
     def _view(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         view, known = view_of(message.body), job.view
-        self._check_digest(job, message, view)
-        if known is not None and view.number <= known.number:
-            if view.epoch == known.epoch:
-                return []
-            raise ProtocolError(
-                f"view {view.number} is older than what this shard has from another life of the coordinator (expected a"
-                f" number above {known.number})",
-                ErrorCode.STALE,
-            )
-        if self.epoch not in view.shards and sender is not REPLAYED:
-            return []  # its sender learns by RESUMED that this server has restarted
+        check_digest(message, job.key, view)
+        is_known = known is not None and view.number <= known.number
+        if is_known or (self.epoch not in view.shards and sender is not REPLAYED):
+            return []  # its sender learns by RESUMED what this shard holds, and in which life
         replies = job.adopt(view)
         self._changed(job, message)
         if self._role(job, message, sender) is Role.MEMBER:
             job.workers[message.worker].heard(sender.route)
         return self._outgoing(job, replies)
 
-    def _check_digest(self, job: Job, message: Message, value: View | Release) -> None:
-        try:
-            check_digest(message, job.key, value)
-        except ProtocolError as error:
-            # Perhaps another registrar was here: who forwards it has to present the job's key first.
-            raise ProtocolError(str(error), ErrorCode.STALE) from None
-
     def _release(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         release = release_of(message.body)
-        self._check_digest(job, message, release)
+        check_digest(message, job.key, release)
         # What a former view's releases still decide stands in the view.
         if job.view is None or message.view != job.view.number or release.number <= job.taken:
             return []
