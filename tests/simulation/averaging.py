@@ -12,6 +12,7 @@ Under a codec a contribution has 12 in one element, which is its own: every code
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import torch
 
 from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client.flow import Flow
+from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode
 from simulation.job import Job
 from simulation.reference import Values, average, layout, numbers
@@ -93,9 +95,18 @@ class AveragingJob(Job):
     def program(self, process: WorkerProcess) -> Flow[None]:
         """Train."""
         replica = Replica([torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs])
-        state = yield from process.enter(self.specs, lambda spec: replica.values[spec.key].clone())
+        begun_s = list[float]()
+
+        def initial(spec: ChunkSpec) -> torch.Tensor:
+            begun_s.append(self.world.clock.now_s)
+            return replica.values[spec.key].clone()
+
+        state = yield from process.enter(self.specs, initial)
         if state == "initialised":
-            held = [one for one in self._finished.values() if self._holders(one)]
+            known = [
+                one for one in self._finished.values() if min(one.holders.values(), default=math.inf) < begun_s[-1]
+            ]
+            held = [one for one in known if self._holders(one)]
             require(not held, "worker {} begins a job anew that others are in", process.rank)
             self._finished.clear()
         else:

@@ -143,10 +143,10 @@ class Coordinator(JobMemory):
         Decisions are numbered in the order in which they are taken: PREPARE(n) and VIEW(n) around those of view n - 1.
         """
         welcome = (self._welcome_state(worker), self.registration)
-        # Who waits hears also unasked of another registrar, and that it has to join.
-        is_news = welcome[0] == "join" or (welcome[0] in ("initialise", "wait") and welcome[1] != worker.welcomed[1])
+        # All hear also unasked of another registration, with its key, and who waits that it has to join.
         is_waiting = worker.state in (WorkerState.WAITING, WorkerState.JOINING)
-        if worker.route and worker.welcomed != welcome and (not worker.welcomed[0] or (is_news and is_waiting)):
+        is_news = welcome[1] != worker.welcomed[1] or (welcome[0] == "join" and is_waiting)
+        if worker.route and worker.welcomed != welcome and (not worker.welcomed[0] or is_news):
             worker.welcomed = welcome
             self._welcome(worker, welcome[0])
         if self.state is not JobState.OPEN or (worker.state is not WorkerState.MEMBER and worker.leaving is None):
