@@ -31,9 +31,6 @@ REGISTERS_UNDER_WAY = 16
 EMBEDDED_LEAVE_S = 10.0
 # How long who leaves waits where nobody needs its averages.
 GOODBYE_S = 1.0
-# A worker that waits longer than this before it may leave logs that.
-QUIET_LEAVE_S = 2.0
-LEAVE_POLL_S = 0.002
 LAYOUT_AGAIN_S = 0.1
 # Refusals of a COMMIT after which this worker begins again; where it is not known any more, with the next WELCOME.
 _BEGIN_AGAIN = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE)
@@ -235,17 +232,7 @@ def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:
     job.is_leaving = True
     body = {"completed": steps.completed, **({"failed": True} if failed else {})}
     try:
-        asked = job.ask(control, Message(MessageType.LEAVE, body=body), timeout_s=timeout_s)
-        quiet_s = job.runtime.now_s() + QUIET_LEAVE_S
-        while not asked.is_done and job.runtime.now_s() < quiet_s:
-            yield LEAVE_POLL_S
-        if not asked.is_done:
-            logger.warning(
-                "%s waits to leave, for %g s at most, until every other worker has the averages of its last step",
-                job,
-                timeout_s,
-            )
-        yield [asked]
+        yield [job.ask(control, Message(MessageType.LEAVE, body=body), what="LEAVE", timeout_s=timeout_s)]
     except ServerRefusedError as error:
         logger.debug("%s leaves at once: %s", job, error)
     except PSEngineError as error:

@@ -214,7 +214,7 @@ def test_a_stall_is_one_line_however_many_chunks_and_one_when_it_ends(monkeypatc
 
 def test_a_server_that_is_not_there_is_missed_again_and_again(monkeypatch, caplog):
     monkeypatch.setenv("PSENGINE_STALL_S", "0.3")
-    options = {"addresses": (f"tcp://127.0.0.1:{free_port()}",), "role": "reader", "connect_timeout_s": 2.0}
+    options = {"addresses": (f"tcp://127.0.0.1:{free_port()}",), "connect_timeout_s": 2.0}
     with pytest.raises(ServerLostError), WorkerSession(SessionOptions(**options)):
         pass
     waits = [line for line in lines_of(caplog) if "gives up in" in line]
