@@ -21,7 +21,7 @@ def pairs_of_secret(path: str | Path) -> tuple[KeyPair, KeyPair]:
     Raises:
         ConfigurationError: the file is missing, is not ours alone, or holds no secret.
     """
-    secret = read_token(path, called="secret of server and clients").encode()
+    secret = read_token(path).encode()
     return _pair(secret, b"psengine server"), _pair(secret, b"psengine client")
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from psengine.errors import ConfigurationError
 
 TOKEN_CHARACTERS = (16, 1000)
-_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+_KEY = r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _LARGEST_FILE_BYTES = 1024 * 1024
 
@@ -54,7 +53,10 @@ class CurveClientKeys:
         Raises:
             ConfigurationError: a file is missing or malformed, or others could read the secret.
         """
-        return cls(read_key_pair(own_key), read_public_key(server_public))
+        keys = read_allowed(server_public)
+        if len(keys) != 1:
+            raise ConfigurationError(f"{server_public} must hold one public key (expected 1, got {len(keys)}).")
+        return cls(read_key_pair(own_key), keys.pop())
 
 
 def write_key_pair(directory: str | Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
@@ -78,8 +80,9 @@ def write_key_pair(directory: str | Path, name: str, pair: KeyPair) -> tuple[Pat
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if public_path.exists():
             raise FileExistsError(17, "File exists", str(public_path))
-        _write_new(secret_path, f"# Secret: for the owner's eyes only.\n{public_line}secret {pair.secret}\n", 0o600)
-        _write_new(public_path, public_line, 0o644)
+        secret_path.touch(0o600, exist_ok=False)
+        secret_path.write_text(f"# Secret: for the owner's eyes only.\n{public_line}secret {pair.secret}\n")
+        public_path.write_text(public_line)
     except OSError as error:
         raise ConfigurationError(
             f"Keys could not be written to {folder} (expected a directory we can write to, without {name}.key and"
@@ -88,18 +91,13 @@ def write_key_pair(directory: str | Path, name: str, pair: KeyPair) -> tuple[Pat
     return secret_path, public_path
 
 
-def _write_new(path: Path, text: str, mode: int) -> None:
-    with open(path, "x", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(text)
-
-
 def read_key_pair(path: str | Path) -> KeyPair:
     """Read a ``NAME.key``.
 
     Raises:
         ConfigurationError: the file is missing or malformed, or another user may own, read or write it.
     """
-    found = {kind: key for kind, key, _ in _entries(path, ("public", "secret"), is_secret=True)}
+    found = dict(_entries(Path(path), "public|secret"))
     if len(found) != 2:
         raise ConfigurationError(
             f"{path} is no key pair (expected one line 'public KEY' and one line 'secret KEY', got"
@@ -108,80 +106,62 @@ def read_key_pair(path: str | Path) -> KeyPair:
     return KeyPair(found["public"], found["secret"])
 
 
-def read_token(path: str | Path, *, called: str) -> str:
-    """Read a secret: the only line of a file that no other user can read.
-
-    Args:
-        path: of the file.
-        called: what errors call it.
-
-    Raises:
-        ConfigurationError: the file is missing, another user may own, read or write it, or it holds no good token.
-    """
-    lines = _read(path, is_secret=True, expected=f"a file that holds a {called}").split()
-    if len(lines) != 1 or not TOKEN_CHARACTERS[0] <= len(lines[0]) <= TOKEN_CHARACTERS[1]:
-        raise ConfigurationError(
-            f"{path} holds no {called} (expected one word of {TOKEN_CHARACTERS[0]} to {TOKEN_CHARACTERS[1]} characters,"
-            f" got words of {[len(word) for word in lines[:4]]}). Fix: python -c 'import secrets;"
-            f" print(secrets.token_urlsafe(32))' > {path}"
-        )
-    return lines[0]
-
-
-def read_public_key(path: str | Path) -> str:
-    """Read the only key of a ``NAME.pub``.
-
-    Raises:
-        ConfigurationError: the file is missing or malformed, or holds several keys.
-    """
-    entries = _entries(path, ("public",))
-    if len(entries) != 1:
-        raise ConfigurationError(f"{path} must hold one public key (expected 1, got {len(entries)}).")
-    return entries[0][1]
-
-
-def read_allowed(path: str | Path) -> dict[str, str]:
-    """Public key to name: of all ``*.pub`` in a directory, or of a file with one ``public KEY NAME`` a line.
+def read_allowed(path: str | Path) -> set[str]:
+    """The public keys of all ``*.pub`` in a directory, or of a file with one ``public KEY NAME`` a line.
 
     Raises:
         ConfigurationError: nothing is there, or a file is malformed.
     """
     folder = Path(path)
     files = sorted(folder.glob("*.pub")) if folder.is_dir() else [folder]
-    return {key: name for file in files for _, key, name in _entries(file, ("public",))}
+    return {key for file in files for _, key in _entries(file, "public")}
 
 
-def _entries(path: str | Path, kinds: Sequence[str], *, is_secret: bool = False) -> list[tuple[str, str, str]]:
-    """(kind, key, name) of each line."""
+def read_token(path: str | Path) -> str:
+    """Read the secret of server and clients: the only word of a file that no other user can read.
+
+    Raises:
+        ConfigurationError: the file is missing, another user may own, read or write it, or it holds no good secret.
+    """
+    words = _read(path, is_secret=True, expected="a file that holds a secret of server and clients").split()
+    if len(words) != 1 or not TOKEN_CHARACTERS[0] <= len(words[0]) <= TOKEN_CHARACTERS[1]:
+        raise ConfigurationError(
+            f"{path} holds no secret of server and clients (expected one word of {TOKEN_CHARACTERS[0]} to"
+            f" {TOKEN_CHARACTERS[1]} characters, got words of {[len(word) for word in words[:4]]}). Fix: python -c"
+            f" 'import secrets; print(secrets.token_urlsafe(32))' > {path}"
+        )
+    return words[0]
+
+
+def _entries(path: Path, kinds: str) -> list[tuple[str, str]]:
+    """(kind, key) of each line."""
+    lines = _read(path, is_secret="secret" in kinds, expected="a file of psengine-server keygen").splitlines()
     entries = []
-    for number, line in enumerate(_read(path, is_secret=is_secret).splitlines(), start=1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.startswith("#"):
             continue
-        if words[0] not in kinds or not 2 <= len(words) <= 3 or not _KEY.fullmatch(words[1]):
+        entry = re.fullmatch(rf"({kinds}) ({_KEY})( \S+)?\s*", line)
+        if entry is None:
             raise ConfigurationError(
                 f"{path}, line {number}, is not understood (expected 'public KEY NAME' or, in a .key file, 'secret"
-                f" KEY', where KEY is 40 characters of Z85)."
+                " KEY', where KEY is 40 characters of Z85)."
             )
-        entries.append((words[0], words[1], words[2] if len(words) == 3 else Path(path).stem))
+        entries.append((entry[1], entry[2]))
     return entries
 
 
-def _read(path: str | Path, *, is_secret: bool = False, expected: str = "a file of psengine-server keygen") -> str:
+def _read(path: str | Path, *, is_secret: bool, expected: str) -> str:
     try:
         with open(path, "rb") as file:
-            if is_secret:
-                _check_private(path, os.fstat(file.fileno()))
-            return file.read(_LARGEST_FILE_BYTES).decode("ascii")
+            status = os.fstat(file.fileno())
+            text = file.read(_LARGEST_FILE_BYTES).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"The file {path} cannot be read (expected {expected}, got: {error}).") from error
-
-
-def _check_private(path: str | Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077 or status.st_uid != os.geteuid():
+    if is_secret and (mode & 0o077 or status.st_uid != os.geteuid()):
         raise ConfigurationError(
             f"The secret file {path} must be ours alone (expected owner {os.geteuid()} and mode 0600, got owner"
             f" {status.st_uid} and mode {mode:04o}). Fix: chown it to the user that runs this, and chmod 600 {path};"
             " if others could read it, make a new one."
         )
+    return text

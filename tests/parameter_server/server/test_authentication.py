@@ -29,7 +29,6 @@ from psengine.protocol.keys import (
     CurveClientKeys,
     read_allowed,
     read_key_pair,
-    read_public_key,
 )
 
 
@@ -74,7 +73,7 @@ def test_keygen_writes_a_secret_for_its_owner_and_a_public_key(tmp_path):
     assert (secret_path.name, public_path.name) == ("me.key", "me.pub")
     assert stat.S_IMODE(secret_path.stat().st_mode) == 0o600
     pair = read_key_pair(secret_path)
-    assert read_public_key(public_path) == pair.public
+    assert read_allowed(public_path) == {pair.public}
     assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
     assert pair.secret not in repr(pair)
     assert pair.secret not in public_path.read_text()
@@ -117,15 +116,15 @@ def test_what_is_no_key_pair_is_refused(tmp_path, text):
 
 
 def test_allowed_keys_come_from_a_directory_or_a_file(tmp_path):
-    _, first = keygen(tmp_path, "first")
+    secret, first = keygen(tmp_path, "first")
     _, second = keygen(tmp_path, "second")
-    expected = {read_public_key(first): "first", read_public_key(second): "second"}
+    expected = read_allowed(first) | read_allowed(second)
     assert read_allowed(tmp_path) == expected
     together = tmp_path / "all"
     together.write_text("# everybody\n" + first.read_text() + "\n" + second.read_text())
     assert read_allowed(together) == expected
     with pytest.raises(ConfigurationError, match="one public key"):
-        read_public_key(together)
+        CurveClientKeys.load(secret, together)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_allowed(tmp_path / "absent")
     (tmp_path / "third.pub").write_text("nonsense")
@@ -301,7 +300,7 @@ def test_keygen_on_the_command_line(tmp_path):
     with running_server_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
         assert command.wait() == 0
         assert "keep secret" in command.stdout
-    assert read_key_pair(tmp_path / "keys" / "server.key").public == read_public_key(tmp_path / "keys" / "server.pub")
+    assert {read_key_pair(tmp_path / "keys" / "server.key").public} == read_allowed(tmp_path / "keys" / "server.pub")
     with running_server_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
         assert command.wait() == 2
         assert "never overwritten" in command.stderr

@@ -63,7 +63,7 @@ class KeyList:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._keys = set(read_allowed(path))
+        self._keys = read_allowed(path)
         # Errors of the last reading; each is logged once.
         self._faults: set[str] = set()
         self._read_s = time.monotonic()
@@ -83,7 +83,7 @@ class KeyList:
         keys, faults = set(), set()
         for file in self._path.glob("*.pub") if self._path.is_dir() else [self._path]:
             try:
-                keys |= set(read_allowed(file))
+                keys |= read_allowed(file)
             except ConfigurationError as error:
                 faults.add(str(error))
         for fault in sorted(faults - self._faults):
