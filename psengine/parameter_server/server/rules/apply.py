@@ -11,7 +11,6 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server"). The coordina
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,26 +19,13 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.server.rules.answer_memory import Place
-from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule, KnownWorker
 from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.held_weights import HeldWeights, next_held
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import Release, View
-
-
-@dataclass(slots=True)
-class KnownWorker:
-    """What a chunk knows of a worker's process, also while that is in no view."""
-
-    incarnation: int
-    step: int = 0  # the last that was taken in
-    is_waiting: bool = False  # its answer is held
-    # Pushes computed from older versions were under way when it was put out of the view; None: it is out.
-    oldest_base: int | None = 0
-    refused: str | None = None  # why its last contribution does not count
-    held: HeldWeights | None = None  # where later answers depend on it
 
 
 class Apply(ChunkRule):
@@ -68,8 +54,6 @@ class Apply(ChunkRule):
         self._scales_by_staleness = options.get("staleness_scaling") == "inverse"
         strength: float = options.get("delay_compensation", 0.0) if self._is_parameter else 0.0
         self.compensation = DelayCompensation(strength, options.get("compensation_decay")) if strength else None
-        # By rank. Of workers that left too: who comes back may have an answer to come, and is not applied twice.
-        self.workers: dict[int, KnownWorker] = {}
 
     @override
     def push(self, contribution: Contribution) -> list[Reply]:
@@ -80,7 +64,6 @@ class Apply(ChunkRule):
                 f" (expected none, got {contribution.weight:g})",
                 ErrorCode.BAD_VALUE,
             )
-        self._check_ready()
         reason = self._reason_to_refuse(contribution)
         if reason is None and contribution.values is not None:
             self._step(contribution.values, (contribution,), contribution.groups, contribution.absent)
@@ -91,11 +74,6 @@ class Apply(ChunkRule):
             return [self._answer(rank, step)]
         known.is_waiting = True
         return self._let_go()
-
-    def _check_ready(self) -> None:
-        if self._is_parameter and self.optimizer is None:
-            text = f"{self.spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
-            raise ProtocolError(text, ErrorCode.NOT_READY)
 
     def _reason_to_refuse(self, contribution: Contribution) -> str | None:
         if contribution.values is None:
@@ -111,10 +89,6 @@ class Apply(ChunkRule):
         known.step, known.refused = contribution.step, reason
         if reason is not None:
             self.context.discarded(contribution, self.spec, reason)
-
-    @override
-    def has(self, rank: int, step: int) -> bool:
-        return rank in self.workers and step <= self.workers[rank].step
 
     @override
     def answer_again(self, rank: int, step: int) -> Reply | None:
@@ -143,7 +117,7 @@ class Apply(ChunkRule):
 
     @override
     def adopt(self, view: View) -> list[Reply]:
-        """Nothing that was applied is taken back. A new process of a rank begins anew."""
+        """Nothing that was applied is taken back, and who left is known: its answer may be to come when it is back."""
         members = {member.rank: member.incarnation for member in view.members}
         for rank, known in list(self.workers.items()):
             if members.get(rank) == known.incarnation:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from psengine.codecs.base import CodecState
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.server.rules.answer_memory import Place
-from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule, KnownWorker
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet, check_weight
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.protocol.layout import ChunkKind, ChunkSpec
@@ -47,15 +46,6 @@ class _Result(NamedTuple):
     counted: frozenset[int] | None  # whose gradients are in it; None: a worker has returned it, any may be
 
 
-@dataclass(slots=True)
-class _Member:
-    """A worker of the view."""
-
-    incarnation: int
-    last: int  # the last step that it contributed to or does not need
-    late: int = 0  # the last step in which its gradient came after the others' average
-
-
 class Average(ChunkRule):
     """See the module's text. The chunk's version is the number of the last step that was closed."""
 
@@ -68,7 +58,6 @@ class Average(ChunkRule):
         # A step is closed with this many gradients (backup workers, Chen et al. 2016,
         # https://arxiv.org/abs/1604.00981), which the coordinator names; else with those of all members.
         self._has_quorum = context.rule.get("quorum") is not None
-        self._members: dict[int, _Member] = {}  # by rank
         self._open: dict[int, ContributionSet] = {}
         # By open step, whose contributions count.
         self._released: dict[int, frozenset[int]] = {}
@@ -102,12 +91,8 @@ class Average(ChunkRule):
             self.context.statistics.abstained += 1
         gathered.add(contribution, () if self._has_quorum or view is None else _members_at(view, step))
         self._open[step] = gathered
-        self._members[rank].last, self._members[rank].late = step, 0
+        self.workers[rank].step, self.workers[rank].refused = step, None
         return self._close(step)
-
-    @override
-    def has(self, rank: int, step: int) -> bool:
-        return rank in self._members and step <= self._members[rank].last
 
     @override
     def answer_again(self, rank: int, step: int) -> Reply | None:
@@ -126,17 +111,17 @@ class Average(ChunkRule):
 
     @override
     def adopt(self, view: View) -> list[Reply]:
-        first, former, self._members = view.from_step, self._members, {}
+        first, former, self.workers = view.from_step, self.workers, {}
         for member in view.members:
             known = former.get(member.rank)
             if known is None or known.incarnation != member.incarnation:
-                known = _Member(member.incarnation, member.first_step - 1)
-            else:
-                known.last = min(known.last, first - 1)
-            self._members[member.rank] = known
+                known = KnownWorker(member.incarnation, member.first_step - 1)
+            elif known.step >= first:
+                known.step, known.refused = first - 1, None
+            self.workers[member.rank] = known
         for step, gathered in list(self._open.items()):
             for one in list(gathered.by_rank.values()):
-                if one.rank not in self._members or self._members[one.rank].incarnation != one.incarnation:
+                if one.rank not in self.workers or self.workers[one.rank].incarnation != one.incarnation:
                     gathered.remove(one.rank)
             if step >= first or not gathered.by_rank:
                 del self._open[step]
@@ -228,14 +213,14 @@ class Average(ChunkRule):
         """The averages of steps that are closed, for those who contributed, perhaps too late."""
         replies = []
         for one in given:
-            counted, member = self._results[one.step].counted, self._members[one.rank]
-            member.last = max(member.last, one.step)
+            counted, known = self._results[one.step].counted, self.workers[one.rank]
+            known.step = max(known.step, one.step)
             if counted is not None and one.values is not None and one.rank not in counted:
-                member.late = one.step
+                known.refused = "late"
                 self.context.discarded(one, self.spec, "late")
             replies.append(self._answer(one.rank, one.step))
         # A worker that pushes a step has the answers of all before it.
-        needed = min((member.last for member in self._members.values()), default=self.version)
+        needed = min((known.step for known in self.workers.values()), default=self.version)
         for old in [step for step in self._results if step < needed]:
             del self._results[old]
         return replies
@@ -243,7 +228,7 @@ class Average(ChunkRule):
     def _answer(self, rank: int, step: int) -> Reply:
         result = self._results[step]
         answer = self._updated(rank, step, step, result.place, contributors=result.contributors)
-        if self._members[rank].late == step:
+        if self.workers[rank].refused is not None and self.workers[rank].step == step:
             answer.body["late"] = True
         return answer
 

@@ -10,6 +10,7 @@ The last two keep the weights and step them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,11 +21,25 @@ from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.answer_memory import AnswerMemory, Place
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
+from psengine.parameter_server.server.rules.held_weights import HeldWeights
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.snapshots.files import ChunkState
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.protocol.views import Release, View
+
+
+@dataclass(slots=True)
+class KnownWorker:
+    """What a chunk knows of a worker's process."""
+
+    incarnation: int
+    step: int = 0  # the last that was taken in, or that it does not need
+    is_waiting: bool = False  # its answer is held until others are as far
+    # Pushes computed from older versions were under way when it was put out of the view; None: it is out.
+    oldest_base: int | None = 0
+    refused: str | None = None  # why its last contribution does not count
+    held: HeldWeights | None = None  # where later answers depend on it
 
 
 class ChunkRule(ABC):
@@ -36,6 +51,7 @@ class ChunkRule(ABC):
 
     Attributes:
         values: what PULL reads; None where nobody has brought any.
+        workers: by rank; also of some that are in no view.
     """
 
     # Whether the weights that are trained are here; else they are in the workers, who deposit copies for each other.
@@ -53,6 +69,7 @@ class ChunkRule(ABC):
         self.context = context
         self.payloads = ChunkPayloads(spec, context.codec)
         self.version = 0
+        self.workers: dict[int, KnownWorker] = {}
         # By rank, incarnation and id of the last STORE: its repetition must not undo what came after it.
         self.stores: dict[int, tuple[int, int]] = {}
         self.memory = AnswerMemory(spec.numel, spec.dtype)
@@ -99,9 +116,9 @@ class ChunkRule(ABC):
     def release(self, release: Release) -> list[Reply]:
         """The coordinator has decided something, perhaps told once more. Answers that may leave now."""
 
-    @abstractmethod
     def has(self, rank: int, step: int) -> bool:
         """Whether the contribution of this member is here or has been answered: nobody needs to push it again."""
+        return rank in self.workers and step <= self.workers[rank].step
 
     @abstractmethod
     def answer_again(self, rank: int, step: int) -> Reply | None:

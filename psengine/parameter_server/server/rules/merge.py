@@ -50,7 +50,6 @@ class Merge(Apply):
         if not self._is_parameter:
             return super().push(contribution)
         rank, step = contribution.rank, contribution.step
-        self._check_ready()
         check_weight(self.spec, contribution, self.here.values())
         reason = self._reason_to_refuse(contribution)
         self.here.pop(rank, None)  # of a process that is gone, or answered before this server went back

@@ -152,8 +152,8 @@ class Job(RuleContext):
                 replies.append(answer)
         return missing, replies
 
-    def push(self, message: Message) -> tuple[bool, list[Reply]]:
-        """PUSH: whether it was taken, and not known or out of date; and what leaves because of it.
+    def push(self, message: Message) -> list[Reply] | None:
+        """PUSH: what leaves because of it; None where it is known or out of date, and changes nothing.
 
         Raises:
             ProtocolError: it makes no sense here; nothing has changed.
@@ -167,13 +167,16 @@ class Job(RuleContext):
                 f" {self.view.number}, got {message.view})"
             )
         if message.view < self.view.number and not self.holds_weights:
-            return False, []  # it pushes again under this view
+            return None  # it pushes again under this view
         if spec.kind not in rule.pushed_kinds:
             raise ProtocolError(f"{spec.describe()} is a {spec.kind.value}, which is not pushed in this job")
+        if rule.holds_weights and spec.kind is ChunkKind.PARAMETER and rule.optimizer is None:
+            text = f"{spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
+            raise ProtocolError(text, ErrorCode.NOT_READY)
         if rule.has(rank, step):
             self.statistics.duplicates += 1
             again = rule.answer_again(rank, step)
-            return False, [] if again is None else [again]
+            return None if again is None else [again]
         body = message.body
         contribution = Contribution(
             rank,
@@ -190,7 +193,7 @@ class Job(RuleContext):
         began_s = self._measure_s()
         replies = rule.push(contribution)
         self._measure(contribution, spec, replies, began_s)
-        return True, replies
+        return replies
 
     def _measure(self, push: Contribution, spec: ChunkSpec, replies: Sequence[Reply], began_s: float) -> None:
         """Add the time to that of the worker, and of all whose step this push ended."""

@@ -261,9 +261,10 @@ class Shard:
 
     def _push(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         job.statistics.bytes_in += _payload_bytes(message)
-        is_taken, replies = job.push(message)
-        if is_taken or replies:
-            self._changed(job, message)
+        replies = job.push(message)
+        if replies is None:
+            return []
+        self._changed(job, message)
         return self._outgoing(job, replies)
 
     def _waits(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
