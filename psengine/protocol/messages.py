@@ -95,7 +95,6 @@ class ErrorCode:
     VERSION = "version"  # another protocol version
     UNKNOWN_JOB = "unknown_job"
     UNKNOWN_KEY = "unknown_key"
-    LAYOUT_MISMATCH = "layout_mismatch"  # another model than the job's
     RULE_MISMATCH = "rule_mismatch"  # another update rule, or optimizer, than the job's
     DUPLICATE_RANK = "duplicate_rank"
     FENCED = "fenced"  # not in the view: a newer incarnation of this worker exists, or its lease ran out

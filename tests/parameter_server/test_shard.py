@@ -120,7 +120,8 @@ def test_registering_again_changes_nothing_once_there_is_a_view():
     world, (member,) = world_of(1, [spec()], rule=APPLY, values={0: ONES})
     assert member.register(spec(), 5 * ONES).type is MessageType.OK
     assert torch.equal(rule_of(world).read()[1], ONES)
-    assert codes([member.register(spec(0, 8))]) == [ErrorCode.LAYOUT_MISMATCH]
+    assert member.register(spec(0, 8)).type is MessageType.OK
+    assert rule_of(world).spec.numel == 4
 
 
 # ---- views -------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_pushes_under_an_older_view_do_not_count_in_an_average():
     first.view = 1
     assert first.push(0, 1, 9 * ONES) == []
     first.view = 3
-    assert codes(first.push(0, 1, 9 * ONES)) == [ErrorCode.BAD_MESSAGE]
+    assert first.push(0, 1, 9 * ONES) == []
     first.view = second.view = 2
     first.push(0, 1, ONES)
     second.push(0, 1, 3 * ONES)

@@ -108,15 +108,6 @@ class TestRefusals:
         (answer,) = workers[1].push(0, 3, torch.ones(6), 3)
         assert answer.body == {}
 
-    @pytest.mark.parametrize(("weight", "values"), [(2, torch.ones(6)), (0, None)])
-    def test_an_asynchronous_gradient_has_no_weight(self, weight, values):
-        world, (worker,) = fleet(1)
-        before = whole(world)
-        (refusal,) = worker.push(0, 1, values, body={"weight": weight})
-        assert refusal.body["code"] == ErrorCode.BAD_VALUE
-        assert "an asynchronous job averages nothing" in refusal.body["text"]
-        assert whole(world) == before
-
     def test_a_gradient_that_the_optimizer_refuses_leaves_the_compensation_as_it_was(self):
         options = {"delay_compensation": 1.0, "compensation_decay": 0.9}
         world, (worker,) = fleet(1, **options)

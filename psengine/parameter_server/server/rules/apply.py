@@ -24,7 +24,6 @@ from psengine.parameter_server.server.rules.delay_compensation import DelayCompe
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.held_weights import HeldWeights, next_held
 from psengine.protocol.layout import ChunkKind, ChunkSpec
-from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import Release, View
 
 
@@ -58,12 +57,6 @@ class Apply(ChunkRule):
     @override
     def push(self, contribution: Contribution) -> list[Reply]:
         rank, step, known = contribution.rank, contribution.step, self.workers[contribution.rank]
-        if contribution.weight is not None:
-            raise ProtocolError(
-                f"{self.spec.describe()}: an asynchronous job averages nothing, so that no gradient has a weight"
-                f" (expected none, got {contribution.weight:g})",
-                ErrorCode.BAD_VALUE,
-            )
         reason = self._reason_to_refuse(contribution)
         if reason is None and contribution.values is not None:
             self._step(contribution.values, (contribution,), contribution.groups, contribution.absent)

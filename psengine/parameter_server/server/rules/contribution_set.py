@@ -133,28 +133,19 @@ class ContributionSet:
 
 
 def check_weight(spec: ChunkSpec, contribution: Contribution, others: Iterable[Contribution]) -> None:
-    """Raise ProtocolError for a weight that makes no sense here, or where one is missing that ``others`` have."""
-    weight, rank = contribution.weight, contribution.rank
-    complaint = ""
-    if weight is not None and spec.kind is not ChunkKind.PARAMETER:
-        complaint = f"only gradients have a weighted average (expected no weight, got {weight:g})"
-    elif weight is not None and (weight == 0) != (contribution.values is None):
-        has = "no" if contribution.values is None else "a"
-        complaint = (
-            f"weight 0 goes with no gradient, and every other with one (got weight {weight:g} and {has} gradient)"
+    """Raise ProtocolError for a weight that ``others`` lack, or for a gradient without one where they have weights."""
+    if contribution.weight is None and contribution.values is None:
+        return  # it abstains, from either kind
+    # Those that are here agree: the first one that does not abstain tells.
+    other = next((one for one in others if one.values is not None or one.weight is not None), contribution)
+    if (other.weight is None) != (contribution.weight is None):
+        weighs, not_ = (contribution, other) if other.weight is None else (other, contribution)
+        raise ProtocolError(
+            f"{spec.describe()}: in step {contribution.step} worker {weighs.rank} weighs its gradient and worker"
+            f" {not_.rank} does not (expected a weight of every worker, or of none). Set model.batch_weight on all"
+            " workers in every step, or on none.",
+            ErrorCode.BAD_VALUE,
         )
-    elif weight is not None or contribution.values is not None:  # else it abstains, from either kind
-        # Those that are here agree: the first one that does not abstain tells.
-        other = next((one for one in others if one.values is not None or one.weight is not None), contribution)
-        if (other.weight is None) != (weight is None):
-            weighs, not_ = (rank, other.rank) if other.weight is None else (other.rank, rank)
-            complaint = (
-                f"in step {contribution.step} worker {weighs} weighs its gradient and worker {not_} does not (expected"
-                " a weight of every worker, or of none). Set model.batch_weight on all workers in every step, or on"
-                " none."
-            )
-    if complaint:
-        raise ProtocolError(f"{spec.describe()}: {complaint}", ErrorCode.BAD_VALUE)
 
 
 def _copied(values: torch.Tensor, place: Place) -> Place:

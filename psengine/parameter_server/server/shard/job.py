@@ -161,15 +161,8 @@ class Job(RuleContext):
         rule = self.find(message.key)
         rank, step, spec = message.worker, message.sequence, rule.spec
         assert self.view is not None
-        if message.view > self.view.number:
-            raise ProtocolError(
-                f"{spec.describe()}: a worker forwards a view before it pushes under it (expected view"
-                f" {self.view.number}, got {message.view})"
-            )
-        if message.view < self.view.number and not self.holds_weights:
+        if message.view != self.view.number and not self.holds_weights:
             return None  # it pushes again under this view
-        if spec.kind not in rule.pushed_kinds:
-            raise ProtocolError(f"{spec.describe()} is a {spec.kind.value}, which is not pushed in this job")
         if rule.holds_weights and spec.kind is ChunkKind.PARAMETER and rule.optimizer is None:
             text = f"{spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
             raise ProtocolError(text, ErrorCode.NOT_READY)
@@ -186,7 +179,7 @@ class Job(RuleContext):
             None if message.payload is None else rule.payloads.decode(message),
             body.get("groups"),
             _absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
-            body.get("weight"),
+            body.get("weight") if spec.kind is ChunkKind.PARAMETER else None,
             message.place is not None,
             body.get("held"),
         )
@@ -237,17 +230,11 @@ class Job(RuleContext):
     def register(self, message: Message) -> int:
         """REGISTER: take a chunk, with its initial values where they are kept here; a repetition replaces it.
 
-        Of a job with a view every member may say it again.
+        Of a job with a view every member may say it again, which changes nothing.
         """
         spec, known = _spec_of(message), self.rules.get(message.key)
         if known is not None and self.view is not None:
-            if (known.spec.numel, known.spec.dtype) == (spec.numel, spec.dtype):
-                return 0
-            raise ProtocolError(
-                f"{known.spec.describe()} is registered already (expected {known.spec.numel} of {known.spec.dtype}, got"
-                f" {spec.numel} of {spec.dtype}). Every worker needs the same model.",
-                ErrorCode.LAYOUT_MISMATCH,
-            )
+            return 0
         values = None if message.payload is None else received_values(message, spec).clone()
         more_bytes = (0 if values is None else spec.size_bytes) - (0 if known is None else known.size_bytes())
         self.take_memory(more_bytes, f"registering {spec.describe()}")
@@ -318,21 +305,16 @@ class Job(RuleContext):
         return rule.version
 
     def _store_piece(self, message: Message, name: str, pieces: int) -> None:
-        if message.payload is None or message.dtype is not torch.uint8 or message.key >= pieces:
-            raise ProtocolError(
-                f"piece {message.key} of {name!r}: expected bytes (torch.uint8) and a number below its {pieces} pieces,"
-                f" got {message.dtype}"
-            )
-        here = self.blobs.get(name, {})
-        known_bytes = here[message.key].numel() if message.key in here else 0
-        self.take_memory(message.numel - known_bytes, f"piece {message.key} of {name!r}")
-        here[message.key] = payload_tensor(message).clone()
+        here, piece = self.blobs.get(name, {}), payload_tensor(message)
+        known_bytes = here[message.key].nbytes if message.key in here else 0
+        self.take_memory(piece.nbytes - known_bytes, f"piece {message.key} of {name!r}")
+        here[message.key] = piece.clone()
         self.blobs[name] = {number: piece for number, piece in here.items() if number < pieces}
 
     def size_bytes(self) -> int:
         """Memory of all chunks and blobs."""
-        pieces = [piece for blob in self.blobs.values() for piece in blob.values()]
-        return sum(rule.size_bytes() for rule in self.rules.values()) + sum(map(torch.numel, pieces))
+        pieces_bytes = sum(piece.nbytes for blob in self.blobs.values() for piece in blob.values())
+        return sum(rule.size_bytes() for rule in self.rules.values()) + pieces_bytes
 
     # ---- for people --------------------------------------------------------------------------------------------
 

@@ -29,9 +29,7 @@ MAX_JOBS = 256
 # What a log is read with: its messages were let in once.
 REPLAYED = Sender(b"", "a log")
 # Refusals that people should hear of; by the others a worker learns that it has to come back, or wait.
-_NOTABLE_REFUSALS = frozenset(
-    {ErrorCode.RULE_MISMATCH, ErrorCode.LAYOUT_MISMATCH, ErrorCode.BAD_VALUE, ErrorCode.MEMORY}
-)
+_NOTABLE_REFUSALS = frozenset({ErrorCode.RULE_MISMATCH, ErrorCode.BAD_VALUE, ErrorCode.MEMORY})
 # These name the life that they are for in their body, or none.
 _FOR_ANY_LIFE = frozenset({MessageType.RESUME, MessageType.VIEW, MessageType.RELEASE})
 # Of averaging jobs: workers hold the weights, and push again what a server lost.
