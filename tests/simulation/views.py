@@ -114,10 +114,9 @@ class Views:
         require(not higher, "view {} follows {}", view.number, higher)
         members = {one.rank: (one.incarnation, one.first_step) for one in view.members}
         now_s = self._world.clock.now_s
-        present = {incarnation for incarnation, _ in members.values()}
-        for incarnation, _ in self.members.values():
-            if incarnation not in present:
-                self._out_s[incarnation] = now_s
+        # Who came back at once, within one view, begins with another step.
+        for member in set(self.members.values()) - set(members.values()):
+            self._out_s[member[0]] = now_s
         self.members = members
         self._last.update({one.rank: one.incarnation for one in view.members})
         self._members_since.append((now_s, frozenset(members)))
