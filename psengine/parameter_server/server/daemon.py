@@ -189,7 +189,7 @@ class Server:
         total_bytes = settings.max_memory_bytes or int(0.8 * machine_memory_bytes())
         given = ShardSettings(
             lease_s=settings.lease_s,
-            heartbeat_s=settings.heartbeat_s,
+            heartbeat_s=settings.lease_s / 5,
             max_memory_bytes=max(1, total_bytes // settings.shards),
             durability=settings.tier,
             warns_of_loss=settings.tier == "memory" and not self._until_stdin_closes,
@@ -252,7 +252,6 @@ class Server:
         """Close connections whose messages fill the memory and do not end: credits do not bound those."""
         if unexplained_bytes > 0 and (closed := self._shards.free_memory(unexplained_bytes)):
             text = f"messages that do not end filled the memory: {closed} connections were closed; they come back"
-            logger.error("%s", text)
             self._events.note("memory", text)
 
     def facts(self) -> ServerFacts:
@@ -350,9 +349,7 @@ class Server:
         """Let no more workers in; the main loop ends the server when the last has left."""
         if not self._is_draining:
             self._is_draining = True  # before the shards are asked: a busy one lets nobody in as soon as it can
-            text = "draining: no more workers are let in; the server ends when the last one has left"
-            logger.warning("%s", text)
-            self._events.note("draining", text)
+            self._events.note("draining", "no more workers are let in; the server ends when the last one has left")
         count = self._shards.ask(lambda one: 0 if one.coordinators is None else one.coordinators.close())[0]
         end = f"It ends when the last of {count} has left." if count else "There is none: it ends now."
         return f"The server lets no more workers in. {end}"

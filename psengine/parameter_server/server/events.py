@@ -17,8 +17,8 @@ MAX_EVENTS = 200
 _MERGED = frozenset({"refused", "late", "memory", "stood_still", "snapshot", "snapshot_failed"})
 _LOGGED = {
     "snapshot": logging.INFO,
-    **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room"), logging.WARNING),
-    **dict.fromkeys(("snapshot_failed", "log_low"), logging.ERROR),
+    **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room", "draining"), logging.WARNING),
+    **dict.fromkeys(("snapshot_failed", "log_low", "memory"), logging.ERROR),
     **dict.fromkeys(("log_full", "log_failed"), logging.CRITICAL),
 }
 # Anybody who reaches the server can come and go: a line for each would fill the disk. A whole host's workers fit in.

@@ -141,11 +141,6 @@ class ServerSettings(BaseModel):
         return self.durability or ("memory" if self.snapshot_dir is None else "snapshot")
 
     @property
-    def heartbeat_s(self) -> float:
-        """Seconds between a worker's heartbeats."""
-        return self.lease_s / 5
-
-    @property
     def is_local(self) -> bool:
         """Whether only processes of this machine reach the address; names are not looked up."""
         return self.bind.startswith("ipc://") or is_loopback(self.bind)
