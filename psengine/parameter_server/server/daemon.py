@@ -104,7 +104,7 @@ class Server:
         self._until_stdin_closes = until_stdin_closes
         self._reasons: SimpleQueue[str] = SimpleQueue()  # to end
         self._signals = 0
-        self._events = EventLog(CLOCKS)
+        self._events = EventLog()
         self._shards = ShardGroup(settings)
         self._durability: Durability | None = None
         self._is_draining = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
-from psengine.parameter_server.server.interfaces import Clocks
 from psengine.parameter_server.status_model import Event
 from psengine.tracing.logging_format import RateLimit
 
@@ -29,8 +29,7 @@ MAX_LINES = 128
 class EventLog:
     """The last ``MAX_EVENTS`` events; thread-safe."""
 
-    def __init__(self, clocks: Clocks) -> None:
-        self._clocks = clocks
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines = RateLimit(LINES_INTERVAL_S, MAX_LINES)
         # By where they come from, in the order of their times: the last event, and how many there were.
@@ -43,12 +42,12 @@ class EventLog:
             _, count = self._events.pop(source, (None, 0))
             if count and kind != "snapshot":
                 text = f"{text}; {count} like it before"
-            self._events[source] = Event(round(self._clocks.wall_s(), 3), kind, job, worker, text), count + 1
+            self._events[source] = Event(round(time.time(), 3), kind, job, worker, text), count + 1
             if len(self._events) > MAX_EVENTS:
                 del self._events[next(iter(self._events))]
             if (level := _LOGGED.get(kind)) is None:
                 return
-            left_out = 0 if level > logging.WARNING else self._lines.allows(self._clocks.measure_s())
+            left_out = 0 if level > logging.WARNING else self._lines.allows(time.monotonic())
             if left_out is not None:
                 more = f" ({left_out} lines were left out before)" if left_out else ""
                 logger.log(level, "%s%s%s", f"job {job!r}: " if job else "", text, more)
