@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from support.server_process import running_server
 from support.statuses import TIMES, departed, shard, worker
+from support.worker_sessions import entered
 
 import psengine
 from psengine.cli.main import main
@@ -45,11 +46,11 @@ def status_of(capsys, *arguments):
 
 
 @contextmanager
-def training_client(address, *, job="default", steps=3, optimizer=True, rank=0):
+def training_client(address, *, steps=3):
     """A worker that has made ``steps`` exchanges, and lives."""
     weights = {"weight": torch.ones(1000)}
-    with psengine.connect(address, job=job, rank=rank) as client:
-        client.register(weights, torch.optim.SGD(list(weights.values()), lr=0.1) if optimizer else None)
+    with psengine.connect(address, rank=0) as client:
+        client.register(weights, torch.optim.SGD(list(weights.values()), lr=0.1))
         for _ in range(steps):
             client.push_pull({"weight": torch.ones(1000)}, into=weights)
         yield client
@@ -69,7 +70,10 @@ def test_jobs_of_both_kinds(capsys, monkeypatch):
         assert (code, before["healthy"], before["jobs"]) == (0, True, {})
         assert exit_code(["status"]) == 0
         assert "no job to show" in capsys.readouterr().out
-        with training_client(server.addresses[0], job="averaging", steps=2, optimizer=False):
+        with entered(server.addresses[0], 0, job="averaging") as session:
+            for _ in range(2):
+                session.push(0, torch.ones(4), []).wait()
+                session.telemetry.step_ended()
             # Its weights are in its workers, which this server's end does not harm.
             assert status_of(capsys)[1]["warnings"] == []
             with training_client(server.addresses[0], steps=3):

@@ -32,9 +32,9 @@ class TestAgainstAServer:
         with psengine.connect(server.addresses, job="echoing", timeout_s=10.0) as client:
             with pytest.raises(ConfigurationError, match="not connected"):
                 client.echo(1000)
-            client.register(weights)
+            client.register(weights, torch.optim.SGD(list(weights.values()), lr=1.0))
             assert client.echo() > 0
-            assert torch.equal(client.push_pull({"w": torch.ones(10)})["w"], torch.ones(10))
+            assert torch.equal(client.push_pull({"w": torch.ones(10)})["w"], -torch.ones(10))
 
     def test_what_is_too_large(self, server):
         with reader(server.addresses) as client, pytest.raises(ConfigurationError, match="expected 1 to 16777216"):

@@ -13,8 +13,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.identity import DEFAULT_JOB, run_name
-from psengine.parameter_server.client.operation import Operation, Push, wait_all
+from psengine.parameter_server.client.operation import wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.partition import (
     NamedTensors,
@@ -39,7 +38,6 @@ from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.keys import CurveClientKeys
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
-from psengine.tracing.telemetry import Telemetry
 
 
 class Client:
@@ -53,9 +51,7 @@ class Client:
         job: name of the job; clients of one job share its values. By default PSENGINE_JOB, else "default".
         role: "worker", or "reader", which changes nothing.
         rank: this worker's number; by default the servers give the lowest free one.
-        world_size: workers that the first exchange of an averaging job waits for.
-        quorum: averaging jobs: go on with so many gradients of an exchange; None waits for every live worker.
-        max_staleness: jobs with an optimizer: how many steps a worker may be ahead of the slowest; None: any number.
+        max_staleness: how many steps a worker may be ahead of the slowest; None: any number.
         staleness_scaling: "inverse" divides an update's learning rate by its staleness + 1.
         delay_compensation: strength of DC-ASGD's correction; 0 for none.
         compensation_decay: of the running mean that adapts this strength; None for a constant one.
@@ -77,8 +73,6 @@ class Client:
         job: str | None = None,
         role: str = "worker",
         rank: int | None = None,
-        world_size: int = 1,
-        quorum: int | None = None,
         max_staleness: int | None = None,
         staleness_scaling: str | None = None,
         delay_compensation: float = 0.0,
@@ -98,32 +92,29 @@ class Client:
         if role not in ("worker", "reader"):
             raise ConfigurationError(f"role must be 'worker' or 'reader' (got {role!r})")
         is_reader = role == "reader"
-        self._options = SessionOptions(
-            addresses=addresses,
-            job=job,
-            run="" if is_reader else run_name(job),
-            rule=None if is_reader else {"name": "average", "quorum": quorum},
-            rank=rank,
-            world_size=world_size,
-            timeout_s=timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            checksum=checksum,
-            codec=resolve_codec(compress),
-            keys=keys_from_environment() if keys is None else keys,
-        )
-        # The rule where an optimizer is registered.
-        self._apply_rule: dict[str, Any] = {
+        rule = {
             "name": "apply",
             "max_staleness": max_staleness,
             "staleness_scaling": staleness_scaling,
             "delay_compensation": float(delay_compensation),
             "compensation_decay": compensation_decay,
         }
+        self._options = SessionOptions(
+            addresses=addresses,
+            job=job,
+            run="" if is_reader else run_name(job),
+            rule=None if is_reader else rule,
+            rank=rank,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            checksum=checksum,
+            codec=resolve_codec(compress),
+            keys=keys_from_environment() if keys is None else keys,
+        )
         self._session: WorkerSession | None = None
         self._named: NamedTensors | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._optimizer: torch.optim.Optimizer | None = None
-        self._last: list[Push] = []
         if is_reader:
             self._start()
 
@@ -138,12 +129,10 @@ class Client:
         """The session that this client is built on.
 
         Raises:
-            ConfigurationError: a worker has not registered its tensors yet, or the client is closed.
+            ConfigurationError: a worker has not registered its tensors yet.
         """
         if self._session is None:
-            raise ConfigurationError(
-                "this client is not connected (a worker connects when it calls register; a closed one does not return)"
-            )
+            raise ConfigurationError("this client is not connected (a worker connects when it calls register)")
         return self._session
 
     @property
@@ -157,18 +146,16 @@ class Client:
             session.start()
             self._session = session
 
-    def register(
-        self, named_tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None = None
-    ) -> str:
+    def register(self, named_tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> str:
         """Take part in the job with these tensors. The first client's values become the job's; others get those.
 
         Args:
             named_tensors: the same names, shapes and dtypes at every worker; overwritten unless this client is first.
             optimizer: over (some of) these tensors: servers apply gradients by its rule, with its hyperparameters as
-                they are at each push. None: servers average the pushed tensors, and hold no weights.
+                they are at each push.
 
         Returns:
-            "initialised", "ready" or "joined"; see ``WorkerSession.enter``.
+            "initialised" or "ready"; see ``WorkerSession.enter``.
 
         Raises:
             ReplicaMismatchError: the job has other tensors; the first difference is named.
@@ -177,31 +164,26 @@ class Client:
         """
         if self._named is not None:
             raise ConfigurationError("a client registers once; connect another one for other tensors")
-        param_groups = [] if optimizer is None else optimizer.param_groups
-        trained = {id(parameter) for group in param_groups for parameter in group["params"]}
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if trained - set(map(id, named_tensors.values())):
             raise ConfigurationError(
                 "the optimizer trains a tensor that is not registered; register every tensor of its groups by name"
             )
         images: dict[tuple[ChunkKind, torch.dtype], dict[str, TensorImage]] = {}
         for name, tensor in named_tensors.items():
-            is_trained = id(tensor) in trained if optimizer else tensor.is_floating_point() or tensor.is_complex()
-            kind = ChunkKind.PARAMETER if is_trained else ChunkKind.BUFFER
+            kind = ChunkKind.PARAMETER if id(tensor) in trained else ChunkKind.BUFFER
             images.setdefault((kind, tensor.dtype), {})[name] = TensorImage(tensor)
         specs: list[ChunkSpec] = []
         for (kind, dtype), group in images.items():
             specs += cut_images(kind, group, dtype, len(specs))
         named = NamedTensors(specs)
-        if optimizer is not None:
-            self._options = replace(self._options, rule=self._apply_rule)
         self._start()
         initial = named.to_send(named_tensors)
         entered = self.session.enter(specs, lambda spec: _payload(spec, initial))
         self._named, self._tensors, self._optimizer = named, dict(named_tensors), optimizer
         if entered != "initialised":
             self.pull(into={name: self._tensors[name] for name in named.names})
-        if optimizer is not None:
-            self.session.attach_optimizer(specs, optimizer, named_tensors)
+        self.session.attach_optimizer(specs, optimizer, named_tensors)
         return entered
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
@@ -209,51 +191,34 @@ class Client:
     def push_pull(
         self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """``push`` and wait for the answer: the new weights, or the averages, by the names of ``gradients``."""
-        return self.push(gradients, into).wait()
-
-    def push(self, gradients: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor] | None = None) -> Exchange:
-        """Send gradients; returns while they are in flight.
+        """Send gradients; returns the new weights by the names of ``gradients``.
 
         Args:
-            gradients: by name. With an optimizer any of the tensors; where servers average, all of them. May be changed
-                afterwards.
+            gradients: by name, any of the tensors; the new values of one that the optimizer does not train.
             into: tensors by name that the answer is written to; by default new ones are made.
 
         Raises:
-            ConfigurationError: an unknown name, a wrong shape or dtype; or some are missing where servers average.
+            ConfigurationError: an unknown name, a wrong shape or dtype; or the tensors are not registered.
+            ServerLostError, ServerRefusedError: see ``Operation.wait``.
         """
-        named, session = self._require_named(), self.session
+        named, optimizer, session = self._named, self._optimizer, self.session
+        if named is None or optimizer is None:
+            raise ConfigurationError("only a worker that has called register can push; a reader only pulls")
         named.check(gradients, "gradient")
         named.check(into or {}, "tensor")
-        if self._optimizer is None and (missing := [name for name in named.names if name not in gradients]):
-            raise ConfigurationError(
-                f"where servers average, every worker pushes every tensor (expected {len(named.names)}, got"
-                f" {len(gradients)}; {missing[0]!r} is missing). Push zeros where there is no gradient."
-            )
-        last, self._last = self._last, []
-        wait_all(last)
-        session.serve_joiner(self._deposit_state)
-        specs = named.chunks_of(gradients)
-        groups = wire_groups(self._optimizer) if self._optimizer is not None else None
+        specs, groups, pushes = named.chunks_of(gradients), wire_groups(optimizer), []
         # A chunk of values is pushed whole; of a chunk of gradients those that are there.
         values = {segment.name for spec in specs if spec.kind is not ChunkKind.PARAMETER for segment in spec.segments}
         sent = named.to_send({**{name: self._tensors[name] for name in values}, **gradients})
         landing = named.to_receive(gradients, into or {})
         for spec in specs:
-            is_trained = spec.kind is ChunkKind.PARAMETER
             absent = [i for i, segment in enumerate(spec.segments) if segment.name not in sent]
-            payload, destinations = _payload(spec, sent), parts_of(spec, landing)
-            self._last.append(session.push(spec.key, payload, destinations, groups if is_trained else None, absent))
-        session.end_step()
+            of_spec = groups if spec.kind is ChunkKind.PARAMETER else None
+            pushes.append(session.push(spec.key, _payload(spec, sent), parts_of(spec, landing), of_spec, absent))
+        with session.telemetry.blocked():
+            wait_all(pushes)
         session.telemetry.step_ended()
-        return Exchange(self._last, landing, session.telemetry)
-
-    def _deposit_state(self) -> Iterator[Sequence[Operation]]:
-        """A worker that joins an averaging job starts from this worker's tensors."""
-        named = self._require_named()
-        images = named.to_send(self._tensors)
-        yield [self.session.store(spec.key, _payload(spec, images)) for spec in named.specs]
+        return received(landing)
 
     def pull(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Read the servers' values.
@@ -266,7 +231,7 @@ class Client:
 
         Raises:
             ConfigurationError: an unknown name, a wrong shape or dtype.
-            ServerRefusedError: the servers hold no values ("not_ready"), as in an averaging job that has begun.
+            ServerRefusedError: the servers hold no values ("not_ready"), as under ``sync-server``.
         """
         named = self._named or NamedTensors(self.session.layout())
         named.check(into or {}, "tensor")
@@ -307,33 +272,8 @@ class Client:
 
     def close(self) -> None:
         """Leave the servers."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
-
-    def _require_named(self) -> NamedTensors:
-        if self._named is None:
-            raise ConfigurationError("only a worker that has called register can push; a reader only pulls")
-        return self._named
-
-
-class Exchange:
-    """Gradients in flight."""
-
-    def __init__(self, pushes: Sequence[Push], landing: Mapping[str, TensorImage], telemetry: Telemetry) -> None:
-        self._pushes = pushes
-        self._landing = landing
-        self._telemetry = telemetry
-
-    def wait(self) -> dict[str, torch.Tensor]:
-        """Wait for the answers: new weights or averages, by name.
-
-        Raises:
-            ServerLostError, ServerRefusedError, FencedError: see ``Push.wait``.
-        """
-        with self._telemetry.blocked():
-            wait_all(self._pushes)
-        return received(self._landing)
+        if self._session is not None:
+            self._session.close()
 
 
 def _payload(spec: ChunkSpec, images: Mapping[str, TensorImage]) -> torch.Tensor:

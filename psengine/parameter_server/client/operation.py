@@ -86,6 +86,7 @@ class Operation:
         timeout_s: how long nothing may move; ``deadline_s`` is this long after the last movement.
         destinations: 1-D contiguous CPU tensors of one dtype; the answer's payload is copied into them, one after the
             other. Without them it stays in the answer.
+        what: its name, for error messages.
         size_bytes: what counts for the server's credit.
         then: called on the I/O thread with the answer, or the failure.
 
@@ -98,6 +99,7 @@ class Operation:
     parking: Parking
     timeout_s: float
     destinations: Sequence[torch.Tensor] = ()
+    what: str = field(default="", kw_only=True)
     size_bytes: int = field(default=0, kw_only=True)
     then: Callable[[Message | PSEngineError], None] | None = field(default=None, kw_only=True)
     is_shared: bool = field(default=False, kw_only=True)
@@ -118,7 +120,7 @@ class Operation:
 
     def describe(self) -> str:
         """Its name, for error messages."""
-        raise NotImplementedError
+        return self.what or self.message.type.name
 
     def finish(self, answer: Message) -> None:
         """I/O thread: take the answer, whose payload becomes a tensor; one that does not fit fails the operation."""
@@ -186,16 +188,10 @@ class Request(Operation):
     """A question with an id; it is asked again on a new connection where its answer did not come.
 
     Attributes:
-        what: its name, for error messages.
         follows_pushes: it is sent behind the pushes of its link.
     """
 
-    what: str = field(default="", kw_only=True)
     follows_pushes: bool = field(default=False, kw_only=True)
-
-    @override
-    def describe(self) -> str:
-        return self.what or self.message.type.name
 
 
 @dataclass(eq=False)

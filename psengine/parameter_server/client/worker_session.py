@@ -80,8 +80,8 @@ class WorkerSession:
 
     # ---- entering and leaving ----------------------------------------------------------------------------------
 
-    def start(self) -> str:
-        """Say HELLO, and connect to all servers. Returns ``state``.
+    def start(self) -> None:
+        """Say HELLO, and connect to all servers.
 
         Raises:
             ServerLostError: a server does not answer within ``connect_timeout_s``.
@@ -94,7 +94,6 @@ class WorkerSession:
         except BaseException:
             self.close(failed=True)
             raise
-        return self.state
 
     def enter(self, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> str:
         """Take part in the job with this model.
@@ -254,7 +253,7 @@ class WorkerSession:
                 job's codec encodes it.
             destinations: contiguous CPU tensors that together have the chunk's elements: overwritten, one after the
                 other, by the answer (weights or average), at the latest when it was waited for. Empty drops the answer.
-            groups: the optimizer's hyperparameters now, per group.
+            groups: the optimizer's hyperparameters now, per group; not changed afterwards.
             absent: indices of the chunk's segments without a gradient this time.
             weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0 needs
                 no payload; such a worker takes part and counts nothing.
@@ -267,7 +266,6 @@ class WorkerSession:
         job, link = self.job_connection, self._link(key)
         spec, step, averages = job.chunks.specs[key], job.steps.step_for(key), job.options.averages
         step.note(is_trained=spec.kind is ChunkKind.PARAMETER, has_values=payload is not None)
-        groups = None if groups is None else [dict(group) for group in groups]
         body = _given(groups=groups, absent=list(absent) or None, weight=weight)
         message = Message(MessageType.PUSH, key=key, sequence=step.number, version=link.versions.get(key, 0), body=body)
         encoder = self._encoder(spec)

@@ -307,7 +307,7 @@ def test_a_client_trains_like_the_optimizer_itself(server, job):
             assert torch.equal(values["weight"], model.weight)
             assert values["weight"].stride() == model.weight.stride()
             with pytest.raises(ConfigurationError, match="register"):
-                reader.push({"bias": torch.zeros(3)})
+                reader.push_pull({"bias": torch.zeros(3)})
         other = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
         with connect(server.addresses, job=job, timeout_s=20, rank=1) as second:
             with pytest.raises(ServerRefusedError, match="another optimizer"):
@@ -333,36 +333,25 @@ def test_a_push_by_name_may_leave_out_one_of_several_tensors_of_a_group(server, 
                 torch.testing.assert_close(values, twins[name].detach(), rtol=0, atol=0)
 
 
-def test_a_client_says_how_its_exchanges_go(server, job):
-    with connect(server.addresses[0], job=job, timeout_s=20.0) as client:
-        client.register({"w": torch.zeros(3)})
-        for _ in range(3):
-            exchange = client.push({"w": torch.ones(3)})
-            exchange.wait()
-            exchange.wait()  # is no second step
-        said = client.session.telemetry.to_body()
-        assert said["steps"] == 3
-        assert said["blocked_s"] > 0
-
-
-def test_a_client_without_optimizer_averages(server, job):
+def test_values_that_are_not_trained_come_back_as_they_were_pushed(server, job):
     tensors = {"a": torch.arange(4.0), "steps": torch.tensor(3)}
     with connect(server.addresses, job=job, timeout_s=20) as client:
-        client.register(tensors)
-        back = client.push({"a": torch.full((4,), 2.0), "steps": torch.tensor(5)}).wait()
-        assert back["a"].tolist() == [2.0] * 4
+        client.register(tensors, torch.optim.SGD([tensors["a"]], lr=1.0))
+        back = client.push_pull({"a": torch.full((4,), 2.0), "steps": torch.tensor(5)})
+        assert back["a"].tolist() == [-2.0, -1.0, 0.0, 1.0]
         assert back["steps"].item() == 5
-        with pytest.raises(ConfigurationError, match="'steps' is missing"):
-            client.push({"a": torch.zeros(4)})
         for gradients, words in (
             ({"b": torch.zeros(4)}, "'b' is no tensor of this job"),
             ({"a": torch.zeros(5)}, r"'a' does not fit \(expected shape \(4,\)"),
             ({"a": torch.zeros(4, dtype=torch.float64)}, "float64"),
         ):
             with pytest.raises(ConfigurationError, match=words):
-                client.push(gradients)
+                client.push_pull(gradients)
         assert client.status()[0]["jobs"][job]["workers"]
         assert [spec.kind.value for spec in client.layout()] == ["parameter", "buffer"]
+        said = client.session.telemetry.to_body()
+        assert said["steps"] == 1
+        assert said["blocked_s"] > 0
 
 
 def test_addresses(monkeypatch):

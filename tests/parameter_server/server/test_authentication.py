@@ -10,9 +10,9 @@ import zmq
 from attacks.throttled_relay import throttled_relay
 from support.command_process import running_server_command
 from support.server_process import Peer, running_server
+from support.worker_sessions import entered
 from zmq.utils import z85
 
-import psengine
 from psengine.errors import AuthenticationError, ConfigurationError
 from psengine.parameter_server.client import reachability
 from psengine.parameter_server.server.settings import ServerSettings
@@ -281,19 +281,18 @@ def test_a_server_whose_authenticator_fails_ends(keys):
 
 def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
     """The tunnel takes connections and cuts them, as a server with other keys does."""
-    options, ones, out = keys["options"], torch.ones(8), torch.zeros(8)
+    options, ones, out = keys["options"], torch.ones(4), torch.zeros(4)
     with (
         running_server(**options) as first,
         throttled_relay(first.addresses[0], up_bytes_per_s=1e9) as tunnel,
-        psengine.connect(tunnel.address, rank=0, keys=keys["client"], timeout_s=60.0) as client,
+        entered(tunnel.address, 0, keys=keys["client"], timeout_s=60.0) as session,
     ):
-        client.register({"w": torch.zeros(8)})
-        client.push_pull({"w": ones}, into={"w": out})
+        session.push(0, ones, [out]).wait()
         first.kill()
         time.sleep(2 * reachability.CUT_HANDSHAKES_S)
         with running_server(bind=first.addresses[0], **options):
-            client.push_pull({"w": 2 * ones}, into={"w": out})
-            assert out.tolist() == [2.0] * 8
+            session.push(0, 2 * ones, [out]).wait()
+            assert out.tolist() == [2.0] * 4
 
 
 def test_keygen_on_the_command_line(tmp_path):
