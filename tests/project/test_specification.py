@@ -52,7 +52,7 @@ def test_malformed_options_are_refused(text, message):
     [
         ("sync:every=8", r"every is an option of strategy 'local', 'diloco'(,| and) 'diloco-server'"),
         ("sync:shard_optimizer=yes", r"\(expected true or false, got 'yes'\)"),
-        ("async:timeout_s=0", r"timeout_s of strategy 'async' \(expected a positive number of seconds, got 0\)"),
+        ("async:timeout_s=0", r"strategy 'async'.timeout_s: \(expected float > 0.0, got 0\)"),
         (
             "async:servers=localhost:70",
             r"\(expected tcp://host:port or .* got 'localhost:70'\). Did you mean tcp://loc",
@@ -65,7 +65,7 @@ def test_a_value_that_is_refused_comes_with_what_was_expected(text, message):
 
 
 def test_a_number_is_no_name_of_a_job():
-    with pytest.raises(ConfigurationError, match=r"'sync-server': job is text \(expected a str, got 7\)"):
+    with pytest.raises(ConfigurationError, match=r"'sync-server'.job: \(expected str \| null, got 7\)"):
         psengine.SyncServer(job=7)
 
 

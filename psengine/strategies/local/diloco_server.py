@@ -73,7 +73,7 @@ class DilocoServer(CountedSteps, ServerStrategy):
         outer_lr, outer_momentum = checked_outer(outer_lr, outer_momentum)
         super().__init__(**options)
         self._options.update(quorum=quorum, every=every, grace=grace, outer_lr=outer_lr, outer_momentum=outer_momentum)
-        self._check_rule()
+        self._check_options()
 
     def _forget(self) -> None:
         super()._forget()

@@ -78,7 +78,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             delay_compensation=delay_compensation,
             compensation_decay=compensation_decay,
         )
-        self._check_rule()
+        self._check_options()
         if compensation_decay is not None and not delay_compensation:
             raise ConfigurationError(
                 f"compensation_decay={compensation_decay!r} changes a strength that is 0. Fix: set delay_compensation"

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import torch
+from msgspec import Meta
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
@@ -53,6 +54,13 @@ class ServerOptions(TypedDict, total=False):
     durability: str | None
 
 
+class _SessionsOptions(TypedDict):
+    servers: str | Sequence[str] | None
+    job: str | None
+    timeout_s: Annotated[float, Meta(gt=0.0, lt=1e9)]
+    checksum: bool
+
+
 class ServerStrategy(ConfiguredStrategy):
     """A strategy over parameter servers.
 
@@ -89,22 +97,11 @@ class ServerStrategy(ConfiguredStrategy):
         compress: str | Codec | None = None,
         durability: str | None = None,
     ) -> None:
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-            raise ConfigurationError(
-                f"timeout_s of strategy {self.name!r} (expected a positive number of seconds, got {timeout_s!r})"
-            )
-        if checksum not in (True, False):
-            raise ConfigurationError(f"strategy {self.name!r}: checksum (expected true or false, got {checksum!r})")
-        for option, value in (("servers", servers), ("job", job)):
-            if isinstance(value, bool | int | float):
-                raise ConfigurationError(f"strategy {self.name!r}: {option} is text (expected a str, got {value!r})")
-        if servers is not None:
-            parse_addresses(servers)  # a malformed one is refused now, not when a model is wrapped
         self._options = {
             "servers": servers,
             "job": job,
-            "timeout_s": float(timeout_s),
-            "checksum": bool(checksum),
+            "timeout_s": timeout_s,
+            "checksum": checksum,
             "durability": durability,
             "compress": None if compress is None else resolve_codec(compress),
         }
@@ -136,12 +133,14 @@ class ServerStrategy(ConfiguredStrategy):
         durability = self._options["durability"]
         return self.rule if durability is None else {**self.rule, "durability": durability}
 
-    def _check_rule(self) -> None:
-        """Raise ConfigurationError for options that no server would take."""
+    def _check_options(self) -> None:
+        """Raise ConfigurationError for options that no session or no server would take."""
         try:
+            convert(self._options, _SessionsOptions, f"strategy {self.name!r}")
             convert(self._whole_rule(), AnyRule, f"strategy {self.name!r}")
         except ProtocolError as error:
             raise ConfigurationError(f"{error}. Fix: give such a value, or leave the option out") from None
+        parse_addresses(self._options["servers"])
 
     @property
     def session(self) -> WorkerSession:

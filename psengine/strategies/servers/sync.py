@@ -62,7 +62,7 @@ class SyncServer(ServerStrategy):
     ) -> None:
         super().__init__(**options)
         self._options["quorum"] = quorum
-        self._check_rule()
+        self._check_options()
 
     def _forget(self) -> None:
         super()._forget()
