@@ -32,7 +32,6 @@ from torch.nn import functional as F
 
 import psengine
 from psengine.errors import ServerRefusedError
-from psengine.parameter_server.client import join
 
 LEASE_S = 1.0
 # What the promises add to a lease, and what a rejoining worker may take.
@@ -499,9 +498,14 @@ class DieAsDonor:
                 end_myself()
             return store(*arguments, **keywords)
 
+        def commit_or_die(what: str, **fields: Any) -> Any:
+            if what == "donated" and self._where == "stored":
+                end_myself()
+            return commit(what, **fields)
+
         session.store = store_or_die
-        if self._where == "stored":
-            join.donate = lambda *_: end_myself()
+        control = session.job_connection.control
+        commit, control.commit = control.commit, commit_or_die
 
 
 @pytest.mark.parametrize("where", [slow("store"), "stored"])

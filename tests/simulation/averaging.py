@@ -15,6 +15,7 @@ import itertools
 import math
 import struct
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from psengine.errors import FencedError, ServerRefusedError
+from psengine.parameter_server.client import join
 from psengine.parameter_server.client.flow import Flow
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode
@@ -145,7 +147,7 @@ class AveragingJob(Job):
                         yield from self._take_values(process, replica, whole=True)
                         sits_out = True
                 elif not rejoins:
-                    yield from process.serve_joiner(lambda: self._deposit(process, replica))
+                    yield from join.donate(process.receiver, lambda: self._deposit(process, replica))
                 is_out = False
                 pushes = [self._push(process, replica, spec.key, landings[spec.key], sits_out) for spec in self.specs]
                 process.session.end_step()
@@ -173,15 +175,9 @@ class AveragingJob(Job):
             value.sub_(landing)
         replica.step += 1
 
-    def _deposit(self, process: WorkerProcess, replica: Replica) -> Flow[None]:
+    def _deposit(self, process: WorkerProcess, replica: Replica) -> Iterator[Any]:
         blob = torch.frombuffer(bytearray(struct.pack("<q", replica.step)), dtype=torch.uint8)
-        stores = [process.session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
-        try:
-            yield stores
-        except BaseException:  # as ``WorkerSession.serve_joiner``
-            for store in stores:
-                store.abandon()
-            raise
+        yield [process.session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
         yield process.session.store_blob(STATE_BLOB, [blob])
 
     def _push(self, process: WorkerProcess, replica: Replica, key: int, landing: torch.Tensor, sits_out: bool) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from psengine.errors import ProtocolError, PSEngineError, ServerError, ServerRefusedError
+from psengine.errors import ProtocolError, PSEngineError, ServerError
 from psengine.parameter_server.client import join
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.flow import Flow
@@ -121,20 +121,6 @@ class WorkerProcess:
         state = yield from join.rejoin(self.receiver)
         self.session.reset_codecs()
         return state
-
-    def serve_joiner(self, deposit: Callable[[], Flow[None]]) -> Flow[None]:
-        """As ``WorkerSession.serve_joiner``."""
-        request = self.receiver.state_request
-        if request is None:
-            return
-        try:
-            yield from deposit()
-            yield from join.donate(self.receiver, request)
-        except ServerRefusedError as error:
-            if error.code not in (ErrorCode.NOT_READY, ErrorCode.STALE):
-                raise
-        finally:
-            self.receiver.state_request = None
 
     def packed(self, key: int, values: torch.Tensor) -> torch.Tensor:
         """A gradient in the memory that it is sent from."""

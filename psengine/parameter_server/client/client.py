@@ -135,11 +135,6 @@ class Client:
             raise ConfigurationError("this client is not connected (a worker connects when it calls register)")
         return self._session
 
-    @property
-    def rank(self) -> int:
-        """The number of this worker."""
-        return self.session.rank
-
     def _start(self) -> None:
         if self._session is None:
             session = WorkerSession(self._options)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import urlsplit
 
 import torch
 
 from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchError, ServerRefusedError
 from psengine.parameter_server.client.flow import Flow
-from psengine.parameter_server.client.job_connection import JobConnection, StateRequest
+from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Request
 from psengine.protocol.layout import ChunkSpec, balance, first_difference
@@ -202,17 +202,29 @@ def _compare(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[None]:
         )
 
 
-def donate(job: JobConnection, joiner: StateRequest) -> Flow[None]:
-    """The joiner's state is deposited: let it take part from this worker's next step on."""
-    epochs = [link.epoch for link in job.links]
-    step = job.steps.completed
-    donated = job.control.commit("donated", rank=joiner.rank, incarnation=joiner.incarnation, step=step, epochs=epochs)
+def donate(job: JobConnection, deposit: Callable[[], Iterable[Sequence[Request]]]) -> Flow[None]:
+    """Where a joiner waits for this worker's state: deposit it; the joiner takes part from this worker's next step on.
+
+    See ``WorkerSession.serve_joiner``.
+    """
+    joiner = job.state_request
+    if joiner is None:
+        return
+    stores: Sequence[Request] = ()
     try:
-        yield [donated]
+        for stores in deposit():
+            yield stores
+        facts = {"step": job.steps.completed, "epochs": [link.epoch for link in job.links]}
+        yield [job.control.commit("donated", rank=joiner.rank, incarnation=joiner.incarnation, **facts)]
     except ServerRefusedError as error:
-        if error.code not in _BEGIN_AGAIN:
+        if error.code not in (*_BEGIN_AGAIN, ErrorCode.NOT_READY):
             raise
-        logger.debug("%s is not the donor any more: %s", job, error)  # whether it is out too, WELCOME says
+        # The joiner asks again; whether this worker is out too, WELCOME says.
+        logger.debug("%s does not bring worker %d in: %s", job, joiner.rank, error)
+    finally:
+        for store in stores:
+            store.abandon()  # where one fails, another could come after a later deposit's
+        job.state_request = None  # who still waits is named again
 
 
 def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from psengine.errors import ServerRefusedError
 from psengine.parameter_server.chunk_codecs import gradient_codec
 from psengine.parameter_server.client import join
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
@@ -28,13 +27,13 @@ from psengine.parameter_server.client.connection import PROCESS
 from psengine.parameter_server.client.flow import Flow, run
 from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.operation import Operation, Push, Request, wait_all
+from psengine.parameter_server.client.operation import Push, Request, wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.protocol.layout import ChunkKind, ChunkSpec
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import Message, MessageType
 
 __all__ = ["Push", "Request", "SessionOptions", "WorkerSession", "wait_all"]
 
@@ -138,33 +137,16 @@ class WorkerSession:
     def _run(self, flow: Flow[T]) -> T:
         return run(flow, self.job_connection.closing)
 
-    def serve_joiner(self, deposit: Callable[[], Iterable[Sequence[Operation]]]) -> None:
+    def serve_joiner(self, deposit: Callable[[], Iterable[Sequence[Request]]]) -> None:
         """Where a worker waits for this worker's state: deposit it, and let that worker take part.
 
         Args:
-            deposit: begins STOREs; each group is waited for before the next begins. Where one fails none of its group
-                is sent again: it could come after a later deposit's.
+            deposit: begins STOREs; each group is waited for before the next begins.
 
         Raises:
             ServerLostError, ServerRefusedError: the joiner could not be admitted; it asks again.
         """
-        job = self.job_connection
-        request = job.state_request
-        if request is None:
-            return
-        stores: Sequence[Operation] = ()
-        try:
-            for stores in deposit():
-                wait_all(stores)
-            self._run(join.donate(job, request))
-        except ServerRefusedError as error:
-            if error.code not in (ErrorCode.NOT_READY, ErrorCode.STALE):
-                raise
-            logger.debug("worker %d asks for state again: %s", request.rank, error)
-        finally:
-            for store in stores:
-                store.abandon()
-            job.state_request = None  # who still waits is named again
+        self._run(join.donate(self.job_connection, deposit))
 
     def close(self, *, failed: bool = False) -> None:
         """Leave, and end the thread; everything under way fails.
@@ -214,11 +196,9 @@ class WorkerSession:
             ServerRefusedError: the job's other workers use another one.
         """
         names = {id(tensor): name for name, tensor in parameters.items()}
-        group_of = {
-            names.get(id(parameter)): index
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
+        group_of: dict[str | None, int] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            group_of |= dict.fromkeys([names.get(id(parameter)) for parameter in group["params"]], index)
         body = {"optimizer": optimizer_name(optimizer), "groups": wire_groups(optimizer)}
         trained, requests = [], []
         for spec in specs:
@@ -320,10 +300,9 @@ class WorkerSession:
                 encoder.reset()
 
     def pull(self, key: int, destinations: Sequence[torch.Tensor] = (), slot: str | None = None) -> Request:
-        """Begin to read a chunk's values, or a slot of its optimizer's state, as CONFIGURE's answer lists them.
+        """Begin to read a chunk's values, or a slot of its optimizer's state, whose body has "steps".
 
-        ``destinations`` are as in ``push``; without them the answer has the values as its payload. A slot's body has
-        "steps".
+        ``destinations`` are as in ``push``; without them the answer has the values as its payload.
         """
         size_bytes = self.job_connection.chunks.specs[key].size_bytes
         message = Message(MessageType.PULL, key=key, body=_given(slot=slot))

@@ -23,7 +23,7 @@ from typing_extensions import Unpack, override
 
 from psengine.collectives.base import DeferredWork, Work
 from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
-from psengine.parameter_server.client.operation import Operation, Push, wait_all
+from psengine.parameter_server.client.operation import Push, Request, wait_all
 from psengine.protocol.messages import MAX_WEIGHT, ErrorCode
 from psengine.strategies.exchange import Reduction, Step
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
@@ -143,10 +143,7 @@ class SyncServer(ServerStrategy):
         self._sits_out = False
         self.optimizers.forget_arrived(self.completed_steps)
         self._exchanges, self._pushes, self._step_starts, self.rejoins = [], [], set(), 0
-        try:
-            self.session.serve_joiner(self._deposit_state)
-        except FencedError as error:
-            self._rejoin(error)
+        self.session.serve_joiner(self._deposit_state)
 
     @override
     def reduce(self, bucket: Bucket) -> Reduction:
@@ -260,7 +257,7 @@ class SyncServer(ServerStrategy):
         assert self._replica is not None
         return {parameter: name for name, parameter in self._replica.parameters.items()}
 
-    def _deposit_state(self) -> Iterator[Sequence[Operation]]:
+    def _deposit_state(self) -> Iterator[Sequence[Request]]:
         """Store this worker's state at the servers, for a worker that waits to join."""
         yield [self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs]
         # Where a shard refuses weights, because a joiner reads, the rest is not stored: the lead may have no weights.

@@ -54,32 +54,6 @@ class OptimizerState:
         return f"{self.kind} over {len(names)} parameters" + (f" from {names[0]!r} on" if names else "")
 
 
-def pack(
-    steps: int, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.Tensor, str]
-) -> list[torch.Tensor]:
-    """Return the state as pieces: 1-D uint8 tensors of at most PIECE_BYTES.
-
-    An optimizer whose state is neither tensors nor what JSON knows travels without it; the log says so.
-    """
-    from safetensors.torch import save
-
-    tensors: dict[str, torch.Tensor] = {}
-    documents = []
-    for number, optimizer in enumerate(optimizers):
-        one = OptimizerState.of(optimizer, names)
-        document = {"kind": one.kind, "parameters": one.parameters}
-        try:
-            state_tensors, state_document = _take_apart(optimizer.state_dict())
-        except (TypeError, ValueError, KeyError) as error:
-            logger.warning("the state of %s cannot travel to a worker that joins (%s); it starts without", one, error)
-        else:
-            document.update(state_document)
-            tensors.update({f"{number}/{key}": tensor for key, tensor in state_tensors.items()})
-        documents.append(document)
-    data = save(tensors, metadata={"psengine": json.dumps({"steps": steps, "optimizers": documents})})
-    return list(torch.frombuffer(bytearray(data), dtype=torch.uint8).split(PIECE_BYTES))
-
-
 def _take_apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of an optimizer's state by "index/name", and the rest as a document that JSON takes.
 
@@ -106,10 +80,10 @@ def _take_apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor],
 
 
 def unpack(pieces: Sequence[torch.Tensor]) -> tuple[int, list[OptimizerState]]:
-    """Inverse of ``pack``: the steps, and the states in the order in which the optimizers were made.
+    """Inverse of ``OptimizerStates.pack``: the steps, and the states in the order in which the optimizers were made.
 
     Raises:
-        ServerError: the bytes are not what ``pack`` makes.
+        ServerError: the bytes are not what ``OptimizerStates.pack`` makes.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -170,14 +144,36 @@ class OptimizerStates:
         return alive
 
     def pack(self, steps: int, names: Mapping[torch.Tensor, str]) -> list[torch.Tensor]:
-        """Return the states of all optimizers after so many ``steps``, as pieces for a worker that joins."""
+        """Return the states of all optimizers after so many ``steps``, as pieces for a worker that joins.
+
+        Pieces are 1-D uint8 tensors of at most PIECE_BYTES. An optimizer whose state is neither tensors nor what JSON
+        knows travels without it; the log says so.
+        """
+        from safetensors.torch import save
+
         optimizers = self.alive()
         if not optimizers:
             logger.warning(
                 "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
                 " optimizer = psengine.DistributedOptimizer(optimizer, model)"
             )
-        return pack(steps, optimizers, names)
+        tensors: dict[str, torch.Tensor] = {}
+        documents = []
+        for number, optimizer in enumerate(optimizers):
+            one = OptimizerState.of(optimizer, names)
+            document = {"kind": one.kind, "parameters": one.parameters}
+            try:
+                state_tensors, state_document = _take_apart(optimizer.state_dict())
+            except (TypeError, ValueError, KeyError) as error:
+                logger.warning(
+                    "the state of %s cannot travel to a worker that joins (%s); it starts without", one, error
+                )
+            else:
+                document.update(state_document)
+                tensors.update({f"{number}/{key}": tensor for key, tensor in state_tensors.items()})
+            documents.append(document)
+        data = save(tensors, metadata={"psengine": json.dumps({"steps": steps, "optimizers": documents})})
+        return list(torch.frombuffer(bytearray(data), dtype=torch.uint8).split(PIECE_BYTES))
 
     def take(self, pieces: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
         """Load a donor's state into optimizers, existing and future ones; return its number of steps."""
