@@ -20,7 +20,7 @@ from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.frames import decode, encode, split
 from psengine.protocol.layout import ChunkSpec
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import Message, MessageType
 from simulation import inspection
 from simulation.network import UP, Socket, copied, place_of
 from simulation.segments import SimulatedSegments
