@@ -92,6 +92,7 @@ class Operation:
 
     Attributes:
         is_shared: the answer counts once all of the step's are there.
+        reads_in_place: an answer in the server's memory stays there: see ``Push.take``.
         is_awaited: a thread waits for it.
     """
 
@@ -103,6 +104,7 @@ class Operation:
     size_bytes: int = field(default=0, kw_only=True)
     then: Callable[[Message | PSEngineError], None] | None = field(default=None, kw_only=True)
     is_shared: bool = field(default=False, kw_only=True)
+    reads_in_place: bool = field(default=False, kw_only=True)
     is_sent: bool = field(default=False, init=False)
     is_done: bool = field(default=False, init=False)
     is_awaited: bool = field(default=False, init=False)
@@ -131,7 +133,7 @@ class Operation:
             return
         if answer.payload is not None and answer.place is None:
             answer.payload = payload_tensor(answer)  # perhaps a copy
-        if self._targets:
+        if self._targets and not (self.reads_in_place and answer.place is not None):
             self._land(answer)
         self.answer = answer
         if not self.is_shared:
@@ -201,7 +203,6 @@ class Push(Operation):
     Attributes:
         spec, step, link: the chunk, the step of which it is, and where it goes.
         encoder: makes the chunk's payloads, where the job has a codec.
-        reads_in_place: values are taken where they came: see ``take``.
         waiting_for: the workers that the server waits for, where it said so; else None.
     """
 
@@ -209,7 +210,6 @@ class Push(Operation):
     step: Step = field(kw_only=True)
     link: Link = field(kw_only=True)
     encoder: ChunkEncoder | None = None
-    reads_in_place: bool = field(default=False, kw_only=True)
     waiting_for: list[int] | None = field(default=None, init=False)
     asked_s: float = field(default=-math.inf, init=False)
 
@@ -232,14 +232,6 @@ class Push(Operation):
     @override
     def describe(self) -> str:
         return f"push {self.step.number} of {self.spec.describe()}"
-
-    @override
-    def _land(self, answer: Message) -> None:
-        if not self._stays(answer):
-            super()._land(answer)
-
-    def _stays(self, answer: Message) -> bool:
-        return self.reads_in_place and answer.place is not None
 
     def conclude(self) -> None:
         """A worker's thread: do what remains once it is done; idempotent."""
@@ -267,11 +259,11 @@ class Push(Operation):
     def take(self) -> torch.Tensor | None:
         """The answer's values, 1-D, to be read until the chunk's next push; None if they are in the destinations.
 
-        Once, but for averages.
+        For a push that ``reads_in_place``; once, but for averages.
         """
         answer = self.answer
         assert answer is not None
-        if self.destinations and not self._stays(answer):
+        if self.destinations and answer.place is None:
             return None
         values: torch.Tensor = answer.payload
         if not self.is_shared:

@@ -56,7 +56,8 @@ def cut(
     runs: list[list[Segment]] = []
     room_numel = room_bytes = 0
     for name, shape, strides, numel in tensors:
-        start, segment_bytes = 0, _description_bytes(name, len(shape))
+        # At most, in msgpack: 9 per number, 5 per head of a container or a string.
+        start, segment_bytes = 0, len(name.encode()) + 9 * (2 * len(shape) + 2) + 20
         while start < numel:
             if not room_numel or room_bytes < segment_bytes or len(runs[-1]) >= MAX_SEGMENTS:
                 runs.append([])
@@ -78,11 +79,6 @@ def _even_limit(total_numel: int, most_numel: int) -> int:
     chunks = max(1, -(-total_numel // aligned_numel))
     even_numel = -(-total_numel // chunks)
     return max(ALIGNMENT_NUMEL, -(-even_numel // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL)
-
-
-def _description_bytes(name: str, dimensions: int) -> int:
-    """An upper bound for a segment's msgpack bytes: 9 per number, 5 per container or string head."""
-    return len(name.encode()) + 5 + 9 * (2 * dimensions + 2) + 15
 
 
 class TensorImage:
@@ -120,19 +116,15 @@ class TensorImage:
             self._copy = torch.empty(tensor.numel(), dtype=tensor.dtype)
         return self._copy
 
-    def _ordered(self) -> torch.Tensor:
-        """The copy, seen in the tensor's shape."""
-        return self.flat().as_strided(self.tensor.shape, self.strides)
-
     def refresh(self) -> None:
         """Copy the tensor to its image."""
         if not self.is_alias:
-            self._ordered().copy_(self.tensor.detach())
+            self.flat().as_strided(self.tensor.shape, self.strides).copy_(self.tensor.detach())
 
     def write_back(self) -> None:
         """Copy the image to its tensor."""
         if not self.is_alias:
-            self.tensor.detach().copy_(self._ordered())
+            self.tensor.detach().copy_(self.flat().as_strided(self.tensor.shape, self.strides))
 
 
 def cut_images(
