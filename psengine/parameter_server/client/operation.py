@@ -219,7 +219,7 @@ class Push(Operation):
         self._is_concluded = encoder is None
         if encoder is not None and encoder.decodes:
             # The training's threads decode, when they wait; until then the answer stays encoded.
-            self._targets = []
+            self._targets, self.reads_in_place = [], False
             self._forms = encoder.forms
         elif self.reads_in_place:
             self._forms = [(self.spec.dtype, self.spec.numel)]
@@ -263,7 +263,7 @@ class Push(Operation):
         """
         answer = self.answer
         assert answer is not None
-        if self.destinations and answer.place is None:
+        if self.destinations and not (self.reads_in_place and answer.place is not None):
             return None
         values: torch.Tensor = answer.payload
         if not self.is_shared:
