@@ -45,7 +45,7 @@ def held_weights(shard: Any, key: int, rank: int) -> Values | None:
     for job in shard.jobs.values():
         rule = job.rules[key]
         known = rule.workers.get(rank) if rule.payloads.answers_differences else None
-        if known is not None and known.held is not None and known.held.step is not None:
+        if known is not None and known.held is not None:
             return known.held.values.numpy().copy()  # type: ignore[no-any-return]
     return None
 
