@@ -150,7 +150,7 @@ def test_a_taken_port_is_exit_code_3():
 
 def test_sigterm_snapshots_what_was_acknowledged(tmp_path):
     with running_server(snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
-        assert server.lines[0] == f"durability snapshot: durable to {tmp_path / 's'}, no generation yet"
+        assert server.lines[0] == f"durability snapshot: durable to {tmp_path / 's'}, no generation (no job)"
         with Peer(server.addresses[0]) as peer:
             peer.make_job(torch.tensor([1.0, 2.0, 3.0]))
             for sequence in range(1, 4):

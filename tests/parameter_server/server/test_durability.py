@@ -53,7 +53,6 @@ class Thread:
     def __init__(self, shard, coordinators):
         self.shard, self.coordinators, self.answers = shard, coordinators, self
         self.lock = threading.Lock()
-        self.failure = ""
 
     @property
     def changes(self):
@@ -67,9 +66,6 @@ class Thread:
 
     def wake(self):
         pass
-
-    def fail(self, reason):
-        self.failure = reason
 
 
 class Server:

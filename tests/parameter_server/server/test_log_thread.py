@@ -24,16 +24,11 @@ class Answers:
 
     def __init__(self):
         self.changed = threading.Condition()
-        self.wakes, self.failure = 0, ""
+        self.wakes = 0
 
     def wake(self):
         with self.changed:
             self.wakes += 1
-            self.changed.notify_all()
-
-    def fail(self, reason):
-        with self.changed:
-            self.failure = reason
             self.changed.notify_all()
 
 
@@ -141,8 +136,8 @@ def test_nothing_is_acknowledged_into_a_file_that_nobody_finds(tmp_path, injure,
         injure(directory)
         if not is_idle:
             log.append(1)
-        log.until(lambda: log.answers.failure)
-        assert "the log of shard 0 cannot be written any more" in log.answers.failure
+        log.until(lambda: log.thread.log.failure)
+        assert "the log of shard 0 cannot be written any more" in log.thread.log.failure
         assert log.kinds() == ["log_failed"]
         assert log.thread.log.durable == 4
         monkeypatch.setattr(log_thread, "LOOK_S", 0.02)

@@ -87,6 +87,7 @@ class FakeLog:
 
     end: int = 0
     durable: int = 0
+    failure: str = ""
 
 
 class World:

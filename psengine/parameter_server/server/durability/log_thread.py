@@ -44,7 +44,6 @@ class LogThreads:
         self._told = log.durable  # what the shard was woken for
         self._syncs, self._sync_s = 0, 0.0
         self.is_full = False
-        self._error = ""
         name = f"psengine-log-{log.shard}"
         self._threads = [
             threading.Thread(target=self._guarded, args=[loop], name=name, daemon=True)
@@ -62,9 +61,9 @@ class LogThreads:
             SnapshotError: it is not there within ``deadline_s``, or never will be.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.log.begun >= segment or self._error, deadline_s)
+            self._changed.wait_for(lambda: self.log.begun >= segment or self.log.failure, deadline_s)
         if self.log.begun < segment:
-            why = self._error or ("its disk is full" if self.is_full else f"it did not in {deadline_s:g} s")
+            why = self.log.failure or ("its disk is full" if self.is_full else f"it did not in {deadline_s:g} s")
             raise SnapshotError(f"the log of shard {self.log.shard} cannot begin segment {segment}: {why}")
 
     def end(self, deadline_s: float) -> None:
@@ -94,17 +93,17 @@ class LogThreads:
         try:
             loop()
         except Exception as error:
-            self._error = f"the log of shard {self.log.shard} cannot be written any more: {error}"
+            self.log.failure = f"the log of shard {self.log.shard} cannot be written any more: {error}"
             self._note(
                 "log_failed",
-                f"{self._error}. Nothing is acknowledged, and the server ends: what was not durable may be gone, so"
-                " that a second try could lie. Look at the disk, then start the server again",
+                f"{self.log.failure}. Nothing is acknowledged, and the server ends: what was not durable may be gone,"
+                " so that a second try could lie. Look at the disk, then start the server again",
             )
             self._tell_threads()
-            self._answers.fail(self._error)
+            self._answers.wake()
 
     def _write_all(self) -> None:
-        while not self._error:
+        while not self.log.failure:
             self._write()
             with self._changed:
                 self._changed.notify_all()
@@ -115,9 +114,9 @@ class LogThreads:
 
     def _sync_all(self) -> None:
         log = self.log
-        while not self._error:
+        while not log.failure:
             with self._changed:
-                self._changed.wait_for(lambda: log.written != self._told or self._ends or self._error, LOOK_S)
+                self._changed.wait_for(lambda: log.written != self._told or self._ends or log.failure, LOOK_S)
             if log.written == self._told and not self._threads[0].is_alive():
                 return
             began_s = time.perf_counter()

@@ -49,8 +49,6 @@ class Recovered:
 
     def describe(self) -> str:
         """What a server starts with, for people."""
-        if self.generation is None and not self.records:
-            return "no generation yet"
         versions: dict[str, int] = {}
         for job in (job for jobs in self.shards for job in jobs):
             versions[job.name] = max([versions.get(job.name, 0), *(chunk.meta["version"] for chunk in job.chunks)])

@@ -59,6 +59,7 @@ class ShardLog:
         durable: all records below are on the disk.
         begun: number of the newest segment whose file is on the disk, with its beginning.
         written_bytes: of this life, synced or not.
+        failure: why nothing becomes durable any more; said by whoever writes it.
         on_change: called where there is something to write.
     """
 
@@ -67,6 +68,7 @@ class ShardLog:
         self.end = self.durable = self.written = last.number
         self.begun = last.segment
         self.written_bytes = 0
+        self.failure = ""
         self.on_change: Callable[[], None] = lambda: None
         self._disk, self._epoch = disk, epoch
         self._place = last  # of the segment that records go to

@@ -81,7 +81,7 @@ class HeldAnswers:
     says nothing of updates does not wait, so that a server whose disk is full can be looked at.
 
     Args:
-        endpoint: of the shard, whose thread uses this, but for ``wake`` and ``fail``.
+        endpoint: of the shard, whose thread uses this, but for ``wake``.
 
     Attributes:
         log: the shard's; None where nothing is logged.
@@ -92,7 +92,6 @@ class HeldAnswers:
         self._endpoint = endpoint
         # What ``durable`` has to reach; route, frames, and whether they are to be copied.
         self._held: deque[tuple[int, bytes, Sequence[Any], bool]] = deque()
-        self._failure = ""
         self._lock = threading.Lock()
         self._is_closed = False
         # Readable once the log is further.
@@ -131,8 +130,8 @@ class HeldAnswers:
         Raises:
             LogFailedError: the log has failed; nothing may leave any more.
         """
-        if self._failure:
-            raise LogFailedError(self._failure)
+        if self.log is not None and self.log.failure:
+            raise LogFailedError(self.log.failure)
         while self._held and self.log is not None and self._held[0][0] <= self.log.durable:
             _, route, frames, copies = self._held.popleft()
             self._endpoint.send(route, frames, copies=copies)
@@ -143,15 +142,10 @@ class HeldAnswers:
             os.eventfd_read(self.descriptor)
 
     def wake(self) -> None:
-        """The log is further; callable from the thread that writes it."""
+        """The log is further, or has failed; callable from the threads that write it."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self.descriptor, 1)
-
-    def fail(self, reason: str) -> None:
-        """The log has failed; callable from the thread that writes it."""
-        self._failure = reason
-        self.wake()
 
     def close(self) -> None:
         """What is held is never sent."""
