@@ -270,7 +270,7 @@ def test_an_averaging_job_waits_for_its_world_size_and_says_for_whom() -> None:
     first.hello()
     first.register()
     assert bench.job.view is None
-    assert first.heartbeat() == {"why": "begin", "waiting_for": [1]}
+    assert first.heartbeat() == {"why": "to come", "waiting_for": [1]}
     assert bench.coordinators.training_count() == 0
     bench.worker(1).hello()
     assert bench.ranks == [0, 1]
@@ -634,7 +634,7 @@ def test_a_restarted_coordinator_waits_for_its_members_and_goes_on(with_disk: bo
     bench.restart(with_disk=with_disk)
     assert first.heartbeat() == {"code": ErrorCode.NOT_MEMBER}
     assert first.reconnect() == "wait"
-    assert first.heartbeat() == {"why": "resume", "waiting_for": [1]}
+    assert first.heartbeat() == {"why": "to come back", "waiting_for": [1]}
     assert second.reconnect() == "ready"
     assert (bench.ranks, bench.view.number, bench.view.from_step) == ([0, 1], number + 1, 7)
     assert first.welcome["key"] == key

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -71,6 +72,7 @@ class _Line:
 
     Attributes:
         group: messages without a payload frame that leave before the thread waits.
+        is_open: until ``close``.
     """
 
     def __init__(self, context: Any, channel: Channel, way: str, handshakes: Handshakes) -> None:
@@ -101,6 +103,7 @@ class _Line:
         self.events.connect(name)
         self.zero_copy = ZeroCopySends(self.socket)
         self.group: list[bytes] = []
+        self.is_open = True
         self.socket.connect(way)
 
     def send_group(self) -> None:
@@ -112,6 +115,7 @@ class _Line:
 
     def close(self, linger_ms: int) -> None:
         """End the connection."""
+        self.is_open = False
         try:
             self.socket.disable_monitor()
         finally:
@@ -142,7 +146,8 @@ class Connection(Transport):
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
         self._lines: dict[Channel, _Line] = {}
-        self._of_socket: dict[Any, _Line] = {}
+        # What is done where a socket, or a descriptor, is ready.
+        self._ready: dict[Any, Callable[[], object]] = {}
         self._handshakes: dict[str, Handshakes] = {}
         self._poller: Any = zmq.Poller()
         self._tasks: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -203,8 +208,11 @@ class Connection(Transport):
         # A server that restarts listens at the Unix socket a moment after it does at the address beside.
         line = _Line(self._context, channel, handshakes.way or self._way_to(address), handshakes)
         self._lines[channel] = line
+        self._ready |= {
+            line.socket: partial(self._receive, line, RECEIVES_PER_TURN),
+            line.events: partial(self._read_events, line),
+        }
         for source in (line.socket, line.events):
-            self._of_socket[source] = line
             self._poller.register(source, zmq.POLLIN)
         if (stranger := handshakes.find_stranger(line.way)) is not None:
             self._drop(line)
@@ -218,7 +226,7 @@ class Connection(Transport):
         del self._lines[line.channel]
         for source in (line.socket, line.events):
             self._poller.unregister(source)
-            del self._of_socket[source]
+            del self._ready[source]
         line.close(0)
 
     @override
@@ -251,6 +259,7 @@ class Connection(Transport):
         failure: PSEngineError = ServerError("the connection to the parameter servers is closed")
         try:
             self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+            self._ready[self._wake_reader.fileno()] = partial(self._wake_reader.recv, 4096)
             self._loop()
         except BaseException as error:
             logger.exception("the client's I/O thread failed")
@@ -273,7 +282,6 @@ class Connection(Transport):
 
     def _loop(self) -> None:
         tasks = self._tasks
-        wake_descriptor = self._wake_reader.fileno()
         next_tick_s = time.monotonic() + TICK_S
         while not self._is_stopping:
             while tasks:
@@ -293,15 +301,8 @@ class Connection(Transport):
             ready = self._poller.poll(timeout_ms)
             self._may_sleep = False
             for source, _ in ready:
-                if source == wake_descriptor:
-                    with contextlib.suppress(BlockingIOError):
-                        self._wake_reader.recv(4096)
-                elif source in self._of_socket:  # else it has been closed
-                    line = self._of_socket[source]
-                    if source is line.socket:
-                        self._receive(line, RECEIVES_PER_TURN)
-                    else:
-                        self._read_events(line)
+                if (what := self._ready.get(source)) is not None:  # else it has been closed
+                    what()
 
     def _look_at_sent(self, now_s: float) -> None:
         for line in tuple(self._lines.values()):
@@ -313,7 +314,7 @@ class Connection(Transport):
     def _receive(self, line: _Line, most: int) -> None:
         """Receive what is there, at most so many messages."""
         for _ in range(most):
-            if self._lines.get(line.channel) is not line:
+            if not line.is_open:
                 return
             try:
                 frame = line.socket.recv(zmq.NOBLOCK, copy=False)
@@ -338,7 +339,7 @@ class Connection(Transport):
                         self._end(line)  # on another connection the shard answers by bytes
 
     def _read_events(self, line: _Line) -> None:
-        while self._lines.get(line.channel) is line and line.events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while line.is_open and line.events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event, now_s = int(recv_monitor_message(line.events, zmq.NOBLOCK)["event"]), time.monotonic()
             error = line.handshakes.ended(event, line.way, now_s) if event & _HANDSHAKES else None
             # A client that is refused at a TCP address may have been too early for the socket beside it.
@@ -352,22 +353,15 @@ class Connection(Transport):
                 self._end(line)
 
     def _end(self, line: _Line) -> None:
-        if self._lines.get(line.channel) is not line:
+        if not line.is_open:
             return
         self._drop(line)
         line.channel.disconnected(time.monotonic())
-        if self._options.is_embedded:
-            self._look_for_embedded(line.channel)
-
-    def _look_for_embedded(self, channel: Channel) -> None:
-        """An embedded server that ended does not come back: nobody waits for its answers until a deadline."""
+        # An embedded server that ended does not come back: nobody waits for its answers until a deadline.
         with contextlib.suppress(OSError):  # such as no free descriptor to look with
-            if not local_sockets.is_listening(channel.address):
-                text = (
-                    f"the embedded parameter server at {channel.address} is gone: rank 0, which started it, failed or"
-                    " closed its strategy. See its output."
-                )
-                self._job.fail(ServerLostError(text))
+            if self._options.is_embedded and not local_sockets.is_listening(line.channel.address):
+                text = f"the embedded parameter server at {line.channel.address} is gone: rank 0, which started it,"
+                self._job.fail(ServerLostError(f"{text} failed or closed its strategy. See its output."))
 
     def _close_sockets(self) -> None:
         for line in self._lines.values():

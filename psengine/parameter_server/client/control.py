@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 _EXPECTED = -1  # among the requests: WELCOME or VIEW, for which a thread waits
 # A server that drains takes no HELLO; the next one may.
 HELLO_AGAIN_S = 0.5
-_REASONS = {
-    "register": "to register the model",
-    "begin": "to come",
-    "resume": "to come back",
-    "prepare": "to agree on who takes part",
-    "join": "to give their state",
-}
 
 
 class Control(Channel):
@@ -151,12 +144,12 @@ class Control(Channel):
         elif kind is MessageType.PREPARE:
             job.prepare(message.view)
         elif kind is MessageType.STATE_WANTED:
-            job.hear_joiner(message.body["rank"], message.body["incarnation"])
+            job.state_request = message
         elif kind is MessageType.ERROR:
             self._receive_error(message, now_s)
         elif kind is MessageType.OK and message.sequence == self._heartbeat:
             ranks, why = message.body.get("waiting_for", []), message.body.get("why", "")
-            self._waiting_for = f"workers {ranks} {_REASONS.get(why, why)}".rstrip() if ranks else ""
+            self._waiting_for = f"workers {ranks} {why}" if ranks else ""
         else:
             self.receive_answer(message)
 

@@ -58,14 +58,6 @@ class Identity:
     incarnation: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StateRequest:
-    """A joiner wants the state of this worker."""
-
-    rank: int
-    incarnation: int
-
-
 class JobConnection:
     """See the module's text.
 
@@ -96,7 +88,7 @@ class JobConnection:
         fenced: why exchanges need a rejoin first; None while they go on.
         has_asked: the coordinator has heard that this worker lacks state: a view that has it is one that it joins by.
         fatal: why nothing can go on; None while it can.
-        state_request: a joiner that waits for this worker's state.
+        state_request: STATE_WANTED, while a joiner waits for this worker's state.
         closing: set when the session ends.
     """
 
@@ -127,7 +119,7 @@ class JobConnection:
         self.has_asked = False
         self.fatal: PSEngineError | None = None
         self.parking = Parking(runtime.now_s)
-        self.state_request: StateRequest | None = None
+        self.state_request: Message | None = None
         self.closing = threading.Event()
         self.steps = Steps(self._hand_over, is_shared=options.averages)
         self._awaited_view = 0  # its number or a later one ends what PREPARE has frozen; 0 where nothing is
@@ -236,9 +228,9 @@ class JobConnection:
 
     def confirm(self, step: Step) -> None:
         """A step has ended, or is pushed again: where the coordinator decides, tell it once every shard has it."""
-        if not self.options.has_decisions or not step.is_closed or not step.pushes:
+        if not self.options.has_decisions or not step.is_closed or self.fatal is not None:
             return
-        if step.has_failed or self.fatal is not None:
+        if not step.pushes or any(push.error for push in step.pushes):
             return
         step.attempt += 1
         attempt, links = step.attempt, {push.link.index: push.link for push in step.pushes}
@@ -383,10 +375,6 @@ class JobConnection:
         self.releases.append(message)
         for link in self.links:
             link.forward(message)
-
-    def hear_joiner(self, rank: int, incarnation: int) -> None:
-        """STATE_WANTED."""
-        self.state_request = StateRequest(rank, incarnation)
 
     def begin_again(self, now_s: float) -> None:
         """Join once more, though the view has this worker: it lacks state; the I/O thread."""

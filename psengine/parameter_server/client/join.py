@@ -207,20 +207,20 @@ def donate(job: JobConnection, deposit: Callable[[], Iterable[Sequence[Request]]
 
     See ``WorkerSession.serve_joiner``.
     """
-    joiner = job.state_request
-    if joiner is None:
+    wanted = job.state_request
+    if wanted is None:
         return
     stores: Sequence[Request] = ()
     try:
         for stores in deposit():
             yield stores
         facts = {"step": job.steps.completed, "epochs": [link.epoch for link in job.links]}
-        yield [job.control.commit("donated", rank=joiner.rank, incarnation=joiner.incarnation, **facts)]
+        yield [job.control.commit("donated", **wanted.body, **facts)]
     except ServerRefusedError as error:
         if error.code not in (*_BEGIN_AGAIN, ErrorCode.NOT_READY):
             raise
         # The joiner asks again; whether this worker is out too, WELCOME says.
-        logger.debug("%s does not bring worker %d in: %s", job, joiner.rank, error)
+        logger.debug("%s brings nobody in: %s", job, error)
     finally:
         for store in stores:
             store.abandon()  # where one fails, another could come after a later deposit's

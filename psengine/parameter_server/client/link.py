@@ -109,7 +109,6 @@ class Link(Channel):
             waiting.popleft()
             sent[push.message.key] = push
             self._in_flight_bytes += push.size_bytes
-            push.is_sent = True
             try:
                 self.send(push.message)
             except PSEngineError as error:
@@ -121,7 +120,6 @@ class Link(Channel):
         """These were lost: they are sent again, before all others."""
         for push in reversed(list(pushes)):
             self._remove(push)
-            push.is_sent = False
             self.waiting.appendleft(push)
 
     @override

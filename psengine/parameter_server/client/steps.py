@@ -30,7 +30,6 @@ class Step:
         pushes: in their order. The I/O thread's, as all that follows.
         unanswered: of them.
         is_closed: the I/O thread knows that it has ended.
-        has_failed: a push has no answer, and will have none.
         attempt: grows when its pushes are confirmed to the coordinator anew.
         is_late: others have completed it without this worker, whose state is from before it: no gradient counts.
     """
@@ -44,7 +43,6 @@ class Step:
     pushes: list[Push] = field(default_factory=list)
     unanswered: int = 0
     is_closed: bool = False
-    has_failed: bool = False
     attempt: int = 0
     is_late: bool = False
 
@@ -111,8 +109,8 @@ class Steps:
         if not anew:
             self._next = max(self._next, step)
             return
-        self.open.clear()
-        self.kept, self.has_failed, self._current = None, False, None
+        self.forget()
+        self.has_failed, self._current = False, None
         self._next, self.completed, self._from_step = step, step - 1, from_step
 
     def begin(self, push: Push) -> None:
@@ -134,7 +132,7 @@ class Steps:
         """Complete the steps that can be."""
         while self.open and not self.is_frozen and self.open[0].is_closed and not self.open[0].unanswered:
             step = self.open.pop(0)
-            if not step.has_failed and not self.has_failed:
+            if not self.has_failed:
                 self.completed = step.number
             if not self._is_shared:
                 step.pushes.clear()  # they refer to the step: a cycle would keep their answers' memory
@@ -148,7 +146,7 @@ class Steps:
     def failed(self, push: Push) -> list[Push]:
         """A push has no answer, and will have none; where servers average the others of its step fail too: those."""
         step = push.step
-        step.has_failed = self.has_failed = True
+        self.has_failed = True
         if self._is_shared:
             if step in self.open:
                 self.open.remove(step)
@@ -157,7 +155,7 @@ class Steps:
         return []
 
     def forget(self) -> None:
-        """The session is closed: break the cycles of pushes and steps, which would keep the answers' memory."""
+        """Drop all; cycles of pushes and steps would keep the answers' memory."""
         for step in (*self.open, *([] if self.kept is None else [self.kept])):
             step.pushes.clear()
         self.open.clear()

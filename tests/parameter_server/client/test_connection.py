@@ -207,7 +207,7 @@ def test_a_stall_is_one_line_however_many_chunks_and_one_when_it_ends(monkeypatc
         begun, *_, ended = lines_of(caplog)
         what = f"for {peer.address}: push 1 of chunk 0 (weight)"
         assert begun.startswith("worker 0 of job 'default' has waited 0.")
-        assert f"{what} (and 1 more there)" in begun
+        assert f"{what} (and 1 more)" in begun
         assert "waits for workers [2, 5]" in begun
         assert ended.startswith(f"worker 0 of job 'default' waits no longer {what}")
 
@@ -255,8 +255,7 @@ class TestStallsByAClockOfOurs:
         self.begin(link, 3.0)
         self.begin(other, 1.0)
         assert self.looked(StallWatch(30.0), [link, other], 40, caplog) == [31]
-        # Only what is late too is named; the first server's is asked later.
-        assert "tcp://b:2: PULL of something, and" in lines_of(caplog)[0]
+        assert "tcp://b:2: PULL of something (and 1 more), and" in lines_of(caplog)[0]
 
     def test_a_second_stall_is_a_new_one(self, link, caplog):
         watch = StallWatch(10.0)

@@ -204,18 +204,21 @@ class Coordinator(JobMemory):
         """For the answer to a heartbeat: what the worker waits for here, and for whom."""
         why, ranks = "", []
         if self.state in (JobState.NEW, JobState.REGISTERING):
-            why, ranks = "register", [self._registrar[0] if self._registrar is not None else 0]
+            why, ranks = "to register the model", [self._registrar[0] if self._registrar is not None else 0]
         elif self.state is JobState.RESUMING:
-            why, ranks = "resume", [one.rank for one in self.workers.members if not one.route]
+            why, ranks = "to come back", [one.rank for one in self.workers.members if not one.route]
         elif self.averages and self.view is None:
             present = {one.rank for one in self.workers.present if one.has_rule}
-            why, ranks = "begin", [rank for rank in range(self.world_size) if rank not in present]
+            why, ranks = "to come", [rank for rank in range(self.world_size) if rank not in present]
         elif self._preparing is not None:
-            why, ranks = "prepare", self._unprepared()
+            why, ranks = "to agree on who takes part", self._unprepared()
         elif worker.state is WorkerState.JOINING:
-            why, ranks = "join", [] if self._donor is None or self._joiner is None else [self._donor.rank]
+            why, ranks = (
+                "to give their state",
+                [] if self._donor is None or self._joiner is None else [self._donor.rank],
+            )
         elif worker.is_blocked and type(self._decisions) is not Decisions:
-            why, ranks = "begin", self.missing
+            why, ranks = "to come", self.missing
         ranks = [rank for rank in ranks if rank != worker.rank]
         return {"why": why, "waiting_for": ranks} if ranks else {}
 
