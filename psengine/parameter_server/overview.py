@@ -1,13 +1,4 @@
-"""The statuses of a job, of its coordinator and its shards, merged into one ``JobStatus``. Pure.
-
-The parts of a worker's step::
-
-    step_s = compute_s + blocked_s            the worker's own clock
-             blocked_s = apply_s + wait_s + wire_s
-                         apply_s   servers work on this step's gradients; shards work side by side: the slowest counts
-                         wait_s    servers hold the answer until other workers are as far
-                         wire_s    the rest: network, queues, copies
-"""
+"""The statuses of a job, of its coordinator and its shards, merged into one ``JobStatus``. Pure."""
 
 from __future__ import annotations
 
@@ -87,20 +78,8 @@ def _merge_workers(
             "staleness_p50": percentile(here["staleness"], 0.5),
             "staleness_p99": percentile(here["staleness"], 0.99),
         }
-        found.append(WorkerStatus(**{**vars(one), **here, **told, **_split(one, here)}))
+        found.append(WorkerStatus(**{**vars(one), **here, **told}))
     return tuple(found)
-
-
-def _split(led: CoordinatedWorker, here: Mapping[str, Any]) -> dict[str, float | None]:
-    """The parts of a step."""
-    if led.step_s is None or led.blocked_s is None:
-        return {"apply_s": None}
-    blocked_s = min(led.blocked_s, led.step_s)
-    apply_s = min(blocked_s, here["apply_s"] or 0.0)
-    wait_s = min(blocked_s - apply_s, here["held_s"] or 0.0)
-    parts = {"compute_s": led.step_s - blocked_s, "apply_s": apply_s, "wait_s": wait_s}
-    parts["wire_s"] = blocked_s - apply_s - wait_s
-    return {name: round(seconds, 6) for name, seconds in parts.items()}
 
 
 def owns_weights(rule: Mapping[str, Any]) -> bool:

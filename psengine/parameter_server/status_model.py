@@ -62,7 +62,8 @@ class WorkerTimes:
     Attributes:
         steps: completed steps, as the worker reported last.
         loss: as the worker reported last; ``NOT_FINITE`` if NaN or infinite.
-        step_s, blocked_s: length of a step, and how long in it the worker waited for servers.
+        step_s: length of a step, in which the worker itself works for ``compute_s``, and waits for servers for
+            ``blocked_s``: for their arithmetic, the network, and other workers.
     """
 
     steps: int | None = None
@@ -70,7 +71,8 @@ class WorkerTimes:
     steps_per_s: float | None = _gauge("Lately.", default=None)
     samples_per_s: float | None = _gauge("Lately.", default=None)
     step_s: float | None = _gauge("Mean time of a step, lately.", default=None)
-    blocked_s: float | None = None
+    compute_s: float | None = _gauge("Of a step, forward, backward, data.", default=None)
+    blocked_s: float | None = _gauge("Of a step, waiting for servers and the workers they wait for.", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,6 @@ class ShardWorker:
         step: number of its exchange; None where no chunk of this shard is trained.
         waiting_for: ranks for which its answers are held.
         staleness: of its last pushes.
-        apply_s, held_s: how long in a step this shard worked on its pushes, and held its answers for other workers.
     """
 
     rank: int
@@ -92,8 +93,6 @@ class ShardWorker:
     step: int | None = _gauge("Steps completed.", merge=most, default=None)
     waiting_for: tuple[int, ...] = _merged(_all_of, default=())
     staleness: Mapping[int, int] = _merged(added, default_factory=dict)
-    apply_s: float | None = _gauge("Of a step, the servers' arithmetic.", merge=most, default=None)
-    held_s: float | None = _merged(most, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,6 @@ class WorkerStatus(CoordinatedWorker, ShardWorker):
 
     Attributes:
         lag: steps behind the fastest worker that takes part.
-        compute_s, wait_s, wire_s, apply_s: the parts of ``step_s``, see ``overview``.
     """
 
     waiting_for: tuple[int, ...] = ()
@@ -127,9 +125,6 @@ class WorkerStatus(CoordinatedWorker, ShardWorker):
     awaited_by: int = _gauge("Workers whose answers are held for this one.")
     staleness_p50: int | None = _gauge("Median age of its last pushes, in updates.")
     staleness_p99: int | None = _gauge("99th percentile of their age.")
-    compute_s: float | None = _gauge("Of a step, forward, backward and data.", default=None)
-    wait_s: float | None = _gauge("Of a step, answers held for other workers.", default=None)
-    wire_s: float | None = _gauge("Of a step, network, queues and copies.", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

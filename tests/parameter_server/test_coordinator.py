@@ -14,7 +14,7 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.coordinator import Surroundings
 from psengine.parameter_server.server.coordinator.coordinators import TICK_S, Coordinators
 from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState, drawn
-from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.protocol import bodies
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.layout import job_number
@@ -51,9 +51,10 @@ class Bench:
         self.epoch += 1
         self.now_s += 0.5
         settings = ShardSettings(lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S, durability=self.durability)
-        clocks = Clocks(wall_s=lambda: 1e6 + self.now_s, measure_s=lambda: self.now_s)
         keys = iter(bytes([self.epoch, number]) * 16 for number in range(100))
-        self.coordinators = Coordinators(Surroundings(self.epoch, settings, clocks, self._note, lambda: next(keys)))
+        self.coordinators = Coordinators(
+            Surroundings(self.epoch, settings, lambda: 1e6 + self.now_s, self._note, lambda: next(keys))
+        )
         if meta:
             self.coordinators.restore(meta, self.now_s)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-from support.statuses import COSTS, TIMES, shard, worker
+from support.statuses import shard, worker
 
 from psengine.parameter_server.overview import merge_jobs
 
@@ -52,21 +51,6 @@ def test_staleness_percentiles_are_those_of_all_shards_together():
     view = merged(shard(worker(0, staleness={0: 98}), worker(1)), shard(worker(0, staleness={10: 1, 9: 1}), index=1))
     assert (view.workers[0].staleness_p50, view.workers[0].staleness_p99) == (0, 9)
     assert view.workers[1].staleness_p50 is None
-
-
-class TestTheSplitOfAStep:
-    def split(self, *changes):
-        parts = [shard(worker(0, **TIMES | COSTS | c), index=i) for i, c in enumerate(changes)]
-        found = merged(*parts).workers[0]
-        parts = [found.compute_s, found.apply_s, found.wait_s, found.wire_s]
-        assert found.step_s == pytest.approx(sum(parts))
-        return parts
-
-    def test_it_adds_up(self):
-        assert self.split({}) == pytest.approx([0.2, 0.05, 0.2, 0.05])
-
-    def test_the_slowest_shard_counts(self):
-        assert self.split({}, {"apply_s": 0.08, "held_s": 0.1}) == pytest.approx([0.2, 0.08, 0.2, 0.02])
 
 
 def test_a_job_whose_coordinator_was_not_asked_and_one_that_has_no_chunks_yet():

@@ -121,17 +121,12 @@ def test_a_run_shows_in_the_servers_status(strategy):
             assert (worker["state"], worker["step"], worker["lag"]) == ("live", STEPS, 0)
             assert worker["samples_per_s"] > 0
             assert worker["steps_per_s"] > 0
-            parts = [worker[part] for part in ("compute_s", "apply_s", "wait_s", "wire_s")]
-            assert min(parts) >= 0
-            assert sum(parts) == pytest.approx(worker["step_s"], abs=1e-5)
-            assert worker["apply_s"] > 0
+            assert worker["compute_s"] + worker["blocked_s"] == pytest.approx(worker["step_s"], abs=1e-5)
+            assert worker["blocked_s"] > 0
         assert slow["compute_s"] >= SLOW_S
         assert fast["loss"] == loss
         if strategy.name == "async":
             assert fast["staleness_p50"] is not None
-            assert fast["wait_s"] < SLOW_S / 4  # a busy machine may stop the shard between two looks at the clock
-        else:
-            assert fast["wait_s"] > 0
         kinds = [(event["kind"], event["worker"]) for event in server.status()["events"]]
         assert sorted(kinds) == sorted(
             [("started", None), ("joined", 0), ("joined", 1), ("left", 0), ("left", 1)]

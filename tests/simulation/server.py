@@ -16,7 +16,7 @@ from unittest import mock
 
 from psengine.parameter_server.server.coordinator.coordinator import Surroundings
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
-from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport import shard_thread
 from psengine.parameter_server.server.transport.endpoint import Received
@@ -64,10 +64,12 @@ class ServerProcess:
             heartbeat_s=scenario.heartbeat_s,
             durability=scenario.durability,
         )
-        clocks = Clocks(wall_s=lambda: WALL_S + wrong_s + clock.now_s, measure_s=lambda: clock.now_s)
-        self.coordinators = Coordinators(Surroundings(self.epoch, settings, clocks, _ignore, lambda: rng.randbytes(32)))
+        around = Surroundings(
+            self.epoch, settings, lambda: WALL_S + wrong_s + clock.now_s, _ignore, lambda: rng.randbytes(32)
+        )
+        self.coordinators = Coordinators(around)
         self.shards = [
-            Shard(number, self.epoch, settings, clocks, _ignore, self.connections.__contains__)
+            Shard(number, self.epoch, settings, _ignore, self.connections.__contains__)
             for number in range(len(addresses))
         ]
         with shard_thread_time(world):

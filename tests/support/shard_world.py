@@ -13,7 +13,7 @@ import itertools
 
 import torch
 
-from psengine.parameter_server.server.interfaces import Clocks, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Sender, ShardSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.protocol.frames import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
@@ -41,7 +41,6 @@ class World:
         self.settings = ShardSettings(**settings)
         self.codec = codec
         self.now_s = 100.0
-        self.clocks = Clocks(wall_s=lambda: WALL_S + self.now_s, measure_s=lambda: self.now_s)
         self.sent = {}
         self.events = []
         self.broken = set()  # routes whose connection does not stand
@@ -57,9 +56,7 @@ class World:
 
     def start(self, epoch, states=None, index=0):
         """The server process of a shard starts (again)."""
-        shard = Shard(
-            index, epoch, self.settings, self.clocks, self._note, lambda route: bool(route) and route not in self.broken
-        )
+        shard = Shard(index, epoch, self.settings, self._note, lambda route: bool(route) and route not in self.broken)
         if states is not None:
             shard.restore(states)
         self.shards[index] = shard

@@ -44,7 +44,7 @@ from psengine.parameter_server.server.coordinator.coordinator import Surrounding
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.events import EventLog
-from psengine.parameter_server.server.interfaces import Clocks, ShardSettings
+from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.shard_group import ShardGroup
@@ -77,7 +77,6 @@ ORDERED_SNAPSHOT_S = 6.0
 UNACCOUNTED_BYTES = 1 << 30
 LOOK_S = 1.0
 _MAX_DESCRIPTORS = 1 << 20
-CLOCKS = Clocks(wall_s=time.time, measure_s=time.perf_counter)
 
 
 class Server:
@@ -195,11 +194,11 @@ class Server:
             warns_of_loss=settings.tier == "memory" and not self._until_stdin_closes,
         )
         shards = [
-            Shard(index, self.epoch, given, CLOCKS, self._events.note, partial(self._shards.is_connected, index))
+            Shard(index, self.epoch, given, self._events.note, partial(self._shards.is_connected, index))
             for index in range(settings.shards)
         ]
         draw_key = partial(secrets.token_bytes, KEY_BYTES)
-        return shards, Coordinators(Surroundings(self.epoch, given, CLOCKS, self._events.note, draw_key))
+        return shards, Coordinators(Surroundings(self.epoch, given, time.time, self._events.note, draw_key))
 
     def _open_status_port(self, port: int) -> HttpStatus:
         try:

@@ -1,8 +1,7 @@
-"""What a shard is given, and what it gives back: settings, clocks, senders, messages to send. Pure."""
+"""What a shard is given, and what it gives back: settings, senders, messages to send. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,15 +18,6 @@ class ShardSettings:
     max_memory_bytes: int = 8 << 30  # what this shard may hold
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
     warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clocks:
-    """Neither decides about leases: these follow the ``now_s`` of ``Shard.handle``."""
-
-    # Seconds since 1970; dates events and reports, and lets incarnations grow from one server to the next.
-    wall_s: Callable[[], float]
-    measure_s: Callable[[], float]  # seconds since any moment, never going back; measures what work costs
 
 
 class Sender(NamedTuple):

@@ -25,7 +25,7 @@ from psengine.parameter_server.overview import owns_weights, rule_text
 from psengine.parameter_server.server.coordinator.decisions import Decisions, decisions_of
 from psengine.parameter_server.server.coordinator.states import JOB, JobMemory, JobState, WorkerState, after
 from psengine.parameter_server.server.coordinator.workers import CLAIM_GRACE_S, Worker, Workers
-from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message, MessageType
@@ -43,7 +43,7 @@ class Surroundings:
 
     epoch: int  # of this life of the server
     settings: ShardSettings
-    clocks: Clocks
+    wall_s: Callable[[], float]  # seconds since 1970, for dates, and so that incarnations grow across restarts
     note: Callable[..., None]  # told of what happens, for people: see ``EventLog.note``
     draw_key: Callable[[], bytes]  # makes a job's key
 
@@ -298,7 +298,7 @@ class Coordinator(JobMemory):
         if worker is None or not worker.is_process(message, sender.user_id):
             if worker is not None:
                 self._put_out(worker, "fenced", "a newer process has its rank")
-            worker = self.workers.new(rank, message, sender.user_id, self._around.clocks.wall_s())
+            worker = self.workers.new(rank, message, sender.user_id, self._around.wall_s())
         if worker.state is WorkerState.GONE:
             worker.advance("came")
             worker.leaving, worker.why_gone = None, ""
@@ -431,7 +431,7 @@ class Coordinator(JobMemory):
 
     def _next_registration(self) -> int:
         """Shards keep the highest, also that of a coordinator whose numbers are forgotten."""
-        return max(self.registration + 1, int(self._around.clocks.wall_s() * 1000))
+        return max(self.registration + 1, int(self._around.wall_s() * 1000))
 
     def _advance(self, event: str) -> None:
         self.state = after(JOB, self.state, event)
@@ -614,7 +614,7 @@ class Coordinator(JobMemory):
             self.came[worker.rank] = reason == "left"
         worker.advance("went")
         worker.why_gone, worker.prepared = reason, 0
-        worker.gone_unix_s = round(self._around.clocks.wall_s(), 3)
+        worker.gone_unix_s = round(self._around.wall_s(), 3)
         if reason != "left":
             worker.leaving = None
         self._note(reason, worker, f"{'left' if reason == 'left' else f'was {reason}'}: {why}")

@@ -46,4 +46,5 @@ class WorkerTelemetry:
             found["samples_per_s"] = gained["samples"] / (now_s - first_s)
         for name in ("step_s", "blocked_s"):
             found[name] = gained[name] / gained["steps"]
+        found["compute_s"] = found["step_s"] - found["blocked_s"]
         self.times = replace(self.times, **{name: round(value, 6) for name, value in found.items()})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
-from psengine.parameter_server.server.interfaces import Clocks, ShardSettings
+from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.log.log import Place, segments
 from psengine.parameter_server.server.log.reading import WITHOUT_LOG, LogReader
 from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
@@ -24,7 +24,6 @@ from psengine.protocol.layout import balance
 
 # What was accepted once has its place.
 _SETTINGS = ShardSettings(max_memory_bytes=1 << 62)
-_CLOCKS = Clocks(wall_s=lambda: 0.0, measure_s=lambda: 0.0)
 
 
 @dataclass(slots=True)
@@ -89,7 +88,7 @@ def _replay(recovered: Recovered, shard: int, reader: LogReader) -> None:
             if state is None or epoch != reader.end.epoch:
                 # The server ended, and began anew with what it had.
                 is_next, states = state is not None, recovered.shards[shard] if state is None else state.capture()
-                state, epoch = Shard(shard, 0, _SETTINGS, _CLOCKS, _ignore, lambda route: False), reader.end.epoch
+                state, epoch = Shard(shard, 0, _SETTINGS, _ignore, lambda route: False), reader.end.epoch
                 state.restore(states)
                 if is_next:
                     state.begin_life()

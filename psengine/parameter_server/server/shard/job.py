@@ -28,7 +28,7 @@ from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardJob, ShardWorker
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
-from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message, MessageType
+from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message
 from psengine.protocol.views import Release, View
 
 PAGE_BYTES = 48 * 1024
@@ -46,7 +46,6 @@ class Job(RuleContext):
         rule: of all its chunks, as in HELLO: name, codec, options.
         take_memory: told of bytes about to be taken, and for what; raises ProtocolError where there are not enough.
         note: told of refused gradients, for people: see ``EventLog.note``.
-        measure_s: measures what work costs.
 
     Attributes:
         registration: which attempt to register the chunks these are of; grows.
@@ -67,7 +66,6 @@ class Job(RuleContext):
         rule: Mapping[str, Any],
         take_memory: Callable[[int, str], None],
         note: Callable[..., None],
-        measure_s: Callable[[], float],
     ) -> None:
         self.name = name
         self.number = job_number(name)
@@ -81,7 +79,6 @@ class Job(RuleContext):
         self.blobs: dict[str, dict[int, torch.Tensor]] = {}
         self.take_memory = take_memory
         self._note = note
-        self._measure_s = measure_s
 
     @property
     def holds_weights(self) -> bool:
@@ -183,25 +180,12 @@ class Job(RuleContext):
             message.place is not None,
             body.get("held"),
         )
-        began_s = self._measure_s()
         replies = rule.push(contribution)
-        self._measure(contribution, spec, replies, began_s)
-        return replies
-
-    def _measure(self, push: Contribution, spec: ChunkSpec, replies: Sequence[Reply], began_s: float) -> None:
-        """Add the time to that of the worker, and of all whose step this push ended."""
-        now_s, worker = self._measure_s(), self.workers[push.rank]
+        worker = self.workers[rank]
         worker.pushes += 1
         if spec.kind is ChunkKind.PARAMETER:
-            worker.pushed(spec.key, push.step, began_s)
-        for rank in {push.rank, *(reply.rank for reply in replies if reply.type is MessageType.UPDATED)}:
-            if rank in self.workers:
-                self.workers[rank].worked(now_s - began_s)
-
-    def left(self, reply: Reply) -> None:
-        """An answer leaves."""
-        if reply.type is MessageType.UPDATED and (worker := self.workers.get(reply.rank)) is not None:
-            worker.answered(reply.key, reply.sequence, self._measure_s())
+            worker.step = max(worker.step, step)
+        return replies
 
     def supply_result(self, message: Message) -> list[Reply]:
         """RESULT: the donor returns the last average to a shard that restarted."""
@@ -337,7 +321,6 @@ class Job(RuleContext):
         )
 
     def _worker_status(self, rank: int, worker: Worker, waiting: frozenset[int]) -> ShardWorker:
-        apply_s, held_s = worker.costs_s()
         return ShardWorker(
             rank=rank,
             pushes=worker.pushes,
@@ -346,8 +329,6 @@ class Job(RuleContext):
             step=worker.step if worker.pushes else None,
             waiting_for=tuple(sorted(waiting)),
             staleness=self.statistics.staleness_of(rank),
-            apply_s=apply_s,
-            held_s=held_s,
         )
 
     def _waiting(self) -> dict[int, set[int]]:

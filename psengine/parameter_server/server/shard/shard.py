@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.interfaces import Clocks, Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.log.records import Record, RecordKind
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.shard.job import Job
@@ -62,7 +62,6 @@ class Shard:
         index: in its server process, 0 first.
         epoch: of the process's life.
         settings: the daemon's.
-        clocks: date reports, and measure what work costs; nothing is decided by them.
         note: told of what people may want to know, see ``EventLog.note``.
         is_connected: whether a connection stands.
 
@@ -78,7 +77,6 @@ class Shard:
         index: int,
         epoch: int,
         settings: ShardSettings,
-        clocks: Clocks,
         note: Callable[..., None],
         is_connected: Callable[[bytes], bool],
     ) -> None:
@@ -89,7 +87,6 @@ class Shard:
         self.append: Callable[[Record], object] | None = None
         self.changes = 0
         self.is_draining = False
-        self._clocks = clocks
         self._note = note
         self._is_connected = is_connected
         self._take: dict[MessageType, Callable[[Job, Message, Sender], list[Outgoing]]]
@@ -231,7 +228,7 @@ class Shard:
         self._changed(made, message)
 
     def _make(self, name: str, rule: dict[str, Any]) -> Job:
-        return Job(name, rule, self._take_memory, self._note, self._clocks.measure_s)
+        return Job(name, rule, self._take_memory, self._note)
 
     def _view(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         view, known = view_of(message.body), job.view
@@ -322,7 +319,6 @@ class Shard:
         outgoing = []
         for reply in replies:
             worker = job.workers.get(reply.rank)
-            job.left(reply)
             if worker is None or not worker.route:
                 continue
             message = self._message(reply, job.number, worker.incarnation)

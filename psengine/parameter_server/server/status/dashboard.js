@@ -172,7 +172,7 @@ function showWorkers(job) {
 }
 
 // ---- where a step's time goes --------------------------------------------------------------------------------------
-const PARTS = ["compute", "wait", "wire", "apply"];
+const PARTS = ["compute", "blocked"];
 function showTime(job) {
   const workers = list(job.workers).filter((worker) => isNumber(worker.step_s) && worker.step_s > 0 && isNumber(worker.compute_s));
   const longest = Math.max(0, ...workers.map((worker) => worker.step_s));
