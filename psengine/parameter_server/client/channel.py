@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
-from psengine.parameter_server.client.operation import Operation, Request
+from psengine.parameter_server.client.operation import Request
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 if TYPE_CHECKING:
@@ -153,15 +153,15 @@ class Channel:
 
     # ---- open operations, endings ------------------------------------------------------------------------------
 
-    def open_operations(self) -> list[Operation]:
+    def open_operations(self) -> list[Request]:
         """The operations that have no answer."""
         return list(self.requests.values())
 
-    def oldest(self) -> Operation | None:
+    def oldest(self) -> Request | None:
         """The one that was submitted first."""
         return min(self.open_operations(), key=lambda operation: operation.submitted_s, default=None)
 
-    def fail(self, operation: Operation, error: PSEngineError) -> None:
+    def fail(self, operation: Request, error: PSEngineError) -> None:
         """End an operation without an answer."""
         self.requests.pop(operation.message.sequence, None)
         operation.fail(error)
@@ -183,14 +183,14 @@ class Channel:
         if error.code == ErrorCode.VERSION or self._garbled >= MAX_GARBLED:
             self.job.fail(ProtocolError(f"{self.address} does not speak this protocol: {error}", error.code))
 
-    def refusal(self, operation: Operation | None, message: Message) -> ServerRefusedError:
+    def refusal(self, operation: Request | None, message: Message) -> ServerRefusedError:
         """An ERROR as an error."""
         code, text = message.body["code"], message.body["text"]
         kind = FencedError if code == ErrorCode.FENCED else ServerRefusedError
         asked = "" if operation is None else f" {operation.describe()}"
         return kind(f"{self.address} refused{asked} ({code}): {text}", code)
 
-    def no_answer(self, operation: Operation, now_s: float) -> ServerLostError:
+    def no_answer(self, operation: Request, now_s: float) -> ServerLostError:
         """The operation is overdue."""
         problem = self.last_problem
         return ServerLostError(
@@ -199,7 +199,7 @@ class Channel:
             " slow, raise the timeout: timeout_s, or --timeout-s of a command."
         )
 
-    def why_late(self, operation: Operation, now_s: float) -> str:
+    def why_late(self, operation: Request, now_s: float) -> str:
         """Why an operation may have no answer yet, in a sentence."""
         if whom := self.waits_for(operation):
             return f"The server has it, and waits for {whom}: are they stuck, dead or slow?"
@@ -207,6 +207,6 @@ class Channel:
         heard = "was never heard from" if last_s is None else f"was last heard from {now_s - last_s:.1f} s ago"
         return f"The server {heard}: does psengine-server run there, and is its port reachable from this host?"
 
-    def waits_for(self, operation: Operation) -> str:
+    def waits_for(self, operation: Request) -> str:
         """Whom the server waits for before it answers, in words; "" where that is not known."""
         return ""

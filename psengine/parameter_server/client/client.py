@@ -194,7 +194,7 @@ class Client:
 
         Raises:
             ConfigurationError: an unknown name, a wrong shape or dtype; or the tensors are not registered.
-            ServerLostError, ServerRefusedError: see ``Operation.wait``.
+            ServerLostError, ServerRefusedError: see ``Request.wait``.
         """
         named, optimizer, session = self._named, self._optimizer, self.session
         if named is None or optimizer is None:

@@ -14,7 +14,7 @@ import msgspec
 from typing_extensions import override
 
 from psengine.parameter_server.client.channel import Channel
-from psengine.parameter_server.client.operation import Operation, Request
+from psengine.parameter_server.client.operation import Request
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import release_of
 
@@ -173,5 +173,5 @@ class Control(Channel):
             self.last_problem = f"it refused a message ({code}): {message.body['text']}"
 
     @override
-    def waits_for(self, operation: Operation) -> str:
+    def waits_for(self, operation: Request) -> str:
         return self._waiting_for

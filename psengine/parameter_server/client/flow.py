@@ -16,11 +16,11 @@ import threading
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
-from psengine.parameter_server.client.operation import Operation, wait_all
+from psengine.parameter_server.client.operation import Request, wait_all
 
 T = TypeVar("T")
 
-Awaited = Sequence[Operation] | float
+Awaited = Sequence[Request] | float
 Flow = Generator[Awaited, None, T]
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from psengine.errors import PSEngineError
 from psengine.parameter_server.client.channel import RETRY_MOST_S, Channel
-from psengine.parameter_server.client.operation import Operation, Push, Request
+from psengine.parameter_server.client.operation import Push, Request
 from psengine.protocol.messages import NO_KEY, ErrorCode, Message, MessageType
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Link(Channel):
             self.retry_at_s = now_s + RETRY_MOST_S
         if code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.view is not None:
             # The shard has a view without this worker, of which the coordinator will tell.
-            if isinstance(operation, Request):
+            if operation is not None and not is_about_push:
                 operation.is_sent = False
             self.job.control.beat(now_s)
         elif code == ErrorCode.SHUTTING_DOWN:  # it is asked again on the next connection
@@ -225,7 +225,7 @@ class Link(Channel):
     # ---- open operations, endings ------------------------------------------------------------------------------
 
     @override
-    def open_operations(self) -> list[Operation]:
+    def open_operations(self) -> list[Request]:
         return [*self.requests.values(), *self.sent.values(), *self.waiting]
 
     def clear(self) -> None:
@@ -242,11 +242,10 @@ class Link(Channel):
             self.waiting.remove(push)
 
     @override
-    def fail(self, operation: Operation, error: PSEngineError) -> None:
+    def fail(self, operation: Request, error: PSEngineError) -> None:
         if isinstance(operation, Push):
             self.job.fail_push(operation, error)
             return
-        assert isinstance(operation, Request)
         super().fail(operation, error)
         self._return_credit(operation)
 
@@ -256,7 +255,7 @@ class Link(Channel):
         push.fail(error)
 
     @override
-    def waits_for(self, operation: Operation) -> str:
+    def waits_for(self, operation: Request) -> str:
         if isinstance(operation, Push) and operation.waiting_for is not None:
             return f"workers {operation.waiting_for}" if operation.waiting_for else "other workers"
         return ""

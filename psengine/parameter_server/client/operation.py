@@ -3,7 +3,7 @@
     a worker's thread   push() ───────── wait() ░░░░░░░░░░░░░░░░░░░░░░ answer
     the I/O thread           send ── copy the answer into the destinations ── wake the waiter
 
-A worker's thread makes an operation; the I/O thread owns it until ``is_done``.
+A worker's thread makes a request; the I/O thread owns it until ``is_done``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from psengine.protocol.messages import Message, MessageType
 if TYPE_CHECKING:
     from psengine.parameter_server.client.link import Link
 
-# The I/O thread ends every operation at its deadline; waiters give it this much longer.
+# The I/O thread ends every request at its deadline; waiters give it this much longer.
 WAITER_PATIENCE_S = 10.0
 
 
 class Parking:
-    """The threads that wait for one client's operations.
+    """The threads that wait for one client's requests.
 
     Args:
-        now_s: the clock of the operations' deadlines.
+        now_s: the clock of the requests' deadlines.
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
@@ -45,19 +45,19 @@ class Parking:
         self.process_id = os.getpid()
         self._changed = threading.Condition()
 
-    def park(self, operation: Operation, also: Sequence[Operation]) -> None:
-        """Wait until ``operation`` is done, or one of ``also`` failed."""
+    def park(self, request: Request, also: Sequence[Request]) -> None:
+        """Wait until ``request`` is done, or one of ``also`` failed."""
         if os.getpid() != self.process_id:
             raise forked_error()
         with self._changed:
             # Said before this looks: the I/O thread sets is_done first, and looks whether to wake second.
-            operation.is_awaited = True
-            while not operation.is_done and not any(other.error for other in also):
-                wait_s = max(0.0, operation.deadline_s + WAITER_PATIENCE_S - self.now_s())
+            request.is_awaited = True
+            while not request.is_done and not any(other.error for other in also):
+                wait_s = max(0.0, request.deadline_s + WAITER_PATIENCE_S - self.now_s())
                 # The deadline moves while answers arrive.
-                if not self._changed.wait(wait_s) and self.now_s() >= operation.deadline_s + WAITER_PATIENCE_S:
+                if not self._changed.wait(wait_s) and self.now_s() >= request.deadline_s + WAITER_PATIENCE_S:
                     raise ServerError(
-                        f"the client's I/O thread did not end {operation.describe()}, which is"
+                        f"the client's I/O thread did not end {request.describe()}, which is"
                         f" {WAITER_PATIENCE_S:g} s past its deadline. Is the process starved of CPU time?"
                     )
 
@@ -77,8 +77,8 @@ def forked_error() -> ServerError:
 
 
 @dataclass(eq=False)
-class Operation:
-    """Base of requests and pushes.
+class Request:
+    """A question to a server; it is asked again on a new connection where its answer did not come.
 
     Args:
         message: the question; the link fills in job, epoch, view, worker and incarnation when it sends it.
@@ -88,6 +88,7 @@ class Operation:
             other. Without them it stays in the answer.
         what: its name, for error messages.
         size_bytes: what counts for the server's credit.
+        follows_pushes: it is sent behind the pushes of its link.
         then: called on the I/O thread with the answer, or the failure.
 
     Attributes:
@@ -102,6 +103,7 @@ class Operation:
     destinations: Sequence[torch.Tensor] = ()
     what: str = field(default="", kw_only=True)
     size_bytes: int = field(default=0, kw_only=True)
+    follows_pushes: bool = field(default=False, kw_only=True)
     then: Callable[[Message | PSEngineError], None] | None = field(default=None, kw_only=True)
     is_shared: bool = field(default=False, kw_only=True)
     reads_in_place: bool = field(default=False, kw_only=True)
@@ -125,7 +127,7 @@ class Operation:
         return self.what or self.message.type.name
 
     def finish(self, answer: Message) -> None:
-        """I/O thread: take the answer, whose payload becomes a tensor; one that does not fit fails the operation."""
+        """I/O thread: take the answer, whose payload becomes a tensor; one that does not fit fails the request."""
         if self._forms and (answer.dtype, answer.numel) not in self._forms:
             got = f"{answer.numel} of {answer.dtype}" if answer.payload is not None else "no values"
             expected = " or ".join(f"{numel} of {dtype}" for dtype, numel in self._forms)
@@ -186,18 +188,7 @@ class Operation:
 
 
 @dataclass(eq=False)
-class Request(Operation):
-    """A question with an id; it is asked again on a new connection where its answer did not come.
-
-    Attributes:
-        follows_pushes: it is sent behind the pushes of its link.
-    """
-
-    follows_pushes: bool = field(default=False, kw_only=True)
-
-
-@dataclass(eq=False)
-class Push(Operation):
+class Push(Request):
     """A chunk's part in a step; see ``WorkerSession.push``.
 
     Attributes:
@@ -280,18 +271,18 @@ class Push(Operation):
         return result
 
 
-def wait_all(operations: Sequence[Operation]) -> None:
-    """Wait for all of them; the first failure of any is raised at once. Raises like ``Operation.wait``."""
-    pushes = [operation for operation in operations if isinstance(operation, Push)]
+def wait_all(requests: Sequence[Request]) -> None:
+    """Wait for all of them; the first failure of any is raised at once. Raises like ``Request.wait``."""
+    pushes = [request for request in requests if isinstance(request, Push)]
     for push in pushes:
         if not push.step.is_ended:
             push.step.end()
     # From the back: the last question is mostly answered last, so this mostly waits once.
-    for operation in reversed(operations):
-        if not operation.is_done:
-            operation.parking.park(operation, operations)
+    for request in reversed(requests):
+        if not request.is_done:
+            request.parking.park(request, requests)
     for push in pushes:
         push.conclude()
-    for operation in operations:
-        if operation.error is not None:
-            raise operation.error.with_traceback(None)
+    for request in requests:
+        if request.error is not None:
+            raise request.error.with_traceback(None)

@@ -5,7 +5,7 @@ with WorkerSession(options) as session:                      HELLO, RESUME
     push = session.push(key, gradient, [weights])            PUSH ─► UPDATED
     push.wait()
 
-Chunks go by their keys. Each exchange returns at once an operation to wait for.
+Chunks go by their keys. Each exchange returns at once a request to wait for.
 """
 
 from __future__ import annotations
