@@ -12,7 +12,7 @@ import pytest
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.coordinator import Surroundings
-from psengine.parameter_server.server.coordinator.coordinators import TICK_S, Coordinators
+from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState, drawn
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.protocol import bodies
@@ -26,7 +26,7 @@ QUORUM = {"name": "average", "quorum": 2}
 MERGE = {"name": "merge", "quorum": 2, "grace": 1.0}
 ASYNC = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 BOUND = {**ASYNC, "max_staleness": 2}
-LEASE_S, HEARTBEAT_S = 5.0, 1.0
+LEASE_S, HEARTBEAT_S, TICK_S = 5.0, 1.0, 0.1
 SERVERS = ["tcp://a:1", "tcp://b:1"]
 
 

@@ -59,7 +59,7 @@ def coordinator_state(server: Any) -> str:
     """Where the job stands at a server that leads it; "" elsewhere."""
     job = server.coordinators.find("job")
     if job is None or job.state.value != "open":
-        return "" if job is None else str(job.state.value)
+        return "" if job is None else "registering" if job._registrar else str(job.state.value)
     return "preparing" if job._preparing is not None else "joining" if job._joiner or job._donation else "open"
 
 

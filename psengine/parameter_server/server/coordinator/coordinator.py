@@ -95,8 +95,6 @@ class Coordinator(JobMemory):
         if message.type is MessageType.HELLO:
             self._hello(message, sender)
             return self._settled()
-        if message.epoch and message.epoch != self._around.epoch:
-            raise ProtocolError("this server has restarted since; say HELLO again", ErrorCode.NOT_MEMBER)
         worker = self.workers.find(message, sender, self.name)
         worker.last_heard_s = now_s
         is_later = getattr(self, f"_hear_{message.body.get('what', message.type.name.lower())}")(worker, message)
@@ -168,7 +166,7 @@ class Coordinator(JobMemory):
         if not worker.has_rule:
             return "reserved"
         is_member = worker.state is WorkerState.MEMBER
-        if self.state is JobState.REGISTERING and worker.identity == self._registrar:
+        if self.state is JobState.NEW and worker.identity == self._registrar:
             return "initialise"
         if self.state is not JobState.OPEN or (self.averages and self.view is None):
             return "wait"
@@ -178,11 +176,7 @@ class Coordinator(JobMemory):
 
     def _welcome(self, worker: Worker, state: str) -> None:
         settings = self._around.settings
-        body = {
-            "state": state,
-            "lease_s": settings.lease_s,
-            "heartbeat_s": settings.heartbeat_s,
-        }
+        body = {"state": state, "lease_s": settings.lease_s, "heartbeat_s": settings.heartbeat_s}
         if self.key and worker.has_rule:
             body |= {"registration": self.registration, "key": self.key}
         if state == "initialise" and self._empty is not None:
@@ -203,7 +197,7 @@ class Coordinator(JobMemory):
     def _waits_for(self, worker: Worker) -> dict[str, Any]:
         """For the answer to a heartbeat: what the worker waits for here, and for whom."""
         why, ranks = "", []
-        if self.state in (JobState.NEW, JobState.REGISTERING):
+        if self.state is JobState.NEW:
             why, ranks = "to register the model", [self._registrar[0] if self._registrar is not None else 0]
         elif self.state is JobState.RESUMING:
             why, ranks = "to come back", [one.rank for one in self.workers.members if not one.route]
@@ -395,23 +389,19 @@ class Coordinator(JobMemory):
 
     def _choose_registrar(self) -> None:
         """Where nobody brings the job's first values, a worker has to."""
-        waiting, is_registering = self.workers.waiting, self.state is JobState.REGISTERING
-        waiting = [one for one in waiting if not one.unreachable] or waiting
-        has_registrar = is_registering and any(one.identity == self._registrar for one in waiting)
-        if self.state not in (JobState.NEW, JobState.REGISTERING) or has_registrar:
+        waiting = [one for one in self.workers.waiting if not one.unreachable] or self.workers.waiting
+        if self.state is not JobState.NEW or any(one.identity == self._registrar for one in waiting):
             return
         # With several workers rank 0 gives the values; where its process died, whoever is there.
-        if not waiting or (waiting[0].rank and self.world_size > 1 and not is_registering):
+        if not waiting or (waiting[0].rank and self.world_size > 1 and not self.key):
             return
-        self._reset()
         self._advance("begun")
         self._registrar, self.registration = waiting[0].identity, self._next_registration()
-        self.key, self._decisions = self._around.draw_key(), decisions_of(self)
+        self.key = self._around.draw_key()
         if self._around.settings.warns_of_loss and not self.averages:
             logger.warning(
-                "NOTHING IS DURABLE (durability memory): when this process ends, crashes or restarts, the model of job"
-                " %r is LOST. Fix: start it with --snapshot-dir DIRECTORY, and --durability log where no acknowledged"
-                " update may be lost",
+                "NOTHING IS DURABLE (durability memory): when this process ends, the model of job %r is LOST. Fix:"
+                " --snapshot-dir DIRECTORY, and --durability log where no acknowledged update may be lost",
                 self.name,
             )
         for one in self.workers.of(WorkerState.JOINING):
@@ -427,6 +417,7 @@ class Coordinator(JobMemory):
         self.view, self.key, self._registrar, self.decided = None, b"", None, 0
         for one in (self.epochs, self.chunks, self.releases, self.came, self.merged):
             one.clear()
+        self._decisions = decisions_of(self)
         self._end_change()
 
     def _next_registration(self) -> int:
@@ -487,7 +478,7 @@ class Coordinator(JobMemory):
         body = message.body
         if (worker.identity, body["registration"]) != (self._registrar, self.registration):
             raise self._stale("registered a model under an older registration")
-        if self.state is JobState.REGISTERING:
+        if self.state is JobState.NEW:
             self.epochs, self.chunks, self._empty = list(body["epochs"]), list(body["chunks"]), None
             self._advance("registered")
             self._lost = ""
@@ -816,8 +807,8 @@ class Coordinator(JobMemory):
         """Inverse of ``to_meta``, in a new object: the members of the view have a lease to come back."""
         vars(self).update(vars(msgspec.convert(meta, JobMemory, str_keys=True)))
         self._now_s, self._decisions = now_s, decisions_of(self)
-        if self.state is JobState.REGISTERING:
-            self.state = JobState.NEW
+        if self.state is JobState.NEW:
+            self.key = b""  # whoever registered it begins again
         elif self.state is JobState.OPEN and self.view is not None and (self.averages or self.view.members):
             self._advance("interrupted")
         if self.state is JobState.RESUMING and self.view is not None:

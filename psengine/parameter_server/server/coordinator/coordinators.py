@@ -1,7 +1,7 @@
 """The jobs that a server leads: a coordinator for each, and what is remembered of those that have ended. Pure.
 
 any message of TO_COORDINATOR ─► handle(message, sender, now) ─► [Outgoing]
-every TICK_S:                        tick(now) ─► [Outgoing], for leases and windows that ran out
+now and then:                        tick(now) ─► [Outgoing], for leases and windows that ran out
 after each of both:          take_changed() ─► what a log has to have before these leave
 """
 
@@ -19,11 +19,6 @@ from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 MAX_JOBS = 256
-# How often ``tick`` should be called.
-TICK_S = 0.1
-# Pauses of this process that are worth a line.
-NOTABLE_PAUSE_S = 2.0
-_NO_VALUES = (JobState.NEW, JobState.REGISTERING)
 
 
 class Coordinators:
@@ -78,7 +73,7 @@ class Coordinators:
     def _make_room(self, name: str) -> None:
         if len(self.by_number) >= MAX_JOBS:
             for number, job in list(self.by_number.items()):
-                if not job.workers.present and (job.averages or job.state in _NO_VALUES):
+                if not job.workers.present and (job.averages or job.state is JobState.NEW):
                     self._drop(number)
         if len(self.by_number) >= MAX_JOBS:
             raise ProtocolError(
@@ -88,13 +83,13 @@ class Coordinators:
             )
 
     def tick(self, now_s: float) -> list[Outgoing]:
-        """Look at the clock; call it every ``TICK_S``."""
+        """Look at the clock; call it ten times a second."""
         return [outgoing for job in list(self.by_number.values()) for outgoing in job.tick(now_s - self._paused_s)]
 
     def stood_still(self, pause_s: float) -> None:
         """For ``pause_s`` until now the process was stopped, or the clock leapt: no lease ran meanwhile."""
         self._paused_s += pause_s
-        if pause_s >= NOTABLE_PAUSE_S and any(job.workers.present for job in self.by_number.values()):
+        if any(job.workers.present for job in self.by_number.values()):
             text = f"the coordinator stood still for {pause_s:.1f} s; no worker's lease ran meanwhile"
             self._surroundings.note("stood_still", text)
 
@@ -123,9 +118,9 @@ class Coordinators:
         self._dropped.append(number)
 
     def close(self) -> int:
-        """Let no more workers in, but those of its jobs that come back; how many workers there are."""
+        """Let no more workers in, but those of its jobs that come back; how many there are."""
         self._is_closed = True
-        return sum(len(job.workers.present) for job in self.by_number.values())
+        return self.remembered_count()
 
     def remembered_count(self) -> int:
         """Workers of all jobs, with those that were put out lately and may come back."""

@@ -82,22 +82,20 @@ class Bound(Decisions):
     @override
     def decide(self, now_s: float) -> bool:
         least = 0 if self.job.missing else self._least()
-        if least > self.job.decided:
-            self.job.decided = least
+        if least > self._floor():
             self._release(least, floor=least)
         return False
 
+    def _floor(self) -> int:
+        return max((one.step for one in self.job.releases), default=0)
+
     @override
     def first_step(self, worker: Worker) -> int:
-        return max(worker.completed, self.job.decided) + 1
+        return max(worker.completed, self._floor()) + 1
 
     @override
     def prune(self) -> None:
         del self.job.releases[:-1]
-
-    @override
-    def learn(self) -> None:
-        self.job.decided = max([self.job.decided, *(one.floor or 0 for one in self.job.releases)])
 
 
 class Quorum(Decisions):
@@ -150,8 +148,8 @@ class _Pace:
 
     pending: int = 0  # the step of one that no merge has yet
     is_idle: bool = False  # it abstained last
-    last_s: float | None = None  # when its last one came
-    interval_s: float | None = None  # between two; half of it is the last interval: who has slowed down is known soon
+    last_s: float = -math.inf  # when its last one came
+    interval_s: float = math.inf  # between two; half of it is the last interval: who has slowed down is known soon
 
 
 class Merge(Decisions):
@@ -191,9 +189,8 @@ class Merge(Decisions):
             self.job.merged[worker.rank] = step
             return
         pace.pending = step
-        if pace.last_s is not None:
-            passed_s = now_s - pace.last_s
-            pace.interval_s = passed_s if pace.interval_s is None else (pace.interval_s + passed_s) / 2
+        passed_s = now_s - pace.last_s
+        pace.interval_s = passed_s if pace.interval_s == math.inf else (pace.interval_s + passed_s) / 2
         pace.last_s = now_s
 
     def _here(self) -> list[Worker]:
@@ -231,14 +228,9 @@ class Merge(Decisions):
     def _opened(
         self, here: Sequence[Worker], absent: Sequence[Worker], now_s: float
     ) -> tuple[float, frozenset[Worker]]:
-        known = [interval_s for one in here if (interval_s := self._paces[one].interval_s) is not None]
+        known = [self._paces[one].interval_s for one in here if self._paces[one].interval_s < math.inf]
         end_s = now_s + (self._grace * sum(known) / len(known) if known else 0.0)
-        return end_s, frozenset(one for one in absent if self._next_s(one) <= end_s)
-
-    def _next_s(self, worker: Worker) -> float:
-        """When its next contribution is expected."""
-        pace = self._paces[worker]
-        return math.inf if pace.last_s is None or pace.interval_s is None else pace.last_s + pace.interval_s
+        return end_s, frozenset(one for one in absent if self._paces[one].last_s + self._paces[one].interval_s <= end_s)
 
     def _is_over(self, absent: Sequence[Worker], now_s: float) -> bool:
         """Whether the merge goes on without those who are not here."""

@@ -13,8 +13,7 @@ from psengine.protocol.views import Release, View
 class JobState(Enum):
     """The states of a job."""
 
-    NEW = "new"  # nobody has been asked to bring values, or the last run is over
-    REGISTERING = "registering"  # one worker brings them
+    NEW = "new"  # it has no values: a worker that is here brings them
     OPEN = "open"  # they are here
     RESUMING = "resuming"  # it was under way: for a lease the members of its last view may come back
 
@@ -32,12 +31,7 @@ class WorkerState(Enum):
 # with a view that it does not know. resumed: who is back goes on. over: the last worker has left, all who hold the
 # weights are out, or a server lost weights.
 JOB: dict[JobState, dict[str, JobState]] = {
-    JobState.NEW: {"begun": JobState.REGISTERING, "interrupted": JobState.RESUMING},
-    JobState.REGISTERING: {
-        "begun": JobState.REGISTERING,
-        "interrupted": JobState.RESUMING,
-        "registered": JobState.OPEN,
-    },
+    JobState.NEW: {"begun": JobState.NEW, "interrupted": JobState.RESUMING, "registered": JobState.OPEN},
     JobState.OPEN: {"interrupted": JobState.RESUMING, "over": JobState.NEW},
     JobState.RESUMING: {"over": JobState.NEW, "resumed": JobState.OPEN},
 }
@@ -86,7 +80,7 @@ class JobMemory:
         key, registration: what views are signed with, and which attempt to register chunks they are of.
         epochs, chunks: of each shard.
         releases: those that some shard may not have, in order.
-        decided: the floor, or the number of the last merge; see ``decisions.py``.
+        decided: the number of the last merge.
         merged: by rank, the last step that a merge has, or that needs none.
     """
 
