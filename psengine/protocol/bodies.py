@@ -93,7 +93,6 @@ class Hello(Body):
     nonce: bounds.Unsigned64
     host: bounds.Label
     pid: bounds.Unsigned
-    servers: Annotated[list[bounds.Printable], Meta(min_length=1)]
     rank: bounds.Rank | UnsetType | None = UNSET
     world_size: bounds.Workers | UnsetType = UNSET
     rule: AnyRule | UnsetType = UNSET

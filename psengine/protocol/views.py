@@ -40,20 +40,14 @@ class Release(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
 
     Attributes:
         number: 1 first in a job; grows.
-        step: what it decides: the step (quorum), the number of the merge (merge), the floor (bound).
-        contributors: (rank, step) of each contribution that is used (quorum, merge).
-        floor: the step that every worker has committed (bound).
+        step: what it decides: the step (quorum), the number of the merge (merge), or the floor: the step that every
+            worker has committed (bound).
+        contributors: (rank, step) of each contribution that is used (quorum, merge); None for a floor.
     """
 
     number: Positive
     step: Unsigned
     contributors: tuple[tuple[Rank, Positive], ...] | None = None
-    floor: Unsigned | None = None
-
-    def __post_init__(self) -> None:
-        """Check that it decides one thing."""
-        if (self.contributors is None) == (self.floor is None):
-            raise ValueError("a release has either contributors or a floor")
 
 
 class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -27,7 +27,6 @@ MERGE = {"name": "merge", "quorum": 2, "grace": 1.0}
 ASYNC = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 BOUND = {**ASYNC, "max_staleness": 2}
 LEASE_S, HEARTBEAT_S, TICK_S = 5.0, 1.0, 0.1
-SERVERS = ["tcp://a:1", "tcp://b:1"]
 
 
 @dataclass
@@ -122,7 +121,6 @@ class Hand:
     nonce: int
     run: str = "run"
     user_id: str = ""
-    servers: list[str] = field(default_factory=lambda: list(SERVERS))
     incarnation: int = 0
     completed: int = 0
     welcome: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +157,7 @@ class Hand:
         """The state that WELCOME says; "" where no answer came yet."""
         body = {
             "job": "job", "run": self.run, "nonce": self.nonce, "host": "here", "pid": 1,
-            "servers": self.servers, "world_size": self.bench.world_size, "rule": self.bench.rule,
+            "world_size": self.bench.world_size, "rule": self.bench.rule,
         }  # fmt: skip
         if self.rank is not None:
             body["rank"] = self.rank
@@ -324,11 +322,10 @@ def test_registering_under_an_older_registration_is_stale() -> None:
     assert bench.ranks == [0]
 
 
-def test_another_rule_and_another_order_of_servers_are_refused() -> None:
+def test_another_rule_is_refused() -> None:
     bench = Bench(AVERAGE)
     bench.team(2)
     assert refusal(lambda: bench.worker(2).hello(rule=QUORUM)) == ErrorCode.RULE_MISMATCH
-    assert refusal(lambda: bench.worker(2, servers=SERVERS[::-1]).hello()) == ErrorCode.BAD_VALUE
     assert refusal(lambda: bench.worker(2).hello(rule={**AVERAGE, "durability": "log"})) == ErrorCode.RULE_MISMATCH
 
 
@@ -774,7 +771,7 @@ def test_a_run_of_servers_weights_has_not_ended_while_an_evicted_worker_may_come
     assert second.reconnect() == "ready"
     for step in range(second.view.member(1).first_step, 6):
         second.step(step)
-    assert second.releases[-1].floor == 5  # nobody waits for the one that has left
+    assert second.releases[-1].step == 5  # nobody waits for the one that has left
 
 
 def test_who_leaves_an_averaging_job_waits_until_all_have_its_averages() -> None:
@@ -871,14 +868,14 @@ def test_the_floor_is_the_step_that_all_have_committed_and_waits_for_all() -> No
     second.step(1)
     second.step(2)
     second.step(2)
-    assert [one.floor for one in first.releases] == [1, 2]
+    assert [one.step for one in first.releases] == [1, 2]
     assert [one.number for one in first.releases] == sorted({one.number for one in first.releases})
     third = bench.worker(2)
     third.hello()
     assert bench.view.member(2).first_step == 3  # type: ignore[union-attr]
-    assert [one.floor for one in bench.view.releases] == [2]
+    assert [one.step for one in bench.view.releases] == [2]
     bench.wait(LEASE_S + 1, first)
-    assert first.releases[-1].floor == 3  # nobody waits for the dead
+    assert first.releases[-1].step == 3  # nobody waits for the dead
 
 
 def test_a_quorum_names_the_contributors_of_a_step_once() -> None:

@@ -182,12 +182,12 @@ def test_a_release_is_of_its_view_and_taken_once():
     first.push(0, 1, ONES)
     assert first.updates() == {}
     first.view = 0
-    first.forward(Release(1, 1, floor=1))
+    first.forward(Release(1, 1))
     assert job.floor == 0
     first.view = 1
-    forged = message_of(Release(1, 1, floor=1), bytes(32), job_number("demo"))
+    forged = message_of(Release(1, 1), bytes(32), job_number("demo"))
     assert codes(first.send(MessageType.RELEASE, body=forged.body)) == [ErrorCode.BAD_MESSAGE]
-    world.release([first, second], 1, floor=1)
+    world.release([first, second], 1)
     assert list(first.updates()) == [1]
     assert (job.floor, job.taken) == (1, 1)
 

@@ -13,7 +13,7 @@ from psengine.protocol.frames import decode, encode
 from psengine.protocol.views import Release, View, ViewMember, check_digest, message_of, release_of, sign, view_of
 
 KEY, OTHER = bytes(range(32)), bytes(32)
-RELEASES = (Release(6, 8, ((0, 8), (2, 7))), Release(7, 4, floor=4))
+RELEASES = (Release(6, 8, ((0, 8), (2, 7))), Release(7, 4))
 VIEW = View(
     3, 2**64 - 1, (ViewMember(0, 2**64 - 1, "", 1), ViewMember(2, 5, "key", 9)), (7, 8), 9, 2, 0, 8, (1, 3), RELEASES
 )  # fmt: skip

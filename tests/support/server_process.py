@@ -298,7 +298,6 @@ class Peer:
             "job": self.job,
             "run": "",
             "nonce": self.nonce,
-            "servers": [self.address],
             "rank": rank,
             "world_size": world_size,
             "rule": rule or APPLY,

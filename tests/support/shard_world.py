@@ -105,11 +105,11 @@ class World:
             worker.forward(view)
         return view
 
-    def release(self, workers, step, *, contributors=None, floor=None, number=None):
+    def release(self, workers, step, *, contributors=None, number=None):
         """The next decision of the job of these workers, forwarded by each of them."""
         job = workers[0].job
         self.releases[job] = self.releases.get(job, 0) + 1 if number is None else number
-        release = Release(self.releases[job], step, contributors, floor)
+        release = Release(self.releases[job], step, contributors)
         for worker in workers:
             worker.forward(release)
         return release

@@ -52,7 +52,6 @@ class Control(Channel):
             "nonce": job.nonce,
             "host": job.runtime.host()[:255],
             "pid": job.runtime.process_id(),
-            "servers": list(options.addresses),
         }
         if options.rule is not None:  # else it reserves a rank
             body |= {"world_size": options.world_size, "rule": options.whole_rule}

@@ -101,7 +101,7 @@ class TestRefusals:
         world.publish(workers[:1])
         workers[0].push(0, 2, torch.ones(6), 2)
         world.publish(workers)
-        world.release(workers, 2, floor=2)
+        world.release(workers, 2)
         (answer,) = workers[1].push(0, 2, torch.ones(6), 2)
         assert answer.body == {"refused": "stale"}
         assert answer.version == 3
@@ -127,7 +127,7 @@ class TestBound:
         workers[1].push(0, 1, torch.ones(6))
         newest = workers[1].updates()[1]
         assert not workers[0].take(MessageType.UPDATED)[1:]
-        world.release(workers[1:], 1, floor=1)
+        world.release(workers[1:], 1)
         assert torch.equal(workers[0].updates()[2], newest)
 
 

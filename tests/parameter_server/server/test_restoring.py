@@ -122,7 +122,7 @@ class Logged:
                 self.world.release(self.workers, self.merges, contributors=named)
                 self.unmerged.clear()
         elif bound is not None and min(self.committed) > floor:
-            self.world.release(self.workers, min(self.committed), floor=min(self.committed))
+            self.world.release(self.workers, min(self.committed))
 
     def act(self):
         chance, worker = self.random.random(), self.random.choice(self.workers)

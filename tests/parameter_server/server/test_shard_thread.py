@@ -24,7 +24,7 @@ from psengine.protocol.views import View, message_of
 
 RULE = {"name": "average", "quorum": None}
 HELLO = {
-    "job": "a job", "run": "", "nonce": 1, "host": "here", "pid": 1, "servers": ["tcp://here:1"]
+    "job": "a job", "run": "", "nonce": 1, "host": "here", "pid": 1
 }  # fmt: skip
 WELCOME = {
     "state": "wait", "registration": 1, "key": b"k" * 32, "lease_s": 5.0, "heartbeat_s": 1.0

@@ -170,8 +170,8 @@ class Coordinator(JobMemory):
             return "initialise"
         if self.state is not JobState.OPEN or (self.averages and self.view is None):
             return "wait"
-        if self.averages:
-            return "ready" if is_member else "join"
+        if self.averages:  # who may not have read another's state has to ask for it
+            return "ready" if is_member and (worker.has_begun or worker.first_step == 1) else "join"
         return "wait" if worker.unreachable and not is_member else "ready"
 
     def _welcome(self, worker: Worker, state: str) -> None:
@@ -259,14 +259,6 @@ class Coordinator(JobMemory):
         code, text = self.refused.get(body["run"], (ErrorCode.STATE_LOST, self._halted))
         if text:
             raise ProtocolError(text, code)
-        # Names of one server may differ from one worker to another, so only the order can be compared.
-        known, servers = self.servers, body["servers"]
-        if known and known != servers and (len(known) != len(servers) or set(known) == set(servers)):
-            raise ProtocolError(
-                f"all workers of job {self.name!r} name the same servers in the same order (expected {known}, got"
-                f" {servers})",
-                ErrorCode.BAD_VALUE,
-            )
         rule = body.get("rule")
         if rule is None:
             return
@@ -308,7 +300,6 @@ class Coordinator(JobMemory):
             self.world_size = max(self.world_size, body["world_size"])
             if self.rule is None:
                 self._set_rule(rule)
-        self.servers = self.servers or list(body["servers"])
         self.is_changed = True
 
     def _hear_view(self, rank: int, message: Message, sender: Sender) -> None:
@@ -464,7 +455,7 @@ class Coordinator(JobMemory):
         self._advance("over")
         self._reset()
         if not any(one.has_rule for one in self.workers.present):
-            self.rule, self.world_size, self.servers = None, 1, []
+            self.rule, self.world_size = None, 1
 
     def _dismiss(self, workers: list[Worker], code: str, text: str) -> None:
         """They have nothing to do here any more, and are told so unasked."""

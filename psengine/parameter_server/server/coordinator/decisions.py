@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from typing_extensions import override
 
@@ -65,12 +64,12 @@ class Decisions:
     def lose(self) -> None:
         """A shard may have lost what it had answered."""
 
-    def _release(self, step: int, **decided: Any) -> None:
+    def _release(self, step: int, contributors: tuple[tuple[int, int], ...] | None = None) -> None:
         assert self.job.view is not None
         # Numbers grow from view to view, also past those of a coordinator whose numbers are forgotten.
         number = max([self.job.view.number << 32, *(one.number for one in self.job.releases)]) + 1
         self.prune()
-        self.job.releases.append(Release(number, step, **decided))
+        self.job.releases.append(Release(number, step, contributors))
 
     def _least(self) -> int:
         return min((one.committed for one in self.members), default=0)
@@ -83,7 +82,7 @@ class Bound(Decisions):
     def decide(self, now_s: float) -> bool:
         least = 0 if self.job.missing else self._least()
         if least > self._floor():
-            self._release(least, floor=least)
+            self._release(least)
         return False
 
     def _floor(self) -> int:
@@ -133,7 +132,7 @@ class Quorum(Decisions):
             are_all = all(one in said for one in self.members if one.first_step <= step)
             if (len(given) >= self._quorum or are_all) and step - slowest <= HISTORY:
                 del self._steps[step]
-                self._release(step, contributors=tuple((rank, step) for rank in given))
+                self._release(step, tuple((rank, step) for rank in given))
         return False
 
     @override
@@ -222,7 +221,7 @@ class Merge(Decisions):
             self._paces[one].pending = 0
         self._window = None
         self.job.decided += 1
-        self._release(self.job.decided, contributors=contributors)
+        self._release(self.job.decided, contributors)
         return True
 
     def _opened(

@@ -90,7 +90,6 @@ class JobMemory:
     view: View | None = None
     last_number: int = 0
     world_size: int = 1
-    servers: list[str] = field(default_factory=list)
     came: dict[int, bool] = field(default_factory=dict)
     refused: dict[str, tuple[str, str]] = field(default_factory=dict)
     evicted: int = 0

@@ -133,7 +133,8 @@ class Job(RuleContext):
         if release.number <= self.taken:
             return []
         self.taken = release.number
-        self.floor = max(self.floor, release.floor or 0)
+        if release.contributors is None:
+            self.floor = max(self.floor, release.step)
         return [reply for rule in self.rules.values() for reply in rule.release(release)]
 
     # ---- members' messages -------------------------------------------------------------------------------------
