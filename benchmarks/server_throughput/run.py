@@ -83,7 +83,6 @@ class Psengine:
                 **ways,
             )
         )
-        self._session.start()
         self._session.segments.reserve(4 * size)
         self._packed = self._session.segments.allocate(size, torch.float32).split(numels)
         self._session.start()
