@@ -8,6 +8,7 @@ and the thread that sends looks at the flags. Without the native extension pyzmq
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from typing import Any
 
 import zmq
@@ -43,7 +44,7 @@ class ZeroCopySends:
         self._socket = socket
         # Payloads whose bytes have not left, each with the flag that libzmq sets then, and whose it is.
         self._held: list[tuple[ctypes.c_int64 | zmq.MessageTracker, memoryview, bytes]] = []
-        self._bytes_of: dict[bytes, int] = {}
+        self._bytes_of: Counter[bytes] = Counter()
 
     def send(self, payload: memoryview, route: bytes = b"") -> None:
         """Send the last frame of a message whose first frames libzmq has taken; it must not change until it has left.
@@ -51,11 +52,8 @@ class ZeroCopySends:
         Raises:
             zmq.ZMQError: the socket is closed.
         """
-        if not payload.nbytes:
-            self._socket.send(payload, zmq.NOBLOCK)
-            return
         self.release()
-        if _zmq_library is None or payload.readonly:
+        if _zmq_library is None or payload.readonly or not payload.nbytes:
             tracker = self._socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
             assert tracker is not None
             self._hold(tracker, payload, route)
@@ -72,11 +70,11 @@ class ZeroCopySends:
 
     def _hold(self, flag: ctypes.c_int64 | zmq.MessageTracker, payload: memoryview, route: bytes) -> None:
         self._held.append((flag, payload, route))
-        self._bytes_of[route] = self._bytes_of.get(route, 0) + payload.nbytes
+        self._bytes_of[route] += payload.nbytes
 
     def unread_bytes(self, route: bytes | None = None) -> int:
         """Bytes of payloads for this peer, or for all, that have not left."""
-        return sum(self._bytes_of.values()) if route is None else self._bytes_of.get(route, 0)
+        return self._bytes_of.total() if route is None else self._bytes_of[route]
 
     def release(self) -> None:
         """Drop the references to payloads that have left."""
@@ -92,7 +90,6 @@ class ZeroCopySends:
 
     def close(self) -> None:
         """Nothing is sent any more; libzmq may still read, and set flags."""
-        self.release()
         _left_behind[:] = [one for one in (*_left_behind, *self._held) if not _has_left(one[0])]
         self._held = []
 

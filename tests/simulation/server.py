@@ -189,14 +189,13 @@ class SimulatedThread(shard_thread.ShardThread):
         world.clock.note_message("to shard", (self._server.index, self.shard.index), frames[0], message)
         world.faults.noticed(message.type.name)
         self._asked_by = message
-        self._take(Received(route, "", frames, 0, PART))
+        self._take(Received(route, "", frames, PART))
         self._send_group()
 
     def tick(self) -> None:
         """Some time has passed."""
         self._asked_by = None
         self._tick()
-        self.segments.look()
         self._send_group()
 
     def release(self) -> None:

@@ -23,8 +23,7 @@ from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.server.transport.authentication import Authenticator, local_process, local_user
 from psengine.parameter_server.server.transport.peers import Peers
 from psengine.parameter_server.zero_copy import ZeroCopySends
-from psengine.protocol.frames import HEADER_BYTES, TYPE_AT
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES, MessageType
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + 64 * 1024
 # Messages, per peer and direction: zmq counts no bytes.
@@ -54,40 +53,18 @@ class BindError(ServerError):
     """An address could not be bound."""
 
 
-class SocketFile:
-    """The file of a Unix socket that was just bound; by the end another process may have its name."""
-
-    def __init__(self, path: str) -> None:
-        self._path = os.path.abspath(path)
-        self._status = os.lstat(self._path)
-
-    def remove(self) -> None:
-        """Remove it, if it is still this one."""
-        with suppress(OSError):
-            if os.path.samestat(self._status, os.lstat(self._path)):
-                os.unlink(self._path)
-
-
 class Received(NamedTuple):
     """One message."""
 
     route: bytes  # the connection's routing id
     user_id: str  # the client's key; "" where keys name nobody
     frames: list[Any]  # bytes, or memoryviews of bytes
-    size_bytes: int  # of the frames
     part: zmq.Frame  # its last; zmq knows who sent it
 
     @property
     def process(self) -> int:
         """Whose it is, by the kernel's word, over a Unix socket; else 0."""
         return local_process(str(self.part.get("Peer-Address")).encode())
-
-    @property
-    def is_admin(self) -> bool:
-        """Whether its header says ADMIN; nothing else of it is looked at."""
-        return (
-            bool(self.frames) and len(self.frames[0]) == HEADER_BYTES and self.frames[0][TYPE_AT] == MessageType.ADMIN
-        )
 
 
 class Endpoint:
@@ -118,7 +95,8 @@ class Endpoint:
         self.received_bytes = 0
         self.received_messages = 0
         self.local_address = ""
-        self._files: list[SocketFile] = []  # zmq leaves them behind
+        # Of Unix sockets, which zmq leaves behind: by the end another process may have a file's name.
+        self._files: dict[str, os.stat_result] = {}
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._zero_copy = ZeroCopySends(self._socket)
         self.peers = Peers(self._socket)
@@ -158,7 +136,8 @@ class Endpoint:
             if mask is not None:
                 os.umask(mask)
         if is_path and not address.startswith("ipc://@"):
-            self._files.append(SocketFile(address.removeprefix("ipc://")))
+            path = os.path.abspath(address.removeprefix("ipc://"))
+            self._files[path] = os.lstat(path)
 
     def open_local(self, address: str) -> None:
         """Listen at the Unix socket ``address`` too.
@@ -170,11 +149,6 @@ class Endpoint:
         """
         self._bind(address)
         self.local_address = address
-
-    @property
-    def unix_address(self) -> str:
-        """The ipc:// address that it listens at; "" without one."""
-        return self.address if self.address.startswith("ipc://") else self.local_address
 
     def poll(self, timeout_s: float, descriptor: int) -> bool:
         """Whether a message is there, or this descriptor can be read, after at most ``timeout_s``."""
@@ -199,7 +173,7 @@ class Endpoint:
         self.received_bytes += size_bytes
         self.peers.heard(route, part, size_bytes)
         user_id = str(part.get("User-Id")) if self._guard is not None and self._guard.names_peers else ""
-        return Received(route, user_id, frames, size_bytes, part)
+        return Received(route, user_id, frames, part)
 
     def operator(self, received: Received) -> str:
         """Who sent this, in words, if it may give orders; "" if it may not.
@@ -255,18 +229,19 @@ class Endpoint:
         self._zero_copy.close()
         self.peers.end()
         self._socket.close(linger=linger_ms)
-        for file in self._files:
-            file.remove()
+        for path, status in self._files.items():
+            with suppress(OSError):
+                if os.path.samestat(status, os.lstat(path)):
+                    os.unlink(path)
 
 
 def _refuse_occupied_path(address: str) -> None:
     """Raise where a file is at an ipc path, or a process listens there: zmq would remove it silently."""
     path = Path(address.removeprefix("ipc://"))
-    tests = {"a symbolic link": path.is_symlink, "a file": path.is_file, "a directory": path.is_dir}
-    found, fix = next((kind for kind, is_one in tests.items() if is_one()), ""), "move it away"
-    if not found and is_listening(address):
-        found, fix = "a path at which another process listens", "stop that process"
-    if found:
+    found, fix = "something else", "move it away"
+    if path.is_socket() and not path.is_symlink():
+        found, fix = "a socket at which another process listens", "stop that process"
+    if os.path.lexists(path) and (fix == "move it away" or is_listening(address)):
         raise BindError(
             f"The address {address} could not be bound (expected nothing at that path, or a socket that a server left"
             f" behind, got {found}). Fix: choose another with --bind, or {fix}."

@@ -32,6 +32,28 @@ class _Peer:
             return os.fstat(self.descriptor).st_ino == self.inode
         return False
 
+    def socket(self) -> socket.socket:
+        """A second descriptor of it; OSError where it is gone."""
+        own = socket.socket(fileno=os.dup(self.descriptor))
+        if os.fstat(own.fileno()).st_ino != self.inode:
+            own.close()
+            raise OSError("the descriptor is another connection's")
+        return own
+
+    def close(self) -> bool:
+        """Shut it down; False: it is gone, or the system refuses."""
+        with suppress(OSError), self.socket() as own:
+            own.shutdown(socket.SHUT_RDWR)
+            return True
+        return False
+
+    def unexplained_bytes(self) -> int | None:
+        """How many bytes came beyond those of messages; None where the kernel does not count them."""
+        with suppress(OSError), self.socket() as own:
+            came_bytes: int = struct.unpack_from("@Q", own.getsockopt(*_INFORMATION), _RECEIVED_AT)[0]
+            return came_bytes - self.received_bytes
+        return None
+
 
 class Peers:
     """Of one socket; used by the socket's thread."""
@@ -40,8 +62,6 @@ class Peers:
         self._router, self._accepted = router, router.get_monitor_socket(zmq.EVENT_ACCEPTED)
         self._peers: dict[int, _Peer] = {}  # by descriptor
         self._by_route: dict[bytes, _Peer] = {}
-        # dup2 onto an open descriptor needs no free one, and nothing else can get that descriptor meanwhile.
-        self._blank, self._hand = socket.socket(), socket.socket()
 
     def heard(self, route: bytes, part: zmq.Frame, size_bytes: int) -> None:
         """A message came."""
@@ -60,7 +80,7 @@ class Peers:
     def close(self, route: bytes) -> bool:
         """Close a peer's connection; whether there was one."""
         peer = self._by_route.pop(route, None)
-        return peer is not None and self._shut(peer)
+        return peer is not None and peer.close()
 
     def close_unfinished(self, more_than_bytes: int) -> int:
         """Close connections over which more bytes came than messages explain; how many there were.
@@ -68,10 +88,9 @@ class Peers:
         The kernel counts no bytes of Unix sockets: where no TCP connection explains the memory, all those are closed.
         """
         self.look()
-        came = [(peer, self._on(peer, *_INFORMATION)) for peer in self._peers.values()]
-        known = [(peer, struct.unpack_from("@Q", found, _RECEIVED_AT)[0]) for peer, found in came if found is not None]
-        large = [peer for peer, came_bytes in known if came_bytes - peer.received_bytes > more_than_bytes]
-        return sum(map(self._shut, large or [peer for peer, found in came if found is None]))
+        known = [(peer, peer.unexplained_bytes()) for peer in self._peers.values()]
+        large = [peer for peer, unexplained in known if unexplained is not None and unexplained > more_than_bytes]
+        return sum(peer.close() for peer in large or [peer for peer, unexplained in known if unexplained is None])
 
     def look(self) -> None:
         """Learn of new connections, and forget those that are gone; call it often, or accepting stands still."""
@@ -87,23 +106,4 @@ class Peers:
     def end(self) -> None:
         """Before the socket is closed."""
         self._router.disable_monitor()
-        for one in (self._accepted, self._blank, self._hand):
-            one.close()
-
-    def _shut(self, peer: _Peer) -> bool:
-        return self._on(peer) is not None
-
-    def _on(self, peer: _Peer, *option: int) -> bytes | None:
-        """An option of the connection's socket; without one, shut it down. None: it is gone, or the system refuses."""
-        try:
-            os.dup2(peer.descriptor, self._hand.fileno(), inheritable=False)
-            if os.fstat(self._hand.fileno()).st_ino != peer.inode:
-                return None
-            if option:
-                return self._hand.getsockopt(option[0], option[1], option[2])
-            self._hand.shutdown(socket.SHUT_RDWR)
-            return b""
-        except OSError:
-            return None
-        finally:
-            os.dup2(self._blank.fileno(), self._hand.fileno(), inheritable=False)
+        self._accepted.close()

@@ -54,10 +54,6 @@ DRAIN_MESSAGES = 64
 ANSWERS_PER_GROUP = 4
 # How long messages that are queued when the server ends may take to be answered.
 LAST_MESSAGES_S = 2.0
-# A report of many workers and chunks takes milliseconds: one that was costly is sent again for ``KEPT_FACTOR`` times as
-# long, so that asking all the time takes a tenth of the shard's time.
-COSTLY_S = 0.001
-KEPT_FACTOR = 10.0
 # These say nothing of updates, so they do not wait for the log: a server whose disk is slow, or full, can be looked at.
 _DO_NOT_WAIT = frozenset(
     {MessageType.STATUS_REPORT, MessageType.ECHOED, MessageType.ERROR, MessageType.PENDING, MessageType.CHUNKS,
@@ -202,8 +198,8 @@ class ShardThread(threading.Thread):
         # A worker's answers without a payload frame that leave together, and its route.
         self._group: list[bytes] = []
         self._group_route = b""
-        self._report = torch.empty(0, dtype=torch.uint8)
-        self._report_until_s = float("-inf")
+        # The status as JSON, made at most once in a tick: that of many workers and chunks takes milliseconds.
+        self._report: torch.Tensor | None = None
         self._ends = False
         self._has_ended = False
         self._drain_until_s: float | None = None
@@ -311,15 +307,15 @@ class ShardThread(threading.Thread):
             self._receive(self.last_tick_s + TICK_S - time.monotonic())
         now_s = time.monotonic()
         if now_s >= self.last_tick_s + TICK_S:
-            self.last_tick_s = now_s
+            self.last_tick_s, self._report = now_s, None
             self.endpoint.peers.look()
             if not self.drained.is_set():
                 self._guarded(self._tick)
-                self._guarded(self.segments.look)
         # After the tick, so that a status does not show a pause of this process as the workers' silence.
         self._answer_asked()
 
     def _tick(self) -> None:
+        self.segments.look()
         if self.coordinators is not None:
             self._send_decided(self.coordinators.tick(self._look_at_time()))
 
@@ -357,10 +353,10 @@ class ShardThread(threading.Thread):
     def _take(self, received: Received) -> None:
         message: Message | None = None
         try:
-            if received.is_admin:
-                self._administer(received)
-                return
             message = decode(received.frames)
+            if message.type is MessageType.ADMIN:
+                self._administer(received, message)
+                return
             process = received.process if message.type is MessageType.RESUME else 0
             self._handle(Sender(received.route, received.user_id, process), message)
         except ProtocolError as error:
@@ -401,17 +397,13 @@ class ShardThread(threading.Thread):
 
     def _status(self) -> torch.Tensor:
         """The status as JSON in UTF-8, which anybody may ask for as often as they like."""
-        began_s = time.perf_counter()
-        if began_s >= self._report_until_s:
+        if self._report is None:
             status = replace(self.status(), transport=None, server=None if self._facts is None else self._facts())
             self._report = torch.frombuffer(bytearray(msgspec.json.encode(status)), dtype=torch.uint8)
-            ended_s = time.perf_counter()
-            cost_s = ended_s - began_s
-            self._report_until_s = ended_s + (KEPT_FACTOR * cost_s if cost_s > COSTLY_S else 0.0)
         return self._report
 
-    def _administer(self, received: Received) -> None:
-        """An operator's order; ProtocolError from anybody else, before the message is decoded."""
+    def _administer(self, received: Received, order: Message) -> None:
+        """An operator's order; ProtocolError from anybody else."""
         operator = self.endpoint.operator(received)
         if not operator:
             raise ProtocolError(
@@ -419,15 +411,14 @@ class ShardThread(threading.Thread):
                 " of --admin-allow)",
                 ErrorCode.NOT_ALLOWED,
             )
-        self._on_admin(self, received.route, decode(received.frames), operator)
+        self._on_admin(self, received.route, order, operator)
 
     def _note_bad(self, received: Received, error: ProtocolError) -> None:
         self.bad_messages += 1
         if (suppressed := self._complaints.allows(time.monotonic())) is not None:
             peer = received.route.hex() + (f" with key {received.user_id}" if received.user_id else "")
-            sizes = ", ".join([str(len(frame)) for frame in received.frames[:4]] + ["..."] * (len(received.frames) > 4))
-            text = "shard %d refused a message from peer %s: %s (frames of %s bytes; %d like it unmentioned)"
-            logger.warning(text, self.shard.index, peer, error, sizes, suppressed)
+            text = "shard %d refused a message from peer %s: %s (%d like it unmentioned)"
+            logger.warning(text, self.shard.index, peer, error, suppressed)
 
     def _refuse(self, received: Received, error: ProtocolError) -> None:
         answer = refusal(received.frames, error)
@@ -453,7 +444,10 @@ class ShardThread(threading.Thread):
         for one in outgoing:
             message = one.message
             if message.type is MessageType.UPDATED and self.segments.put(message, one.place):
-                self._send_with_others(one)
+                if one.route != self._group_route or len(self._group) == ANSWERS_PER_GROUP:
+                    self._send_group()
+                self._group_route = one.route
+                self._group.append(b"".join(encode(message)))
                 continue
             self._send_group()  # a connection keeps its order
             # A new registration has to be the only one, whatever happens to this server.
@@ -468,12 +462,6 @@ class ShardThread(threading.Thread):
         job = self.shard.jobs.get(resume.job)
         if job is not None and (memory := self.segments.attach(job, resume, sender)) is not None:
             resumed.body["memory"] = memory
-
-    def _send_with_others(self, one: Outgoing) -> None:
-        if one.route != self._group_route or len(self._group) == ANSWERS_PER_GROUP:
-            self._send_group()
-        self._group_route = one.route
-        self._group.append(b"".join(encode(one.message)))
 
     def _send_group(self) -> None:
         if self._group:
