@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import torch
-import xxhash
 
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.protocol import bodies, messages
@@ -29,14 +28,13 @@ from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, ErrorCode, Message, MessageType
 
 # magic, protocol version, type, flags, job, epoch, view, worker, key, incarnation, sequence, version, numel,
-# payload_bytes, body_bytes, dtype, three zero bytes, checksum or place
+# payload_bytes, body_bytes, dtype, three zero bytes, place
 _HEADER = struct.Struct("<4sHBBQQQIIQQQQQIB3sQ")
 HEADER_BYTES = _HEADER.size
 TYPE_AT = 6  # offset of the type; magic, protocol version and type lie alike in every version
 _BODY_BYTES_AT = 80
 MAX_GROUP = 64  # messages
 
-FLAG_CHECKSUM = 1
 FLAG_BODY = 2
 FLAG_PAYLOAD = 4
 FLAG_IN_SEGMENT = 8
@@ -45,20 +43,19 @@ _NAME_THEIR_JOB = frozenset({MessageType.HELLO, MessageType.RESUME})
 _TYPES = {int(kind): kind for kind in MessageType}
 
 
-def encode(message: Message, *, checksum: bool = False) -> list[Any]:
+def encode(message: Message) -> list[Any]:
     """The frames of a message: bytes-like objects. Whoever receives them checks them.
 
     Args:
         message: its payload is a contiguous CPU tensor (whose dtype and numel are then taken) or a bytes-like object
             (``message.dtype`` and ``message.numel`` say of what). It is not copied, so it must not change until the
             frames are sent; the frames keep it alive. With a ``place`` only its size travels.
-        checksum: add the payload's xxh3-64.
 
     Raises:
         ConfigurationError: the protocol has no number for the dtype.
     """
     dtype, numel, payload = message.dtype, message.numel, message.payload
-    flags = payload_bytes = dtype_number = body_bytes = digest = 0
+    flags = payload_bytes = dtype_number = body_bytes = 0
     frames: list[Any] = [b""]
     if message.body:
         body = msgspec.msgpack.encode(message.body)
@@ -73,17 +70,15 @@ def encode(message: Message, *, checksum: bool = False) -> list[Any]:
         payload_bytes = payload.nbytes
         if message.place is not None:
             flags |= FLAG_IN_SEGMENT
-            digest = message.place
         else:
             frames.append(payload)
-            flags |= FLAG_PAYLOAD | (FLAG_CHECKSUM if checksum else 0)
-            digest = xxhash.xxh3_64_intdigest(payload) if checksum else 0
+            flags |= FLAG_PAYLOAD
     if dtype is not None and not (dtype_number := DTYPE_NUMBERS.get(dtype, 0)):
         raise ConfigurationError(f"{dtype} has no number on the wire")
     frames[0] = _HEADER.pack(
         messages.MAGIC, messages.PROTOCOL_VERSION, message.type, flags, message.job, message.epoch, message.view,
         message.worker, message.key, message.incarnation, message.sequence, message.version, numel, payload_bytes,
-        body_bytes, dtype_number, b"\0\0\0", digest,
+        body_bytes, dtype_number, b"\0\0\0", message.place or 0,
     )  # fmt: skip
     return frames
 
@@ -102,7 +97,7 @@ def decode(frames: Sequence[Any]) -> Message:
         raise _not_a_header(frames)
     (
         magic, peer_version, number, flags, job, epoch, view, worker, key, incarnation, sequence, chunk_version, numel,
-        payload_bytes, body_bytes, dtype_number, zeros, digest,
+        payload_bytes, body_bytes, dtype_number, zeros, place,
     ) = _HEADER.unpack(frames[0])  # fmt: skip
     kind = _TYPES.get(number)
     # An ERROR is readable in every version, so that each side learns of the other's.
@@ -110,7 +105,8 @@ def decode(frames: Sequence[Any]) -> Message:
         raise _not_a_header(frames)
     if kind is None:
         raise ProtocolError(f"unknown message type (expected 1 to {max(_TYPES)}, got {number})")
-    _check_equal(kind, "has reserved bits set", 0, flags >> 4 | int.from_bytes(zeros, "little"))
+    unused = place if not flags & FLAG_IN_SEGMENT else 0
+    _check_equal(kind, "has reserved bits set", 0, flags >> 4 | flags & 1 | int.from_bytes(zeros, "little") | unused)
     has_body, has_payload = flags >> 1 & 1, flags >> 2 & 1
     _check_equal(kind, "has a wrong number of frames for its flags", 1 + has_body + has_payload, len(frames))
     _check(kind, flags, key, sequence, numel, payload_bytes, dtype_number)
@@ -119,15 +115,11 @@ def decode(frames: Sequence[Any]) -> Message:
     body = bodies.unpack(kind, raw)
     _check_body(kind, job, numel, body)
     payload = memoryview(frames[-1]) if has_payload else None
-    place = digest if flags & FLAG_IN_SEGMENT else None
-    actual = place or 0
     if payload is not None:
         _check_equal(kind, "payload does not have the header's number of bytes", payload_bytes, payload.nbytes)
-        actual = xxhash.xxh3_64_intdigest(payload) if flags & FLAG_CHECKSUM else 0
-    _check_equal(kind, "was corrupted: its payload has another checksum", digest, actual)
     return Message(
         kind, job, epoch, worker, incarnation, key, sequence, chunk_version, DTYPES.get(dtype_number), numel, body,
-        payload, place, view,
+        payload, place if flags & FLAG_IN_SEGMENT else None, view,
     )  # fmt: skip
 
 
@@ -208,7 +200,7 @@ def _check(
 ) -> None:
     """Raise ProtocolError unless a header's fields agree with each other and the message's type."""
     is_chunk = kind is MessageType.REGISTER and dtype_number in DTYPES  # described also without its values
-    if flags & FLAG_IN_SEGMENT and (kind not in messages.MAY_BE_IN_SEGMENT or flags & (FLAG_PAYLOAD | FLAG_CHECKSUM)):
+    if flags & FLAG_IN_SEGMENT and (kind not in messages.MAY_BE_IN_SEGMENT or flags & FLAG_PAYLOAD):
         raise ProtocolError(f"{kind.name} cannot have its payload in shared memory, or twice (got flags {flags})")
     if flags & (FLAG_PAYLOAD | FLAG_IN_SEGMENT):
         if kind not in messages.PAYLOAD_REQUIRED and kind not in messages.PAYLOAD_OPTIONAL:
@@ -223,7 +215,7 @@ def _check(
         _check_equal(kind, "payload does not match its numel and dtype, in bytes", wanted_bytes, payload_bytes)
     elif kind in messages.PAYLOAD_REQUIRED:
         raise ProtocolError(f"{kind.name} lacks its payload")
-    elif payload_bytes or flags & FLAG_CHECKSUM or ((numel or dtype_number) and not is_chunk):
+    elif payload_bytes or ((numel or dtype_number) and not is_chunk):
         raise ProtocolError(f"{kind.name} describes a payload and has none (got {payload_bytes} bytes, numel {numel})")
     if kind in messages.KEYED and key == messages.NO_KEY:
         raise ProtocolError(f"{kind.name} names no chunk (expected a key below {messages.NO_KEY})")

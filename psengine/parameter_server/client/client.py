@@ -57,7 +57,6 @@ class Client:
         compensation_decay: of the running mean that adapts this strength; None for a constant one.
         timeout_s: deadline of everything that is asked.
         connect_timeout_s: deadline of a server's first answer.
-        checksum: add a checksum to every payload.
         compress: a codec, or its name, for gradients and the answers to them.
         keys: CURVE keys; by default those that PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY name, if any.
 
@@ -79,7 +78,6 @@ class Client:
         compensation_decay: float | None = None,
         timeout_s: float = 300.0,
         connect_timeout_s: float = 30.0,
-        checksum: bool = False,
         compress: str | Codec | None = None,
         keys: CurveClientKeys | None = None,
     ) -> None:
@@ -107,7 +105,6 @@ class Client:
             rank=rank,
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
-            checksum=checksum,
             codec=resolve_codec(compress),
             keys=keys_from_environment() if keys is None else keys,
         )

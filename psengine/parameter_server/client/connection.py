@@ -238,7 +238,7 @@ class Connection(Transport):
             self.segments.place(channel.address, message)
         elif message.type is MessageType.RESUME and "open" in message.body:
             self.segments.offer(channel.address, line.way, message)
-        *frames, last = encode(message, checksum=self._options.checksum)
+        *frames, last = encode(message)
         group = line.group
         if message.place is not None:
             group.extend((*frames, last))

@@ -49,7 +49,6 @@ class ServerOptions(TypedDict, total=False):
     servers: str | Sequence[str] | None
     job: str | None
     timeout_s: float
-    checksum: bool
     compress: str | Codec | None
     durability: str | None
 
@@ -58,7 +57,6 @@ class _SessionsOptions(TypedDict):
     servers: str | Sequence[str] | None
     job: str | None
     timeout_s: Annotated[float, Meta(gt=0.0, lt=1e9)]
-    checksum: bool
 
 
 class ServerStrategy(ConfiguredStrategy):
@@ -70,7 +68,6 @@ class ServerStrategy(ConfiguredStrategy):
         job: name under which workers find each other at the servers; None takes ``PSENGINE_JOB``, else "default",
             and numbers the models that one process wraps. A copy of a strategy (``deepcopy``, pickle) is numbered too.
         timeout_s: deadline of every wait for a server.
-        checksum: protect payloads by a hash on the way (TCP's own checks miss one error in some terabytes).
         compress: the codec, or its name, of gradients and of the servers' answers. All workers of a job use the same,
             and the servers know it. None: values travel as they are.
         durability: the least that the servers are to keep through their end: "memory", "snapshot" or "log" (every
@@ -93,7 +90,6 @@ class ServerStrategy(ConfiguredStrategy):
         servers: str | Sequence[str] | None = None,
         job: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        checksum: bool = False,
         compress: str | Codec | None = None,
         durability: str | None = None,
     ) -> None:
@@ -101,7 +97,6 @@ class ServerStrategy(ConfiguredStrategy):
             "servers": servers,
             "job": job,
             "timeout_s": timeout_s,
-            "checksum": checksum,
             "durability": durability,
             "compress": None if compress is None else resolve_codec(compress),
         }
@@ -237,7 +232,6 @@ class ServerStrategy(ConfiguredStrategy):
                 rank=rendezvous.rank,
                 world_size=rendezvous.world_size,
                 timeout_s=options["timeout_s"],
-                checksum=options["checksum"],
                 keys=keys_from_environment(),
                 is_embedded=rendezvous.is_embedded,
             )
