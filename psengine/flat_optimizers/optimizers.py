@@ -42,15 +42,9 @@ class OptimizerSpec:
         Raises:
             ProtocolError: an optimizer, hyperparameter or run that is not allowed.
         """
-        groups = check_groups(body.get("optimizer"), body.get("groups"))
-        runs = body.get("runs")
-        if not isinstance(runs, (list, tuple)):
-            raise _refusal(f"runs are lists of start, end and group (expected a list, got {type(runs).__name__})")
+        groups, runs = check_groups(body["optimizer"], body["groups"]), body["runs"]
         position = 0
-        for index, run in enumerate(runs):
-            if not isinstance(run, (list, tuple)) or len(run) != 3 or any(type(n) is not int for n in run):
-                raise _refusal(f"run {index} is a start, an end and a group (expected three integers)")
-            start, end, group = run
+        for index, (start, end, group) in enumerate(runs):
             if start != position or not start < end <= numel:
                 raise _refusal(
                     f"runs tile the chunk (expected run {index} to begin at {position} and end by {numel},"

@@ -32,7 +32,7 @@ Group = Annotated[
     dict[Annotated[str, Meta(pattern=r"\A[^\W\d]\w*\Z", max_length=64)], bool | float | tuple[float, float] | None],
     Meta(max_length=64),
 ]
-Groups = Annotated[list[Group], Meta(max_length=1024)]
+Groups = Annotated[list[Group], Meta(min_length=1, max_length=1024)]
 
 
 class Body(Struct, forbid_unknown_fields=True):
@@ -280,11 +280,6 @@ class Pull(Body):
     slot: bounds.Name | UnsetType = UNSET
     blob: bounds.Name | UnsetType = UNSET
 
-    def __post_init__(self) -> None:
-        """Check that one thing is named."""
-        if self.slot is not UNSET and self.blob is not UNSET:
-            raise ValueError("names both a slot and a blob (expected one of them)")
-
 
 class Store(Pull):
     """VALUES and STORE."""
@@ -297,8 +292,8 @@ class Heartbeat(Body):
     """HEARTBEAT: telemetry; ``blocked``: a push is open longer than a heartbeat; ``unreachable``: for a lease."""
 
     steps: bounds.Counted | UnsetType = UNSET
-    step_s: bounds.CountedSeconds | UnsetType = UNSET
-    blocked_s: bounds.CountedSeconds | UnsetType = UNSET
+    step_s: bounds.Seconds | UnsetType = UNSET
+    blocked_s: bounds.Seconds | UnsetType = UNSET
     samples: bounds.Counted | UnsetType = UNSET
     loss: bounds.Finite | UnsetType | None = UNSET
     completed: bounds.Counted | UnsetType = UNSET

@@ -39,7 +39,6 @@ FLAG_BODY = 2
 FLAG_PAYLOAD = 4
 FLAG_IN_SEGMENT = 8
 
-_NAME_THEIR_JOB = frozenset({MessageType.HELLO, MessageType.RESUME})
 _TYPES = {int(kind): kind for kind in MessageType}
 
 
@@ -228,7 +227,7 @@ def _check_body(kind: MessageType, job: int, numel: int, body: dict[str, Any]) -
     if kind is MessageType.REGISTER:
         total = sum(segment[4] for segment in body["segments"])
         _check_equal(kind, "has another numel than the sum of the segments", total, numel)
-    elif kind in _NAME_THEIR_JOB and "job" in body:
+    elif kind in (MessageType.HELLO, MessageType.RESUME) and "job" in body:
         _check_equal(kind, "header has the number of another job than its body", job_number(body["job"]), job)
 
 

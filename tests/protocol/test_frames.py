@@ -435,7 +435,6 @@ def without(body, name):
         ("configure", body_of("configure") | {"optimizer": "LBFGS"}, " body.optimizer: (expected"),
         ("configure", body_of("configure") | {"runs": [[0, 1, -2]]}, " body.runs[0][2]: (expected"),
         ("chunks", body_of("chunks") | {"more": 1}, " body.more: (expected"),
-        ("pull", {"slot": "a", "blob": "b"}, "both a slot and a blob"),
         ("values", {"steps": [math.nan]}, " body.steps[0]: (expected"),
         ("welcome", body_of("welcome") | {"lease_s": math.inf}, " body.lease_s: (expected"),
         ("prepare", {"x": 1}, "unknown field `x`, got {'x': 1}"),
