@@ -31,7 +31,6 @@ class Apply(ChunkRule):
     """See the module's text. The chunk's version counts the contributions that changed it."""
 
     holds_weights = True
-    pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER})
     kept: ClassVar[dict[str, Any]] = {
         "version": int,
         "stores": dict[int, tuple[int, int]],
@@ -233,7 +232,7 @@ class Apply(ChunkRule):
 
     @override
     def lent_places(self, workers: int) -> int:
-        is_lent = self.spec.kind in self.pushed_kinds and self.compensation is None
+        is_lent = self.spec.kind is not ChunkKind.CONSTANT and self.compensation is None
         # Each may read another version, and who pushes reads none.
         return workers if is_lent and not self.payloads.encodes_answers else 0
 

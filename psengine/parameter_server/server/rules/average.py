@@ -50,7 +50,6 @@ class Average(ChunkRule):
     """See the module's text. The chunk's version is the number of the last step that was closed."""
 
     holds_weights = False
-    pushed_kinds = frozenset({ChunkKind.PARAMETER, ChunkKind.BUFFER, ChunkKind.USAGE})
 
     def __init__(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext) -> None:
         super().__init__(spec, values, context)
@@ -101,7 +100,7 @@ class Average(ChunkRule):
     @override
     def release(self, release: Release) -> list[Reply]:
         step = release.step
-        if release.contributors is None or self.spec.kind not in self.pushed_kinds or step in self._results:
+        if release.contributors is None or step in self._results:
             return []
         self._released[step] = frozenset(rank for rank, _ in release.contributors)
         # The slowest has contributed to what is older, if this chunk was part of it.
@@ -246,7 +245,7 @@ class Average(ChunkRule):
 
     @override
     def lent_places(self, workers: int) -> int:
-        if self.spec.kind not in self.pushed_kinds or self.payloads.encodes_answers:
+        if self.spec.kind is ChunkKind.CONSTANT or self.payloads.encodes_answers:
             return 0
         # Who contributes to a step has read all averages but the last; with a quorum some are kept for who is late.
         return 4 if self._has_quorum else 2

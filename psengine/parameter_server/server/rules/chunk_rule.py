@@ -56,8 +56,6 @@ class ChunkRule(ABC):
 
     # Whether the weights that are trained are here; else they are in the workers, who deposit copies for each other.
     holds_weights: ClassVar[bool]
-    # Which chunks workers push.
-    pushed_kinds: ClassVar[frozenset[ChunkKind]]
     # Whether the job's codec may encode answers; else they are exact, whatever it is.
     encodes_answers: ClassVar[bool] = True
     # What a snapshot has beside weights and optimizer: attributes, and their types.

@@ -340,12 +340,11 @@ class Shard:
         self.changes += 1
         if self.append is None or not (job.holds_weights or message.type in _LOGGED_OF_AVERAGES):
             return
-        if not job.holds_weights:
-            message = replace(message, place=None, payload=None)  # which may be older than workers' by then
-        elif message.place is not None:
-            # Nobody hurries the worker to leave its memory alone, and what is written must be what is hashed.
-            payload = None if message.payload is None else payload_tensor(message).clone()
-            message = replace(message, place=None, payload=payload)
+        if not job.holds_weights or message.place is not None:
+            # Workers have newer averages by then. Else it is a worker's memory, which it may write to before it is
+            # hashed and written here.
+            has_payload = job.holds_weights and message.payload is not None
+            message = replace(message, place=None, payload=payload_tensor(message).clone() if has_payload else None)
         self.append(Record(RecordKind.MESSAGE, job.number, encode(message)))
 
     def capture(self) -> list[JobState]:
@@ -395,9 +394,9 @@ class Shard:
         return sum(job.size_bytes() for job in self.jobs.values())
 
     def _take_memory(self, size_bytes: int, what: str) -> None:
-        max_bytes, used_bytes = self.settings.max_memory_bytes, self.memory_bytes()
         if size_bytes <= 0:
             return
+        max_bytes, used_bytes = self.settings.max_memory_bytes, self.memory_bytes()
         if used_bytes + size_bytes > max_bytes:
             self._drop_finished()
             used_bytes = self.memory_bytes()
