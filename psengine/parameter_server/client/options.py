@@ -11,9 +11,6 @@ from psengine.codecs.identity import IDENTITY
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
 
-# A reader changes nothing, whatever the job's rule is.
-READER_RULE = {"name": "average", "quorum": None}
-
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
@@ -56,19 +53,18 @@ class SessionOptions:
     @property
     def averages(self) -> bool:
         """Whether the job's servers average, so that its weights live in its workers."""
-        return (self.rule or READER_RULE)["name"] == "average"
+        return self.rule is None or self.rule["name"] == "average"
 
     @property
     def has_decisions(self) -> bool:
         """Whether the coordinator decides something about a step, and hears when its pushes are at the shards."""
-        rule = self.rule or READER_RULE
-        return any(rule.get(name) is not None for name in ("quorum", "max_staleness"))
+        return any((self.rule or {}).get(name) is not None for name in ("quorum", "max_staleness"))
 
     @property
     def whole_rule(self) -> dict[str, Any]:
         """The rule as HELLO says it."""
-        rule = self.rule or READER_RULE
-        return rule if self.codec.is_identity else {**rule, "compress": repr(self.codec)}
+        assert self.rule is not None, "a reader says none"
+        return self.rule if self.codec.is_identity else {**self.rule, "compress": repr(self.codec)}
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError for timeouts that are none."""
