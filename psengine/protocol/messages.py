@@ -101,7 +101,7 @@ class ErrorCode:
     NOT_MEMBER = "not_member"  # the coordinator does not know this worker (it restarted): HELLO again
     STALE = "stale"  # another life's epoch, or an older view than the header's; begin again
     ENDED = "ended"  # the job has ended
-    NOT_READY = "not_ready"  # the job has no values yet; for STORE: a joiner reads what would be overwritten
+    NOT_READY = "not_ready"  # no values yet; HELLO: the rank is held; STORE: a joiner reads what it would overwrite
     BAD_VALUE = "bad_value"  # a number out of its bounds
     MEMORY = "memory"  # the server's --max-memory-bytes
     STATE_LOST = "state_lost"  # the server lost the job's weights

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -78,10 +77,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     releases: tuple[Release, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that each rank is there once."""
-        ranks = [member.rank for member in self.members]
-        if any(one >= other for one, other in pairwise(ranks)):
-            raise ValueError("members must be sorted by rank, each once")
+        """Check that every shard is there."""
         if self.chunks and len(self.chunks) != len(self.shards):
             raise ValueError("chunks must be counted of every shard")
 

@@ -67,7 +67,7 @@ class Coordinator(JobMemory):
         self._now_s = 0.0
         self._decisions = Decisions(self)
         # Registration.
-        self._registrar: tuple[int, int] | None = None
+        self._registrar: Worker | None = None
         self._empty: Message | None = None  # the view that ends the job's life before this one
         self._losses: dict[int, int] = {}  # by servers' lives, how many updates of each chunk they lost
         self._halted = ""  # why nobody goes on until the servers find what they lost
@@ -166,7 +166,7 @@ class Coordinator(JobMemory):
         if not worker.has_rule:
             return "reserved"
         is_member = worker.state is WorkerState.MEMBER
-        if self.state is JobState.NEW and worker.identity == self._registrar:
+        if self.state is JobState.NEW and worker is self._registrar:
             return "initialise"
         if self.state is not JobState.OPEN or (self.averages and self.view is None):
             return "wait"
@@ -186,7 +186,7 @@ class Coordinator(JobMemory):
     def _send(self, worker: Worker, message: Message) -> None:
         if worker.route:
             view = message.view or (self.view.number if self.view is not None else 0)
-            rank, incarnation = worker.identity
+            rank, incarnation = worker.rank, worker.incarnation
             sent = replace(message, epoch=self._around.epoch, worker=rank, incarnation=incarnation, view=view)
             self._outgoing.append(Outgoing(worker.route, sent))
 
@@ -198,7 +198,7 @@ class Coordinator(JobMemory):
         """For the answer to a heartbeat: what the worker waits for here, and for whom."""
         why, ranks = "", []
         if self.state is JobState.NEW:
-            why, ranks = "to register the model", [self._registrar[0] if self._registrar is not None else 0]
+            why, ranks = "to register the model", [0 if self._registrar is None else self._registrar.rank]
         elif self.state is JobState.RESUMING:
             why, ranks = "to come back", [one.rank for one in self.workers.members if not one.route]
         elif self.averages and self.view is None:
@@ -340,7 +340,7 @@ class Coordinator(JobMemory):
         self._expect(view.members)
         named = {(one.rank, one.incarnation) for one in view.members}
         for worker in self.workers.members:
-            if worker.identity not in named:
+            if (worker.rank, worker.incarnation) not in named:
                 self._put_out(worker, "evicted", "a view that a former coordinator published is without it")
 
     def _set_rule(self, rule: Mapping[str, Any]) -> None:
@@ -381,13 +381,13 @@ class Coordinator(JobMemory):
     def _choose_registrar(self) -> None:
         """Where nobody brings the job's first values, a worker has to."""
         waiting = [one for one in self.workers.waiting if not one.unreachable] or self.workers.waiting
-        if self.state is not JobState.NEW or any(one.identity == self._registrar for one in waiting):
+        if self.state is not JobState.NEW or self._registrar in waiting:
             return
         # With several workers rank 0 gives the values; where its process died, whoever is there.
         if not waiting or (waiting[0].rank and self.world_size > 1 and not self.key):
             return
         self._advance("begun")
-        self._registrar, self.registration = waiting[0].identity, self._next_registration()
+        self._registrar, self.registration = waiting[0], self._next_registration()
         self.key = self._around.draw_key()
         if self._around.settings.warns_of_loss and not self.averages:
             logger.warning(
@@ -467,7 +467,7 @@ class Coordinator(JobMemory):
 
     def _hear_registered(self, worker: Worker, message: Message) -> None:
         body = message.body
-        if (worker.identity, body["registration"]) != (self._registrar, self.registration):
+        if (worker, body["registration"]) != (self._registrar, self.registration):
             raise self._stale("registered a model under an older registration")
         if self.state is JobState.NEW:
             self.epochs, self.chunks, self._empty = list(body["epochs"]), list(body["chunks"]), None
@@ -590,7 +590,7 @@ class Coordinator(JobMemory):
         if worker.state is WorkerState.MEMBER:
             self._want_view()
             self.evicted += reason != "left"
-        elif worker.identity == self._registrar:
+        elif worker is self._registrar:
             self._registrar = None  # if it comes back it begins again
         if worker.rank in self.came:
             self.came[worker.rank] = reason == "left"

@@ -56,11 +56,6 @@ class Worker:
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """Rank and incarnation."""
-        return self.rank, self.incarnation
-
-    @property
     def has_begun(self) -> bool:
         """Whether it has read what it began with: it has done a step since it was admitted."""
         return max(self.completed, self.committed) >= self.first_step
