@@ -70,9 +70,8 @@ class EmbeddedServer:
         server._is_decided.wait(START_S)
         if server.addresses:
             return server
-        fate = f"was not ready after {START_S:g} s"
-        if server._is_decided.is_set():
-            fate = f"ended with exit code {server.process.poll()}"
+        code = server.process.poll()
+        fate = f"was not ready after {START_S:g} s" if code is None else f"ended with exit code {code}"
         server.process.kill()
         server.stop()
         raise ServerError(f"the embedded parameter server {fate}. It wrote:\n{server.log() or '(nothing)'}")
