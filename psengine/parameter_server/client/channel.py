@@ -97,10 +97,11 @@ class Channel:
         self.send_requests()
 
     def send(self, message: Message) -> None:
-        """Send a message in this client's name."""
-        own = self.job.identity
-        message.job, message.worker, message.incarnation = own.job, own.worker, own.incarnation
-        self.job.transport.send(self, message)
+        """Send a message in this client's name, where there is a connection."""
+        if self.is_connected:
+            own = self.job.identity
+            message.job, message.worker, message.incarnation = own.job, own.worker, own.incarnation
+            self.job.transport.send(self, message)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 

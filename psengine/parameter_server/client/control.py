@@ -45,18 +45,16 @@ class Control(Channel):
     @override
     def say_hello(self, now_s: float) -> None:
         job, options = self.job, self.job.options
-        rank = options.rank if job.identity.worker == NOBODY else job.identity.worker
         body: dict[str, Any] = {
             "job": options.job,
             "run": options.run,
             "nonce": job.nonce,
             "host": job.runtime.host()[:255],
             "pid": job.runtime.process_id(),
+            "rank": options.rank if job.identity.worker == NOBODY else job.identity.worker,
         }
         if options.rule is not None:  # else it reserves a rank
             body |= {"world_size": options.world_size, "rule": options.whole_rule}
-        if rank is not None:
-            body["rank"] = rank
         if options.averages and not job.has_state:
             job.leave_view(now_s)  # who has no state does not keep a job alive
         if job.view is not None:
@@ -82,17 +80,10 @@ class Control(Channel):
     def expect(self, what: str, timeout_s: float, seen: int = 0) -> Request:
         """Begin to wait for news after ``seen`` of them, a WELCOME or a view that has this worker; any thread."""
         job = self.job
-        request = Request(Message(MessageType.HELLO, sequence=_EXPECTED), job.parking, timeout_s, what=what)
-        job.transport.do(self._expect, request, seen)
+        message = Message(MessageType.HELLO, sequence=_EXPECTED, version=seen)
+        request = Request(message, job.parking, timeout_s, what=what)
+        job.transport.do(job.begin, self, request)
         return request
-
-    def _expect(self, request: Request, seen: int) -> None:
-        if self.job.fatal is not None:
-            request.fail(self.job.fatal)
-            return
-        self.requests[_EXPECTED] = request
-        if self.job.news != seen:
-            self.met(request.message)
 
     def met(self, message: Message) -> None:
         """What was expected has come."""
@@ -101,8 +92,10 @@ class Control(Channel):
 
     @override
     def _send_request(self, request: Request) -> None:
-        if request.message.type is not MessageType.HELLO:  # which comes by itself
+        if request.message.type is not MessageType.HELLO:
             super()._send_request(request)
+        elif request.message.version != self.job.news:  # what it waits for comes by itself, and has come
+            self.met(request.message)
 
     def beat(self, now_s: float) -> None:
         """Send a HEARTBEAT."""
@@ -112,9 +105,8 @@ class Control(Channel):
         self._next_beat_s = now_s + job.heartbeat_s
         late_s = now_s - job.heartbeat_s
         is_blocked = any(push.submitted_s <= late_s for link in job.links for push in link.sent.values())
-        body = job.telemetry.to_body() | {"completed": job.steps.completed, "blocked": is_blocked}
-        self._heartbeat = job.next_id()
-        body["unreachable"] = job.unreachable(now_s)
+        said = {"completed": job.steps.completed, "blocked": is_blocked, "unreachable": job.unreachable(now_s)}
+        body, self._heartbeat = job.telemetry.to_body() | said, job.next_id()
         self.send(Message(MessageType.HEARTBEAT, sequence=self._heartbeat, body=body))
 
     # ---- time --------------------------------------------------------------------------------------------------

@@ -70,7 +70,6 @@ class JobConnection:
         nonce: tells the coordinator this client from others that claim its rank.
         control: the connection to the coordinator; a reader never opens it.
         links: one per shard, the lead's first.
-        server_sizes: number of shards of each server, in the order of addresses.
         chunks: where the job's chunks are.
         state: what WELCOME said last; see ``WorkerSession.state``.
         key, registration_number: the job's, by WELCOME.
@@ -100,7 +99,6 @@ class JobConnection:
         self.identity = Identity(job_number(options.job))
         self.nonce = secrets.randbits(64) if options.nonce is None else options.nonce
         self.links: list[Link] = []
-        self.server_sizes: list[int] = []
         self.chunks = ChunkMap()
         self.state = ""
         self.key: bytes | None = None
@@ -189,10 +187,11 @@ class JobConnection:
             raise self.fatal.with_traceback(None)
         message.sequence = self.next_id()
         request = Request(message, self.parking, self.options.timeout_s if timeout_s is None else timeout_s, **options)
-        self.transport.do(self._begin, channel, request)
+        self.transport.do(self.begin, channel, request)
         return request
 
-    def _begin(self, channel: Channel, request: Request) -> None:
+    def begin(self, channel: Channel, request: Request) -> None:
+        """A request was made; the I/O thread."""
         if self.fatal is not None:
             request.fail(self.fatal)
         elif self.fenced is not None and request.message.type is MessageType.STORE:
@@ -323,7 +322,7 @@ class JobConnection:
     def _receive_foreign_view(self, message: Message, now_s: float) -> None:
         """A view without this worker, which leaves, is to begin the job anew, or was put out."""
         for link in self.links:
-            link.forward(message)
+            link.send(message)
         if self.view is None:
             self.view_message = message
         elif self.options.averages and not self.is_leaving:
@@ -374,7 +373,7 @@ class JobConnection:
         """RELEASE: forward it to every shard."""
         self.releases.append(message)
         for link in self.links:
-            link.forward(message)
+            link.send(message)
 
     def begin_again(self, now_s: float) -> None:
         """Join once more, though the view has this worker: it lacks state; the I/O thread."""
@@ -416,25 +415,20 @@ class JobConnection:
 
     def resumed(self, link: Link, former_epoch: int, now_s: float) -> None:
         """A shard has answered RESUME; ``former_epoch`` is that of its life before."""
-        is_reborn = former_epoch not in (0, link.epoch)
-        expected, got = self.server_sizes[link.index : link.index + 1], len(link.resumed["shards"])
-        if is_reborn and expected and expected[0] != got:
-            problem = f"with another number of shards (expected {expected[0]}, got {got}). Start it with --shards"
-            self._fail_at(link, f"{problem} {expected[0]}, or start the workers again.")
-        elif self.view is not None:
-            specs, got = self.chunks.at(link.index), link.resumed["chunks"]
-            if got >= len(specs):
-                self._take_back_up(link, now_s, self._lost_at(link) if is_reborn else 0)
-            elif self.options.averages:
-                self._register_again(link, specs)
-            else:
-                problem = f"without weights of job {self.options.job!r} (expected {len(specs)} chunks, got {got})"
-                fix = "Start the servers with --snapshot-dir, and the workers again from a checkpoint."
-                self._fail_at(link, f"{problem}: it was restarted without a snapshot that has them. {fix}")
-
-    def _fail_at(self, link: Link, problem: str) -> None:
-        """A server has come back without what it had."""
-        self.fail(ServerRefusedError(f"{link.address} came back {problem}", ErrorCode.STATE_LOST))
+        if self.view is None:
+            return
+        specs, got = self.chunks.at(link.index), link.resumed["chunks"]
+        if got >= len(specs):
+            self._take_back_up(link, now_s, self._lost_at(link) if former_epoch not in (0, link.epoch) else 0)
+        elif self.options.averages:
+            self._register_again(link, specs)
+        else:
+            text = (
+                f"{link.address} came back without weights of job {self.options.job!r} (expected {len(specs)} chunks,"
+                f" got {got}): it was restarted without a snapshot that has them, or with another number of shards."
+                " Start the servers with --snapshot-dir, and the workers again from a checkpoint."
+            )
+            self.fail(ServerRefusedError(text, ErrorCode.STATE_LOST))
 
     def _lost_at(self, link: Link) -> int:
         """How many updates of each chunk a restarted shard lacks; its optimizers may be older, too."""

@@ -9,9 +9,10 @@ join           LIST, compare, COMMIT "join"; VIEW once another worker has deposi
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from urllib.parse import urlsplit
 
 import torch
 
@@ -32,6 +33,7 @@ EMBEDDED_LEAVE_S = 10.0
 # How long who leaves waits where nobody needs its averages.
 GOODBYE_S = 1.0
 LAYOUT_AGAIN_S = 0.1
+_WILDCARD = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):")
 # Refusals of a COMMIT after which this worker begins again; where it is not known any more, with the next WELCOME.
 _BEGIN_AGAIN = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE)
 
@@ -64,7 +66,6 @@ def _connect(job: JobConnection) -> Flow[None]:
             )
         known[link.epoch] = link.address
         others += shard_addresses(link.address, link.resumed["shards"])
-    job.server_sizes = [len(link.resumed["shards"]) for link in job.first_links()]
     yield [_greeting(job, job.add_link(address)) for address in others]
 
 
@@ -233,33 +234,22 @@ def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:
     Until then this worker may be the only one with the average of its last step, and a server that dies needs it from
     here. A worker that is in the middle of a step, or failed in one, has no such average and waits for nobody.
     """
-    options, control = job.options, job.control
-    if not control.is_up or job.fatal is not None:
+    options, view, steps = job.options, job.view, job.steps
+    if not job.control.is_up or job.fatal is not None:
         return
-    steps, members = job.steps, () if job.view is None else job.view.members
-    is_needed = job.view is not None and options.averages and len(members) > 1 and not (steps.open or steps.has_failed)
-    timeout_s = GOODBYE_S
-    if is_needed and not failed:
-        timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S) if options.is_embedded else options.timeout_s
+    has_others = options.averages and view is not None and len(view.members) > 1
+    is_needed = has_others and not (failed or steps.open or steps.has_failed)
+    timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S if options.is_embedded else math.inf)
     job.is_leaving = True
-    body = {"completed": steps.completed, **({"failed": True} if failed else {})}
+    message = Message(MessageType.LEAVE, body={"completed": steps.completed, "failed": failed})
     try:
-        yield [job.ask(control, Message(MessageType.LEAVE, body=body), what="LEAVE", timeout_s=timeout_s)]
-    except ServerRefusedError as error:
-        logger.debug("%s leaves at once: %s", job, error)
+        yield [job.ask(job.control, message, what="LEAVE", timeout_s=timeout_s if is_needed else GOODBYE_S)]
     except PSEngineError as error:
-        level = logging.ERROR if timeout_s > GOODBYE_S else logging.DEBUG
+        level = logging.ERROR if is_needed and not isinstance(error, ServerRefusedError) else logging.DEBUG
         logger.log(level, "%s leaves, and other workers may lack the averages of its last step: %s", job, error)
 
 
 def shard_addresses(known: str, listed: Sequence[str]) -> list[str]:
     """The addresses of a server's other shards; a wildcard host stands for the host in ``known``, its first address."""
-    host = urlsplit(known).hostname or ""
-    addresses = []
-    for address in listed[1:]:
-        parts = urlsplit(address)
-        if parts.scheme == "tcp" and parts.hostname in ("*", "0.0.0.0", "::"):
-            addresses.append(f"tcp://[{host}]:{parts.port}" if ":" in host else f"tcp://{host}:{parts.port}")
-        else:
-            addresses.append(address)
-    return addresses
+    host = known.rpartition(":")[0]
+    return [_WILDCARD.sub(f"{host}:", address) for address in listed[1:]]

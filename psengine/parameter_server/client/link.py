@@ -19,7 +19,7 @@ from typing_extensions import override
 from psengine.errors import PSEngineError
 from psengine.parameter_server.client.channel import RETRY_MOST_S, Channel
 from psengine.parameter_server.client.operation import Push, Request
-from psengine.protocol.messages import NO_KEY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.job_connection import JobConnection
@@ -69,11 +69,6 @@ class Link(Channel):
             body["open"] = [[push.key, push.message.sequence] for push in self.sent.values()]
         self._greeting = job.next_id()
         self.send(Message(MessageType.RESUME, sequence=self._greeting, body=body))
-
-    def forward(self, message: Message) -> None:
-        """Pass on what the coordinator said."""
-        if self.is_connected:
-            self.send(message)
 
     @override
     def disconnected(self, now_s: float) -> None:
@@ -163,19 +158,19 @@ class Link(Channel):
     @override
     def receive(self, message: Message, now_s: float) -> None:
         # Repeated answers, and answers that nobody waits for any more, are ignored.
-        kind = message.type
+        kind, push = message.type, self.sent.get(message.key)
+        if push is not None and push.message.sequence != message.sequence:
+            push = None
         if kind is MessageType.UPDATED:
-            push = self.sent.get(message.key)
-            if push is not None and push.message.sequence == message.sequence:
+            if push is not None:
                 self._receive_updated(push, message, now_s)
         elif kind is MessageType.RESUMED:
             self._receive_resumed(message, now_s)
         elif kind is MessageType.PENDING:
-            push = self.sent.get(message.key)
-            if push is not None and push.message.sequence == message.sequence:
+            if push is not None:
                 push.waiting_for = message.body["waiting_for"]
         elif kind is MessageType.ERROR:
-            self._receive_error(message, now_s)
+            self._receive_error(push or self.requests.get(message.sequence), message, now_s)
         elif (request := self.receive_answer(message)) is not None:
             asked = request.message
             # The next gradient is computed from these values, whether they were read or written.
@@ -201,11 +196,8 @@ class Link(Channel):
         if self.waiting:
             self.pump(now_s)
 
-    def _receive_error(self, message: Message, now_s: float) -> None:
+    def _receive_error(self, operation: Request | None, message: Message, now_s: float) -> None:
         code, text = message.body["code"], message.body["text"]
-        push = self.sent.get(message.key) if message.key != NO_KEY else None
-        is_about_push = push is not None and push.message.sequence == message.sequence
-        operation = push if is_about_push else self.requests.get(message.sequence)
         if message.sequence == self._greeting:
             self.retry_at_s = now_s + RETRY_MOST_S
         if code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.view is not None:

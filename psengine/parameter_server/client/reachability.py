@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+from collections import deque
 
 import zmq
 
@@ -44,8 +45,7 @@ class Handshakes:
         self._address = address
         self._keys = keys
         self.way = ""
-        self._cut_off = 0
-        self._first_cut_s = self._last_cut_s = 0.0
+        self._cuts_s: deque[float] = deque(maxlen=MAX_CUT_HANDSHAKES)
 
     def keys_for(self, way: str) -> CurveClientKeys | None:
         """The keys to use there: with a secret instead of keys, none for Unix sockets, which know the client's user."""
@@ -72,29 +72,24 @@ class Handshakes:
     def ended(self, event: int, way: str, now_s: float) -> AuthenticationError | None:
         """A handshake ended; why this client is not let in, None where that is not known."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.way, self._cut_off = way, 0
+            self.way = way
             return self.find_stranger(way)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return self._refused(way)
         reason = "one side expects CURVE keys and the other has none, or it is no psengine-server"
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            if not self._has_cut_enough(now_s):
+            if self.way or not self._has_cut_enough(now_s):
                 return None
-            reason = (
-                "the server's public key is not the one expected" if self.keys_for(way) else "it expects CURVE keys"
-            )
+            reason = "the server has another public key" if self.keys_for(way) else "it expects CURVE keys"
             reason += ", or it is no psengine-server"
         return self._unfitting_keys(way, reason)
 
     def _has_cut_enough(self, now_s: float) -> bool:
-        if self._cut_off == 0 or now_s - self._last_cut_s > SLOW_CUT_S:
-            self._cut_off, self._first_cut_s = 0, now_s
-        self._cut_off += 1
-        self._last_cut_s = now_s
-        if self._cut_off < MAX_CUT_HANDSHAKES or now_s - self._first_cut_s < CUT_HANDSHAKES_S:
-            return False
-        self._cut_off = 0
-        return not self.way
+        cuts_s = self._cuts_s
+        if cuts_s and now_s - cuts_s[-1] > SLOW_CUT_S:
+            cuts_s.clear()
+        cuts_s.append(now_s)
+        return len(cuts_s) == MAX_CUT_HANDSHAKES and now_s - cuts_s[0] >= CUT_HANDSHAKES_S
 
     def _refused(self, way: str) -> AuthenticationError:
         address = self._address
