@@ -119,7 +119,7 @@ class JobConnection:
         self.parking = Parking(runtime.now_s)
         self.state_request: Message | None = None
         self.closing = threading.Event()
-        self.steps = Steps(self._hand_over, is_shared=options.averages)
+        self.steps = Steps(lambda step: self.transport.do(self._close_step, step), is_shared=options.averages)
         self._awaited_view = 0  # its number or a later one ends what PREPARE has frozen; 0 where nothing is
         self._ids = itertools.count(FIRST_REQUEST)
         self._stalls = StallWatch(stall_after_s())
@@ -152,23 +152,15 @@ class JobConnection:
         """Each server's first shard; the other shards' links follow all of these."""
         return self.links[: len(self.options.addresses)]
 
-    def submit(self, push: Push) -> None:
-        """Hand a push to the I/O thread.
-
-        Raises:
-            PSEngineError: the session has failed or is closed.
-        """
-        if self.fatal is not None:
-            raise self.fatal.with_traceback(None)
-        self.transport.do(self._begin_push, push)
-
-    def _begin_push(self, push: Push) -> None:
-        error = self.fatal or self.fenced
-        if error is not None:
+    def begin_push(self, push: Push) -> None:
+        """A push was made; the I/O thread."""
+        if (error := self.fatal or self.fenced) is not None:
             push.fail(error)
-        else:
-            self.has_state = True
-            push.link.begin_push(push, self.runtime.now_s())
+            return
+        self.has_state = True
+        self.steps.begin(push)
+        push.link.waiting.append(push)
+        push.link.pump()
 
     def ask(
         self,
@@ -181,10 +173,8 @@ class JobConnection:
         """Begin a request; its id is set here. The options are those of ``Request``.
 
         Raises:
-            PSEngineError: the session has failed or is closed.
+            ServerError: the session is closed.
         """
-        if self.fatal is not None:
-            raise self.fatal.with_traceback(None)
         message.sequence = self.next_id()
         request = Request(message, self.parking, self.options.timeout_s if timeout_s is None else timeout_s, **options)
         self.transport.do(self.begin, channel, request)
@@ -216,9 +206,6 @@ class JobConnection:
         return {**body, "registration": self.registration_number, "key": self.key}
 
     # ---- steps -------------------------------------------------------------------------------------------------
-
-    def _hand_over(self, step: Step) -> None:
-        self.transport.do(self._close_step, step)
 
     def _close_step(self, step: Step) -> None:
         step.is_closed = True
@@ -483,7 +470,7 @@ class JobConnection:
         self._refresh(now_s)
         if link.may_push:
             self._return_results(link)
-        link.pump(now_s)
+        link.pump()
 
     def is_lost(self, link: Link) -> bool:
         """Whether the shard has begun a new life that the view does not know."""
@@ -492,7 +479,7 @@ class JobConnection:
     def _go_on(self, now_s: float) -> None:
         self._refresh(now_s)
         for link in self.links:
-            link.pump(now_s)
+            link.pump()
 
     def _refresh(self, now_s: float) -> None:
         """Where pushes may go now."""

@@ -195,6 +195,8 @@ def _compare(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[None]:
         except ServerRefusedError as error:
             if error.code != ErrorCode.NOT_READY or job.runtime.now_s() >= began_s + job.options.timeout_s:
                 raise
+        if job.view is None and job.state == "initialise":
+            raise ServerRefusedError(f"job {job.options.job!r} begins anew meanwhile", ErrorCode.STALE)
         yield LAYOUT_AGAIN_S
     if difference := first_difference(mine, theirs):
         raise ReplicaMismatchError(

@@ -86,13 +86,7 @@ class Link(Channel):
 
     # ---- sending -----------------------------------------------------------------------------------------------
 
-    def begin_push(self, push: Push, now_s: float) -> None:
-        """A push was submitted."""
-        self.job.steps.begin(push)
-        self.waiting.append(push)
-        self.pump(now_s)
-
-    def pump(self, now_s: float) -> None:
+    def pump(self) -> None:
         """Send as many pushes as credit allows."""
         waiting, sent = self.waiting, self.sent
         while waiting and self.may_push:
@@ -163,7 +157,7 @@ class Link(Channel):
             push = None
         if kind is MessageType.UPDATED:
             if push is not None:
-                self._receive_updated(push, message, now_s)
+                self._receive_updated(push, message)
         elif kind is MessageType.RESUMED:
             self._receive_resumed(message, now_s)
         elif kind is MessageType.PENDING:
@@ -179,7 +173,7 @@ class Link(Channel):
                 self.versions[message.key] = message.version
             self._return_credit(request)
 
-    def _receive_updated(self, push: Push, message: Message, now_s: float) -> None:
+    def _receive_updated(self, push: Push, message: Message) -> None:
         job = self.job
         if job.was_taken_back(message):
             return
@@ -194,7 +188,7 @@ class Link(Channel):
             for other in job.steps.failed(push):
                 other.link.end(other, push.error)
         if self.waiting:
-            self.pump(now_s)
+            self.pump()
 
     def _receive_error(self, operation: Request | None, message: Message, now_s: float) -> None:
         code, text = message.body["code"], message.body["text"]
@@ -202,7 +196,7 @@ class Link(Channel):
             self.retry_at_s = now_s + RETRY_MOST_S
         if code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.view is not None:
             # The shard has a view without this worker, of which the coordinator will tell.
-            if operation is not None and not is_about_push:
+            if operation is not None:
                 operation.is_sent = False
             self.job.control.beat(now_s)
         elif code == ErrorCode.SHUTTING_DOWN:  # it is asked again on the next connection

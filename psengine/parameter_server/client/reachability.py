@@ -80,8 +80,8 @@ class Handshakes:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             if self.way or not self._has_cut_enough(now_s):
                 return None
-            reason = "the server has another public key" if self.keys_for(way) else "it expects CURVE keys"
-            reason += ", or it is no psengine-server"
+            known = "the server's public key is not the one expected" if self.keys_for(way) else "it expects CURVE keys"
+            reason = f"{known}, or it is no psengine-server"
         return self._unfitting_keys(way, reason)
 
     def _has_cut_enough(self, now_s: float) -> bool:

@@ -269,7 +269,7 @@ class WorkerSession:
         )
         if encoder is not None:
             encoder.last = push
-        job.submit(push)
+        job.transport.do(job.begin_push, push)
         return push
 
     def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
