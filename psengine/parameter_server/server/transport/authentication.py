@@ -268,7 +268,7 @@ def try_handshake(context: zmq.Context[Any], address: str, server_public: str, p
     """Connect with ``pair``, None: without CURVE. "accepted", "refused" by the authenticator, "cut" or "no verdict"."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 1 << 30)  # never; -1 may abort, see client/connection.py
     dealer.setsockopt(zmq.IPV6, int("[" in address))
     if pair is not None:
         dealer.setsockopt(zmq.CURVE_SERVERKEY, server_public.encode())
