@@ -54,10 +54,6 @@ class Thread:
         self.shard, self.coordinators, self.answers = shard, coordinators, self
         self.lock = threading.Lock()
 
-    @property
-    def changes(self):
-        return self.shard.changes
-
     def ask(self, function):
         future = Future()
         with self.lock:

@@ -203,7 +203,7 @@ def test_a_decision_waits_until_it_is_in_the_log(worlds):
     world = worlds()
     world.coordinators.answers, world.coordinators.changed = [VIEW], {"jobs": []}
     assert world.ask("LEAVE", body={"completed": 1}) == []
-    assert world.thread.changes == 1
+    assert world.shard.changes == 1
     world.make_durable()
     assert names(world.answers()) == ["VIEW"]
 

@@ -270,7 +270,7 @@ class Durability(threading.Thread):
             state.places[shard] = self.logs[shard].log.cut()
 
     def _changes(self) -> int:
-        return sum(thread.changes for thread in self._threads)
+        return sum(thread.shard.changes for thread in self._threads)
 
     # ---- room --------------------------------------------------------------------------------------------------
 

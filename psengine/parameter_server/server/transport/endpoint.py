@@ -238,7 +238,7 @@ class Endpoint:
 def _refuse_occupied_path(address: str) -> None:
     """Raise where a file is at an ipc path, or a process listens there: zmq would remove it silently."""
     path = Path(address.removeprefix("ipc://"))
-    found, fix = "something else", "move it away"
+    found, fix = "a file", "move it away"
     if path.is_socket() and not path.is_symlink():
         found, fix = "a socket at which another process listens", "stop that process"
     if os.path.lexists(path) and (fix == "move it away" or is_listening(address)):

@@ -13,7 +13,7 @@ Nothing else touches the shard, the coordinators or the socket: other threads ``
 from __future__ import annotations
 
 import logging
-import os
+import socket
 import threading
 import time
 from collections import deque
@@ -81,6 +81,7 @@ class HeldAnswers:
 
     Attributes:
         log: the shard's; None where nothing is logged.
+        descriptor: readable where something may leave.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -88,10 +89,11 @@ class HeldAnswers:
         self._endpoint = endpoint
         # What ``durable`` has to reach; route, frames, and whether they are to be copied.
         self._held: deque[tuple[int, bytes, Sequence[Any], bool]] = deque()
-        self._lock = threading.Lock()
-        self._is_closed = False
-        # Readable once the log is further.
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # The first is readable once the log is further.
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self.descriptor = self._woken.fileno()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -126,29 +128,26 @@ class HeldAnswers:
         Raises:
             LogFailedError: the log has failed; nothing may leave any more.
         """
-        if self.log is not None and self.log.failure:
+        if self.log is None:
+            return
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+        if self.log.failure:
             raise LogFailedError(self.log.failure)
-        while self._held and self.log is not None and self._held[0][0] <= self.log.durable:
+        while self._held and self._held[0][0] <= self.log.durable:
             _, route, frames, copies = self._held.popleft()
             self._endpoint.send(route, frames, copies=copies)
 
-    def acknowledge_wake(self) -> None:
-        """The thread has woken."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.descriptor)
-
     def wake(self) -> None:
         """The log is further, or has failed; callable from the threads that write it."""
-        with self._lock:
-            if not self._is_closed:
-                os.eventfd_write(self.descriptor, 1)
+        with suppress(OSError):  # full: it will wake up; closed: it has ended
+            self._waker.send(b"w")
 
     def close(self) -> None:
         """What is held is never sent."""
         self._held.clear()
-        with self._lock:
-            self._is_closed = True
-            os.close(self.descriptor)
+        self._woken.close()
+        self._waker.close()
 
 
 class ShardEndedError(ServerError):
@@ -205,7 +204,6 @@ class ShardThread(threading.Thread):
         self._drain_until_s: float | None = None
         self._complaints = RateLimit()
         self._traces = RateLimit()
-        self._decisions = 0
         self.bad_messages = 0
         self.failures = 0
 
@@ -241,11 +239,6 @@ class ShardThread(threading.Thread):
         answer = [Outgoing(route, self._to(request, kind, body=body))]
         waits = request.body.get("action") in _CHANGES_JOBS
         self._asked.put(lambda: None if self._has_ended else self._send(answer, waits=waits))
-
-    @property
-    def changes(self) -> int:
-        """Grows with each change of what a snapshot holds."""
-        return self.shard.changes + self._decisions
 
     def drain(self) -> None:
         """Let nobody in, answer queued messages, then take no more; sets ``drained``."""
@@ -334,7 +327,6 @@ class ShardThread(threading.Thread):
             if is_draining and not self.answers:
                 self.drained.set()
             return
-        self.answers.acknowledge_wake()
         self.answers.release()
         for _ in range(DRAIN_MESSAGES):
             received = self.endpoint.receive()
@@ -432,7 +424,7 @@ class ShardThread(threading.Thread):
         """Send what the coordinators say; what they have to remember is in the log before it."""
         changed = None if self.coordinators is None else self.coordinators.take_changed()
         if changed is not None:
-            self._decisions += 1
+            self.shard.changes += 1
             if self.shard.append is not None:
                 self.shard.append(json_record(RecordKind.COORDINATOR, changed))
         for one in outgoing:
