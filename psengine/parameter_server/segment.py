@@ -6,8 +6,8 @@ lock on it until it lets go of it or dies, which readers can ask. A forked child
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import sys
@@ -18,6 +18,9 @@ from pathlib import Path
 import torch
 
 from psengine.errors import ProtocolError
+
+with contextlib.suppress(ImportError):  # Windows has none, and shares nothing
+    import fcntl
 
 # From linux/fcntl.h: Python's module lacks them where it was built on another system.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034

@@ -169,7 +169,7 @@ class Snapshots:
                 clock.note("snapshot", self.server.index, self.store.last)
 
     def _changes(self) -> int:
-        return sum(thread.changes for thread in self.server.threads)
+        return sum(thread.shard.changes for thread in self.server.threads)
 
     def _begin(self) -> _Captured:
         return _Captured(ServerState([[] for _ in self.server.shards]), self._changes())
