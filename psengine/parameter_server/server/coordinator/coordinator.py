@@ -101,7 +101,8 @@ class Coordinator(JobMemory):
         outgoing = self._settled()
         if not is_later:
             body = self._waits_for(worker) if message.type is MessageType.HEARTBEAT else {}
-            outgoing.append(self._answer(sender.route, message, body))
+            answer = replace(message, type=MessageType.OK, epoch=self._around.epoch, view=0, body=body)
+            outgoing.append(Outgoing(sender.route, answer))
         return outgoing
 
     def tick(self, now_s: float) -> list[Outgoing]:
@@ -128,7 +129,8 @@ class Coordinator(JobMemory):
             self._change_view()
         if self.state is JobState.OPEN:
             self._ask_donor()
-            self._decide()
+            if self.view is not None and self._preparing is None:
+                self.is_changed |= self._decisions.decide(self._now_s)
         self._choose_registrar()
         for worker in self.workers.present:
             self._tell(worker)
@@ -189,10 +191,6 @@ class Coordinator(JobMemory):
             rank, incarnation = worker.rank, worker.incarnation
             sent = replace(message, epoch=self._around.epoch, worker=rank, incarnation=incarnation, view=view)
             self._outgoing.append(Outgoing(worker.route, sent))
-
-    def _answer(self, route: bytes, request: Message, body: dict[str, Any]) -> Outgoing:
-        kind = MessageType.ERROR if "code" in body else MessageType.OK
-        return Outgoing(route, replace(request, type=kind, epoch=self._around.epoch, view=0, body=body))
 
     def _waits_for(self, worker: Worker) -> dict[str, Any]:
         """For the answer to a heartbeat: what the worker waits for here, and for whom."""
@@ -740,10 +738,6 @@ class Coordinator(JobMemory):
         if self._joiner is not asked:
             body = {"rank": self._joiner.rank, "incarnation": self._joiner.incarnation}
             self._send(self._donor, Message(MessageType.STATE_WANTED, self.number, body=body))
-
-    def _decide(self) -> None:
-        if self.view is not None and self.view.epoch == self._around.epoch and self._preparing is None:
-            self.is_changed |= self._decisions.decide(self._now_s)
 
     # ---- for people, and the disk ------------------------------------------------------------------------------
 
