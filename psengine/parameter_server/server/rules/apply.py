@@ -231,10 +231,10 @@ class Apply(ChunkRule):
         return True
 
     @override
-    def lent_places(self, workers: int) -> int:
-        is_lent = self.spec.kind is not ChunkKind.CONSTANT and self.compensation is None
-        # Each may read another version, and who pushes reads none.
-        return workers if is_lent and not self.payloads.encodes_answers else 0
+    def lent_places(self) -> int:
+        view, is_made_anew = self.context.view, self.compensation is not None or self.payloads.encodes_answers
+        # Each worker may read another version, and who pushes reads none.
+        return 0 if view is None or is_made_anew or self.spec.kind is ChunkKind.CONSTANT else view.world_size
 
     @override
     def size_bytes(self) -> int:

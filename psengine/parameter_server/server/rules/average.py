@@ -133,7 +133,7 @@ class Average(ChunkRule):
         return []
 
     @override
-    def supply_result(self, rank: int, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
+    def supply_result(self, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
         if step in self._results:
             return []  # this server did not restart, or others were asked too
         gathered = self._open.pop(step, None)
@@ -244,7 +244,7 @@ class Average(ChunkRule):
         self.values, self.values_version = values.clone(), version
 
     @override
-    def lent_places(self, workers: int) -> int:
+    def lent_places(self) -> int:
         if self.spec.kind is ChunkKind.CONSTANT or self.payloads.encodes_answers:
             return 0
         # Who contributes to a step has read all averages but the last; with a quorum some are kept for who is late.

@@ -126,8 +126,8 @@ class ChunkRule(ABC):
     def waits(self) -> dict[int, list[int]]:
         """By rank whose contribution is not answered, those whose contributions or commits its answer waits for."""
 
-    def supply_result(self, rank: int, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
-        """Member ``rank`` returns the average of the last step before the view, for a server that restarted."""
+    def supply_result(self, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
+        """The donor returns the average of the last step before the view, for a server that restarted."""
         return []
 
     @abstractmethod
@@ -143,8 +143,8 @@ class ChunkRule(ABC):
         return False
 
     @abstractmethod
-    def lent_places(self, workers: int) -> int:
-        """In how many places answers to ``workers`` of this host are made, if one is to be free whenever one is needed;
+    def lent_places(self) -> int:
+        """In how many places answers to workers of this host are made, if one is to be free whenever one is needed;
         0 where they may not read answers where they are made.
         """
 

@@ -90,11 +90,6 @@ class Job(RuleContext):
         """The least of all chunks."""
         return min((rule.version for rule in self.rules.values()), default=0)
 
-    @property
-    def expected_workers(self) -> int:
-        """How many workers the job was begun with."""
-        return 1 if self.view is None else self.view.world_size
-
     def is_member(self, rank: int, incarnation: int, user_id: str | None = None) -> bool:
         """Whether the view has this worker; ``user_id``: and with this key."""
         worker = self.workers.get(rank)
@@ -195,7 +190,7 @@ class Job(RuleContext):
         if message.view != view.number or message.sequence != view.from_step - 1:
             return []
         payload = rule.payloads.answered(message)
-        return rule.supply_result(message.worker, message.sequence, payload, message.body.get("contributors"))
+        return rule.supply_result(message.sequence, payload, message.body.get("contributors"))
 
     @override
     def discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:

@@ -114,7 +114,7 @@ def _lend(job: Job) -> Segment:
     Raises:
         OSError: there is none.
     """
-    places = {key: rule.lent_places(job.expected_workers) for key, rule in sorted(job.rules.items())}
+    places = {key: rule.lent_places() for key, rule in sorted(job.rules.items())}
     parts = min(MAX_PLACES, max(places.values(), default=0))
     rules = [job.rules[key] for key, number in places.items() if number]
     part_bytes = sum(aligned(rule.spec.size_bytes) for rule in rules)
