@@ -101,6 +101,7 @@ class TestRefusals:
         world.publish(workers[:1])
         workers[0].push(0, 2, torch.ones(6), 2)
         world.publish(workers)
+        workers[1].resume()
         world.release(workers, 2)
         (answer,) = workers[1].push(0, 2, torch.ones(6), 2)
         assert answer.body == {"refused": "stale"}

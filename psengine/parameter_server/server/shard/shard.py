@@ -115,8 +115,6 @@ class Shard:
                 )
             if message.epoch not in (0, self.epoch) and message.type not in _FOR_ANY_LIFE and sender is not REPLAYED:
                 raise ProtocolError("this server has restarted since", ErrorCode.STALE)
-            if role is Role.MEMBER:
-                job.workers[message.worker].heard(sender.route)
             return self._take[message.type](job, message, sender)
         except ProtocolError as error:
             if sender is REPLAYED:
@@ -238,8 +236,6 @@ class Shard:
             return []  # its sender learns by RESUMED what this shard holds, and in which life
         replies = job.adopt(view)
         self._changed(job, message)
-        if self._role(job, message, sender) is Role.MEMBER:
-            job.workers[message.worker].heard(sender.route)
         return self._outgoing(job, replies)
 
     def _release(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:

@@ -29,8 +29,3 @@ class Worker:
         """RESUME came on a connection, b"" if not as a member's; messages of older ones may still be read after it."""
         if request >= self._resumed:
             self.route, self._resumed = route, request
-
-    def heard(self, route: bytes) -> None:
-        """It said something, perhaps before RESUME."""
-        if not self._resumed:
-            self.route = route
