@@ -194,7 +194,7 @@ function showTime(job) {
         write(row.children[2 + i].firstChild, milliseconds(seconds));
         write(row.children[2 + i].lastChild, Math.round(share * 100) + " %");
       });
-      write(row.children[6], milliseconds(worker.step_s));
+      write(row.lastChild, milliseconds(worker.step_s));
     });
 }
 
