@@ -94,11 +94,11 @@ def _quorum(change: int) -> Any:
     return make
 
 
-def _fastest(due: Any) -> Any:
+def _fastest(decide: Any) -> Any:
     def one(self: Bound, now_s: float) -> Any:
         fastest = max((one.committed for one in self.members), default=0)
         with mock.patch.object(self, "_least", return_value=fastest):
-            return due(self, now_s)
+            return decide(self, now_s)
 
     return one
 
@@ -117,6 +117,6 @@ plant("an average's quorum is one too small", Quorum, "__init__", _quorum(-1))
 plant("a merge's quorum is one too small", Merge, "__init__", _quorum(-1))
 plant("workers without a gradient fill the quorum", Quorum, "commit", _counts_absent)
 plant("workers without a difference are merged", Merge, "commit", _counts_absent)
-plant("the fastest worker is the floor", Bound, "due", _fastest)
+plant("the fastest worker is the floor", Bound, "decide", _fastest)
 plant("a grace window never ends", Merge, "_is_over", constant(False))
 plant("decisions go to worker 0 alone", Coordinator, "_send", _says_it_again)
