@@ -6,7 +6,9 @@ member      VIEW ─ RESUME {open} ─ PUSH ... ─ RELEASE ...         each may
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +25,6 @@ from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.payloads import codec_of, received_values
-from psengine.parameter_server.server.shard.worker import Worker
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardJob, ShardWorker
 from psengine.protocol.frames import payload_tensor
@@ -36,6 +37,19 @@ PAGE_BYTES = 48 * 1024
 MAX_SLOTS = 3
 # By the name in HELLO.
 RULES: dict[str, type[ChunkRule]] = {"average": Average, "apply": Apply, "merge": Merge}
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker of the view, as a shard knows it."""
+
+    incarnation: int
+    user_id: str = ""  # its CURVE key; "" without CURVE
+    route: bytes = b""  # where its answers go; b"" where it has no connection
+    resumed: int = 0  # id of the last RESUME: messages of older connections may still be read after it
+    pushes: int = 0  # chunks that it sent
+    discarded: Counter[str] = field(default_factory=Counter)  # those that were "refused", or came "late"
+    step: int = 0  # the last that it pushed
 
 
 class Job(RuleContext):

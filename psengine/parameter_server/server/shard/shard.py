@@ -166,7 +166,9 @@ class Shard:
             raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         job, is_at_work = self.jobs.get(message.job), "open" in message.body
         if job is not None and self._role(job, message, sender) is Role.MEMBER:
-            job.workers[message.worker].resume(sender.route if is_at_work else b"", message.sequence)
+            worker = job.workers[message.worker]
+            if message.sequence >= worker.resumed:
+                worker.route, worker.resumed = sender.route if is_at_work else b"", message.sequence
         if "registration" in message.body:
             self._begin(message, sender)
         job, missing, replies = self.jobs.get(message.job), list[int](), list[Reply]()
