@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-# bytes_received in struct tcp_info, since Linux 4.1.
-_INFORMATION, _RECEIVED_AT = (socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128
+# Of bytes_received in struct tcp_info, since Linux 4.1.
+_RECEIVED_AT = 128
 
 
 @dataclass(slots=True)
@@ -26,32 +26,25 @@ class _Peer:
     inode: int  # of its socket; tells it from a later one with the same descriptor
     received_bytes: int = 0  # of messages that were complete
 
-    @property
-    def stands(self) -> bool:
+    def stands(self, descriptor: int | None = None) -> bool:
+        """Whether this descriptor, or its own, is still the connection's."""
         with suppress(OSError):
-            return os.fstat(self.descriptor).st_ino == self.inode
+            return os.fstat(self.descriptor if descriptor is None else descriptor).st_ino == self.inode
         return False
-
-    def socket(self) -> socket.socket:
-        """A second descriptor of it; OSError where it is gone."""
-        own = socket.socket(fileno=os.dup(self.descriptor))
-        if os.fstat(own.fileno()).st_ino != self.inode:
-            own.close()
-            raise OSError("the descriptor is another connection's")
-        return own
 
     def close(self) -> bool:
         """Shut it down; False: it is gone, or the system refuses."""
-        with suppress(OSError), self.socket() as own:
-            own.shutdown(socket.SHUT_RDWR)
-            return True
+        with suppress(OSError), socket.socket(fileno=os.dup(self.descriptor)) as own:
+            if self.stands(own.fileno()):
+                own.shutdown(socket.SHUT_RDWR)
+                return True
         return False
 
     def unexplained_bytes(self) -> int | None:
         """How many bytes came beyond those of messages; None where the kernel does not count them."""
-        with suppress(OSError), self.socket() as own:
-            came_bytes: int = struct.unpack_from("@Q", own.getsockopt(*_INFORMATION), _RECEIVED_AT)[0]
-            return came_bytes - self.received_bytes
+        with suppress(OSError), socket.socket(fileno=os.dup(self.descriptor)) as own:
+            information = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            return int.from_bytes(information[_RECEIVED_AT : _RECEIVED_AT + 8], sys.byteorder) - self.received_bytes
         return None
 
 
@@ -75,7 +68,7 @@ class Peers:
 
     def is_connected(self, route: bytes) -> bool:
         """Whether the connection stands, as far as the kernel knows."""
-        return route in self._by_route and self._by_route[route].stands
+        return route in self._by_route and self._by_route[route].stands()
 
     def close(self, route: bytes) -> bool:
         """Close a peer's connection; whether there was one."""
@@ -100,8 +93,8 @@ class Peers:
             descriptor = int(recv_monitor_message(self._accepted)["value"])
             with suppress(OSError):
                 self._peers[descriptor] = _Peer(descriptor, os.fstat(descriptor).st_ino)
-        self._peers = {peer.descriptor: peer for peer in self._peers.values() if peer.stands}
-        self._by_route = {route: peer for route, peer in self._by_route.items() if peer.stands}
+        self._peers = {peer.descriptor: peer for peer in self._peers.values() if peer.stands()}
+        self._by_route = {route: peer for route, peer in self._by_route.items() if peer.stands()}
 
     def end(self) -> None:
         """Before the socket is closed."""
