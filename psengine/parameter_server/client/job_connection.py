@@ -20,12 +20,7 @@ from typing import Any
 
 import torch
 
-from psengine.errors import (
-    ConfigurationError,
-    FencedError,
-    PSEngineError,
-    ServerRefusedError,
-)
+from psengine.errors import ConfigurationError, FencedError, PSEngineError, ServerRefusedError
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.chunk_map import ChunkMap
 from psengine.parameter_server.client.control import Control
@@ -162,14 +157,7 @@ class JobConnection:
         push.link.waiting.append(push)
         push.link.pump()
 
-    def ask(
-        self,
-        channel: Channel,
-        message: Message,
-        *,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> Request:
+    def ask(self, channel: Channel, message: Message, *, timeout_s: float | None = None, **options: Any) -> Request:
         """Begin a request; its id is set here. The options are those of ``Request``.
 
         Raises:
@@ -239,12 +227,10 @@ class JobConnection:
         return answer.view < view.number and answer.sequence >= view.from_step
 
     def fail_push(self, push: Push, error: PSEngineError) -> None:
-        """End a push without an answer, and what depends on it."""
-        if push.is_done:
-            return
-        push.link.end(push, error)
-        for other in self.steps.failed(push):
-            other.link.end(other, error)
+        """End a push without an answer, and where servers average its step."""
+        for one in (push, *self.steps.failed(push)):
+            one.link.drop(one)
+            one.fail(error)
 
     # ---- membership; the I/O thread ----------------------------------------------------------------------------
 
@@ -513,7 +499,8 @@ class JobConnection:
         """End also the pushes whose answers are here, and did not count yet."""
         for step in tuple(self.steps.open):
             for push in step.pushes:
-                self.fail_push(push, error)
+                if not push.is_done:
+                    self.fail_push(push, error)
 
     # ---- called by the transport -------------------------------------------------------------------------------
 

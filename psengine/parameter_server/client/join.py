@@ -65,7 +65,9 @@ def _connect(job: JobConnection) -> Flow[None]:
                 " same process). Name each server's first address once."
             )
         known[link.epoch] = link.address
-        others += shard_addresses(link.address, link.resumed["shards"])
+        # A wildcard host stands for the one at which this client reached the server.
+        host = link.address.rpartition(":")[0]
+        others += [_WILDCARD.sub(f"{host}:", address) for address in link.resumed["shards"][1:]]
     yield [_greeting(job, job.add_link(address)) for address in others]
 
 
@@ -249,9 +251,3 @@ def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:
     except PSEngineError as error:
         level = logging.ERROR if is_needed and not isinstance(error, ServerRefusedError) else logging.DEBUG
         logger.log(level, "%s leaves, and other workers may lack the averages of its last step: %s", job, error)
-
-
-def shard_addresses(known: str, listed: Sequence[str]) -> list[str]:
-    """The addresses of a server's other shards; a wildcard host stands for the host in ``known``, its first address."""
-    host = known.rpartition(":")[0]
-    return [_WILDCARD.sub(f"{host}:", address) for address in listed[1:]]

@@ -108,7 +108,7 @@ class Link(Channel):
     def requeue(self, pushes: Iterable[Push]) -> None:
         """These were lost: they are sent again, before all others."""
         for push in reversed(list(pushes)):
-            self._remove(push)
+            self.drop(push)
             self.waiting.appendleft(push)
 
     @override
@@ -185,8 +185,7 @@ class Link(Channel):
         if push.error is None:
             job.steps.answered(push)
         else:
-            for other in job.steps.failed(push):
-                other.link.end(other, push.error)
+            job.fail_push(push, push.error)
         if self.waiting:
             self.pump()
 
@@ -220,7 +219,8 @@ class Link(Channel):
         self.waiting.clear()
         self._in_flight_bytes = 0
 
-    def _remove(self, push: Push) -> None:
+    def drop(self, push: Push) -> None:
+        """Forget one push."""
         if self.sent.get(push.key) is push:
             del self.sent[push.key]
             self._in_flight_bytes -= push.size_bytes
@@ -234,11 +234,6 @@ class Link(Channel):
             return
         super().fail(operation, error)
         self._return_credit(operation)
-
-    def end(self, push: Push, error: PSEngineError) -> None:
-        """End a push without an answer."""
-        self._remove(push)
-        push.fail(error)
 
     @override
     def waits_for(self, operation: Request) -> str:
