@@ -371,7 +371,7 @@ def test_a_dead_shard_ends_the_process():
 
 
 def test_a_server_without_snapshots_says_so_loudly_of_jobs_whose_weights_it_has(tmp_path):
-    loud = "when this process ends, crashes or restarts, the model of job 'job' is LOST"
+    loud = "when this process ends, the model of job 'job' is LOST"
     with running_server() as server:
         for job, rule in (("averaging", AVERAGE_RULE), ("job", None)):
             assert "NOTHING IS DURABLE" not in server.log()
