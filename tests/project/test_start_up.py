@@ -98,8 +98,8 @@ def test_servers_are_launched_before_torch_is_imported():
     line = ["run", "--workers", "2", "--strategy", "async:max_staleness=4", "--servers", "2", "no_such_script.py"]
     text = run(
         WITHOUT_TORCH + "from psengine.cli.launching import servers\n"
-        "servers.launch = lambda: print('launched')\n"
-        "servers.discard = lambda process: None\n"
+        "from unittest.mock import MagicMock\n"
+        "servers.launch = lambda: print('launched') or MagicMock()\n"
         f"try:\n    ask(main.main, *{line!r})\n"
         "except ModuleNotFoundError as error:\n    print(error)\n"
     )
