@@ -565,8 +565,7 @@ class Coordinator(JobMemory):
 
     def _note_restart(self) -> None:
         """A shard has begun a new life."""
-        if self._around.settings.durability != "log":
-            self._decisions.lose()
+        self._decisions.lose(keeps_log=self._around.settings.durability == "log")
 
     def _hear_leave(self, worker: Worker, message: Message) -> bool:
         """Whether it is answered later."""

@@ -61,8 +61,8 @@ class Decisions:
     def learn(self) -> None:
         """The job's releases are a former coordinator's."""
 
-    def lose(self) -> None:
-        """A shard may have lost what it had answered."""
+    def lose(self, *, keeps_log: bool) -> None:
+        """A shard may have lost what workers committed, and without a log what it had answered."""
 
     def _release(self, step: int, contributors: tuple[tuple[int, int], ...] | None = None) -> None:
         assert self.job.view is not None
@@ -252,9 +252,12 @@ class Merge(Decisions):
         self.job.releases = [one for one in self.job.releases if one.number > max(taken, default=0)]
 
     @override
-    def lose(self) -> None:
+    def lose(self, *, keeps_log: bool) -> None:
         """Workers commit again what has no answer: it is named anew."""
-        self.job.releases.clear()
+        for pace in self._paces.values():
+            pace.pending = 0
+        if not keeps_log:
+            self.job.releases.clear()
 
     @override
     def learn(self) -> None:
