@@ -300,8 +300,3 @@ class ServerStatus(ServerFacts):
 
     shards: tuple[ShardStatus, ...]
     jobs: Mapping[str, JobStatus] = field(default_factory=dict)
-
-    @property
-    def answering(self) -> list[ShardStatus]:
-        """The shards that answered."""
-        return [shard for shard in self.shards if not shard.error]

@@ -49,7 +49,7 @@ def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
             if status.snapshot is not None:
                 yield from _exported("snapshot_", SnapshotStatus, [], [((), status.snapshot)])
             yield from _exported("log_", LogStatus, ["shard"], [([str(log.shard)], log) for log in status.logs])
-            yield from _of_shards(status.answering)
+            yield from _of_shards([shard for shard in status.shards if not shard.error])
             yield from _of_workers(status.jobs)
 
     registry = CollectorRegistry(auto_describe=False)
