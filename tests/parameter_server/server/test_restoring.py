@@ -206,6 +206,31 @@ def test_a_life_goes_on_from_the_last_one_s_end(logged):
     assert_same(recover(logged.store).shards[0], expected)
 
 
+@pytest.mark.parametrize("asks_by", [MessageType.RESUME, MessageType.PUSH])
+def test_who_asks_again_after_a_restart_gets_the_same_answers_in_the_replay(tmp_path, asks_by):
+    """Of an answer that is held when the worker asks: what it is computed from is known when it leaves."""
+    logged = Logged(tmp_path, RULES["compensated"], OPTIMIZERS["sgd"])
+    logged.snapshot()
+    first, *others = logged.workers
+    for _ in range(3):
+        logged.push(first)
+    logged.write()
+    found = recover(logged.store)
+    logged.world.start(EPOCH + 1, found.shards[0]).begin_life()
+    logged.begin_log(EPOCH + 1, found.ends[0])
+    logged.world.publish(logged.workers)
+    first.connect()
+    first.resume([(0, 3), (1, 3)] if asks_by is MessageType.RESUME else [])
+    for one in SPECS[:2] if asks_by is MessageType.PUSH else ():
+        first.push(one.key, 3, logged.values(one))
+    assert not first.updates()
+    for other in others:
+        logged.push(other)
+    assert list(first.updates()) == [3]
+    logged.write()
+    assert_same(recover(logged.store).shards[0], logged.world.shard.capture())
+
+
 def test_coordinators_and_dropped_jobs_come_back(logged):
     for content in (b'{"a":1}', b'{"b":2}'):
         logged.log.append(Record(RecordKind.COORDINATOR, frames=[content]))

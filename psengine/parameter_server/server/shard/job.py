@@ -159,8 +159,8 @@ class Job(RuleContext):
                 replies.append(answer)
         return missing, replies
 
-    def push(self, message: Message) -> list[Reply] | None:
-        """PUSH: what leaves because of it; None where it is known or out of date, and changes nothing.
+    def push(self, message: Message) -> list[Reply]:
+        """PUSH: what leaves because of it.
 
         Raises:
             ProtocolError: it makes no sense here; nothing has changed.
@@ -169,14 +169,14 @@ class Job(RuleContext):
         rank, step, spec = message.worker, message.sequence, rule.spec
         assert self.view is not None
         if message.view != self.view.number and not self.holds_weights:
-            return None  # it pushes again under this view
+            return []  # it pushes again under this view
         if rule.holds_weights and spec.kind is ChunkKind.PARAMETER and rule.optimizer is None:
             text = f"{spec.describe()} has no optimizer yet; the worker has to send CONFIGURE first"
             raise ProtocolError(text, ErrorCode.NOT_READY)
         if rule.has(rank, step):
             self.statistics.duplicates += 1
             again = rule.answer_again(rank, step)
-            return None if again is None else [again]
+            return [] if again is None else [again]
         body = message.body
         contribution = Contribution(
             rank,

@@ -174,8 +174,8 @@ class Shard:
         job, missing, replies = self.jobs.get(message.job), list[int](), list[Reply]()
         if job is not None and is_at_work and self._role(job, message, sender) is Role.MEMBER:
             missing, replies = job.resume(message.worker, message.body.get("open", ()))
-            if replies:
-                self._changed(job, message)
+            if len(missing) < len(message.body["open"]):
+                self._changed(job, message)  # their answers have left, or will
         body = {
             "chunks": 0 if job is None else len(job.rules),
             "version": 0 if job is None else job.version,
@@ -255,8 +255,6 @@ class Shard:
     def _push(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         job.statistics.bytes_in += _payload_bytes(message)
         replies = job.push(message)
-        if replies is None:
-            return []
         self._changed(job, message)
         return self._outgoing(job, replies)
 
