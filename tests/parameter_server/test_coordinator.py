@@ -891,6 +891,19 @@ def test_a_quorum_names_the_contributors_of_a_step_once() -> None:
     assert third.releases == first.releases
 
 
+def test_a_quorum_decides_again_what_a_view_took_back_whoever_remembers_it() -> None:
+    bench = Bench({**QUORUM, "quorum": 1})
+    first, second = bench.team(2)
+    first.step(1)
+    bench.wait(LEASE_S + 1, first)
+    assert (bench.ranks, bench.view.from_step) == ([0], 1)
+    assert second.view is not None
+    former = msgspec.structs.replace(second.view, releases=tuple(first.releases))
+    assert second.reconnect(view=msgspec.to_builtins(former)) == "join"
+    first.step(1)
+    assert [(one.number >> 32, one.step) for one in first.releases] == [(1, 1), (2, 1)]
+
+
 def test_a_quorum_does_not_run_away_from_the_slowest() -> None:
     bench = Bench(QUORUM, world_size=3)
     first, second, third = bench.team(3)

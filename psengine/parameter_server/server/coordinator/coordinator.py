@@ -325,11 +325,14 @@ class Coordinator(JobMemory):
             self._set_rule(rule)
             self.world_size = max(self.world_size, view.world_size)
             self.epochs, self.chunks = list(view.shards), list(view.chunks)
-        known = {one.number: one for one in (*view.releases, *self.releases)}
-        self.releases = [known[number] for number in sorted(known)]
-        if self.view is not None and view.number <= self.view.number:
+        number, is_resuming = 0 if self.view is None else self.view.number, self.state is JobState.RESUMING
+        # What still stands of an older view's decisions is in the newer view.
+        if view.number > number or (is_resuming and view.number == number):
+            known = {one.number: one for one in (*view.releases, *self.releases)}
+            self.releases = [known[one] for one in sorted(known)]
+        if view.number <= number:
             return
-        if self.state is not JobState.RESUMING:
+        if not is_resuming:
             self._want_view()
             return
         # What shards told of their lives meanwhile is newer.
