@@ -631,7 +631,9 @@ def train_async(
         optimizer.step()
         for key, name in names.items():
             answer = answers[key].wait()
-            log[name].append((answers[key].message.sequence, answer.version, gradients[name], answer.refused))
+            log[name].append(
+                (answers[key].message.sequence, answer.version, gradients[name], answer.body.get("refused"))
+            )
         step += 1
         reports.say("step", step)
         time.sleep(pause_s)
