@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -89,6 +91,21 @@ def running(directory):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(log_thread, "LOOK_S", 0.02)
+
+
+def test_a_sync_while_a_segment_gets_its_name_succeeds(tmp_path, monkeypatch):
+    def rename(*names):
+        real(*names)
+        syncs.append(pool.submit(log.sync))
+        time.sleep(0.1)
+
+    real, syncs, log = os.rename, [], ShardLog(DirectoryDisk(tmp_path), 0, 7)
+    monkeypatch.setattr(os, "rename", rename)
+    with ThreadPoolExecutor(1) as pool:
+        log.write()
+        [sync] = syncs
+        sync.result(DEADLINE_S)
+    log.close()
 
 
 @pytest.mark.usefixtures("quick")

@@ -124,7 +124,8 @@ class ShardLog:
         pieces = [encode(record, number, self.durable) for number, record in enumerate(self._batch, self.written)]
         self._file.append([piece for of_record in pieces for piece in of_record])
         if self._batch[0].kind is RecordKind.SEGMENT:
-            self._file.commit()
+            with self._syncing:  # a sync would look for the file under its former name
+                self._file.commit()
             self.begun += 1
         self.written += len(self._batch)
         self.written_bytes += size_bytes
