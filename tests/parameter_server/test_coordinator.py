@@ -740,6 +740,19 @@ def test_who_was_prepared_before_all_were_silent_is_prepared_again() -> None:
     assert bench.ranks == [0, 1]
 
 
+def test_who_comes_waits_for_silent_members_no_longer_than_their_lease() -> None:
+    bench = Bench(AVERAGE)
+    _, second = bench.team(2)
+    second.obeys = False
+    new = bench.worker(0)
+    assert refusal(new.hello) == ErrorCode.NOT_READY
+    bench.wait(3.0)
+    assert new.hello() == "join"
+    new.commit("join")
+    bench.wait(LEASE_S - 3.0 + 2 * TICK_S, new)
+    assert new.welcome["state"] == "initialise"
+
+
 def test_new_processes_begin_an_abandoned_averaging_job_anew() -> None:
     bench = Bench(AVERAGE)
     first, second = bench.team(2)

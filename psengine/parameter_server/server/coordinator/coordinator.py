@@ -608,11 +608,8 @@ class Coordinator(JobMemory):
         self._around.note(kind, text, job=self.name, worker=worker.rank)
 
     def _put_out_silent(self) -> None:
-        members = self.workers.members if self.averages and self.state is JobState.OPEN else []
-        # Where all who hold the weights are silent, they may be cut off together: they have another lease.
-        patience = 2 if members and all(self._now_s - one.last_heard_s > self._lease_s for one in members) else 1
         for worker in self.workers.present:
-            if (silent_s := self._now_s - worker.last_heard_s) > self._lease_s * (patience if worker in members else 1):
+            if (silent_s := self._now_s - worker.last_heard_s) > self._lease_s:
                 self._put_out(worker, "evicted", f"silent for {silent_s:.1f} s, longer than its lease")
 
     def _put_out_cut_off(self) -> None:
