@@ -205,10 +205,7 @@ class Coordinator(JobMemory):
         elif self._preparing is not None:
             why, ranks = "to agree on who takes part", self._unprepared()
         elif worker.state is WorkerState.JOINING:
-            why, ranks = (
-                "to give their state",
-                [] if self._donor is None or self._joiner is None else [self._donor.rank],
-            )
+            why, ranks = "to give their state", [self._donor.rank] if self._donor and self._joiner else []
         elif worker.is_blocked and type(self._decisions) is not Decisions:
             why, ranks = "to come", self.missing
         ranks = [rank for rank in ranks if rank != worker.rank]
@@ -373,7 +370,7 @@ class Coordinator(JobMemory):
         elif self.state is JobState.RESUMING and all(one.route for one in members):
             self._advance("resumed")
             self._decisions.learn()
-            self._note_restart()
+            self._decisions.lose(keeps_log=self._around.settings.durability == "log")
             if members:
                 self._want_view()
 
@@ -540,7 +537,7 @@ class Coordinator(JobMemory):
                 return  # a life before; where a clock was set back, it is said again under this view
             self.epochs[shard] = epoch
             self.is_changed, self._donation = True, None  # what was deposited there is lost
-            self._note_restart()
+            self._decisions.lose(keeps_log=self._around.settings.durability == "log")
             self._want_view()
             if not self.averages and self.chunks and body["chunks"] < self.chunks[shard]:
                 self._finish(
@@ -565,10 +562,6 @@ class Coordinator(JobMemory):
                 )
                 logger.error("%s", self._halted)
                 self._dismiss(self.workers.present, ErrorCode.STATE_LOST, self._halted)
-
-    def _note_restart(self) -> None:
-        """A shard has begun a new life."""
-        self._decisions.lose(keeps_log=self._around.settings.durability == "log")
 
     def _hear_leave(self, worker: Worker, message: Message) -> bool:
         """Whether it is answered later."""
@@ -709,14 +702,14 @@ class Coordinator(JobMemory):
         self._end_change()
         logger.info("job %r: view %d has workers %s", self.name, number, [one.rank for one in members])
         departing = self.workers.departing
+        has_failed = any(one.has_failed for one in departing)
         for worker in departing:
             assert worker.leaving is not None
             self._tell(worker)
             self._send(worker, Message(MessageType.OK, self.number, sequence=worker.leaving.sequence))
-        if departing and not members:
-            self._end(has_failed=any(one.has_failed for one in departing))
-        for worker in departing:
             worker.leaving = None
+        if departing and not members:
+            self._end(has_failed=has_failed)
 
     def _end_change(self) -> None:
         self._preparing = self._donation = self._joiner = None
