@@ -488,6 +488,30 @@ def test_nobody_is_put_out_for_a_shard_that_nobody_reaches_or_waits_at() -> None
     assert bench.ranks == [0, 1]
 
 
+def test_who_reaches_a_restarted_shard_later_than_another_has_a_lease_for_it() -> None:
+    bench = Bench(AVERAGE)
+    first, second = bench.team(2)
+    for _ in range(20):
+        first.heartbeat(unreachable=[1], blocked=True)
+        second.heartbeat(unreachable=[1], blocked=True)
+        bench.wait(1.0)
+    for _ in range(5):
+        first.heartbeat(unreachable=[], blocked=True)
+        bench.wait(1.0 - 0.01)
+        second.heartbeat(unreachable=[1], blocked=True)
+    assert bench.ranks == [0, 1]
+
+
+def test_nobody_is_put_out_for_a_shard_where_gradients_are_applied_as_they_come() -> None:
+    bench = Bench(ASYNC)
+    first, second = bench.team(2)
+    for _ in range(20):
+        first.heartbeat(blocked=True)
+        second.heartbeat(unreachable=[1], blocked=True)
+        bench.wait(1.0)
+    assert bench.ranks == [0, 1]
+
+
 # ---- changes of view ---------------------------------------------------------------------------------------------
 
 

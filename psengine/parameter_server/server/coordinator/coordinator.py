@@ -608,17 +608,20 @@ class Coordinator(JobMemory):
     def _put_out_cut_off(self) -> None:
         """Put out members that cannot reach a shard for a lease, where others reach it and wait.
 
-        A lease passes between the first report and the verdict: others may be about to find out the same.
+        A lease passes before the verdict, from when another reaches it: a server that restarts is not reached by all at
+        once. Where gradients are applied as they come, nobody waits for anybody.
         """
         members = self.workers.members
-        if self.state is not JobState.OPEN or not any(one.unreachable for one in members):
+        may_wait = self.averages or type(self._decisions) is not Decisions
+        if not may_wait or not any(one.unreachable for one in members):
             return
         by_nobody = frozenset.intersection(*(one.unreachable for one in members))
-        if not any(one.is_blocked or one.leaving for one in members if not one.unreachable - by_nobody):
-            return
+        are_waited_for = any(one.is_blocked or one.leaving for one in members if not one.unreachable - by_nobody)
         for worker in members:
             shards = worker.unreachable - by_nobody
-            if shards and self._now_s - worker.cut_s > self._lease_s:
+            if not shards or self.state is not JobState.OPEN:
+                worker.cut_s = self._now_s
+            elif are_waited_for and self._now_s - worker.cut_s > self._lease_s:
                 names = ", ".join(map(str, sorted(shards)))
                 self._put_out(worker, "evicted", f"it cannot reach shards {names}, which others reach, who wait for it")
 

@@ -49,7 +49,7 @@ class Worker:
     prepared: int = 0  # the view for which it is frozen
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
-    cut_s: float = 0.0  # since when there are such
+    cut_s: float = 0.0  # since when there are such that others reach
     leaving: Message | None = None  # its LEAVE; where it is gone, the next view answers that
     why_gone: str = ""  # "left", "evicted" or "fenced"
     gone_unix_s: float = 0.0
