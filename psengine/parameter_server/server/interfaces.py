@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from psengine.errors import ProtocolError
 from psengine.parameter_server.server.rules.answer_memory import Place
-from psengine.protocol.messages import Message
+from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,17 @@ class ShardSettings:
     max_memory_bytes: int = 8 << 30  # what this shard may hold
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
     warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them
+
+    def check_tier(self, job: str, rule: Mapping[str, Any]) -> None:
+        """Raise ProtocolError where a job asks for more durability than the server has."""
+        wanted, offered = rule.get("durability", "memory"), self.durability
+        if DURABILITY_TIERS.index(wanted) > DURABILITY_TIERS.index(offered):
+            raise ProtocolError(
+                f"job {job!r} asks for durability={wanted} (expected a server that offers at least that, got"
+                f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY, or ask for"
+                " less in the strategy.",
+                ErrorCode.RULE_MISMATCH,
+            )
 
 
 class Sender(NamedTuple):

@@ -28,7 +28,7 @@ from psengine.parameter_server.server.coordinator.workers import CLAIM_GRACE_S, 
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, message_of, view_of
 
 logger = logging.getLogger(__name__)
@@ -257,13 +257,7 @@ class Coordinator(JobMemory):
         rule = body.get("rule")
         if rule is None:
             return
-        wanted, offered = rule.get("durability", "memory"), self._around.settings.durability
-        if DURABILITY_TIERS.index(wanted) > DURABILITY_TIERS.index(offered):
-            raise ProtocolError(
-                f"job {self.name!r} asks for durability={wanted} (expected a server that offers at least that, got"
-                f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY.",
-                ErrorCode.RULE_MISMATCH,
-            )
+        self._around.settings.check_tier(self.name, rule)
         if self.rule is not None and self.rule != rule:
             raise ProtocolError(
                 f"job {self.name!r} runs under another rule (expected strategy {rule_text(self.rule)!r}, got"

@@ -57,8 +57,6 @@ class Coordinators:
                 raise ProtocolError("this server has restarted since; say HELLO again", ErrorCode.NOT_MEMBER)
             return job
         name = message.body["job"]
-        if job_number(name) != message.job:
-            raise ProtocolError(f"the header's job is not the number of {name!r}")
         if self._is_closed and (job is None or not job.is_awaited(message, sender.user_id)):
             raise ProtocolError(
                 "this server lets no more workers in: it was told to drain (psengine admin drain), and ends when the"

@@ -23,7 +23,7 @@ from psengine.protocol.frames import decode
 from psengine.protocol.layout import balance
 
 # What was accepted once has its place.
-_SETTINGS = ShardSettings(max_memory_bytes=1 << 62)
+_SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log")
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import encode, payload_tensor
-from psengine.protocol.messages import DURABILITY_TIERS, NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import check_digest, release_of, view_of
 
 MAX_JOBS = 256
@@ -206,14 +206,7 @@ class Shard:
                 f" servers in the same order everywhere, or drop it by psengine admin forget --job {name}.",
                 ErrorCode.FENCED,
             )
-        wanted, offered = rule.get("durability", "memory"), self.settings.durability
-        if DURABILITY_TIERS.index(wanted) > DURABILITY_TIERS.index(offered) and sender is not REPLAYED:
-            raise ProtocolError(
-                f"job {name!r} asks for durability={wanted} (expected a server that offers at least that, got"
-                f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY, or ask for"
-                " less in the strategy.",
-                ErrorCode.RULE_MISMATCH,
-            )
+        self.settings.check_tier(name, rule)
         if job is None and len(self.jobs) >= MAX_JOBS:
             self._drop_finished()
         if job is None and len(self.jobs) >= MAX_JOBS:
