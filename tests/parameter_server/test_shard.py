@@ -56,11 +56,22 @@ def test_who_is_in_no_view_changes_nothing(kind):
     assert world.shard.changes == before
 
 
+def test_who_was_put_out_may_write_no_more_with_the_key():
+    world, workers = world_of(2, [spec()], rule=APPLY, values={0: ONES})
+    world.publish(workers[:1])
+    assert workers[1].begin()["chunks"] == 1
+    assert codes(workers[1].send(MessageType.STORE, key=0, payload=5 * ONES)) == [ErrorCode.FENCED]
+    assert torch.equal(rule_of(world).read()[1], ONES)
+
+
 def test_a_worker_is_known_by_its_key_too():
-    world = World()
-    (member,) = team(world, 1, [spec()], rule=APPLY)
+    rule = {**APPLY, "delay_compensation": 1.0}
+    world, (member,) = world_of(1, [spec()], rule=rule)
+    before = world.shard.changes
     member.user_id = "somebody"
     assert codes(member.push(0, 1, ONES)) == [ErrorCode.FENCED]
+    assert member.pull(0).type is MessageType.VALUES  # but not as this worker's base
+    assert world.shard.changes == before
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,17 @@ def test_control_messages_go_to_the_coordinators_of_the_first_shard_and_all_else
     other = worlds(1)
     (refused,) = other.ask("HEARTBEAT")
     assert "the first shard of the job's first server" in refused.body["text"]
+
+
+def test_only_a_member_says_by_its_push_that_it_has_read_an_answer(worlds):
+    world, found = worlds(), []
+    world.thread.segments.find = found.append
+    members = [(0, 50, "")]
+    world.shard.jobs[7] = SimpleNamespace(is_member=lambda *said: said in members)
+    for job, incarnation in ((7, 51), (8, 50), (7, 50)):
+        world.ask("PUSH", job=job, worker=0, incarnation=incarnation, key=0, sequence=9)
+    assert world.shard.heard == ["PUSH"] * 3
+    assert [(push.job, push.incarnation) for push in found] == [(7, 50)]
 
 
 def test_what_says_nothing_of_updates_does_not_wait_for_the_log(worlds):

@@ -197,7 +197,7 @@ class Shard:
         if job is not None and job.key == key:
             # A coordinator that restarted goes on with the key, and counts registrations anew.
             job.registration = max(job.registration, registration)
-            if self._role(job, message, sender) is not Role.MEMBER:
+            if not self._is_current(job):  # else it is a member, or was put out
                 job.registrars.add(sender.route)
             return
         if job is not None and (job.registration >= registration or self._connected(job)):
@@ -288,7 +288,7 @@ class Shard:
             raise ProtocolError(
                 f"job {job.name!r} averages gradients; its weights are in its workers, not here", ErrorCode.NOT_READY
             )
-        is_base = not message.body and job.is_member(message.worker, message.incarnation)
+        is_base = not message.body and self._role(job, message, sender) is Role.MEMBER
         if is_base and job.find(message.key).note_base(message.worker):
             self._changed(job, message)
         version, payload, body = job.read(message)

@@ -375,7 +375,8 @@ class ShardThread(threading.Thread):
             echoed = self._to(message, MessageType.ECHOED, payload=payload_tensor(message))
             self._send([Outgoing(sender.route, echoed)])
         else:
-            if kind is MessageType.PUSH:
+            job = self.shard.jobs.get(message.job) if kind is MessageType.PUSH else None
+            if job is not None and job.is_member(message.worker, message.incarnation, sender.user_id):
                 self.segments.find(message)
             outgoing = self.shard.apply(message, sender)
             if kind is MessageType.RESUME and outgoing[0].message.type is MessageType.RESUMED:
