@@ -25,9 +25,11 @@ from support.worker_sessions import all_entered, entered
 from psengine.errors import EnvironmentVariableError, ServerError, ServerLostError
 from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.partition import cut
+from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
-from psengine.parameter_server.segment import IS_AVAILABLE
+from psengine.parameter_server.segment import IS_AVAILABLE, Segment
 from psengine.protocol.layout import ChunkKind
+from psengine.protocol.messages import Message, MessageType
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
 NUMEL = 60_000
@@ -269,6 +271,17 @@ def test_memory_that_is_shared_is_packed_in_and_the_answer_read_without_a_copy(m
             session.close()
 
 
+def test_only_who_is_reached_over_a_unix_socket_says_where_memory_is():
+    mine, theirs = WorkerSegments(is_wanted=True), Segment.make("psengine-server", 4096)
+    mine.reserve(4096)
+    told = Message(MessageType.RESUMED, body={"memory": [os.getpid(), theirs.descriptor, theirs.mark]})
+    push = Message(MessageType.PUSH, payload=mine.allocate(4, torch.float32))
+    for way, is_shared in (("tcp://a:1", False), ("ipc://beside", True)):
+        mine.resumed("tcp://a:1", way, told)
+        mine.place("tcp://a:1", push)
+        assert (push.place is not None) == is_shared
+
+
 def test_the_log_says_that_memory_is_shared_and_the_variable_turns_it_off(server, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="psengine.parameter_server.client.segments")
     for value, is_shared in (("1", True), ("0", False)):
@@ -283,5 +296,5 @@ def test_the_log_says_that_memory_is_shared_and_the_variable_turns_it_off(server
         finally:
             session.close()
     monkeypatch.setenv("PSENGINE_SEGMENTS", "off")
-    with pytest.raises(EnvironmentVariableError, match=r"PSENGINE_SEGMENTS .* \(expected 0 or 1, got 'off'\)"):
+    with pytest.raises(EnvironmentVariableError, match=r"PSENGINE_SEGMENTS .* \(expected 0 to 1, got 'off'\)"):
         entered(server.addresses[0], 0, SPECS[:1], job="variable off")

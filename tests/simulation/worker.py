@@ -268,7 +268,7 @@ class WorkerProcess:
         address = socket.channel.address
         assert self.segments is not None
         if message.type is MessageType.RESUMED:
-            self.segments.resumed(address, message)
+            self.segments.resumed(address, "ipc://", message)
         if message.place is None or self.segments.fetch(address, message):
             return True
         self.world.network.close(socket)

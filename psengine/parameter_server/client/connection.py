@@ -27,8 +27,9 @@ from typing_extensions import override
 from zmq.utils.monitor import recv_monitor_message
 
 from psengine.environment import local_sockets
-from psengine.environment.variables import read_variable
-from psengine.errors import EnvironmentVariableError, ProtocolError, PSEngineError, ServerError, ServerLostError
+from psengine.environment.launchers import read_integer
+from psengine.environment.variables import inherited_variables
+from psengine.errors import ProtocolError, PSEngineError, ServerError, ServerLostError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.job_connection import JobConnection
@@ -141,7 +142,8 @@ class Connection(Transport):
         self._options = options = job.options
         # With CURVE keys of its own a client is somebody else than its user.
         is_this_user = options.keys is None or bool(options.keys.secret_file)
-        is_wanted = options.uses_segments and options.uses_local_socket and _may_share()
+        is_allowed = read_integer(inherited_variables(), "PSENGINE_SEGMENTS", 0, 1) != 0
+        is_wanted = options.uses_segments and options.uses_local_socket and is_allowed
         self.segments = WorkerSegments(is_wanted=is_wanted and is_this_user)
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
@@ -332,7 +334,7 @@ class Connection(Transport):
                     line.channel.garbled(error)
                 else:
                     if message.type is MessageType.RESUMED:
-                        self.segments.resumed(line.channel.address, message)
+                        self.segments.resumed(line.channel.address, line.way, message)
                     if message.place is None or self.segments.fetch(line.channel.address, message):
                         line.channel.received(message, now_s)
                     else:
@@ -370,16 +372,6 @@ class Connection(Transport):
         self._wake_reader.close()
         self._wake_writer.close()
         self.segments.withdraw()
-
-
-def _may_share() -> bool:
-    variable = read_variable("PSENGINE_SEGMENTS") or "1"
-    if variable not in ("0", "1"):
-        raise EnvironmentVariableError(
-            "PSENGINE_SEGMENTS says whether this worker shares memory with servers on its host (expected 0 or 1, got"
-            f" {variable!r})."
-        )
-    return variable == "1"
 
 
 # The runtime of a client in a process.

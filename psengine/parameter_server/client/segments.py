@@ -81,11 +81,11 @@ class WorkerSegments:
         elif self._own is not None and is_loopback(address):
             self._tell(address, "this user's server has no Unix socket there (another container's /tmp?)")
 
-    def resumed(self, address: str, message: Message) -> None:
-        """RESUMED came: a shard that has taken the memory says where its own is."""
+    def resumed(self, address: str, way: str, message: Message) -> None:
+        """RESUMED came: a shard that has taken the memory says where its own is; no other is believed."""
         self._theirs.pop(address, None)
         own, told = self._own, message.body.get("memory")
-        if own is None or told is None:
+        if own is None or told is None or not way.startswith("ipc://"):
             return
         process, descriptor, mark = told
         try:
