@@ -20,6 +20,8 @@ MAX_BODY_BYTES = 256 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
 MAX_NAME_CHARS = 512
 MAX_SEGMENTS = 512
+# Of a job; ranks lie below this. It bounds what a coordinator counts through, and remembers of workers that are gone.
+MAX_WORKERS = 65_536
 MAX_WEIGHT = 1e12
 # A worker's counters stay exact as floats.
 MAX_COUNTED = 2**53

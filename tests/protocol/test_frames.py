@@ -379,6 +379,7 @@ def without(body, name):
         ("hello", hello(nonce=-1), " body.nonce: (expected"),
         ("hello", hello(rank=2**32 - 1), " body.rank: (expected"),
         ("hello", hello(world_size=0), " body.world_size: (expected"),
+        ("hello", hello(world_size=65_537), " body.world_size: (expected"),
         ("hello", without(hello(), "host"), "HELLO body: Object missing required field `host`"),
         ("hello", without(hello(), "world_size"), "lacks the field `world_size`"),
         ("hello", hello(rule={"name": "vote"}), "rule.name: Invalid value 'vote'"),

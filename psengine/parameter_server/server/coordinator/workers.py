@@ -12,13 +12,11 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.states import WORKER, WorkerState, after
 from psengine.parameter_server.server.coordinator.telemetry import WorkerTelemetry
 from psengine.parameter_server.server.interfaces import Sender
-from psengine.protocol.messages import ErrorCode, Message
+from psengine.protocol.messages import MAX_WORKERS, ErrorCode, Message
 from psengine.protocol.views import ViewMember
 
 # Messages that a process sent before it died may still arrive after its successor's first one.
 CLAIM_GRACE_S = 0.5
-# Ranks lie below this: it bounds what is remembered of workers that are gone.
-MAX_WORKERS = 65_536
 # Those of later processes still fit where they are sent and kept.
 MAX_INCARNATION = 2**62
 
