@@ -154,8 +154,8 @@ class Client:
             ConfigurationError: the servers cannot run this optimizer, or it has tensors that are not named.
             ServerLostError, ServerRefusedError, AuthenticationError: see ``WorkerSession.start``.
         """
-        if self._named is not None:
-            raise ConfigurationError("a client registers once; connect another one for other tensors")
+        if self._named is not None or self._options.rule is None:
+            raise ConfigurationError("a worker registers, and once; connect another one (role='worker')")
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if trained - set(map(id, named_tensors.values())):
             raise ConfigurationError(

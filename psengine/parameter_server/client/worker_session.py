@@ -70,8 +70,7 @@ class WorkerSession:
         self._finalizer = weakref.finalize(self, _say_goodbye, job, os.getpid())
 
     def __enter__(self) -> WorkerSession:
-        if not self.state:
-            self.start()
+        self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
@@ -80,7 +79,7 @@ class WorkerSession:
     # ---- entering and leaving ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Say HELLO, and connect to all servers.
+        """Say HELLO, and connect to all servers; once, however often it is called.
 
         Raises:
             ServerLostError: a server does not answer within ``connect_timeout_s``.
@@ -89,7 +88,7 @@ class WorkerSession:
             AuthenticationError: a CURVE key is wrong or missing.
         """
         try:
-            self.state = self._run(join.start(self.job_connection))
+            self.state = self.state or self._run(join.start(self.job_connection))
         except BaseException:
             self.close(failed=True)
             raise

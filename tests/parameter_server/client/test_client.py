@@ -207,6 +207,8 @@ def test_close_is_idempotent_and_ends_the_thread(server, job):
     start(session)
     waiting = session.push(0, torch.ones(NUMEL), [torch.empty(NUMEL)])
     waiting.wait()
+    session.start()
+    assert len(session.status()) == 1
     session.close()
     session.close()
     eventually(lambda: threading.active_count() == before)
@@ -302,6 +304,8 @@ def test_a_client_trains_like_the_optimizer_itself(server, job):
             torch.testing.assert_close(model.weight, twin.weight, rtol=0, atol=0)
             torch.testing.assert_close(model.bias, twin.bias, rtol=0, atol=0)
         with connect(server.addresses, job=job, role="reader", timeout_s=20) as reader:
+            with pytest.raises(ConfigurationError, match="a worker registers"):
+                reader.register(named, optimizer)
             values = reader.pull()
             assert set(values) == {"weight", "bias"}
             assert torch.equal(values["weight"], model.weight)
