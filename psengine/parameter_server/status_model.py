@@ -242,7 +242,7 @@ class Event:
 
     Attributes:
         unix_s: when, by the wall clock.
-        kind: one of ``events.KINDS``.
+        kind: one word, such as "evicted".
         job: name of the job, "" where it concerns none.
         worker: rank, None where it concerns none.
         text: for people, without a full stop.

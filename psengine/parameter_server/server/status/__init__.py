@@ -1,4 +1,4 @@
-"""The status port: dashboard, health, history, metrics.
+"""The status port: dashboard, health, metrics.
 
 May import ``durability`` and the rooms after it, ``environment`` and ``errors``.
 """
