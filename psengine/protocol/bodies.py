@@ -272,6 +272,7 @@ class Pending(Body):
     """PENDING."""
 
     waiting_for: list[bounds.Rank]
+    log: bool | UnsetType = UNSET
 
 
 class Pull(Body):

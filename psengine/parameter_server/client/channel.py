@@ -203,7 +203,7 @@ class Channel:
     def why_late(self, operation: Request, now_s: float) -> str:
         """Why an operation may have no answer yet, in a sentence."""
         if whom := self.waits_for(operation):
-            return f"The server has it, and waits for {whom}: are they stuck, dead or slow?"
+            return f"The server has it, and waits for {whom}: stuck, dead or slow?"
         last_s = self.last_heard_s
         heard = "was never heard from" if last_s is None else f"was last heard from {now_s - last_s:.1f} s ago"
         return f"The server {heard}: does psengine-server run there, and is its port reachable from this host?"

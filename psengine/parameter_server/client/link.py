@@ -162,7 +162,7 @@ class Link(Channel):
             self._receive_resumed(message, now_s)
         elif kind is MessageType.PENDING:
             if push is not None:
-                push.waiting_for = message.body["waiting_for"]
+                push.pending = message.body
         elif kind is MessageType.ERROR:
             self._receive_error(push or self.requests.get(message.sequence), message, now_s)
         elif (request := self.receive_answer(message)) is not None:
@@ -237,6 +237,7 @@ class Link(Channel):
 
     @override
     def waits_for(self, operation: Request) -> str:
-        if isinstance(operation, Push) and operation.waiting_for is not None:
-            return f"workers {operation.waiting_for}" if operation.waiting_for else "other workers"
-        return ""
+        if not isinstance(operation, Push) or operation.pending is None:
+            return ""
+        ranks, is_log = operation.pending["waiting_for"], operation.pending.get("log")
+        return f"workers {ranks}" if ranks else "its log, whose disk may be full" if is_log else "other workers"

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -194,14 +194,14 @@ class Push(Request):
     Attributes:
         spec, step, link: the chunk, the step of which it is, and where it goes.
         encoder: makes the chunk's payloads, where the job has a codec.
-        waiting_for: the workers that the server waits for, where it said so; else None.
+        pending: the body of the last PENDING: what the server waits for.
     """
 
     spec: ChunkSpec = field(kw_only=True)
     step: Step = field(kw_only=True)
     link: Link = field(kw_only=True)
     encoder: ChunkEncoder | None = None
-    waiting_for: list[int] | None = field(default=None, init=False)
+    pending: dict[str, Any] | None = field(default=None, init=False)
     asked_s: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:

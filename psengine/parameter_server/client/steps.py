@@ -166,6 +166,6 @@ class Steps:
         for step in self.open:
             for push in step.pushes if step.number >= from_step else ():
                 if push.answer is not None:
-                    push.answer = push.waiting_for = None
+                    push.answer = push.pending = None
                     step.unanswered += 1
         return [push for step in self.open for push in step.pushes if push.answer is None and push.error is None]

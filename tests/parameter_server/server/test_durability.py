@@ -380,6 +380,7 @@ def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_pat
         assert peer.request("PUSH", key=0, sequence=2, payload=torch.ones(10), timeout_s=0.3) is None
         eventually(lambda: one.status()["logs"][0]["is_full"])
         assert any(event["kind"] == "log_full" for event in one.status()["events"])
+        assert peer.request("WAITS", key=0, sequence=2).body == {"waiting_for": [], "log": True}
         with Peer(one.addresses[0]) as reader:  # says nothing of what is not durable
             reader.rank = NOBODY
             assert reader.request("RESUME", body={}).type.name == "RESUMED"

@@ -381,6 +381,8 @@ class ShardThread(threading.Thread):
             outgoing = self.shard.apply(message, sender)
             if kind is MessageType.RESUME and outgoing[0].message.type is MessageType.RESUMED:
                 self._complete(outgoing[0].message, message, sender)
+            elif kind is MessageType.WAITS and self.answers and "waiting_for" in outgoing[0].message.body:
+                outgoing[0].message.body["log"] = True
             self._send(outgoing, may_wait=True)
 
     def _to(self, request: Message, kind: MessageType, **fields: Any) -> Message:
