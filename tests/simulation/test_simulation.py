@@ -26,7 +26,7 @@ def test_seeds_keep_every_promise_and_do_the_same_twice():
 
 
 def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters(quiet):
-    breaks = Fault("break", 1.0, 0.2, 0, 0, 0.1, "UPDATED")
+    breaks = Fault("break", 1.4, 0.2, 0, 0, 0.1, "PUSH")
     harmless = Fault("stop worker", 0.5, 0.3, 1, 0, 0.1)
     scenario = Scenario(seed=1, workers=2, steps=8, chunks=1, max_staleness=0, faults=(harmless, breaks))
     assert run(scenario).violation == ""
