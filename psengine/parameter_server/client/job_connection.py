@@ -397,8 +397,8 @@ class JobConnection:
             self._register_again(link, specs)
         else:
             text = (
-                f"{link.address} came back without weights of job {self.options.job!r} (expected {len(specs)} chunks,"
-                f" got {got}): it was restarted without a snapshot that has them, or with another number of shards."
+                f"job {self.options.job!r} is lost: {link.address} came back without its weights (expected"
+                f" {len(specs)} chunks, got {got}), from no snapshot that has them, or with another number of shards."
                 " Start the servers with --snapshot-dir, and the workers again from a checkpoint."
             )
             self.fail(ServerRefusedError(text, ErrorCode.STATE_LOST))
