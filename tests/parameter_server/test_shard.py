@@ -94,6 +94,18 @@ def test_a_reader_reads_what_servers_hold():
     assert codes([Worker(world, job="nobody's").pull(0)]) == [ErrorCode.NOT_READY]
 
 
+def test_a_restarted_shard_lists_chunks_of_averages_once_a_view_names_it_and_all_are_back():
+    world, (member,) = world_of(1, [spec()], chunks=(2,))
+    body = {"after": -1}
+    assert codes([member.ask(MessageType.LIST, body=body)]) == [ErrorCode.NOT_READY]
+    member.register(spec(1))
+    assert len(member.ask(MessageType.LIST, body=body).body["chunks"]) == 2
+    world.start(world.shard.epoch + 1, world.shard.capture())
+    assert codes([member.ask(MessageType.LIST, body=body)]) == [ErrorCode.NOT_READY]
+    world.publish([member], chunks=(2,))
+    assert len(member.ask(MessageType.LIST, body=body).body["chunks"]) == 2
+
+
 # ---- registration ------------------------------------------------------------------------------------------------
 
 
