@@ -30,6 +30,13 @@ BEHAVIOURS = {
     ),
     "the lead dies as the model is registered": _with(LOG, Fault("kill lead", 0.0, 0.5, on="COMMIT")),
     "the lead dies as it publishes the first view": _with(AVERAGE, Fault("kill lead", 0.0, 0.5, on="VIEW")),
+    "the lead dies as models are compared, and who has the values comes back last": _with(
+        replace(AVERAGE, workers=1, shards=1, chunks=2, lease_s=2.0),
+        Fault("kill lead", 0.0, 0.4, on="LIST"),
+        Fault("stop worker", 0.0, 1.2, 0, on="LIST"),
+        joins_s=(0.3,),
+        latency_s=(0.02, 0.15),
+    ),
     "an old process of worker 0 goes on after its successor has registered": _with(
         APPLY, Fault("zombie", 0.0, 2.0, 0, detail=0.5, on="REGISTER")
     ),

@@ -73,6 +73,7 @@ class JobConnection:
         releases: the decisions that came since.
         last_view: the number of the last view that had this worker.
         has_state: others may need what this worker has: it gave the job its values, or has pushed.
+        is_entering: this worker takes no values for granted: any view may have it, unless it was told to join.
         is_leaving, has_failed: LEAVE was said; the training broke off.
         news: grows with each WELCOME and each view.
         steps: what this worker exchanges.
@@ -103,7 +104,7 @@ class JobConnection:
         self.view_message: Message | None = None
         self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
         self.last_view = 0
-        self.has_state = self.is_leaving = self.has_failed = False
+        self.has_state = self.is_entering = self.is_leaving = self.has_failed = False
         self.news = 0
         self.configured: dict[int, dict[str, Any]] = {}
         self.lease_s, self.heartbeat_s = 5.0, 1.0
@@ -247,7 +248,7 @@ class JobConnection:
         self._thaw()
         if self.options.averages and self.state in ("join", "initialise") and self.last_view and self.fenced is None:
             self._fence(now_s)
-        elif self.view is None and "initialise" in (former, self.state):
+        if self.view is None and "initialise" in (former, self.state):
             self._greet_shards(now_s)
         self.news += 1
         self._go_on(now_s)
@@ -277,7 +278,8 @@ class JobConnection:
         is_new, is_admitted = view.number > self.view_number, self.view is None
         if view.number < self.view_number:
             return
-        if self.fenced is not None and not (self.has_asked and view.number > self.last_view):
+        is_joining = self.fenced is not None and not (self.is_entering and self.state != "join")
+        if is_joining and not (self.has_asked and view.number > self.last_view):
             return
         self.view, self.view_number, self.view_message, self.last_view = view, view.number, message, view.number
         self.fenced = None

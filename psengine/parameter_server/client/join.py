@@ -85,20 +85,20 @@ def take_part(
     layout = sorted(layout, key=lambda spec: spec.key)
 
     def attempt(last_view: int) -> Flow[None]:
-        if job.state == "join":
+        if job.view is not None:
+            job.check_servers()
+            if job.state != "join" and not job.has_state:
+                yield from _compare(job, layout)
+        elif job.state == "join":
             yield from _compare(job, layout)
             yield [job.ask_to_join(last_view)]
         elif job.state == "initialise":
             yield from _initialise(job, layout, initial)
 
+    job.is_entering = True
     yield from _become_member(job, f"the values of job {job.options.job!r}", attempt)
-    job.check_servers()
-    if job.has_state:
-        return "initialised"
-    if job.state == "join":
-        return "joined"
-    yield from _compare(job, layout)
-    return "ready"
+    job.is_entering = False
+    return "initialised" if job.has_state else "joined" if job.state == "join" else "ready"
 
 
 def rejoin(job: JobConnection) -> Flow[str]:
@@ -110,6 +110,8 @@ def rejoin(job: JobConnection) -> Flow[str]:
         yield [job.control.expect(what, job.options.timeout_s, seen)]
 
     def attempt(last_view: int) -> Flow[None]:
+        if job.view is not None:
+            return
         if job.state == "initialise":
             raise ServerRefusedError(
                 f"job {job.options.job!r} begins anew: no worker with its state was left. Fix: start this worker"
@@ -123,16 +125,16 @@ def rejoin(job: JobConnection) -> Flow[str]:
 
 
 def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[None]]) -> Flow[None]:
-    """Do what the coordinator asks for, with each of its news, until a view has this worker.
+    """Do what the coordinator asks for, with each of its news, until a view has this worker when all is done.
 
     ``attempt`` is given the number of the last view that had it: a COMMIT that a newer view overtakes tells by it.
     """
     while True:
-        seen, last_view = job.news, job.last_view
-        if job.view is not None:
-            return
+        seen, last_view, is_member = job.news, job.last_view, job.view is not None
         try:
             yield from attempt(last_view)
+            if is_member and job.view is not None:
+                return
         except ServerRefusedError as error:
             if error.code not in _BEGIN_AGAIN:
                 raise
