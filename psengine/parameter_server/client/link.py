@@ -195,8 +195,9 @@ class Link(Channel):
             self.retry_at_s = now_s + RETRY_MOST_S
         if code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.view is not None:
             # The shard has a view without this worker, of which the coordinator will tell.
-            if operation is not None:
+            if operation is not None and operation.is_sent:
                 operation.is_sent = False
+                self._requested_bytes -= operation.size_bytes
             self.job.control.beat(now_s)
         elif code == ErrorCode.SHUTTING_DOWN:  # it is asked again on the next connection
             self.last_problem = text

@@ -21,13 +21,13 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-from psengine.parameter_server.client import connection, reachability
+from psengine.parameter_server.client import connection, link, reachability
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Parking
 from psengine.parameter_server.client.stalls import StallWatch
 from psengine.parameter_server.client.worker_session import Request, SessionOptions, WorkerSession, wait_all
 from psengine.protocol.frames import encode
-from psengine.protocol.messages import Message
+from psengine.protocol.messages import ErrorCode, Message
 
 
 @contextlib.contextmanager
@@ -293,6 +293,21 @@ def test_a_new_connection_says_what_is_open_and_sends_again_what_is_missing():
         assert said[-2:] == [T.VIEW, T.RESUME]
         assert [m.body["open"] for m in peer.messages if m.type is T.RESUME][-1] == [[0, 1], [1, 1]]
         assert peer.seen[T.PUSH] == 3
+
+
+def test_what_a_shard_refuses_as_fenced_is_asked_again_and_keeps_no_credit(monkeypatch):
+    monkeypatch.setattr(link, "REQUESTED_BYTES", 300)
+    with connected() as (peer, session):
+        refusal = {"code": ErrorCode.FENCED, "text": "silent for more than its lease"}
+        peer.script[T.STORE] = lambda peer, route, m: peer.reply(m, T.ERROR, body=refusal)
+        stored = session.store(0, torch.ones(SPECS[0].numel))
+        eventually(lambda: peer.seen[T.STORE] and not stored.is_sent)
+        del peer.script[T.STORE]
+        session.job_connection.transport.do(session.job_connection.links[0].send_requests)
+        stored.wait()
+        out = torch.zeros(SPECS[0].numel)
+        session.pull(0, [out]).wait()
+        assert out.all()
 
 
 def test_waiting_longer_than_a_heartbeat_asks_whom_for_and_sends_nothing_again():
