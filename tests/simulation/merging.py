@@ -92,7 +92,7 @@ class MergingJob(ApplyingJob):
     def _process(self, rank: int, step: int) -> WorkerProcess | None:
         """Who brought a step: a process that is gone where the rank's next one begins with a later step."""
         incarnation, first_step = self.world.views.members.get(rank, (0, 0))
-        if step >= first_step:
+        if step >= first_step or self._committed.get((rank, incarnation), 0) >= step:
             return self.world.views.member(rank)
         former = [one for (its, one), last in self._committed.items() if its == rank and last >= step]
         return self.world.process_of(rank, max((one for one in former if one != incarnation), default=incarnation))
