@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from support.shard_world import MERGE, SGD, World, rule_of, spec, team
 
@@ -77,11 +78,19 @@ def test_merges_are_applied_in_the_order_of_their_releases_once():
 
 def test_a_later_push_proves_that_the_one_before_was_answered():
     world, workers = start(2)
-    push(workers[0], 1)  # a server that went back to a snapshot has it still
+    push(workers[0], 1)
     assert push(workers[0], 2) == push(workers[0], 2) == []  # once more: a repeat
     world.release(workers, 1, contributors=((0, 2),))
     assert list(workers[0].updates()) == [2]
     assert rule_of(world).version == 1
+
+
+@pytest.mark.parametrize("keeps_log", [False, True])
+def test_without_a_log_a_restart_brings_back_no_contribution_that_may_be_answered(keeps_log):
+    world, workers = start(1)
+    push(workers[0], 1)
+    rule_of(world).begin_life(keeps_log=keeps_log)
+    assert rule_of(world).has(0, 1) is keeps_log
 
 
 def test_what_does_not_count_is_answered_at_once_and_not_waited_for():

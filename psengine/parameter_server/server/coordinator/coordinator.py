@@ -177,8 +177,7 @@ class Coordinator(JobMemory):
         return "wait" if worker.unreachable and not is_member else "ready"
 
     def _welcome(self, worker: Worker, state: str) -> None:
-        settings = self._around.settings
-        body = {"state": state, "lease_s": settings.lease_s, "heartbeat_s": settings.heartbeat_s}
+        body = {"state": state, "lease_s": self._lease_s, "heartbeat_s": self._around.settings.heartbeat_s}
         if self.key and worker.has_rule:
             body |= {"registration": self.registration, "key": self.key}
         if state == "initialise" and self._empty is not None:
@@ -548,11 +547,10 @@ class Coordinator(JobMemory):
             text = f"{lost} updates of each chunk of shard {shard} are lost: workers had them acknowledged, and the"
             self._around.note("lost", f"{text} snapshot that its server started from is older", job=self.name)
             if self._around.settings.durability == "log":
-                version = body["version"]
                 self._halted = (
-                    f"job {self.name!r} is lost: shard {shard} came back with an older state, version {version}, and"
-                    f" workers knew of version {version + lost}. Fix: start its servers with the --snapshot-dir of"
-                    " before, then the workers; or drop the job by psengine admin forget."
+                    f"job {self.name!r} is lost: shard {shard} came back with an older state, version"
+                    f" {body['version']}, and workers knew of version {body['version'] + lost}. Fix: start its servers"
+                    " with the --snapshot-dir of before, then the workers; or drop the job by psengine admin forget."
                 )
                 logger.error("%s", self._halted)
                 self._dismiss(self.workers.present, ErrorCode.STATE_LOST, self._halted)

@@ -126,7 +126,7 @@ class Apply(ChunkRule):
         return []
 
     @override
-    def begin_life(self) -> None:
+    def begin_life(self, *, keeps_log: bool) -> None:
         """A worker whose answer was held may have got it, with weights that the restart lost: it asks, or has it."""
         for known in self.workers.values():
             known.is_waiting = False

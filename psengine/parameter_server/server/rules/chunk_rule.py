@@ -184,7 +184,7 @@ class ChunkRule(ABC):
                 if name.startswith("slot/"):
                     self.optimizer.load_slot(name.removeprefix("slot/"), tensor, meta["steps"])
 
-    def begin_life(self) -> None:  # noqa: B027 - others have nothing to forget
+    def begin_life(self, *, keeps_log: bool) -> None:  # noqa: B027 - others have nothing to forget
         """The server has restarted: what follows may differ from what workers were told by its former life."""
 
     def _updated(self, rank: int, step: int, version: int, place: Place, **body: Any) -> Reply:

@@ -52,7 +52,7 @@ class Merge(Apply):
         rank, step = contribution.rank, contribution.step
         check_weight(self.spec, contribution, self.here.values())
         reason = self._reason_to_refuse(contribution)
-        self.here.pop(rank, None)  # of a process that is gone, or answered before this server went back
+        self.here.pop(rank, None)  # of a process that is gone
         if reason is None:
             self.workers[rank].refused = None
             self.here[rank] = contribution
@@ -68,6 +68,13 @@ class Merge(Apply):
         one, known = self.here.get(rank), self.workers.get(rank)
         is_here = one is not None and known is not None and (one.incarnation, one.step) == (known.incarnation, step)
         return is_here or super().has(rank, step)
+
+    @override
+    def begin_life(self, *, keeps_log: bool) -> None:
+        """Without a log, who has the answer to a contribution that a snapshot brought back does not push it again."""
+        super().begin_life(keeps_log=keeps_log)
+        if not keeps_log:
+            self.here.clear()
 
     @override
     def release(self, release: Release) -> list[Reply]:

@@ -350,7 +350,7 @@ class Shard:
         """Go on from what was restored: who still waits for an answer says so by RESUME."""
         for job in self.jobs.values():
             for rule in job.rules.values():
-                rule.begin_life()
+                rule.begin_life(keeps_log=self.settings.durability == "log")
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
