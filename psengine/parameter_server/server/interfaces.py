@@ -47,3 +47,12 @@ class Outgoing(NamedTuple):
     route: bytes  # the connection it goes to
     message: Message  # its payload may change with the next message that is taken, unless it has a ``place``
     place: Place | None = None  # the payload's memory, which does not change while it is read; None: copy it
+
+
+def too_many_jobs(most: int, name: str) -> ProtocolError:
+    """There is no place for one more job."""
+    return ProtocolError(
+        f"this server has its most jobs already (expected at most {most}, got one more, {name!r}). Fix: end one that is"
+        " no longer needed, by psengine admin forget --job NAME; or use another server.",
+        ErrorCode.MEMORY,
+    )

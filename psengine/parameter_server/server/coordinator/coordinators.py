@@ -13,7 +13,7 @@ from typing import Any
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Surroundings
 from psengine.parameter_server.server.coordinator.states import JobState
-from psengine.parameter_server.server.interfaces import Outgoing, Sender
+from psengine.parameter_server.server.interfaces import Outgoing, Sender, too_many_jobs
 from psengine.parameter_server.status_model import CoordinatedJob
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -74,11 +74,7 @@ class Coordinators:
                 if not job.workers.present and (job.averages or job.state is JobState.NEW):
                     self._drop(number)
         if len(self.by_number) >= MAX_JOBS:
-            raise ProtocolError(
-                f"this server has its most jobs already (expected at most {MAX_JOBS}, got one more, {name!r}). Fix: end"
-                " one that is no longer needed, by psengine admin forget --job NAME; or use another server.",
-                ErrorCode.MEMORY,
-            )
+            raise too_many_jobs(MAX_JOBS, name)
 
     def tick(self, now_s: float) -> list[Outgoing]:
         """Look at the clock; call it ten times a second."""

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
+from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings, too_many_jobs
 from psengine.parameter_server.server.log.records import Record, RecordKind
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.shard.job import Job
@@ -210,11 +210,7 @@ class Shard:
         if job is None and len(self.jobs) >= MAX_JOBS:
             self._drop_finished()
         if job is None and len(self.jobs) >= MAX_JOBS:
-            raise ProtocolError(
-                f"this server has its most jobs already (expected at most {MAX_JOBS}, got one more, {name!r}). Fix: end"
-                " one that is no longer needed, by psengine admin forget --job NAME; or use another server.",
-                ErrorCode.MEMORY,
-            )
+            raise too_many_jobs(MAX_JOBS, name)
         self.jobs[message.job] = made = self._make(name, rule)
         made.registration, made.key = registration, key
         made.registrars.add(sender.route)

@@ -233,8 +233,7 @@ class ShardThread(threading.Thread):
 
     def answer(self, route: bytes, request: Message, body: dict[str, Any]) -> None:
         """Send OK, or the ERROR that the body describes, from this thread, if it is still there."""
-        if "text" in body:
-            body["text"] = body["text"][:MAX_TEXT_CHARS]
+        body["text"] = body["text"][:MAX_TEXT_CHARS]
         kind = MessageType.ERROR if "code" in body else MessageType.OK
         answer = [Outgoing(route, self._to(request, kind, body=body))]
         waits = request.body.get("action") in _CHANGES_JOBS
