@@ -94,8 +94,8 @@ class ApplyingJob(Job):
         self._answered: dict[tuple[int, int], int] = {}
         self._life_of: dict[tuple[int, int], int] = {}  # (process, shard) -> the life that greeted it last
         self._restored: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its version at the start
-        self._differences: dict[tuple[int, int], int] = {}  # (process, life of a server) -> updates that it lost
-        self._lives: set[int] = set()  # of servers, that a worker has told the coordinator
+        self._differences: dict[tuple[int, int, int], int] = {}  # (process, shard, its life) -> updates that it lost
+        self._lives: set[tuple[int, int]] = set()  # (shard, its life) that a worker has told the coordinator
         self._residuals: dict[tuple[int, int], Values] = {}
         self._former: dict[tuple[int, int], Values] = {}  # those before the last pushes
         self._views: dict[tuple[int, int], tuple[int, int]] = {}  # (chunk, process) -> the view of its last answer
@@ -330,7 +330,7 @@ class ApplyingJob(Job):
             places = [(process.number, key) for key in inspection.keys_at(process.session, shard)]
             seen, version = [self._seen.get(place, 0) for place in places], message.body["version"]
             if former != message.epoch and seen:
-                self._differences[process.number, message.epoch] = max(0, min(seen) - version)
+                self._differences[process.number, shard, message.epoch] = max(0, min(seen) - version)
                 if version < min(seen):
                     self._seen.update((place, min(self._seen[place], version)) for place in places)
 
@@ -338,16 +338,17 @@ class ApplyingJob(Job):
         """See ``Job``: the first worker that tells of a shard's new life says what is lost."""
         if message is None or message.type is not MessageType.COMMIT or message.body["what"] != "life":
             return
-        epoch, process = message.body["epoch"], self.world.process_of(message.worker, message.incarnation)
-        if process is None or epoch in self._lives:
+        process = self.world.process_of(message.worker, message.incarnation)
+        shard, epoch = message.body["shard"], message.body["epoch"]
+        if process is None or (shard, epoch) in self._lives:
             return
-        self._lives.add(epoch)
-        keys = inspection.keys_at(process.session, message.body["shard"])
+        self._lives.add((shard, epoch))
+        keys = inspection.keys_at(process.session, shard)
         versions = [self._restored[epoch, key] for key in keys if (epoch, key) in self._restored]
         # Else a view has named the shard's life by now, and others have gone on.
         is_as_it_came = versions and message.body["version"] == min(versions)
         if is_as_it_came and len(versions) == len(keys):
-            lost = self._differences.get((process.number, epoch), 0)
+            lost = self._differences.get((process.number, shard, epoch), 0)
             where = "worker {} says that {} updates are lost, and {} are"
             require(message.body.get("lost", 0) == lost, where, process.rank, message.body.get("lost", 0), lost)
 
