@@ -664,6 +664,15 @@ def test_a_restarted_coordinator_waits_for_its_members_and_goes_on(with_disk: bo
     assert bench.view.member(0).incarnation == first.incarnation  # type: ignore[union-attr]
 
 
+def test_a_view_of_other_servers_is_not_gone_on_from() -> None:
+    bench = Bench(AVERAGE)
+    first, _ = bench.team(2)
+    bench.restart(with_disk=True)
+    assert first.view is not None
+    first.view = msgspec.structs.replace(first.view, number=first.view.number + 1, shards=(7,), chunks=(3,))
+    assert first.reconnect() == "wait"
+
+
 @pytest.mark.parametrize("with_disk", [False, True])
 def test_a_resuming_job_goes_on_after_a_lease_without_who_is_dead(with_disk: bool) -> None:
     bench = Bench(AVERAGE)

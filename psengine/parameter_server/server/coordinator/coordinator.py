@@ -320,7 +320,7 @@ class Coordinator(JobMemory):
         if view.number > number or (is_resuming and view.number == number):
             known = {one.number: one for one in (*view.releases, *self.releases)}
             self.releases = [known[one] for one in sorted(known)]
-        if view.number <= number:
+        if view.number <= number or len(view.shards) != len(self.epochs):
             return
         if not is_resuming:
             self._want_view()

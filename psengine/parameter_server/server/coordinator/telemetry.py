@@ -37,7 +37,7 @@ class WorkerTelemetry:
             heard.append((now_s, body))
         while len(heard) > 2 and now_s - heard[1][0] >= WINDOW_S:
             heard.popleft()
-        if len(heard) < 2:
+        if len(heard) < 2 or now_s <= heard[0][0]:
             return
         (first_s, first), (_, last) = heard[0], heard[-1]
         gained = {name: last.get(name, 0) - first.get(name, 0) for name in ("steps", "samples", "step_s", "blocked_s")}
