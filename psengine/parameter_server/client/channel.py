@@ -193,11 +193,11 @@ class Channel:
 
     def no_answer(self, operation: Request, now_s: float) -> ServerLostError:
         """The operation is overdue."""
-        problem = self.last_problem
+        problem = f" The last problem was: {self.last_problem.rstrip('.')}." if self.last_problem else ""
         return ServerLostError(
             f"{self.address} did not answer {operation.describe()} for {now_s - operation.submitted_s:.1f} s."
-            f" {self.why_late(operation, now_s)}{f' The last problem was: {problem}.' if problem else ''} If it is"
-            " slow, raise the timeout: timeout_s, or --timeout-s of a command."
+            f" {self.why_late(operation, now_s)}{problem} If it is slow, raise the timeout: timeout_s, or --timeout-s"
+            " of a command."
         )
 
     def why_late(self, operation: Request, now_s: float) -> str:

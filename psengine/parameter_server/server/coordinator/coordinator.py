@@ -236,7 +236,7 @@ class Coordinator(JobMemory):
             holder.claims.clear()
         elif holder.last_heard_s > since_s + CLAIM_GRACE_S:
             where = f"process {holder.pid} on {holder.host}"
-            self._refuse_rank(holder.rank, f"is held by {where}, which is alive: check RANK")
+            self._refuse_rank(holder.rank, f"is held by {where}, which is alive: check RANK, or PSENGINE_WORKER")
         elif self._now_s >= since_s + 2 * self._around.settings.heartbeat_s + CLAIM_GRACE_S:
             return
         raise ProtocolError(f"rank {holder.rank} of job {self.name!r} is held; ask again", ErrorCode.NOT_READY)
