@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -84,9 +84,9 @@ class AveragingJob(Job):
         self.rule: dict[str, Any] = {"name": "average", "quorum": scenario.quorum}
         self._finished: dict[int, Finished] = {}
         self._leads: dict[WorkerProcess, int] = {}  # the life of the lead in which this process completed a step last
-        # (step, rank) -> the models that its processes have contributed from, and these processes.
+        # (step, rank) -> the models that its processes have contributed from, and how often.
         self._given: dict[tuple[int, int], set[bytes]] = defaultdict(set)
-        self._givers: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._gave: Counter[tuple[int, int]] = Counter()
 
     def begin_anew(self) -> None:
         """See ``Job``."""
@@ -186,7 +186,7 @@ class AveragingJob(Job):
             return process.session.push(key, None, [landing])
         values, weight = self._contribution(process.rank, replica.step + 1, key, replica.base)
         self._given[replica.step + 1, process.rank].add(replica.base)
-        self._givers[replica.step + 1, process.rank].add(process.number)
+        self._gave[replica.step + 1, process.rank] += key == 0
         return process.session.push(
             key,
             process.packed(key, torch.from_numpy(values.copy())),
@@ -241,8 +241,8 @@ class AveragingJob(Job):
         if not self.world.views.is_out(process):  # the others may take back what it completes
             known.holders[process] = self.world.clock.now_s
             self._leads[process] = self.world.network.servers[0].epoch
-        # What is in the average may be of the process that had this rank before.
-        is_other = is_in is False and len(self._givers[step, rank]) > 1
+        # What is in the average may be what it gave before it was put out, or the process before it did.
+        is_other = is_in is False and self._gave[step, rank] > 1
         require(
             is_other or is_in in (None, rank in known.contributors),
             "worker {} was told that its gradient of step {} {}, and its average is of workers {}",

@@ -163,7 +163,9 @@ class Steps:
 
     def take_back(self, from_step: int) -> list[Push]:
         """The servers took back the answers of these steps: all pushes without an answer now, in their order."""
+        self._from_step = min(self._from_step, from_step)  # who had completed them is out
         for step in self.open:
+            step.is_late = step.number < self._from_step
             for push in step.pushes if step.number >= from_step else ():
                 if push.answer is not None:
                     push.answer = push.pending = None
