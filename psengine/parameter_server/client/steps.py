@@ -87,7 +87,7 @@ class Steps:
         step = self._current
         if step is None or step.is_ended or key in step.keys:
             self.end()
-            step = self._current = Step(self._next, self.end, is_late=self._next < self._from_step)
+            step = self._current = Step(self._next, self.end)
             self._next += 1
         step.keys.add(key)
         return step
@@ -132,6 +132,7 @@ class Steps:
         """Complete the steps that can be."""
         while self.open and not self.is_frozen and self.open[0].is_closed and not self.open[0].unanswered:
             step = self.open.pop(0)
+            step.is_late = step.number < self._from_step
             if not self.has_failed:
                 self.completed = step.number
             if not self._is_shared:
@@ -165,7 +166,6 @@ class Steps:
         """The servers took back the answers of these steps: all pushes without an answer now, in their order."""
         self._from_step = min(self._from_step, from_step)  # who had completed them is out
         for step in self.open:
-            step.is_late = step.number < self._from_step
             for push in step.pushes if step.number >= from_step else ():
                 if push.answer is not None:
                     push.answer = push.pending = None
