@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.coordinator.coordinator import Surroundings
+from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState, drawn
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
@@ -53,7 +53,7 @@ class Bench:
         settings = ShardSettings(lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S, durability=self.durability)
         keys = iter(bytes([self.epoch, number]) * 16 for number in range(100))
         self.coordinators = Coordinators(
-            Surroundings(self.epoch, settings, lambda: 1e6 + self.now_s, self._note, lambda: next(keys))
+            Interfaces(self.epoch, settings, lambda: 1e6 + self.now_s, self._note, lambda: next(keys))
         )
         if meta:
             self.coordinators.restore(meta, self.now_s)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from psengine.parameter_server.server.coordinator.coordinator import Surroundings
+from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.parameter_server.server.shard.shard import Shard
@@ -64,7 +64,7 @@ class ServerProcess:
             heartbeat_s=scenario.heartbeat_s,
             durability=scenario.durability,
         )
-        around = Surroundings(
+        around = Interfaces(
             self.epoch, settings, lambda: WALL_S + wrong_s + clock.now_s, _ignore, lambda: rng.randbytes(32)
         )
         self.coordinators = Coordinators(around)

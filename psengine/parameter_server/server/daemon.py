@@ -40,7 +40,7 @@ from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.segment import machine_memory_bytes, resident_bytes
 from psengine.parameter_server.server import systemd
-from psengine.parameter_server.server.coordinator.coordinator import Surroundings
+from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.events import EventLog
@@ -198,7 +198,7 @@ class Server:
             for index in range(settings.shards)
         ]
         draw_key = partial(secrets.token_bytes, KEY_BYTES)
-        return shards, Coordinators(Surroundings(self.epoch, given, time.time, self._events.note, draw_key))
+        return shards, Coordinators(Interfaces(self.epoch, given, time.time, self._events.note, draw_key))
 
     def _open_status_port(self, port: int) -> HttpStatus:
         try:

@@ -38,7 +38,7 @@ MAX_DEPARTED = 20  # in a status
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Interfaces:
     """What all coordinators of a server are given."""
 
     epoch: int  # of this life of the server
@@ -56,13 +56,13 @@ class Coordinator(JobMemory):
         is_changed: ``to_meta`` gives something else than before; for the caller to reset.
     """
 
-    def __init__(self, name: str, surroundings: Surroundings) -> None:
+    def __init__(self, name: str, interfaces: Interfaces) -> None:
         super().__init__(name)
         self.number = job_number(name)
         self.workers = Workers()
         self.is_changed = False
-        self._around = surroundings
-        self._lease_s = surroundings.settings.lease_s
+        self._interfaces = interfaces
+        self._lease_s = interfaces.settings.lease_s
         self._outgoing: list[Outgoing] = []
         self._now_s = 0.0
         self._decisions = Decisions(self)
@@ -101,7 +101,7 @@ class Coordinator(JobMemory):
         outgoing = self._settled()
         if not is_later:
             body = self._waits_for(worker) if message.type is MessageType.HEARTBEAT else {}
-            answer = replace(message, type=MessageType.OK, epoch=self._around.epoch, view=0, body=body)
+            answer = replace(message, type=MessageType.OK, epoch=self._interfaces.epoch, view=0, body=body)
             outgoing.append(Outgoing(sender.route, answer))
         return outgoing
 
@@ -151,7 +151,7 @@ class Coordinator(JobMemory):
             self._welcome(worker, welcome[0])
         if self.state is not JobState.OPEN or (worker.state is not WorkerState.MEMBER and worker.leaving is None):
             return
-        if self.view is not None and self.view.epoch == self._around.epoch:
+        if self.view is not None and self.view.epoch == self._interfaces.epoch:
             self._tell_once(worker, self.view.number << 32, self.view)
             for release in self.releases:
                 self._tell_once(worker, release.number, release)
@@ -177,7 +177,7 @@ class Coordinator(JobMemory):
         return "wait" if worker.unreachable and not is_member else "ready"
 
     def _welcome(self, worker: Worker, state: str) -> None:
-        body = {"state": state, "lease_s": self._lease_s, "heartbeat_s": self._around.settings.heartbeat_s}
+        body = {"state": state, "lease_s": self._lease_s, "heartbeat_s": self._interfaces.settings.heartbeat_s}
         if self.key and worker.has_rule:
             body |= {"registration": self.registration, "key": self.key}
         if state == "initialise" and self._empty is not None:
@@ -188,7 +188,7 @@ class Coordinator(JobMemory):
         if worker.route:
             view = message.view or (self.view.number if self.view is not None else 0)
             rank, incarnation = worker.rank, worker.incarnation
-            sent = replace(message, epoch=self._around.epoch, worker=rank, incarnation=incarnation, view=view)
+            sent = replace(message, epoch=self._interfaces.epoch, worker=rank, incarnation=incarnation, view=view)
             self._outgoing.append(Outgoing(worker.route, sent))
 
     def _waits_for(self, worker: Worker) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class Coordinator(JobMemory):
         elif holder.last_heard_s > since_s + CLAIM_GRACE_S:
             where = f"process {holder.pid} on {holder.host}"
             self._refuse_rank(holder.rank, f"is held by {where}, which is alive: check RANK, or PSENGINE_WORKER")
-        elif self._now_s >= since_s + 2 * self._around.settings.heartbeat_s + CLAIM_GRACE_S:
+        elif self._now_s >= since_s + 2 * self._interfaces.settings.heartbeat_s + CLAIM_GRACE_S:
             return
         raise ProtocolError(f"rank {holder.rank} of job {self.name!r} is held; ask again", ErrorCode.NOT_READY)
 
@@ -256,7 +256,7 @@ class Coordinator(JobMemory):
         rule = body.get("rule")
         if rule is None:
             return
-        self._around.settings.check_tier(self.name, rule)
+        self._interfaces.settings.check_tier(self.name, rule)
         if self.rule is not None and self.rule != rule:
             raise ProtocolError(
                 f"job {self.name!r} runs under another rule (expected strategy {rule_text(self.rule)!r}, got"
@@ -272,7 +272,7 @@ class Coordinator(JobMemory):
         if worker is None or not worker.is_process(message, sender.user_id):
             if worker is not None:
                 self._put_out(worker, "fenced", "a newer process has its rank")
-            worker = self.workers.new(rank, message, sender.user_id, self._around.wall_s())
+            worker = self.workers.new(rank, message, sender.user_id, self._interfaces.wall_s())
         if worker.state is WorkerState.GONE:
             worker.advance("came")
             worker.leaving, worker.why_gone = None, ""
@@ -303,7 +303,7 @@ class Coordinator(JobMemory):
             if owns_weights(rule):
                 self._lost = (
                     f"job {self.name!r} is lost: its lead server has restarted without the weights that this worker"
-                    f" trained (durability {self._around.settings.durability}). Start all anew from a checkpoint."
+                    f" trained (durability {self._interfaces.settings.durability}). Start all anew from a checkpoint."
                 )
                 raise ProtocolError(self._lost, ErrorCode.STATE_LOST)
             if has_begun:
@@ -363,7 +363,7 @@ class Coordinator(JobMemory):
         elif self.state is JobState.RESUMING and all(one.route for one in members):
             self._advance("resumed")
             self._decisions.learn()
-            self._decisions.lose(keeps_log=self._around.settings.durability == "log")
+            self._decisions.lose(keeps_log=self._interfaces.settings.durability == "log")
             if members:
                 self._want_view()
 
@@ -379,8 +379,8 @@ class Coordinator(JobMemory):
             return
         self._advance("begun")
         self._registrar, self.registration = waiting[0], self._next_registration()
-        self.key = self._around.draw_key()
-        if self._around.settings.warns_of_loss and not self.averages:
+        self.key = self._interfaces.draw_key()
+        if self._interfaces.settings.warns_of_loss and not self.averages:
             logger.warning(
                 "NOTHING IS DURABLE (durability memory): when this process ends, the model of job %r is LOST. Fix:"
                 " --snapshot-dir DIRECTORY, and --durability log where no acknowledged update may be lost",
@@ -394,7 +394,7 @@ class Coordinator(JobMemory):
         if self.view is not None and self.view.members:
             # They may only be paused: a view without them has shards forget them.
             self.last_number = self._next_number()
-            view = View(self.last_number, self._around.epoch, (), tuple(self.epochs), world_size=self.world_size)
+            view = View(self.last_number, self._interfaces.epoch, (), tuple(self.epochs), world_size=self.world_size)
             self._empty = replace(message_of(view, self.key, self.number), view=view.number)
         self.view, self.key, self._registrar, self.decided = None, b"", None, 0
         for one in (self.epochs, self.chunks, self.releases, self.came, self.merged):
@@ -404,7 +404,7 @@ class Coordinator(JobMemory):
 
     def _next_registration(self) -> int:
         """Shards keep the highest, also that of a coordinator whose numbers are forgotten."""
-        return max(self.registration + 1, int(self._around.wall_s() * 1000))
+        return max(self.registration + 1, int(self._interfaces.wall_s() * 1000))
 
     def _advance(self, event: str) -> None:
         self.state = after(JOB, self.state, event)
@@ -530,7 +530,7 @@ class Coordinator(JobMemory):
                 return  # a life before; where a clock was set back, it is said again under this view
             self.epochs[shard] = epoch
             self.is_changed, self._donation = True, None  # what was deposited there is lost
-            self._decisions.lose(keeps_log=self._around.settings.durability == "log")
+            self._decisions.lose(keeps_log=self._interfaces.settings.durability == "log")
             self._want_view()
             if not self.averages and self.chunks and body["chunks"] < self.chunks[shard]:
                 self._finish(
@@ -545,8 +545,8 @@ class Coordinator(JobMemory):
         if lost > self._losses.get(epoch, 0):
             self._losses[epoch] = lost
             text = f"{lost} updates of each chunk of shard {shard} are lost: workers had them acknowledged, and the"
-            self._around.note("lost", f"{text} snapshot that its server started from is older", job=self.name)
-            if self._around.settings.durability == "log":
+            self._interfaces.note("lost", f"{text} snapshot that its server started from is older", job=self.name)
+            if self._interfaces.settings.durability == "log":
                 self._halted = (
                     f"job {self.name!r} is lost: shard {shard} came back with an older state, version"
                     f" {body['version']}, and workers knew of version {body['version'] + lost}. Fix: start its servers"
@@ -581,7 +581,7 @@ class Coordinator(JobMemory):
             self.came[worker.rank] = reason == "left"
         worker.advance("went")
         worker.why_gone, worker.prepared = reason, 0
-        worker.gone_unix_s = round(self._around.wall_s(), 3)
+        worker.gone_unix_s = round(self._interfaces.wall_s(), 3)
         if reason != "left":
             worker.leaving = None
         self._note(reason, worker, f"{'left' if reason == 'left' else f'was {reason}'}: {why}")
@@ -590,7 +590,7 @@ class Coordinator(JobMemory):
     def _note(self, kind: str, worker: Worker, text: str) -> None:
         """An event of a worker, for people."""
         text = f"worker {worker.rank} (process {worker.pid} on {worker.host}) {text}"
-        self._around.note(kind, text, job=self.name, worker=worker.rank)
+        self._interfaces.note(kind, text, job=self.name, worker=worker.rank)
 
     def _put_out_silent(self) -> None:
         for worker in self.workers.present:
@@ -683,7 +683,7 @@ class Coordinator(JobMemory):
         self._decisions.adopt(members, from_step)
         self.view = View(
             number,
-            self._around.epoch,
+            self._interfaces.epoch,
             tuple(one.to_view() for one in members),
             tuple(self.epochs),
             from_step=from_step,
@@ -760,7 +760,7 @@ class Coordinator(JobMemory):
         )
 
     def _worker_status(self, worker: Worker, silent_s: float) -> CoordinatedWorker:
-        state: State = "silent" if silent_s > 2 * self._around.settings.heartbeat_s else "live"
+        state: State = "silent" if silent_s > 2 * self._interfaces.settings.heartbeat_s else "live"
         return CoordinatedWorker(
             rank=worker.rank,
             state=state if worker.state is WorkerState.MEMBER else "joining",

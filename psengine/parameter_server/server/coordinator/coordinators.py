@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Surroundings
+from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Interfaces
 from psengine.parameter_server.server.coordinator.states import JobState
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, too_many_jobs
 from psengine.parameter_server.status_model import CoordinatedJob
@@ -28,10 +28,10 @@ class Coordinators:
         by_number: the jobs.
     """
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, interfaces: Interfaces) -> None:
         self.by_number: dict[int, Coordinator] = {}
         self._paused_s = 0.0  # the process stood still for so long: leases did not run meanwhile
-        self._surroundings = surroundings
+        self._interfaces = interfaces
         self._is_closed = False
         self._dropped: list[int] = []
 
@@ -47,7 +47,7 @@ class Coordinators:
             job = self.by_number.get(message.job)
             if error.code != ErrorCode.NOT_READY:
                 text = f"{message.type.name} was refused: {error}"
-                self._surroundings.note("refused", text, job="" if job is None else job.name)
+                self._interfaces.note("refused", text, job="" if job is None else job.name)
             raise
 
     def _job_of(self, message: Message, sender: Sender) -> Coordinator:
@@ -65,7 +65,7 @@ class Coordinators:
             )
         if job is None:
             self._make_room(name)
-            job = self.by_number[message.job] = Coordinator(name, self._surroundings)
+            job = self.by_number[message.job] = Coordinator(name, self._interfaces)
         return job
 
     def _make_room(self, name: str) -> None:
@@ -85,7 +85,7 @@ class Coordinators:
         self._paused_s += pause_s
         if any(job.workers.present for job in self.by_number.values()):
             text = f"the coordinator stood still for {pause_s:.1f} s; no worker's lease ran meanwhile"
-            self._surroundings.note("stood_still", text)
+            self._interfaces.note("stood_still", text)
 
     # ---- for operators and people ------------------------------------------------------------------------------
 
@@ -149,5 +149,5 @@ class Coordinators:
         for number, one in meta.items():
             self.by_number.pop(int(number), None)
             if one is not None:
-                job = self.by_number[int(number)] = Coordinator(one["name"], self._surroundings)
+                job = self.by_number[int(number)] = Coordinator(one["name"], self._interfaces)
                 job.restore(one, now_s - self._paused_s)
