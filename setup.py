@@ -2,7 +2,7 @@
 
 The extension is built against the torch that is installed, through LibTorch's stable ABI and Python's limited API: one
 binary serves torch 2.11 and later and CPython 3.10 and later. Where it cannot be built (no torch, no compiler) the
-package installs without it, and psengine/kernels/ops.py runs its pure-torch references. pip hides what a successful
+package installs without it, and psengine/kernels/ops.py runs plain torch. pip hides what a successful
 build prints, so three places say so: the terminal, the name of the wheel, which pip prints, and a warning when the
 package is first used (psengine/kernels/native.py reads the reason from a file beside it).
 

@@ -8,8 +8,9 @@ import torch
 from typing_extensions import override
 
 from psengine.codecs.base import Codec, CodecState, PayloadSpec
+from psengine.environment.installation import BUILD_COMMAND
 from psengine.errors import ConfigurationError
-from psengine.kernels import codec_ops
+from psengine.kernels import codec_ops, native
 from psengine.kernels.codec_ops import BlockForm
 
 # Blocks of all forms end here, so that every one of these codecs cuts alike.
@@ -24,12 +25,20 @@ class BlockCodec(Codec):
     Args:
         error_feedback: keep what a payload leaves out and add it to the next values. Without it the loss is
             ordinary rounding each time, always in the same direction for equal values, and no memory is needed.
+
+    Raises:
+        ConfigurationError: the native extension, which has its arithmetic, is missing.
     """
 
     form: ClassVar[BlockForm]
     slice_numel = SLICE_NUMEL
 
     def __init__(self, *, error_feedback: bool = True) -> None:
+        if native.extension is None:
+            raise ConfigurationError(
+                f"codec {self.name!r} needs psengine's native extension ({native.reason}). Fix: {BUILD_COMMAND}, with a"
+                ' C++ compiler; or take "bf16" or "topk", which do without'
+            )
         self._has_feedback = checked_flag(self.name, "error_feedback", error_feedback)
 
     @override

@@ -53,10 +53,10 @@ def register_collective(name: str, factory: Callable[..., Collective]) -> None:
 
 def _auto(process_group: Any, device: torch.device) -> Collective:
     """The fastest that works: shared memory where all ranks share this host and tensors are on the CPU, else c10d."""
+    native.say_if_missing()
     c10d = _c10d(process_group, device)
     if device.type != "cpu" or c10d.world_size == 1:
         return c10d
-    native.say_if_missing()
     # Also where this rank lacks the extension: the others learn it when they connect.
     return AutomaticCollective(_shared_memory_alone(process_group, "ring"), c10d, required=False)
 

@@ -1,4 +1,4 @@
-"""The native extension, where it was built and this torch can load it."""
+"""The native extension, where it was built and this torch can load it, and its operators."""
 
 from __future__ import annotations
 
@@ -7,27 +7,54 @@ import importlib
 import logging
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401 - the extension links against torch's libraries, which this import loads
+import torch
 
 from psengine.environment.installation import BUILD_COMMAND
 
 logger = logging.getLogger(__name__)
 
+# setup.py, CUDA_ARCHITECTURES
+OLDEST_CUDA_CAPABILITY = (7, 5)
+
 extension: Any = None
-_reason = ""
+reason = ""  # why it is None
 # setup.py, REASON_FILE: why the build left the extension out.
 _NOT_BUILT = Path(__file__).with_name("not_built.txt")
 try:
     extension = importlib.import_module("psengine._native")
 except ImportError as error:
-    _reason = " ".join(_NOT_BUILT.read_text(encoding="utf-8").split()) if _NOT_BUILT.exists() else str(error)
+    reason = " ".join(_NOT_BUILT.read_text(encoding="utf-8").split()) if _NOT_BUILT.exists() else str(error)
 # csrc/bindings/library.cpp, kInterface
 INTERFACE = 6
 if extension is not None and getattr(extension, "interface", 1) != INTERFACE:
-    extension, _reason = None, "it was built from an earlier version of psengine"
+    extension, reason = None, "it was built from an earlier version of psengine"
+
+_library = torch.library.Library("psengine", "IMPL") if extension is not None else None
+
+
+def operator(name: str, fake: Callable[..., Any] = lambda *_, **__: None) -> Any:
+    """The operator ``torch.ops.psengine.<name>``, with a fake implementation; None without the extension.
+
+    Autograd has nothing to record: told so, it does not search each call's arguments for something to warn about.
+    """
+    if _library is None:
+        return None
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"psengine::{name}", fake)
+    return getattr(torch.ops.psengine, name).default
+
+
+@functools.cache
+def runs_on(name: str, device: torch.device) -> bool:
+    """Whether the operator has a kernel for this device: on CUDA, for GPUs of its oldest architecture and later."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
+    if extension is None or key is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"psengine::{name}", key):
+        return False
+    return key != "CUDA" or torch.cuda.get_device_capability(device) >= OLDEST_CUDA_CAPABILITY
 
 
 def has_shared_memory() -> bool:
@@ -37,13 +64,14 @@ def has_shared_memory() -> bool:
 
 @functools.cache
 def say_if_missing() -> None:
-    """Log once that the slower references are in use, and the fix: a warning where the extension can be built."""
+    """Log once that plain torch is in use: a warning where the extension can be built."""
     if extension is None:
         can_be_built = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
         logger.log(
             logging.WARNING if can_be_built else logging.INFO,
-            "psengine runs without its native extension (%s): bucket kernels are plain torch, and ranks of one host"
-            " exchange over torch.distributed. Fix: %s, with a C++ compiler.",
-            _reason,
+            "psengine runs without its native extension (%s): bucket kernels are plain torch, ranks of one host"
+            " exchange over torch.distributed, and the codecs int8, fp4 and onebit are missing. Fix: %s, with a C++"
+            " compiler.",
+            reason,
             BUILD_COMMAND,
         )

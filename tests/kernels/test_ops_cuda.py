@@ -1,4 +1,4 @@
-"""The fused operators on CUDA, against the pure-torch references on the CPU: the same bits."""
+"""The fused operators on CUDA, against those on the CPU: the same bits."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def check(build, flat_dtype, layout=None, scale=SCALE, flat_lead=0, directions=(
             inner = flat[flat_lead : flat_lead + numel]
             if counts_too:
                 counts = ops.pack_counting_(inner, ours, scale, layout)
-                assert_same_counts(counts, ops.pack_counting_reference_(expected, theirs, scale, layout))
+                assert_same_counts(counts, ops.pack_counting_(expected, theirs, scale, layout))
             else:
                 ops.pack_(inner, ours, scale, layout)
-                ops.pack_reference_(expected, theirs, scale, layout)
+                ops.pack_(expected, theirs, scale, layout)
             assert_same_bits(inner, expected)
             assert (flat[:flat_lead] == 7).all()
             assert (flat[flat_lead + numel :] == 7).all()
@@ -85,7 +85,7 @@ def check(build, flat_dtype, layout=None, scale=SCALE, flat_lead=0, directions=(
         source = values(flat_lead + numel, flat_dtype, seed=99)
         ours, theirs = build(DEVICE), build("cpu")
         ops.unpack_(ours, source.to(DEVICE)[flat_lead:], scale, layout)
-        ops.unpack_reference_(theirs, source[flat_lead:], scale, layout)
+        ops.unpack_(theirs, source[flat_lead:], scale, layout)
         for tensor, expected in zip(ours, theirs, strict=True):
             assert_same_bits(tensor, expected)
 
@@ -175,7 +175,7 @@ def test_accumulate(dtype, source_dtype, destination_lead, source_lead):
         expected = values(numel + destination_lead, dtype, seed=2)
         actual = expected.to(DEVICE)
         ops.accumulate_(actual[destination_lead:], source.to(DEVICE)[source_lead:], SCALE)
-        ops.accumulate_reference_(expected[destination_lead:], source[source_lead:], SCALE)
+        ops.accumulate_(expected[destination_lead:], source[source_lead:], SCALE)
         assert_same_bits(actual, expected)
 
 
@@ -214,7 +214,7 @@ def test_a_captured_graph_reads_what_lies_at_its_addresses_when_replayed():
             tensor.copy_(values(tensor.numel(), seed=seed))
         graph.replay()
         expected = torch.zeros(flat.numel())
-        assert_same_counts(counts, ops.pack_counting_reference_(expected, [tensor.cpu() for tensor in tensors], SCALE))
+        assert_same_counts(counts, ops.pack_counting_(expected, [tensor.cpu() for tensor in tensors], SCALE))
         assert_same_bits(flat, expected)
 
 
@@ -261,6 +261,3 @@ def test_nothing_waits_for_the_device(operator):
         assert not torch.cuda.current_stream().query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-# ---- codecs ----------------------------------------------------------------------------------------------------------

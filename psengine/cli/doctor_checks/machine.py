@@ -42,8 +42,8 @@ def native_extension(context: CheckContext) -> Iterator[Finding]:
     if native.extension is None:
         yield Finding(
             "warning",
-            f"the native extension is not loaded ({native._reason or 'no reason given'}): kernels are plain torch, and"
-            " ranks of one host exchange over gloo instead of shared memory",
+            f"the native extension is not loaded ({native.reason}): kernels are plain torch, ranks"
+            " of one host exchange over gloo instead of shared memory, and the codecs int8, fp4 and onebit are missing",
             f"{installation.BUILD_COMMAND}, with a C++ compiler",
         )
     else:
