@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,6 +94,10 @@ class CodecState:
             assert self._other is not None
             self.residual[first:end] = self._other[first:end]
 
+    def settle(self) -> None:
+        """What was sent so far counts; ``give_back`` restores no residual from before."""
+        self._has_former = False
+
     def reset(self) -> None:
         """Nothing was left out: this replica begins anew."""
         self.residual.zero_()
@@ -171,11 +175,11 @@ class Codec(ABC):
 
     def sum_rounds(
         self, values: torch.Tensor, into: torch.Tensor | None, state: CodecState | None = None
-    ) -> Generator[torch.Tensor, torch.Tensor, None]:
+    ) -> Iterator[torch.Tensor]:
         """Where ``is_summed_in_rounds``: the sum in two rounds, each of which sums float32 over ranks.
 
-        Yields what is to be summed, and gets it summed (in place). At the end it writes the values of the sum to
-        ``into``, which may be ``values``; None: nobody wants them.
+        Yields what is to be summed in place. At the end it writes the values of the sum to ``into``, which may be
+        ``values``; None: nobody wants them.
         """
         raise NotImplementedError(f"codec {self.name!r} sums payloads")
 

@@ -8,8 +8,7 @@ each payload is a factorisation of its own. Q is where the next step begins.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 
 import torch
 from typing_extensions import override
@@ -83,11 +82,7 @@ class PowerSgd(Codec):
 
     @override
     def encode(self, values: torch.Tensor, payload: torch.Tensor, state: CodecState | None = None) -> None:
-        sums = self.sum_rounds(values, None, state)
-        left = next(sums)
-        right = sums.send(left)
-        with suppress(StopIteration):
-            sums.send(right)
+        left, right = self.sum_rounds(values, None, state)
         payload.copy_(torch.cat([left, right]).view(torch.uint8))
 
     @override
@@ -100,7 +95,7 @@ class PowerSgd(Codec):
     @override
     def sum_rounds(
         self, values: torch.Tensor, into: torch.Tensor | None, state: CodecState | None = None
-    ) -> Generator[torch.Tensor, torch.Tensor, None]:
+    ) -> Iterator[torch.Tensor]:
         state = state if isinstance(state, _Factors) else None
         feedback = state if state is not None and state.has_feedback else None
         # A copy, so that a copy of the state (``copy.copy``) stays as it is.
@@ -122,7 +117,7 @@ class PowerSgd(Codec):
                 torch.mm(matrix, start, out=product.view(rows, self._rank))
             else:
                 product.copy_(part)
-        left = yield left
+        yield left
         bases = _factors(left, shapes, self._rank, 0)
         for basis, (_, rows, columns) in zip(bases, shapes, strict=True):
             if columns:
@@ -134,7 +129,7 @@ class PowerSgd(Codec):
             if columns:
                 torch.mm(matrix.T, basis.view(rows, self._rank), out=product.view(columns, self._rank))
         own_right = right.clone()
-        right = yield right
+        yield right
         for index, (factor, (_, _, columns)) in enumerate(
             zip(_factors(right, shapes, self._rank, 1), shapes, strict=True)
         ):

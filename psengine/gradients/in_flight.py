@@ -18,7 +18,7 @@ from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.graphs import EveryParameter
 from psengine.gradients.packing import Packing
 from psengine.strategies.base import Strategy
-from psengine.strategies.exchange import Reduction
+from psengine.strategies.exchange import Driver
 from psengine.tracing.telemetry import Telemetry
 from psengine.tracing.timeline import EXCHANGE, Span, recorder, span
 
@@ -55,14 +55,16 @@ class BucketsInFlight:
         self._averaging_weight = averaging_weight
         self._finite_check = finite_check
         self._exchanges: dict[int, Span] = {}  # on the timeline, of buckets on their way
-        self._reductions: list[Reduction | None] = []
+        self._driver = Driver(strategy.exchange)
+        self._exchanged_bytes = 0
         self._step = 0
         self._warned_create_graph = False
 
     def begin(self, step: int) -> None:
         """A backward is expected, that of iteration ``step``."""
         self._step = step
-        self._reductions = []
+        self._driver.clear()
+        self.buckets_reduced = self._exchanged_bytes = 0
         # With gradient_as_bucket_view too: views save the copy back, and without an exchange there is none.
         self.is_packing = self._finite_check is not None or self._strategy.needs_packing
         if self._finite_check is not None:
@@ -76,7 +78,7 @@ class BucketsInFlight:
         facts = packing.bucket.facts_of(position) if recorder.is_on else None
         with span("pack", facts, step=self._step):
             self._without_graph(packing.pack_one, position, share)
-        if self._reductions:
+        if self.buckets_reduced:
             self._collective.progress()
 
     def _without_graph(self, pack: Callable[..., None], *arguments: Any) -> None:
@@ -91,24 +93,24 @@ class BucketsInFlight:
     def hand_over(self, packing: Packing, graph: EveryParameter) -> None:
         """It is this bucket's turn: pack its remaining gradients, and begin the exchange, if there is one."""
         bucket = packing.bucket
-        reduction = None
-        if not (graph.finds_unused and graph.is_unused_everywhere(bucket.parameter_indices)):
-            share = self._averaging_weight.share()
-            if self.is_packing:
-                with span("pack", bucket.facts, step=self._step):
-                    self._without_graph(packing.pack_rest, share)
-                if recorder.is_on:
-                    name = self._strategy.capabilities.exchange_name
-                    self._exchanges[bucket.index] = span(name, bucket.facts, step=self._step, track=EXCHANGE)
-                reduction = self._strategy.reduce(bucket) if self._finite_check is None else self._reduce(packing)
-        self._reductions.append(reduction)
-
-    def _reduce(self, packing: Packing) -> Reduction:
-        assert self._finite_check is not None, "without a check the strategy is called at once"
-        self._finite_check.note(packing.bucket)
-        reduction = self._strategy.reduce(packing.bucket)
-        self._finite_check.note(packing.bucket)  # what overflowed where the strategy converted it
-        return reduction
+        if graph.finds_unused and graph.is_unused_everywhere(bucket.parameter_indices):
+            return
+        share = self._averaging_weight.share()
+        if not self.is_packing:
+            return
+        with span("pack", bucket.facts, step=self._step):
+            self._without_graph(packing.pack_rest, share)
+        if recorder.is_on:
+            name = self._strategy.capabilities.exchange_name
+            self._exchanges[bucket.index] = span(name, bucket.facts, step=self._step, track=EXCHANGE)
+        if self._finite_check is None:
+            self._driver.begin(bucket)
+        else:
+            self._finite_check.note(bucket)
+            self._driver.begin(bucket)
+            self._finite_check.note(bucket)  # what overflowed where the strategy converted it
+        self.buckets_reduced += 1
+        self._exchanged_bytes += bucket.size_bytes
 
     def _warn_create_graph(self) -> None:
         if not self._warned_create_graph:
@@ -129,49 +131,49 @@ class BucketsInFlight:
             CollectiveError: an exchange failed.
         """
         started_s = 0.0 if self.meter is None else time.monotonic()
-        reductions, self._reductions = self._reductions, []
-        self.buckets_reduced = len(reductions) - reductions.count(None)
         if self._finite_check is not None:
             try:
                 self._finite_check.agree(self._layout.buckets[0].device)
             except NonFiniteGradientError:
-                for reduction in reductions:
-                    if reduction is not None:
-                        reduction.drop()  # the ranks stay in step, so that a caller may catch the error and go on
+                for bucket in self._layout.buckets:
+                    self._driver.result(bucket)  # the ranks stay in step, so that a caller may catch the error
+                    self._strategy.give_back(bucket)
                 raise
         remainder = self._strategy.finish()
         with torch.no_grad():
-            for packing, reduction in zip(self._layout.packings, reductions, strict=True):
-                if reduction is not None:
-                    self._collect(packing, reduction, graph)
-                elif misses_gradients and not self.is_packing and self._strategy.capabilities.defines_gradients:
+            for packing in self._layout.packings:
+                if self.is_packing:
+                    self._collect(packing, graph)
+                elif misses_gradients and self._strategy.capabilities.defines_gradients:
                     # As among several ranks, an undefined gradient counts as zero.
                     packing.create_missing(graph.unused_positions(packing.bucket.parameter_indices))
             remainder.wait()
-            for packing, reduction in zip(self._layout.packings, reductions, strict=True):
-                if reduction is not None and reduction.is_superseded:
-                    self._collect(packing, reduction, graph)
+            for bucket, result in self._strategy.superseded():
+                self._write(self._layout.packings[bucket.index], result, graph)
         futures, self.futures = self.futures, []
         for future in futures:
             self._collective.wait_for(future, "buffer communication hook")
         if self.meter is not None:
-            reduced = zip(self._layout.buckets, reductions, strict=True)
-            size_bytes = sum(bucket.size_bytes for bucket, reduction in reduced if reduction is not None)
-            self.meter.step_ended(time.monotonic() - started_s, size_bytes, self._collective.world_size)
+            self.meter.step_ended(time.monotonic() - started_s, self._exchanged_bytes, self._collective.world_size)
 
-    def _collect(self, packing: Packing, reduction: Reduction, graph: EveryParameter) -> None:
+    def _collect(self, packing: Packing, graph: EveryParameter) -> None:
         bucket = packing.bucket
         with span("wait", bucket.facts, step=self._step):
-            result = reduction.wait()
+            result = self._driver.result(bucket)
         exchange = self._exchanges.pop(bucket.index, None)
-        if exchange is not None and result is not None:
-            exchange.close()
-        if result is not None and self.writes_gradients:
+        if result is not None:
+            if exchange is not None:
+                exchange.close()
+            self._write(packing, result, graph)
+
+    def _write(self, packing: Packing, result: torch.Tensor, graph: EveryParameter) -> None:
+        bucket = packing.bucket
+        if self.writes_gradients:
             with span("unpack", bucket.facts, step=self._step):
                 unused = graph.unused_positions(bucket.parameter_indices) if graph.finds_unused else None
                 packing.unpack(result, unused)
                 if unused is not None:
-                    reduction.spare(unused)
+                    self._strategy.give_back(bucket, unused)
 
     # ---- a rank without data, inside join ----------------------------------------------------------------------
 
@@ -180,18 +182,18 @@ class BucketsInFlight:
         self._averaging_weight.expect_backward(has_data=False)
         graph.agree(has_data=False)
         self._averaging_weight.share()
-        reductions = []
+        self._driver.clear()
         with torch.no_grad():
             for packing in self._layout.packings:
                 if not graph.is_unused_everywhere(packing.bucket.parameter_indices):
                     packing.fill_with_zeros()
-                    reductions.append(self._strategy.reduce(packing.bucket))
+                    self._driver.begin(packing.bucket)
             graph.shadow_end()
             if self._finite_check is not None:
                 self._finite_check.agree(self._layout.buckets[0].device)
             remainder = self._strategy.finish()
-            for reduction in reductions:
-                reduction.wait()
+            for bucket in self._layout.buckets:
+                self._driver.result(bucket)
             remainder.wait()
         self._strategy.shadow_step()
 

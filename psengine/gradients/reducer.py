@@ -3,9 +3,9 @@
 The life of one backward pass; every rank reduces the same buckets in the same order::
 
     forward      prepare_for_forward  rebuild_buckets (once)  prepare_for_backward ── which parameters are unused?
-    backward     hook(p9) hook(p8) │ bucket 0 full ─► strategy.reduce(0)
-                 hook(p7) ...      │ bucket 1 full ─► strategy.reduce(1)          exchange overlaps with backward
-    end          strategy.finish() ─ reduction 0.wait() ─ unpack ─ reduction 1.wait() ─ unpack
+    backward     hook(p9) hook(p8) │ bucket 0 full ─► its exchange begins
+                 hook(p7) ...      │ bucket 1 full ─► its exchange begins         exchange overlaps with backward
+    end          strategy.finish() ─ result of 0 ─ unpack ─ result of 1 ─ unpack
 
 The rules (when buckets are rebuilt, what counts as unused, which error says what) are native DDP's:
 torch/csrc/distributed/c10d/reducer.cpp.

@@ -15,10 +15,9 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ConfigurationError
-from psengine.strategies.exchange import Exchange, Reduction, StaysLocal, Step
+from psengine.strategies.exchange import Exchange, Step
 from psengine.strategies.life_cycle import LifeCycle, Replica
 from psengine.strategies.stepping import Stepping, check_one
-from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
 Stepper = TypeVar("Stepper")
@@ -120,10 +119,6 @@ class StepStrategy(Strategy, Generic[Stepper]):
     def begin(self, step: Step) -> Share:
         self.bound()
         return WHOLE
-
-    @override
-    def reduce(self, bucket: Bucket) -> Reduction:
-        return StaysLocal()
 
     @override
     def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:

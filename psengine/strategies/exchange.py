@@ -1,17 +1,17 @@
 """The first of a strategy's interfaces: how the gradients of a backward travel, bucket by bucket.
 
-One backward pass; the reducer calls, the exchange answers::
+The exchange of a bucket is a generator. It begins operations, yields what it waits for, and returns the result::
 
-    reducer    first gradient  bucket 0 full   bucket 1 full   end of backward
-    exchange   begin(step)     reduce(0) ────► reduce(1) ────► finish() ─ 0.wait() ─ 1.wait() ─ the rest .wait()
+    reducer    first gradient  bucket 0 full    bucket 1 full    end of backward
+    driver                     begin(0)         begin(1)         finish()  result(0)    result(1)    the rest .wait()
+    exchange   begin(step)     0 to its yield   1 to its yield             0 to its end 1 to its end
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -20,6 +20,7 @@ from psengine.errors import ConfigurationError
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
+BucketExchange: TypeAlias = Generator[Work, None, "torch.Tensor | None"]
 CommHook = Callable[[Bucket], "torch.futures.Future[Any]"]
 
 
@@ -36,46 +37,72 @@ class Step:
     in_join: bool = False
 
 
-class Reduction(ABC):
-    """The exchange of one bucket's gradients, in flight.
-
-    Attributes:
-        is_superseded: whether the result of ``wait`` is out of date, so that the caller waits again. Asked after all
-            waits of a backward: a worker that lost its membership and joined again takes part in a later step, with
-            every bucket.
+class Intermediate(Work):
+    """What an exchange yields for ``work`` where it begins another operation afterwards, which other buckets should not
+    wait for: the driver goes on with it before anything is waited for to the end.
     """
 
-    is_superseded = False
-
-    @abstractmethod
-    def wait(self) -> torch.Tensor | None:
-        """Return the reduced gradients, laid out like ``Bucket.flat`` (often that very tensor).
-
-        None: gradients stay what this process computed, because the strategy applies them elsewhere, or later.
-
-        Raises:
-            CollectiveError: the exchange failed or passed its deadline; the message names who is missing.
-        """
-
-    def drop(self) -> None:
-        """``wait``, and drop the result: a codec's residual is as before."""
-        self.wait()
-
-    def spare(self, unused: Sequence[bool]) -> None:  # noqa: B027 - most keep no residual
-        """After ``wait``: no rank used these parameters of the bucket. Their gradients stay what they are, and so does
-        a codec's residual.
-        """
-
-
-class StaysLocal(Reduction):
-    """Gradients stay what this process computed."""
+    def __init__(self, work: Work) -> None:
+        self._work = work
 
     def wait(self) -> None:
-        """Return at once."""
-        return
+        """Wait for ``work``."""
+        self._work.wait()
 
 
-class Exchange(ABC):
+class Driver:
+    """Runs the exchanges of some buckets: ``begin`` for each, then ``result`` for each, in the same order on all ranks.
+
+    Args:
+        exchange: makes the exchange of a bucket, such as ``Exchange.exchange``.
+    """
+
+    def __init__(self, exchange: Callable[[Bucket], BucketExchange]) -> None:
+        self._exchange = exchange
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was begun, after a failure."""
+        # By index of the bucket.
+        self._running: dict[int, tuple[BucketExchange, Work]] = {}
+        self._results: dict[int, torch.Tensor | None] = {}
+        self._is_waited_for = False
+
+    def begin(self, bucket: Bucket) -> None:
+        """Begin the exchange of ``bucket``, without blocking."""
+        self._is_waited_for = False
+        self._go_on(bucket.index, self._exchange(bucket))
+
+    def _go_on(self, index: int, exchange: BucketExchange) -> None:
+        try:
+            self._running[index] = exchange, next(exchange)
+        except StopIteration as ended:
+            self._running.pop(index, None)
+            self._results[index] = ended.value
+
+    def result(self, bucket: Bucket) -> torch.Tensor | None:
+        """Wait for ``bucket``'s exchange; return what it returned. None where it was not begun.
+
+        Raises:
+            CollectiveError: an exchange failed or passed its deadline; the message names who is missing.
+        """
+        if not self._is_waited_for:
+            self._is_waited_for = True
+            for index in list(self._running):
+                # Second operations begin in the order of buckets, so that they travel while results are decoded.
+                while index in self._running and isinstance(self._running[index][1], Intermediate):
+                    self._wait(index)
+        while bucket.index in self._running:
+            self._wait(bucket.index)
+        return self._results.pop(bucket.index, None)
+
+    def _wait(self, index: int) -> None:
+        exchange, work = self._running[index]
+        work.wait()
+        self._go_on(index, exchange)
+
+
+class Exchange:
     """How gradients travel. Buckets come in the same order on every rank.
 
     Attributes:
@@ -98,7 +125,7 @@ class Exchange(ABC):
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:  # noqa: B027 - most strategies take buckets as they come
+    def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """The reducer has made its buckets, or remade them. No values travel here."""
 
     def weigh(self, weight: float | None) -> None:
@@ -118,9 +145,28 @@ class Exchange(ABC):
         """The first gradient of a backward is ready; return the share that the reducer applies while it packs."""
         return WHOLE
 
-    @abstractmethod
-    def reduce(self, bucket: Bucket) -> Reduction:
-        """Begin to exchange a packed bucket, without blocking. ``bucket.flat`` is the strategy's until the wait."""
+    def exchange(self, bucket: Bucket) -> BucketExchange:
+        """Exchange a packed bucket. The first ``next`` begins it without blocking.
+
+        Until it ends, ``bucket.flat`` is the strategy's.
+
+        Yields:
+            Each operation that it waits for.
+
+        Returns:
+            The reduced gradients, laid out like ``bucket.flat`` (often that very tensor). None: they stay what this
+            process computed, because the strategy applies them elsewhere, or later. That is the default.
+        """
+        yield from ()
+        return None
+
+    def give_back(self, bucket: Bucket, unused: Sequence[bool] | None = None) -> None:
+        """What this backward sent of the bucket did not count, so a codec's residual is as before.
+
+        Args:
+            bucket: whose result came.
+            unused: for each parameter of the bucket, whether that is said of it; None: of all.
+        """
 
     def reduce_usage(self, used: torch.Tensor) -> Work:
         """Begin to sum over ranks, in place, which parameters this backward used (int32, 1 or 0 by index).
@@ -132,11 +178,17 @@ class Exchange(ABC):
     def finish(self) -> Work:
         """Every bucket of this backward was handed over: begin to exchange the rest, such as buffers.
 
-        The work is waited for after the reductions; then ``step`` may use the gradients.
+        The work is waited for after the exchanges; then ``step`` may use the gradients.
         """
         return CompletedWork()
 
-    def shadow_step(self) -> None:  # noqa: B027 - in most strategies a step exchanges nothing
+    def superseded(self) -> Sequence[tuple[Bucket, torch.Tensor]]:
+        """After the wait of ``finish``: results that replace those that exchanges returned, because this worker lost
+        its place meanwhile and took part in a later step. Default: none.
+        """
+        return ()
+
+    def shadow_step(self) -> None:
         """Inside ``join``, on a rank without data: the other ranks step, after the backward that was shadowed."""
 
     def whole_norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:

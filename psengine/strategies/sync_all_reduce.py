@@ -5,6 +5,7 @@ And ``OverCollective``, what it shares with the strategies whose replicas agree 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,11 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for, resolve_codec
-from psengine.collectives.base import Collective, CompletedWork, Work
+from psengine.collectives.base import Collective, CompletedWork, DeferredWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, ConfiguredStrategy
 from psengine.strategies.batch_weights import BatchWeights
-from psengine.strategies.exchange import CommHook, Reduction, Step
+from psengine.strategies.exchange import BucketExchange, CommHook, Step
 from psengine.strategies.exchanges import Exchanges
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.verification import verify_replicas
@@ -166,13 +167,29 @@ class SyncAllReduce(OverCollective):
         self._exchanges = Exchanges(buckets, self.collective, self._codec, former=self._exchanges)
 
     @override
-    def reduce(self, bucket: Bucket) -> Reduction:
+    def exchange(self, bucket: Bucket) -> BucketExchange:
         if self._hook is not None:
-            return _HookReduction(self.collective, bucket, self._hook(bucket))
+            return self._through_hook(bucket, self._hook)
         if self._exchanges is None:
             _ = self.collective  # which says that the strategy was closed
         assert self._exchanges is not None, "a bucket before lay_out"
-        return self._exchanges[bucket.index].reduce(self._scale)
+        return self._exchanges[bucket.index].exchange(self._scale)
+
+    def _through_hook(self, bucket: Bucket, hook: CommHook) -> BucketExchange:
+        future, what = hook(bucket), f"communication hook for {bucket.describe()}"
+        yield DeferredWork(functools.partial(self.collective.wait_for, future, what))
+        result = tensor_of_future(future.value())
+        if not bucket.sparse and result.numel() != bucket.numel:
+            raise CommunicationHookError(
+                f"a communication hook's future must hold a single tensor shaped like the bucket's buffer (expected"
+                f" {bucket.numel} elements for {bucket.describe()}, got {result.numel()})"
+            )
+        return result
+
+    @override
+    def give_back(self, bucket: Bucket, unused: Sequence[bool] | None = None) -> None:
+        if self._exchanges is not None:
+            self._exchanges[bucket.index].give_back(unused)
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -208,25 +225,6 @@ class SyncAllReduce(OverCollective):
         super().close()
         self._weights = None
         self._exchanges = None
-
-
-class _HookReduction(Reduction):
-    """Whatever a communication hook's future will hold."""
-
-    def __init__(self, collective: Collective, bucket: Bucket, future: torch.futures.Future[Any]) -> None:
-        self._collective = collective
-        self._bucket = bucket
-        self._future = future
-
-    def wait(self) -> torch.Tensor:
-        what = f"communication hook for {self._bucket.describe()}"
-        result = tensor_of_future(self._collective.wait_for(self._future, what))
-        if not self._bucket.sparse and result.numel() != self._bucket.numel:
-            raise CommunicationHookError(
-                f"a communication hook's future must hold a single tensor shaped like the bucket's buffer (expected"
-                f" {self._bucket.numel} elements for {self._bucket.describe()}, got {result.numel()})"
-            )
-        return result
 
 
 def tensor_of_future(value: Any) -> torch.Tensor:

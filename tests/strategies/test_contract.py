@@ -21,7 +21,7 @@ import psengine
 from psengine.collectives.c10d import C10dCollective
 from psengine.errors import ConfigurationError, ReplicaMismatchError
 from psengine.strategies.base import Strategy
-from psengine.strategies.exchange import Step
+from psengine.strategies.exchange import Driver, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
@@ -181,20 +181,20 @@ def service(rank: int, world_size: int, name: str, servers: dict[str, str]) -> d
             p.grad = torch.randn(p.shape, generator=generator)
         gradients = {k: p.grad.clone() for k, p in parameters.items()}
         share = strategy.begin(Step(live_world_size=world_size))
-        reductions = []
+        driver = Driver(strategy.exchange)
         for bucket in buckets:
             bucket.pack([p.grad for p in bucket.parameters], share)
-            reductions.append(strategy.reduce(bucket))
+            driver.begin(bucket)
         usage = torch.tensor([1, 0, rank], dtype=torch.int32)
         usage_work = strategy.reduce_usage(usage)
         remainder = strategy.finish()
-        results = [reduction.wait() for reduction in reductions]
+        results = [driver.result(bucket) for bucket in buckets]
         for bucket, result in zip(buckets, results, strict=True):
             if result is not None:
                 bucket.unpack([p.grad for p in bucket.parameters], result)
         usage_work.wait()
         remainder.wait()
-        assert not any(reduction.is_superseded for reduction in reductions)
+        assert not strategy.superseded()
         assert strategy.step(lambda: "stepped", lambda: "stepped") == "stepped"
     is_averaged = results[0] is not None
     state = strategy.state_dict()

@@ -13,7 +13,7 @@ from support.processes import run_ranks
 from support.server_process import running_server
 
 from psengine.collectives.c10d import C10dCollective
-from psengine.strategies.exchange import Step
+from psengine.strategies.exchange import Driver, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.sync import SyncServer
 from psengine.tensors.bucket import Bucket
@@ -40,30 +40,34 @@ def enter(address: str) -> tuple[SyncServer, list[Bucket]]:
     return strategy, buckets
 
 
-def begin(strategy: SyncServer, bucket: Bucket, value: float) -> Any:
+def begin(driver: Driver, bucket: Bucket, value: float) -> None:
     bucket.pack([torch.full_like(p, value) for p in bucket.parameters])
-    return strategy.reduce(bucket)
+    driver.begin(bucket)
+
+
+def exchange(driver: Driver, bucket: Bucket, value: float) -> float:
+    begin(driver, bucket, value)
+    return float(driver.result(bucket)[0])
 
 
 def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> list[Any]:
     strategy, buckets = enter(address)
+    driver = Driver(strategy.exchange)
     store = dist.distributed_c10d._get_default_store()
     pid = torch.tensor(os.getpid())
     dist.broadcast(pid, 1)
     strategy.begin(Step(live_world_size=world_size))
-    first = begin(strategy, buckets[0], rank)
-    assert first.wait()[0].item() == 0.5
+    assert exchange(driver, buckets[0], rank) == 0.5
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-        second = begin(strategy, buckets[1], 20.0)
+        begin(driver, buckets[1], 20.0)
         remainder = strategy.finish()
-        results = [float(second.wait()[0])]
+        second = float(driver.result(buckets[1])[0])
         remainder.wait()
         assert strategy.rejoins >= 1
-        assert first.is_superseded, "the average that was waited for before is that of an earlier step"
-        assert not second.is_superseded
-        results = [float(first.wait()[0]), *results]
-        assert not first.is_superseded
+        [(bucket, first)] = strategy.superseded()
+        assert bucket is buckets[0], "the average that was waited for before is that of an earlier step"
+        results = [float(first[0]), second]
         steps = strategy.completed_steps
         store.set("rank 1 is done", "")
         strategy.close()
@@ -72,16 +76,16 @@ def stopped_between_two_buckets(rank: int, world_size: int, address: str) -> lis
     while strategy.session.members != (0,):
         assert time.monotonic() < deadline, "rank 1 was never evicted"
         time.sleep(0.05)
-    second = begin(strategy, buckets[1], 10.0)
+    begin(driver, buckets[1], 10.0)
     remainder = strategy.finish()
-    assert second.wait()[0].item() == 10.0
+    assert driver.result(buckets[1])[0].item() == 10.0
     remainder.wait()
     os.kill(int(pid), signal.SIGCONT)
     while not store.check(["rank 1 is done"]):
         assert time.monotonic() < deadline, "rank 1 never came back"
         strategy.begin(Step(live_world_size=world_size))
         # What is waited for apart is exchanged apart, at every worker alike.
-        results = [float(begin(strategy, one, 100.0 + strategy.completed_steps).wait()[0]) for one in buckets]
+        results = [exchange(driver, one, 100.0 + strategy.completed_steps) for one in buckets]
         strategy.finish().wait()
         time.sleep(0.05)
     steps = strategy.completed_steps

@@ -157,26 +157,6 @@ def test_ranks_without_data_take_part_with_zeros():
     assert run_ranks(uneven, 2)[1] == [1.0] * 4  # rank 1 alone, divided by the initial world size
 
 
-def left_out(rank: int, world_size: int) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """Two parameters whose bucket becomes two when buckets are rebuilt after the first step, in another order."""
-    psengine.register_codec("top1", TopOne)
-    factors = [torch.arange(1.0, 9.0), 10 * torch.arange(1.0, 9.0)]
-    module = Products([torch.zeros(8), torch.zeros(8)], factors)
-    model = psengine.DistributedDataParallel(module, strategy="sync:compress=top1", bucket_cap_mb=1e-6)
-    layouts, arrived = [], torch.zeros(2, 8)
-    for _ in range(6):
-        module.zero_grad()
-        model().backward()
-        layouts.append(str([bucket.parameter_indices for bucket in model.reducer.buckets]))
-        arrived += torch.stack([p.grad for p in module.values])
-    residual = torch.zeros(2, 8)
-    for exchange in model.strategy._exchanges:
-        places = exchange.bucket.views_of(exchange.state.residual)
-        for index, place in zip(exchange.bucket.parameter_indices, places, strict=True):
-            residual[index] = place
-    return layouts, arrived, residual
-
-
 @in_ranks(2)
 def test_what_was_left_out_stays_in_another_group_of_ranks(rank, world_size):
     model = psengine.DistributedDataParallel(nn.Linear(4, 4), strategy=psengine.SyncAllReduce(compress=TopOne()))

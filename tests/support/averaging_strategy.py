@@ -11,7 +11,6 @@ from typing_extensions import override
 from psengine import ConfigurationError, Strategy
 from psengine.collectives.base import Collective
 from psengine.strategies.base import Capabilities
-from psengine.strategies.exchange import Reduction, StaysLocal
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import Share
@@ -68,10 +67,6 @@ class Averaging(Strategy):
             )
             for bucket in buckets
         ]
-
-    @override
-    def reduce(self, bucket: Bucket) -> Reduction:
-        return StaysLocal()
 
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:

@@ -20,7 +20,7 @@ import torch
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective
-from psengine.strategies.exchange import Reduction
+from psengine.strategies.exchange import BucketExchange, Driver
 from psengine.strategies.exchanges import Exchanges
 from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
@@ -88,7 +88,7 @@ class Fragment:
         self._outer = outer
         self._anchors: list[torch.Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None
-        self._reductions: list[Reduction] = []
+        self._driver = Driver(self._exchange)
         self.is_sent = True
         # What left and has not arrived: differences by bucket and parameter, what they count, and the residuals before.
         # A rank that saves has them at hand. To wait for the average would begin a codec's second operation here alone.
@@ -133,9 +133,12 @@ class Fragment:
 
     def _send(self) -> None:
         self.is_sent = True
-        for bucket, exchange, sent in zip(self.buckets, self._exchanges, self._sent, strict=True):
+        for bucket, sent in zip(self.buckets, self._sent, strict=True):
             bucket.pack(sent, self._share)
-            self._reductions.append(exchange.reduce(1.0))
+            self._driver.begin(bucket)
+
+    def _exchange(self, bucket: Bucket) -> BucketExchange:
+        return self._exchanges[bucket.index].exchange(1.0)
 
     def _forget_sent(self) -> None:
         self.is_sent, self._sent, self._former_residuals = True, [], {}
@@ -162,14 +165,13 @@ class Fragment:
 
     def _wait(self) -> list[torch.Tensor]:
         """Per bucket the average, flat and in the bucket's dtype."""
-        reductions, self._reductions = self._reductions, []
         averages = []
-        for bucket, reduction in zip(self.buckets, reductions, strict=False):
-            result = reduction.wait()
-            assert result is not None, "a collective returns what it reduced"
-            average = result
+        for bucket in self.buckets:
+            average = self._driver.result(bucket)
+            if average is None:
+                continue  # nothing was sent
             if self._outer is not None:  # kept until the outer step; the memory of the result serves the next exchange
-                average = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+                result, average = average, torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
                 bucket.unpack(bucket.views_of(average), result)
             averages.append(average)
         return averages

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from psengine.collectives.base import DeferredWork, Work
 from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
 from psengine.parameter_server.client.operation import Push, Request, wait_all
 from psengine.protocol.messages import MAX_WEIGHT, ErrorCode
-from psengine.strategies.exchange import Reduction, Step
+from psengine.strategies.exchange import BucketExchange, Step
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.worker_state import OptimizerStates
 from psengine.tensors.bucket import Bucket
@@ -80,6 +81,8 @@ class SyncServer(ServerStrategy):
         self._exchanges: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._pushes: list[Push] = []
         self._step_starts: set[int] = set()
+        # What was waited for: bucket, its exchanges, rejoins until then.
+        self._returned: list[tuple[Bucket, range, int]] = []
         self.rejoins = 0  # of this worker in the step under way
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
@@ -142,18 +145,45 @@ class SyncServer(ServerStrategy):
         self._is_open = True
         self._sits_out = False
         self.optimizers.forget_arrived(self.completed_steps)
-        self._exchanges, self._pushes, self._step_starts, self.rejoins = [], [], set(), 0
+        self._exchanges, self._pushes, self._step_starts, self._returned = [], [], set(), []
+        self.rejoins = 0
         self.session.serve_joiner(self._deposit_state)
 
     @override
-    def reduce(self, bucket: Bucket) -> Reduction:
+    def exchange(self, bucket: Bucket) -> BucketExchange:
         payload, result = self._payloads[bucket.index], self._results[bucket.index]
         if payload is not bucket.flat:
             payload.copy_(bucket.flat)
         first = len(self._exchanges)
         for spec, start, end in self.chunks.of_bucket[bucket.index]:
             self._exchange(spec.key, payload[start:end], result[start:end])
-        return _Average(self, bucket, result, range(first, len(self._exchanges)))
+        indices = range(first, len(self._exchanges))
+        yield DeferredWork(partial(self._await_exchanges, indices))
+        self._returned.append((bucket, indices, self.rejoins))
+        return self._average(bucket, indices)
+
+    @override
+    def superseded(self) -> list[tuple[Bucket, torch.Tensor]]:
+        """Averages that were returned before this worker's last rejoin."""
+        return [
+            (bucket, self._average(bucket, indices))
+            for bucket, indices, rejoins in self._returned
+            if rejoins < self.rejoins
+        ]
+
+    def _average(self, bucket: Bucket, indices: range) -> torch.Tensor:
+        """What these exchanges ended with: in the servers' memory if it lies there in one piece, to be read until the
+        next step, else in this worker's.
+        """
+        pushes = self._pushes[indices.start : indices.stop]
+        taken = [push.take() for push in pushes]
+        average = neighbours(taken)
+        if average is None:
+            average = self._results[bucket.index]
+            for push, values in zip(pushes, taken, strict=True):
+                if values is not None:
+                    push.destinations[0].copy_(values)
+        return average if average.device == bucket.device else bucket.flat.copy_(average)
 
     def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> None:
         self._open_step()
@@ -162,30 +192,11 @@ class SyncServer(ServerStrategy):
         self._exchanges.append((key, payload, landing))
         self._pushes.append(self._push(*self._exchanges[-1]))
 
-    def drop_step(self) -> None:
-        """The backward under way counts for nothing here; the other workers take part in all of its exchanges."""
-        if self._is_open:
-            self.finish().wait()
-
     def _push(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> Push:
         is_gradient = key in self._gradient_keys
         weight = self._weight if is_gradient and not self._sits_out else None
         sent = None if self._sits_out or weight == 0 else payload
         return self.session.push(key, sent, [landing], weight=weight, reads_in_place=is_gradient)
-
-    def average(self, indices: range, landing: torch.Tensor) -> torch.Tensor:
-        """What these exchanges, of a bucket, ended with: in the servers' memory if it lies there in one piece, to be
-        read until the next step, else in ``landing``.
-        """
-        pushes = self._pushes[indices.start : indices.stop]
-        taken = [push.take() for push in pushes]
-        whole = neighbours(taken)
-        if whole is not None:
-            return whole
-        for push, values in zip(pushes, taken, strict=True):
-            if values is not None:
-                push.destinations[0].copy_(values)
-        return landing
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -194,12 +205,12 @@ class SyncServer(ServerStrategy):
         self._exchange(self.chunks.usage, used.cpu().contiguous().clone(), landing)
 
         def take_sum() -> None:
-            self.await_exchanges()  # all of them: then none is repeated later, and map and averages are of one step
+            self._await_exchanges()  # all of them: then none is repeated later, and map and averages are of one step
             used.copy_(landing)
 
         return DeferredWork(take_sum)
 
-    def await_exchanges(self, indices: range | None = None) -> None:
+    def _await_exchanges(self, indices: range | None = None) -> None:
         """Wait for these exchanges of the step under way; None: for all of them.
 
         The first wait ends the protocol's step, as at every worker. A fenced worker rejoins and sits the backward out,
@@ -234,7 +245,7 @@ class SyncServer(ServerStrategy):
         self.session.end_step()
 
         def end_step() -> None:
-            self.await_exchanges()
+            self._await_exchanges()
             self.chunks.assign([self.chunks.specs[key] for key in landings], list(landings.values()))
             self._is_open = False
             self.completed_steps += 1
@@ -325,32 +336,3 @@ def neighbours(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
             return None
         end, numel = end + tensor.nbytes, numel + tensor.numel()
     return first.as_strided((numel,), (1,))
-
-
-class _Average(Reduction):
-    """A bucket whose chunks are being averaged; ``indices`` are those of its exchanges in the step."""
-
-    def __init__(self, strategy: SyncServer, bucket: Bucket, result: torch.Tensor, indices: range) -> None:
-        self._strategy = strategy
-        self._bucket = bucket
-        self._result = result
-        self._indices = indices
-        self._rejoins = 0
-
-    @property
-    def is_superseded(self) -> bool:  # type: ignore[override]
-        return self._strategy.rejoins > self._rejoins
-
-    @override
-    def wait(self) -> torch.Tensor:
-        self._strategy.await_exchanges(self._indices)
-        self._rejoins = self._strategy.rejoins
-        average = self._strategy.average(self._indices, self._result)
-        if average.device == self._bucket.device:
-            return average
-        self._bucket.flat.copy_(average)
-        return self._bucket.flat
-
-    @override
-    def drop(self) -> None:
-        self._strategy.drop_step()

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from typing_extensions import override
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Collective
 from psengine.collectives.ring_order import Stretch, stretches
 from psengine.flat_optimizers.finite import is_finite
-from psengine.strategies.exchange import Reduction
+from psengine.strategies.exchange import BucketExchange
 from psengine.strategies.sharding.plan import Piece
 from psengine.tensors.bucket import Bucket
 
@@ -69,14 +68,15 @@ class ShareExchange:
                 at += stretch.last - stretch.first
         return found
 
-    def reduce(self) -> Reduction:
-        """Begin the exchange of the packed bucket, whose values are divided already."""
+    def exchange(self) -> BucketExchange:
+        """The exchange of the packed bucket, whose values are divided already."""
         flat = self._bucket.flat
         torch.cat([flat[first:last] for first, last in self._ranges], out=self._sent)
         what = self._bucket.describe()
-        return _ShareSum(self, self._collective.all_to_all(self._received, self._sent, self._sizes, what=what))
+        yield self._collective.all_to_all(self._received, self._sent, self._sizes, what=what)
+        return self._add_up()
 
-    def add_up(self) -> torch.Tensor:
+    def _add_up(self) -> torch.Tensor:
         """Write the sums of this rank's share to the bucket, and zeros beside them; return the bucket."""
         flat = self._bucket.flat
         flat.zero_()
@@ -88,20 +88,3 @@ class ShareExchange:
                 total.add_(part)
             self._note(is_finite(total))
         return flat
-
-
-class _ShareSum(Reduction):
-    """An all-to-all; ``wait`` adds up what came."""
-
-    def __init__(self, exchange: ShareExchange, work: Work) -> None:
-        self._exchange = exchange
-        self._work = work
-
-    @override
-    def wait(self) -> torch.Tensor:
-        self._work.wait()
-        return self._exchange.add_up()
-
-    @override
-    def drop(self) -> None:
-        self._work.wait()

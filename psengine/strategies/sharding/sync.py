@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from psengine.collectives.base import CompletedWork, Work
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.strategies.exchange import CommHook, Reduction, Step
+from psengine.strategies.exchange import BucketExchange, CommHook, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.sharding.flat_parameters import FlatParameters, flat_parameters, make_sections
 from psengine.strategies.sharding.plan import Piece
@@ -142,13 +142,13 @@ class SyncShardedOptimizer(SyncAllReduce):
         return share
 
     @override
-    def reduce(self, bucket: Bucket) -> Reduction:
+    def exchange(self, bucket: Bucket) -> BucketExchange:
         if not self._scatters:
-            return super().reduce(bucket)
+            return super().exchange(bucket)
         if self._share_exchanges is None:
             note = self._share_gradients().note
             self._share_exchanges = [ShareExchange(b, self.collective, self._pieces, note) for b in self._buckets]
-        return self._share_exchanges[bucket.index].reduce()
+        return self._share_exchanges[bucket.index].exchange()
 
     def _share_gradients(self) -> ShareGradients:
         if self._gradients is None:
