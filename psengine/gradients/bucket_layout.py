@@ -30,6 +30,7 @@ class BucketLayout:
         strategy: Strategy,
         *,
         as_view: bool,
+        adopts: bool,
         is_lent: bool,
         counts_non_finite: bool,
         divides_copies: bool,
@@ -42,7 +43,7 @@ class BucketLayout:
         self._is_lent = is_lent
         self._counts_non_finite = counts_non_finite
         self._divides_copies = divides_copies
-        self._adopts = False
+        self._adopts = adopts
         self.buckets: list[Bucket] = []
         self.packings: list[Packing] = []
         self.locators: list[tuple[Packing, int]] = []
@@ -89,10 +90,3 @@ class BucketLayout:
         if self._as_view:
             return ViewPacking(bucket, adopts=self._adopts)
         return LentPacking(bucket) if self._is_lent else Packing(bucket)
-
-    def adopt_replaced_gradients(self) -> None:
-        """From now on gradients that something replaced are no error; see ``ViewPacking.adopts``."""
-        self._adopts = True
-        for packing in self.packings:
-            if isinstance(packing, ViewPacking):
-                packing.adopts = True

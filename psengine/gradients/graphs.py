@@ -97,9 +97,6 @@ class EveryParameter:
     def settle(self) -> None:
         """The end of a backward."""
 
-    def restart(self) -> None:
-        """Forget earlier backwards: the group of ranks is another one."""
-
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         """The error's text for a backward in which some parameters (index to name) got no gradient."""
         return unfinished_reduction_message(rank, missing, find_unused=False)
@@ -163,12 +160,6 @@ class _UsedParameters(EveryParameter):
     def settle(self) -> None:
         self._take_sum()  # ranks must not sum two maps at once
         self._unused_everywhere = set()
-
-    @override
-    def restart(self) -> None:
-        self._work = None
-        self.used = bytearray(len(self._names))
-        self.unused = []
 
 
 class SearchedGraph(_UsedParameters):
@@ -307,12 +298,6 @@ class StaticGraph(_UsedParameters):
     @override
     def never_arriving(self) -> Sequence[int]:
         return self.unused
-
-    @override
-    def restart(self) -> None:
-        """The next backward is counted: the other ranks may use other parameters."""
-        super().restart()
-        self._set_counting(True)
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:

@@ -196,10 +196,3 @@ class BucketsInFlight:
                 self._driver.result(bucket)
             remainder.wait()
         self._strategy.shadow_step()
-
-    def move_to(self, collective: Collective) -> None:
-        """Go on in another group of replicas."""
-        self._collective = self._averaging_weight.collective = collective
-        if self._finite_check is not None:
-            self._finite_check.collective = collective
-        self._strategy.lay_out(self._layout.buckets)  # which it exchanges over another collective now

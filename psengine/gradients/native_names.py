@@ -23,7 +23,6 @@ class NativeNames:
     in_flight: BucketsInFlight
     _layout: BucketLayout
     _nodes: AccumulationNodes
-    _converts_parameters: bool
 
     def _push_all_rebuilt_params(self) -> None:
         """``Reducer.shadow_backward`` has done it."""
@@ -31,11 +30,6 @@ class NativeNames:
     def _remove_autograd_hooks(self) -> None:
         """Stop listening to autograd; gradients stay local from now on."""
         self._nodes.stop_listening()
-
-    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        """Native DDP's mixed precision converts parameters in every iteration, and calls ``_autograd_hook`` itself."""
-        self._converts_parameters = True
-        self._layout.adopt_replaced_gradients()
 
     def _set_optimizer_in_backward(self) -> None:
         """The communication hook steps optimizers itself; gradients are not written back."""

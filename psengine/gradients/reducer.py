@@ -55,11 +55,13 @@ class Reducer(NativeNames):
         initial_limits_bytes: bucket caps before the first rebuild; see ``plan_buckets``.
         rebuild_limits_bytes: bucket caps when buckets are rebuilt in the order gradients arrive.
         find_unused_parameters: walk the graph from the outputs to find parameters that will get no gradient.
+        static_graph: every iteration uses the same parameters equally often; the first one finds out which and how.
         gradient_as_bucket_view: let gradients be views of the buckets.
         skip_all_reduce_unused_params: agree before backward which parameters no rank uses, and skip buckets that hold
             no others; only with ``find_unused_parameters``.
         batched_grad_copy: divide copies as native DDP does with it; see ``Bucket``.
         check_finite: raise at the end of backward where a gradient of some rank is not finite.
+        converts_parameters: mixed precision's hooks convert parameters in every iteration, and replace gradients.
         on_error: gets the text of each error before it is raised.
 
     Attributes:
@@ -79,10 +81,12 @@ class Reducer(NativeNames):
         initial_limits_bytes: Sequence[int],
         rebuild_limits_bytes: Sequence[int],
         find_unused_parameters: bool,
+        static_graph: bool,
         gradient_as_bucket_view: bool,
         skip_all_reduce_unused_params: bool,
         batched_grad_copy: bool,
         check_finite: bool,
+        converts_parameters: bool,
         on_error: Callable[[str], None],
     ) -> None:
         self.parameters = list(parameters.values())
@@ -106,6 +110,7 @@ class Reducer(NativeNames):
             [name in sparse for name in self.names],
             strategy,
             as_view=gradient_as_bucket_view,
+            adopts=converts_parameters,
             # An unused parameter keeps its gradient, and an error of the finite check leaves all of them as they are.
             is_lent=strategy.capabilities.lends_gradients and not (find_unused_parameters or check_finite),
             counts_non_finite=check_finite,
@@ -131,10 +136,12 @@ class Reducer(NativeNames):
         # Forwards came twice without a backward: where two backwards follow, the second one is not exchanged.
         self._may_forget_a_backward = self._warned_local_backward = False
 
-        self._converts_parameters = False
+        self._converts_parameters = converts_parameters
         self._nodes = AccumulationNodes(self.parameters)
         self.graph = EveryParameter(self.names)
-        if find_unused_parameters:
+        if static_graph:
+            self._set_static_graph()
+        elif find_unused_parameters:
             skips = skip_all_reduce_unused_params
             self.graph = SearchedGraph(self.names, self._device, strategy, self._nodes.nodes, skips_buckets=skips)
         self._stop_expecting_hooks()
@@ -366,7 +373,7 @@ class Reducer(NativeNames):
         else:
             self._ready_counter.ignore()
 
-    # ---- for join, and another group of ranks -----------------------------------------------------------------
+    # ---- for join ----------------------------------------------------------------------------------------------
 
     def shadow_backward(self) -> None:
         """Take part in one backward of ranks that still have data, contributing zeros, in the order they exchange."""
@@ -376,17 +383,3 @@ class Reducer(NativeNames):
         if not is_counted and self._should_rebuild() and not self._arrival_order:
             # All ranks rebuild; rank 0's order overwrites this one.
             self._arrival_order = list(range(len(self.parameters)))
-
-    def _reset_state(self) -> None:
-        """Forget a half-finished iteration and rebuild buckets anew, for a changed group of ranks."""
-        self.graph.restart()
-        self._stop_expecting_hooks()
-        self.has_rebuilt_buckets = False
-        self._layout_is_final = self.strategy.capabilities.keeps_first_layout
-        self._arrival_order = []
-        self.averaging_weight.settle()
-
-    def update_group(self, collective: Collective) -> None:
-        """Go on in another group of ranks, to which the strategy has been moved already."""
-        self._collective = collective
-        self.in_flight.move_to(collective)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,20 +12,18 @@ from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.strategies.base import Strategy
 from psengine.tracing.timeline import span
 from psengine.wrapper.ddp import DistributedDataParallel
-from psengine.wrapper.switching import scales_itself
 
 
 def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an instance of
     optimizer: torch.optim.Optimizer, model: DistributedDataParallel
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class, with the same state, whose ``step`` goes through ``model``'s strategy.
+    """Let ``optimizer.step`` go through ``model``'s strategy; return ``optimizer``.
 
-    The result shares parameter groups, state and hooks with ``optimizer``, which is mutated; use only the result. It is
-    a true instance of that class: learning-rate schedulers and ``GradScaler`` accept it, and its state_dict is
-    interchangeable with the plain optimizer's. A scheduler made before, from ``optimizer``, sets the result's rates.
+    It becomes an instance of a subclass of its class: learning-rate schedulers, made before or after, and
+    ``GradScaler`` accept it, and its state_dict is interchangeable with the plain optimizer's.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer`` over parameters of ``model``.
+        optimizer: any ``torch.optim.Optimizer`` over parameters of ``model``; mutated.
         model: the wrapped model.
 
     Raises:
@@ -42,7 +39,7 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
         )
     if isinstance(optimizer, _StrategyStep):
         raise ConfigurationError("the optimizer is a psengine.DistributedOptimizer already; use it as it is")
-    has_scheduler = _has_scheduler(optimizer)
+    _check_step(optimizer)
     known = set(model.module.parameters())
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -52,52 +49,26 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
                     " model's, so its gradient is not exchanged. Build the optimizer from model.parameters(), after the"
                     " model was moved to its device."
                 )
-    distributed = object.__new__(_distributed_class(type(optimizer)))  # type: ignore[arg-type]
-    distributed.__dict__ = optimizer.__dict__
-    distributed._psengine_strategy = model.strategy  # type: ignore[attr-defined]
-    distributed._psengine_scales_itself = scales_itself(optimizer)  # type: ignore[attr-defined]
-    model.strategy.bind(distributed)
-    model.note_optimizer(distributed)
-    if has_scheduler:
-        _replace_scheduled_step(distributed)
-    return distributed
+    model.strategy.bind(optimizer)
+    vars(optimizer).pop("step", None)  # a scheduler's, which calls the plain class's
+    optimizer.__class__ = _distributed_class(type(optimizer))  # type: ignore[arg-type]
+    distributed: Any = optimizer
+    distributed._psengine_strategy = model.strategy
+    distributed._psengine_scales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    model._optimizers.add(optimizer)
+    return optimizer
 
 
-def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scheduler has replaced ``step`` by a wrapper around the class's own, to notice when it is called first.
-
-    Raises:
-        ConfigurationError: something else replaced it.
-    """
-    if "step" not in vars(optimizer):
-        return False
-    replaced = vars(optimizer)["step"]
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigurationError where something else than a scheduler has replaced ``step``."""
+    replaced: Any = vars(optimizer).get("step")
     # Both: whoever wraps the scheduler's wrapper with functools.wraps copies its mark.
     is_scheduler = hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is type(optimizer).step
-    if not is_scheduler:
+    if replaced is not None and not is_scheduler:
         raise ConfigurationError(
             f"the optimizer's step was replaced (expected {type(optimizer).__name__}.step or a scheduler's, got"
-            f" {replaced!r}), and would bypass the strategy. Fix: replace the step of psengine.DistributedOptimizer."
+            f" {replaced!r}), and would bypass the strategy. Fix: replace the step after psengine.DistributedOptimizer."
         )
-    return True
-
-
-def _replace_scheduled_step(distributed: torch.optim.Optimizer) -> None:
-    """Let ``step`` notice its calls as the scheduler's own would, which is bound to the plain class."""
-    reference = weakref.ref(distributed)
-
-    @functools.wraps(type(distributed).step)
-    def step(*arguments: Any, **options: Any) -> Any:
-        target = reference()
-        if target is None:
-            raise ConfigurationError(
-                "the optimizer that psengine.DistributedOptimizer returned is gone. Fix: keep it, and step that one."
-            )
-        target._opt_called = True  # type: ignore[attr-defined]
-        return type(target).step(target, *arguments, **options)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    distributed.step = step  # type: ignore[method-assign]
 
 
 class _StrategyStep(torch.optim.Optimizer):
@@ -107,12 +78,14 @@ class _StrategyStep(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Step as the strategy says; arguments and result are the wrapped class's."""
+        self._opt_called = True  # what a scheduler looks for, which leaves this step alone
         local_step = functools.partial(super().step, closure, **options)
         with span("optimizer step"):
             return self._psengine_strategy.step(local_step, closure)
 
     # Without it torch would wrap this method when a state is loaded, and call a step's hooks twice.
     step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped class's state, with the state that servers keep."""

@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 import io
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,99 +19,53 @@ from typing_extensions import override
 
 from psengine.collectives.base import Collective
 from psengine.errors import ConfigurationError, PSEngineError, ReductionError
-from psengine.gradients.reducer import Reducer
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
 from psengine.strategies.stepping import Stepping
 from psengine.wrapper import arguments as checks
-from psengine.wrapper.forward_pass import ForwardPass
 
 
-class SwitchableStrategy(ForwardPass):
-    """The part of ``DistributedDataParallel`` that changes its strategy."""
-
-    reducer: Reducer
-    _finalizer: Any
-    # What ``psengine.DistributedOptimizer`` returned, and is alive.
-    _optimizers: weakref.WeakSet[torch.optim.Optimizer]
-
-    def switch_strategy(self, strategy: str | Strategy) -> None:
-        """Go on under another strategy; all ranks call it between two steps, and weights stay as they are.
-
-        Before it changes anything, every rank checks whether the new strategy can serve this model and whether its
-        servers are up; they have to be named, or started by ``psengine run --servers``. The old strategy then ends the
-        round that is under way, which makes replicas equal where they are not. Optimizers that
-        ``psengine.DistributedOptimizer`` returned go on, with their state where both strategies have it.
-
-        Args:
-            strategy: as for the constructor.
-
-        Raises:
-            ConfigurationError, ServerLostError: it cannot take over, on this rank or another; nothing has changed.
-            CollectiveError, ServerError: the old strategy could not end its round; it remains.
-            ReductionError: the new strategy failed after all that, as where its server died. The model has no strategy
-                then, and its forward raises this error again. ``model.module`` and ``optimizer.state_dict()`` are those
-                of the round's end: save them, or wrap the module again.
-        """
-        former, problem = self.strategy, None
-        try:
-            following = resolve_strategy(strategy)
-            _check(self, following)
-        except PSEngineError as error:
-            problem = error
-        _agree(self._collective, self.device, problem)
-        optimizers: list[Any] = list(self._optimizers)
-        former.conclude()
-        for optimizer in optimizers:
-            former.fetch_optimizer_state(optimizer)
+def switch_strategy(model: Any, strategy: str | Strategy) -> None:
+    """``DistributedDataParallel.switch_strategy``."""
+    former: Strategy = model.strategy
+    problem = None
+    try:
+        following = resolve_strategy(strategy)
+        _check(model, following)
+    except PSEngineError as error:
+        problem = error
+    _agree(model._collective, model.device, problem)
+    optimizers: list[Any] = list(model._optimizers)
+    former.conclude()
+    for optimizer in optimizers:
+        former.fetch_optimizer_state(optimizer)
         if former.capabilities.steps_alone and not following.capabilities.steps_alone:
-            for optimizer in optimizers:
-                _take_state_of_rank_0(optimizer, self._collective, self.device)
-        try:
-            self._replace(following)
-            for optimizer in optimizers:
-                optimizer._psengine_strategy = following
-                optimizer._step_supports_amp_scaling = optimizer._psengine_scales_itself
-                following.bind(optimizer)
-        except BaseException as error:
-            self._stop(former, following, optimizers, error)
-            raise
-
-    def _stop(self, former: Strategy, following: Strategy, optimizers: Sequence[Any], error: BaseException) -> None:
-        """The model has no strategy; raise that, where ``error`` is one of ours."""
+            _take_state_of_rank_0(optimizer, model._collective, model.device)
+    try:
+        # Not closed: the name of its job stays taken, because servers keep that job's values.
+        former.abandon()
+        model.strategy = following
+        model._restart(init_sync=True)
+        for optimizer in optimizers:
+            optimizer._psengine_strategy = following
+            optimizer._step_supports_amp_scaling = optimizer._psengine_scales_itself
+            following.bind(optimizer)
+    except BaseException as error:
         stopped = _Stopped(
             f"the change of strategy from {former.name!r} to {following.name!r} failed after the round had ended:"
             f" {error}. The model has no strategy now (expected one for forward and step, got none). Fix: save"
             " model.module and optimizer.state_dict(), which are those of the round's end, and start again from them;"
             " or wrap model.module again."
         )
-        self.reducer._remove_autograd_hooks()
+        model.reducer._remove_autograd_hooks()
         following.close()
-        self.saves_strategy_state = False
-        self.reducer = stopped  # type: ignore[assignment]
+        model.saves_strategy_state = False
+        model.reducer = stopped
         for optimizer in optimizers:
             optimizer._psengine_strategy = stopped
         if isinstance(error, PSEngineError):
             raise ReductionError(stopped.text) from error
-
-    def _replace(self, strategy: Strategy) -> None:
-        """Take down the strategy and its reducer, and start ``strategy``. Gradients stay what they are."""
-        former = self.reducer
-        self._finalizer.detach()
-        former._remove_autograd_hooks()
-        # Not closed: the name of its job stays taken, because servers keep that job's values.
-        self.strategy.abandon()
-        self.strategy = strategy
-        self._has_rebuilt_buckets = False
-        self._start(init_sync=True, init_sync_buffers=self.forward_sync_buffers, static_graph=self.static_graph)
-        if self.static_graph:
-            self.reducer._set_static_graph()
-            self._static_graph_delay_allreduce_enqueued = False
-        self.reducer.iteration, self.reducer.completed_steps = former.iteration, former.completed_steps
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer`` steps through this model's strategy."""
-        self._optimizers.add(optimizer)
+        raise
 
 
 class _Stopped(Stepping):
@@ -185,8 +138,3 @@ def _take_state_of_rank_0(optimizer: torch.optim.Optimizer, collective: Collecti
         state = torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
         groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
         torch.optim.Optimizer.load_state_dict(optimizer, {"state": state, "param_groups": groups})
-
-
-def scales_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a GradScaler leaves unscaling to this optimizer, before a strategy changes that."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

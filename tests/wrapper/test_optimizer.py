@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from support.expectations import raises
 from support.native_twins import Net, seeded
@@ -34,8 +35,15 @@ def test_errors(rank, world_size):
         patched.step = functools.wraps(patched.step)(lambda *_: None)  # carries the scheduler's mark
         with raises(ValueError, "step was replaced (expected SGD.step or a scheduler's"):
             DistributedOptimizer(patched, model)
-    scheduled = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    DistributedOptimizer(scheduled, model)
-    with raises(ValueError, "is gone. Fix: keep it"):
-        scheduled.step()
+
+
+@in_ranks(1)
+def test_a_scheduler_made_before_sees_the_steps(rank, world_size):
+    model = DistributedDataParallel(seeded(Net))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert DistributedOptimizer(optimizer, model) is optimizer
+    assert isinstance(optimizer, torch.optim.SGD)
+    optimizer.step()
+    scheduler.step()  # would warn that no step came before
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

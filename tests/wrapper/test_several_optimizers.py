@@ -152,7 +152,7 @@ def other_optimizers(rank: int, world_size: int, address: str, directory: Path) 
         optimizer.step()
         has_begun.touch()
     # What a program makes later, all workers make: it begins anew. What it has dropped is nobody's any more.
-    del optimizer
+    del optimizer, plain
     psengine.DistributedOptimizer(torch.optim.Adam(model.parameters()), wrapped)
     gc.collect()
     assert wrapped.strategy.optimizers.alive() == []

@@ -80,11 +80,13 @@ def check_comm_hook(hook: Any) -> None:
         )
 
 
-def bucket_hook(state: object, hook: UserHook, bucket_count: Callable[[], int]) -> Callable[[Bucket], Any]:
-    """Adapt a user's hook, and its first argument, to what a strategy calls."""
+def bucket_hook(state: object, hook: UserHook, replica_reference: weakref.ref[Any]) -> Callable[[Bucket], Any]:
+    """Adapt a user's hook, and its first argument, to what the strategy of a wrapped model calls."""
 
     def run(bucket: Bucket) -> torch.futures.Future[Any]:
-        future = hook(state, GradBucket(bucket, is_last=bucket.index == bucket_count() - 1))
+        replica = replica_reference()
+        assert replica is not None, "a backward outlived its model"
+        future = hook(state, GradBucket(bucket, is_last=bucket.index == len(replica.reducer.buckets) - 1))
         # torch._C.Future is what C++ returns (Work.get_future); torch.futures.Future derives from it.
         if not isinstance(future, torch._C.Future):
             raise CommunicationHookError(

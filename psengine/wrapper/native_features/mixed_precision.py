@@ -35,4 +35,3 @@ def set_up_mixed_precision(replica: Any) -> None:
         module.register_forward_pre_hook(replica._module_wait_for_copy_hook, prepend=False, with_kwargs=True)
     state = _AllreduceUpcastHookState(ddp_weakref=weakref.ref(replica), upcast_stream=torch.Stream())
     replica.register_comm_hook(state, _reducer_allreduce_and_upcast_hook)
-    replica.reducer._set_mixed_precision_param_dtype(replica.mixed_precision.param_dtype)
