@@ -1,8 +1,7 @@
-"""Kills, loses and cuts power at random, and prints tables of what came of it; see README.md."""
+"""Kills and cuts power at random, and prints tables of what came of it; see README.md."""
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 from argparse import Namespace
@@ -14,19 +13,16 @@ from typing import Any
 _ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks"), str(Path(__file__).parent)]
 
-from attacks.averaging_kills import AVERAGE, run_sync  # noqa: E402
-from attacks.bad_links import STEPS, WORKERS, run_broken  # noqa: E402
+from attacks.averaging_kills import run_sync  # noqa: E402
 from attacks.kill_loop import Counters, run_async, run_forgetful  # noqa: E402
 from harness.command_line import at_least, parser_of, some_of  # noqa: E402
 from harness.record import Record  # noqa: E402
 from harness.tables import Table  # noqa: E402
-from support.server_process import APPLY  # noqa: E402
 
 QUESTION = "What is lost or doubled when things go wrong?"
 COLUMNS = ["fault", *(field.name.replace("_", " ") for field in fields(Counters))]
 # Where the weights are, and what the servers keep of them; "workers": under sync-server they are in the workers.
 TIERS = ("memory", "snapshot", "log", "workers")
-CHUNKS = 64
 DURABLE = ("snapshot", "log")
 
 
@@ -59,16 +55,6 @@ def worker_kills(options: Namespace) -> Table:
     return kills(options, "worker", 1.0)
 
 
-def broken(options: Namespace) -> Table:
-    steps = min(STEPS, max(1, options.pushes // 2 // WORKERS // CHUNKS))
-    trainings = math.ceil(options.pushes / 2 / WORKERS / CHUNKS / steps)
-    rows = [
-        row(f"{strategy}, connections broken", run_broken(trainings, options.seed, rule, steps, CHUNKS))
-        for strategy, rule in (("async", APPLY), ("sync-server", AVERAGE))
-    ]
-    return Table(f"{trainings * steps * WORKERS * CHUNKS} pushes a row", COLUMNS, rows)
-
-
 def power(options: Namespace) -> Table:
     from power import cut_power
 
@@ -83,24 +69,22 @@ def power(options: Namespace) -> Table:
 STUDIES: dict[str, Callable[[Namespace], Table]] = {
     "server-kills": server_kills,
     "worker-kills": worker_kills,
-    "broken": broken,
     "power": power,
 }
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=300, quick="one try of each kind, a few messages")
+    parser = parser_of(__doc__, rounds=300, quick="one try of each kind")
     add = parser.add_argument
     add("--study", type=some_of(list(STUDIES)), default=tuple(STUDIES), help="some of %(default)s")
     add("--tries", dest="rounds", type=at_least(1), help="of each kind: the same as --rounds")
     add("--tiers", type=some_of(TIERS), default=TIERS, help="of durability: some of %(default)s")
     add("--seed", type=int, default=1)
-    add("--pushes", type=at_least(1), default=100_000, help="over connections that break")
     add("--most-s", type=float, default=float("inf"), help="seconds after which a row of tries ends early")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # mounts and processes are given back
     if options.quick:
-        options.rounds, options.pushes = 1, 256
+        options.rounds = 1
     record = Record.begin("faults", QUESTION, options)
     for name in options.study:
         record.tables.append(STUDIES[name](options))

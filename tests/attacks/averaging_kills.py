@@ -39,10 +39,7 @@ def average_for_a_while(
     for step in range(1, steps + 1):
         gradient = torch.zeros(WORKERS)
         gradient[rank] = float(step)
-        pushes = []
-        for key, landing in enumerate(landings):
-            pushes.append(session.push(key, gradient.clone(), [landing]))
-        wait_all(pushes)
+        wait_all([session.push(key, gradient.clone(), [landing]) for key, landing in enumerate(landings)])
         averages.append([tuple(landing.tolist()) for landing in landings])
         reports.say("step", step)
     session.close()
@@ -68,16 +65,9 @@ def _one_sync_try(chooser: random.Random, steps: int, kills_worker: bool) -> Cou
         # Every other time at the end, where workers leave, and one of them lacks what the others have.
         at_least = steps if chooser.random() < 0.5 else chooser.randrange(1, steps)
         deaf = chooser.randrange(WORKERS) if at_least == steps and not kills_worker else -1
-        workers = [
-            members.start(
-                average_for_a_while,
-                servers.addresses,
-                steps,
-                servers.addresses[killed] if rank == deaf else "",
-                rank=rank,
-            )
-            for rank in range(WORKERS)
-        ]
+        deaf_to = {deaf: servers.addresses[killed]}
+        arguments = average_for_a_while, servers.addresses, steps
+        workers = [members.start(*arguments, deaf_to.get(rank, ""), rank=rank) for rank in range(WORKERS)]
         workers[chooser.choice([rank for rank in range(WORKERS) if rank != deaf])].wait_for("step", at_least=at_least)
         if deaf >= 0:
             time.sleep(0.2)  # the others leave if they can

@@ -10,6 +10,7 @@ under "sync-server". ``benchmarks/faults/run.py`` prints a table of it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -23,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.fault_workers import Reports, Worker, WorkerFailedError, WorkerProcesses, worker_processes
+from support.fault_workers import Reports, Worker, WorkerProcesses, worker_processes
 from support.server_process import APPLY, SGD, ServerProcess, running_server
+from support.shard_world import spec
+from support.waiting import eventually
+from support.worker_sessions import entered
 
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
-from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 
 WORKERS = 3
 CHUNKS = 8
@@ -68,14 +71,6 @@ class Counters:
         return Counters(**{name: mine[name] + its[name] for name in mine})
 
 
-def layout() -> list[ChunkSpec]:
-    """The chunks: one element for each worker."""
-    return [
-        ChunkSpec(key, ChunkKind.PARAMETER, torch.float32, WORKERS, (Segment(f"p{key}", (WORKERS,), (1,), 0, WORKERS),))
-        for key in range(CHUNKS)
-    ]
-
-
 class Servers:
     """The job's servers, the lead first, each at an address that it keeps."""
 
@@ -100,13 +95,8 @@ class Servers:
 def enter(addresses: Sequence[str], rule: dict[str, Any]) -> tuple[WorkerSession, int]:
     """This process's session as worker ``PSENGINE_WORKER``, and that rank."""
     rank = int(os.environ["PSENGINE_WORKER"])
-    options = SessionOptions(
-        addresses=tuple(addresses), job="job", rule=rule, rank=rank, world_size=WORKERS, timeout_s=PATIENCE_S
-    )
-    session = WorkerSession(options)
-    session.start()
-    session.enter(layout(), lambda one: torch.zeros(one.numel))
-    return session, rank
+    specs = [spec(key, WORKERS) for key in range(CHUNKS)]  # one element for each worker
+    return entered(addresses, rank, specs, rule=rule, world_size=WORKERS, timeout_s=PATIENCE_S), rank
 
 
 def until(most_s: float, numbers: Iterable[int]) -> Iterator[int]:
@@ -170,16 +160,8 @@ def paused(worker: Worker) -> list[Any]:
     return [value for said, value, _ in worker.heard if said == "paused"]
 
 
-def next_pause(worker: Worker, before: int) -> Any:
-    """What it says in its next pause, after the first ``before``."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        found = paused(worker)
-        if len(found) > before:
-            return found[before]
-        if worker.has_said("failed") or time.monotonic() > deadline_s:
-            raise WorkerFailedError(f"worker {worker.pid} did not pause\n{worker.story()}")
-        time.sleep(0.005)
+def _has_generation(server: ServerProcess, least: int) -> bool:
+    return (server.status()["snapshot"]["generation"] or 0) >= least
 
 
 class AsyncTrial:
@@ -222,17 +204,21 @@ class AsyncTrial:
         """Until a snapshot that began after now is durable at each server."""
         for server in self._servers.running:
             before = server.status()["snapshot"]["generation"] or 0
-            deadline_s = time.monotonic() + PATIENCE_S
-            while (server.status()["snapshot"]["generation"] or 0) < before + 2:
-                if time.monotonic() > deadline_s:
-                    raise AssertionError(f"no snapshot was written: {server.status()['snapshot']}")
-                time.sleep(0.02)
+            is_durable = functools.partial(_has_generation, server, before + 2)
+            eventually(is_durable, "a snapshot", timeout_s=PATIENCE_S)
 
     def _pause(self) -> list[tuple[int, int]]:
         before = [len(paused(worker)) for worker in self._workers]
         for worker in self._workers:
             worker.go("pause")
-        return [next_pause(worker, count) for worker, count in zip(self._workers, before, strict=True)]
+
+        def are_all_paused() -> bool:
+            failed = [worker.story() for worker in self._workers if worker.has_said("failed")]
+            assert not failed, failed
+            return all(len(paused(one)) > count for one, count in zip(self._workers, before, strict=True))
+
+        eventually(are_all_paused, "the pause of all", timeout_s=PATIENCE_S, interval_s=0.005)
+        return [paused(worker)[count] for worker, count in zip(self._workers, before, strict=True)]
 
     def _resume(self) -> None:
         for worker in self._workers:

@@ -14,11 +14,7 @@ def test_async_accounts_for_every_update():
 
 
 @pytest.mark.slow
-def test_async_workers_killed_lose_and_double_nothing():
+def test_killed_workers_and_averages_lose_and_double_nothing():
+    """This seed of "sync-server" kills the server when two workers have the last average and the third has not."""
     assert run_async(tries=1, seed=2, worker_share=1.0) == Counters(tries=1, survived=1)
-
-
-@pytest.mark.slow
-def test_sync_server_gives_every_step_one_result():
-    """This seed kills the server when two workers have the last average and the third has not."""
     assert run_sync(tries=1, seed=4, worker_share=0.0) == Counters(tries=1, survived=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,15 +11,14 @@ import pytest
 import torch
 from attacks.throttled_relay import ThrottledRelay, throttled_relay
 from support.server_process import ServerProcess, running_server
+from support.shard_world import APPLY, AVERAGE, SGD
 from support.waiting import eventually
+from support.worker_sessions import entered
 
 from psengine.parameter_server.client.partition import cut
-from psengine.parameter_server.client.worker_session import Push, SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import Push, wait_all
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
-AVERAGE = {"name": "average", "quorum": None}
-APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
-SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 CHUNK_NUMEL = 32 * 1024
 # What a payload comes with: header, routing of frames, ZMTP's own flags and sizes.
 ENVELOPE_BYTES = 120
@@ -47,65 +46,51 @@ def least_bytes(chunks: int) -> int:
 class Trainer:
     """One worker that pushes all its chunks at once, as a strategy does at the end of a backward."""
 
-    def __init__(self, address: str, chunks: int, rule: dict[str, object], rank: int = 0, size: int = 1, **options):
+    def __init__(self, address: str, chunks: int, rule: dict[str, object], rank: int, size: int, timeout_s: float):
         self.specs = layout(chunks)
         self.values = torch.zeros(chunks * CHUNK_NUMEL)
         self.parts = list(self.values.split(CHUNK_NUMEL))
-        self.session = WorkerSession(
-            SessionOptions(
-                addresses=[address],
-                job=str(rule["name"]),
-                rule=rule,
-                rank=rank,
-                world_size=size,
-                **{"timeout_s": 60.0, **options},
-            )
-        )
-        self.session.start()
-        self.session.enter(self.specs, lambda spec: torch.zeros(spec.numel))
+        options = {"job": rule["name"], "rule": rule, "world_size": size, "timeout_s": timeout_s}
+        self.session = entered(address, rank, self.specs, uses_segments=False, **options)
         if rule["name"] == "apply":
-            runs = [[0, CHUNK_NUMEL, 0]]
-            body = {"optimizer": "SGD", "groups": [SGD], "runs": runs}
+            body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, CHUNK_NUMEL, 0]]}
             wait_all([self.session.configure(spec.key, body) for spec in self.specs])
 
     def push(self, value: float) -> list[Push]:
         gradient = torch.full((CHUNK_NUMEL,), value)
         return [self.session.push(spec.key, gradient, [self.parts[spec.key]]) for spec in self.specs]
 
-    def step(self, value: float) -> None:
-        wait_all(self.push(value))
-
 
 @contextmanager
 def slow_crew(
-    server: ServerProcess, chunks: int, rule: dict[str, object], size: int, bytes_per_s: float, **options
+    server: ServerProcess, chunks: int, rule: dict[str, object], size: int, bytes_per_s: float, timeout_s: float = 60.0
 ) -> Iterator[tuple[list[Trainer], list[ThrottledRelay]]]:
     """Workers, each behind a link of its own, which is fast until all have come."""
     with ExitStack() as context:
-        relays = [context.enter_context(throttled_relay(server.addresses[0], up_bytes_per_s=1e9)) for _ in range(size)]
+        relays = [context.enter_context(throttled_relay(server.addresses[0])) for _ in range(size)]
+
+        def enter(rank: int) -> Trainer:
+            return Trainer(relays[rank].address, chunks, rule, rank, size, timeout_s)
+
         with ThreadPoolExecutor(size) as pool:  # an averaging job begins when all are here
-            entries = [
-                pool.submit(Trainer, relay.address, chunks, rule, rank, size, **options)
-                for rank, relay in enumerate(relays)
-            ]
-            trainers = [entry.result() for entry in entries]
-        for trainer in trainers:
+            trainers = list(pool.map(enter, range(size)))
+        for trainer, relay in zip(trainers, relays, strict=True):
             context.callback(trainer.session.close)
-        for relay in relays:
             relay.up.bytes_per_s = relay.down.bytes_per_s = bytes_per_s
         yield trainers, relays
 
 
 def carried(relays: Sequence[ThrottledRelay]) -> list[tuple[int, int]]:
     """Per relay the bytes up and down, once nothing but heartbeats moves."""
-    deadline_s = time.monotonic() + 60
-    counts = [(relay.up.carried_bytes, relay.down.carried_bytes) for relay in relays]
-    while time.monotonic() < deadline_s:
-        time.sleep(0.3)
-        before, counts = counts, [(relay.up.carried_bytes, relay.down.carried_bytes) for relay in relays]
-        if all(b - a < 2000 for old, new in zip(before, counts, strict=True) for a, b in zip(old, new, strict=True)):
-            return counts
-    raise AssertionError(f"the links never come to rest: {counts}")
+    counts = [[(math.inf, math.inf)] * len(relays)]
+
+    def is_quiet() -> bool:
+        counts.append([(relay.up.carried_bytes, relay.down.carried_bytes) for relay in relays])
+        pairs = zip(*counts[-2:], strict=True)
+        return all(abs(b - a) < 2000 for old, new in pairs for a, b in zip(old, new, strict=True))
+
+    eventually(is_quiet, "rest of the links", timeout_s=60.0, interval_s=0.3)
+    return counts[-1]
 
 
 def bytes_of_a_step(server: ServerProcess, rule: dict[str, object], size: int, chunks: int, bytes_per_s: float):
@@ -114,21 +99,12 @@ def bytes_of_a_step(server: ServerProcess, rule: dict[str, object], size: int, c
     with slow_crew(server, chunks, rule, size, bytes_per_s, timeout_s=2.0) as (trainers, relays):
         before = carried(relays)
         with ThreadPoolExecutor(size) as pool:
-            list(pool.map(lambda trainer: trainer.step(1.0), trainers))
+            list(pool.map(lambda trainer: wait_all(trainer.push(1.0)), trainers))
         after = carried(relays)
         expected = 1.0 if rule is AVERAGE else -1.0
         for trainer in trainers:
             assert trainer.values.eq(expected).all()
     return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)]
-
-
-def assert_minimal(counts: Sequence[tuple[int, int]], chunks: int) -> None:
-    excess = [[round(way / least_bytes(chunks), 3) for way in worker] for worker in counts]
-    assert all(way < EXCESS for worker in excess for way in worker), f"times the least, up and down: {excess}"
-
-
-def assert_nobody_left(server: ServerProcess) -> None:
-    assert [server.coordinated(name)["evicted"] for name in ("average", "apply")] == [0, 0]
 
 
 def test_a_step_sends_its_bytes_once(server):
@@ -137,9 +113,9 @@ def test_a_step_sends_its_bytes_once(server):
     with ThreadPoolExecutor(2) as pool:
         averaged = pool.submit(bytes_of_a_step, server, AVERAGE, 2, chunks, bytes_per_s)
         applied = pool.submit(bytes_of_a_step, server, APPLY, 1, chunks, bytes_per_s)
-        assert_minimal(averaged.result(), chunks)
-        assert_minimal(applied.result(), chunks)
-    assert_nobody_left(server)
+        excess = [way / least_bytes(chunks) for worker in averaged.result() + applied.result() for way in worker]
+    assert max(excess) < EXCESS
+    assert [server.coordinated(name)["evicted"] for name in ("average", "apply")] == [0, 0]
 
 
 # ---- a link that is cut ----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A slow link between workers and one shard, without root: a TCP relay with a byte rate and a counter for each way.
 
-    worker ══ relay.address ══ [ at most up_bytes_per_s ► ] ══ target
-                               [ ◄ at most down_bytes_per_s ]
+    worker ══ relay.address ══ [ at most up.bytes_per_s ► ] ══ target
+                               [ ◄ at most down.bytes_per_s ]
 
 The bytes of all connections share the rate, a few KiB of each in turn, as on a wire. Nothing is lost, unless ``cut``
 ends the connections. The relay's address is not the one that the server lists, so that no client leaves it for the
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 # A turn of one connection on the wire, and what the relay's sockets hold: what waits, waits in the peers' own queues.
@@ -25,12 +26,7 @@ LOOK_S = 0.1
 
 
 class Wire:
-    """One way of the link.
-
-    Attributes:
-        bytes_per_s: the rate; may be changed at any time.
-        carried_bytes: what has gone through.
-    """
+    """One way of the link: its rate, which may be changed at any time, and what has gone through."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -50,23 +46,12 @@ class Wire:
 
 
 class ThrottledRelay:
-    """See the module's text.
+    """See the module's text; ``address`` is where workers connect to, ``up`` and ``down`` are the two ways."""
 
-    Args:
-        target: address of the shard, such as "tcp://127.0.0.1:7077".
-        up_bytes_per_s, down_bytes_per_s: towards the shard, and from it.
-
-    Attributes:
-        address: where workers connect to.
-        up, down: the two ways.
-        connections: how many were made through it.
-    """
-
-    def __init__(self, target: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
+    def __init__(self, target: str, bytes_per_s: float) -> None:
         parts = urlsplit(target)
         self._target = (parts.hostname or "", parts.port or 0)
-        self.up, self.down = Wire(up_bytes_per_s), Wire(down_bytes_per_s)
-        self.connections = 0
+        self.up, self.down = Wire(bytes_per_s), Wire(bytes_per_s)
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._lock = threading.Lock()
         self._is_over = False
@@ -120,20 +105,17 @@ class ThrottledRelay:
             pair = (near, far)
             with self._lock:
                 self._pairs.add(pair)
-                self.connections += 1
             self._begin(self._carry, pair, near, far, self.up)
             self._begin(self._carry, pair, far, near, self.down)
 
-    def _carry(
-        self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket, wire: Wire
-    ) -> None:
+    def _carry(self, pair: Any, source: socket.socket, sink: socket.socket, wire: Wire) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(TURN_BYTES):
                 wire.take(len(data), lambda: pair not in self._pairs)
                 sink.sendall(data)
         self._end(pair)
 
-    def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
+    def _end(self, pair: Any) -> None:
         with self._lock:
             if pair not in self._pairs:
                 return
@@ -145,12 +127,9 @@ class ThrottledRelay:
 
 
 @contextmanager
-def throttled_relay(
-    target: str, *, up_bytes_per_s: float, down_bytes_per_s: float | None = None
-) -> Iterator[ThrottledRelay]:
-    """A relay before the shard at ``target``, ended with this context; both ways alike where one is given."""
-    down = up_bytes_per_s if down_bytes_per_s is None else down_bytes_per_s
-    relay = ThrottledRelay(target, up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down)
+def throttled_relay(target: str, bytes_per_s: float = 1e9) -> Iterator[ThrottledRelay]:
+    """A relay before the shard at ``target`` ("tcp://127.0.0.1:7077"), ended with this context."""
+    relay = ThrottledRelay(target, bytes_per_s)
     try:
         yield relay
     finally:

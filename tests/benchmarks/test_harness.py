@@ -175,7 +175,7 @@ QUICK = {
     "start_up": "--what import",
     "codecs": "--kernels baseline --rounds 1",
     "fusion_cuda": "",
-    "faults": "--study server-kills,broken --tiers log",
+    "faults": "--study server-kills --tiers log",
     "accuracy": "--study codecs --tasks text --candidates none",
     "cluster": "--models small --layouts 2x1 --candidates none;hierarchical --deadline 100",
 }

@@ -284,7 +284,7 @@ def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
     options, ones, out = keys["options"], torch.ones(4), torch.zeros(4)
     with (
         running_server(**options) as first,
-        throttled_relay(first.addresses[0], up_bytes_per_s=1e9) as tunnel,
+        throttled_relay(first.addresses[0]) as tunnel,
         entered(tunnel.address, 0, keys=keys["client"], timeout_s=60.0) as session,
     ):
         session.push(0, ones, [out]).wait()
