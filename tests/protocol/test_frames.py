@@ -150,14 +150,6 @@ def test_round_trip(dtype, numel, longs, shorts, groups):
     assert torch.equal(payload_tensor(decoded), tensor)
 
 
-def test_ints_of_64_bits_survive_and_keep_their_type():
-    body = body_of("hello") | {"nonce": 2**64 - 1, "pid": 2**63 - 1}
-    assert decode(with_body("hello", body)).body == body
-    group = {"lr": 1, "nesterov": True}
-    decoded = decode(with_body("push", {"groups": [group]})).body["groups"][0]
-    assert [type(value) for value in decoded.values()] == [int, bool]
-
-
 # ---- Payloads are not copied
 
 
@@ -172,21 +164,14 @@ def test_encode_and_decode_do_not_copy_the_payload():
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize(
-    "wrap", [bytes, bytearray, lambda raw: memoryview(bytes(raw))], ids=["bytes", "bytearray", "read-only view"]
+    "wrap", [bytes, bytearray, lambda raw: memoryview(bytes(raw)), lambda raw: memoryview(bytearray(b"x" + raw))[1:]]
 )
-def test_payload_tensor_of_every_dtype_without_a_warning(dtype, wrap):
+def test_payload_tensor_of_every_dtype_at_every_address_without_a_warning(dtype, wrap):
     tensor = torch.tensor([1, 0, 1, 1, 0]).to(dtype)
     frames = [wrap(frame) for frame in encode(Message(MessageType.PUSH, key=0, sequence=1, payload=tensor))]
-    assert torch.equal(payload_tensor(decode(frames)), tensor)
-
-
-def test_a_payload_at_an_odd_address_is_copied_to_an_even_one():
-    raw = bytearray(33)
-    raw[1:] = struct.pack("<4d", 1, 2, 3, 4)
-    message = Message(MessageType.PUSH, dtype=torch.float64, numel=4, payload=memoryview(raw)[1:])
-    tensor = payload_tensor(message)
-    assert tensor.data_ptr() % 8 == 0
-    assert tensor.tolist() == [1, 2, 3, 4]
+    decoded = payload_tensor(decode(frames))
+    assert torch.equal(decoded, tensor)
+    assert decoded.data_ptr() % dtype.itemsize == 0
 
 
 @pytest.mark.parametrize(
@@ -217,56 +202,48 @@ def test_a_payload_in_shared_memory_is_described_and_does_not_travel():
 
 # ---- Malformed headers
 
-HUGE = 2**40
+
+def push(frames=2, **fields):
+    """A PUSH with a payload of two float32, of so many frames."""
+    return with_fields(FRAMES["push"], **fields)[:frames]
 
 
 @pytest.mark.parametrize(
     ("frames", "words"),
     [
         ([], "expected 96 bytes, got 0"),
-        ([b""], "expected 96 bytes, got 0"),
-        ([FRAMES["push"][0][:95]], "expected 96 bytes, got 95"),
-        ([FRAMES["push"][0] + b"\0"], "expected 96 bytes, got 97"),
+        ([push()[0][:95]], "expected 96 bytes, got 95"),
+        ([push()[0] + b"\0"], "expected 96 bytes, got 97"),
         ([b"GET / HTTP/1.1"], "no psengine message"),
-        (with_fields(FRAMES["push"], magic=b"PSEM"), "no psengine message (expected b'PSEN' first"),
-        (with_fields(FRAMES["push"], type=0), f"unknown message type (expected 1 to {max(MessageType)}, got 0)"),
-        (with_fields(FRAMES["push"], type=99), f"unknown message type (expected 1 to {max(MessageType)}, got 99)"),
-        (with_fields(FRAMES["push"], dtype=0), "unknown dtype (expected 1 to 12, got 0)"),
-        (with_fields(FRAMES["push"], dtype=13), "unknown dtype (expected 1 to 12, got 13)"),
-        (with_fields(FRAMES["push"], dtype=2), "numel and dtype, in bytes (expected 16, got 8)"),
-        (with_fields(FRAMES["push"], flags=20), "reserved bits"),
-        (
-            with_fields(FRAMES["push"], flags=12),
-            "cannot have its payload in shared memory, or twice (got flags 12)",
-        ),
-        (with_fields(FRAMES["push"][:1], flags=9), "reserved bits"),
-        (
-            with_fields(FRAMES["store_blob"][:1], flags=8, body_bytes=0),
-            "STORE cannot have its payload in shared memory",
-        ),
-        (with_fields(FRAMES["push"], flags=8), "wrong number of frames for its flags (expected 1, got 2)"),
-        (with_fields(FRAMES["push"][:1], flags=8, numel=3), "in bytes (expected 12, got 8)"),
-        (with_fields(FRAMES["push"], zeros=b"\0\0\1"), "reserved bits"),
-        (with_fields(FRAMES["push"], flags=6), "wrong number of frames for its flags (expected 3, got 2)"),
-        ([*FRAMES["push"], b""], "wrong number of frames"),
-        (FRAMES["push"][:1], "wrong number of frames"),
-        (with_fields(FRAMES["push"], numel=2**62), "does not match its numel"),
-        (with_fields(FRAMES["push"], payload_bytes=12, numel=3), "header's number of bytes (expected 12, got 8)"),
-        (with_fields(FRAMES["push"], payload_bytes=HUGE, numel=HUGE // 4), "too large (expected at most 16777216"),
-        ([FRAMES["push"][0], FRAMES["push"][1][:-1]], "header's number of bytes (expected 8, got 7)"),
-        (with_fields(FRAMES["push"], body_bytes=1), "header's number of bytes (expected 1, got 0)"),
-        (with_fields(FRAMES["push"], place=1), "reserved bits"),
+        (push(magic=b"PSEM"), "no psengine message (expected b'PSEN' first"),
+        (push(type=0), f"unknown message type (expected 1 to {max(MessageType)}, got 0)"),
+        (push(type=99), f"unknown message type (expected 1 to {max(MessageType)}, got 99)"),
+        (push(dtype=0), "unknown dtype (expected 1 to 12, got 0)"),
+        (push(dtype=13), "unknown dtype (expected 1 to 12, got 13)"),
+        (push(dtype=2), "numel and dtype, in bytes (expected 16, got 8)"),
+        (push(flags=20), "reserved bits"),
+        (push(1, flags=9), "reserved bits"),
+        (push(zeros=b"\0\0\1"), "reserved bits"),
+        (push(place=1), "reserved bits"),
         (with_fields(FRAMES["push_abstain"], flags=1), "reserved bits"),
+        (push(flags=12), "cannot have its payload in shared memory, or twice (got flags 12)"),
+        (with_fields(FRAMES["store_blob"][:1], flags=8, body_bytes=0), "STORE cannot have its payload in shared"),
+        (push(flags=8), "wrong number of frames for its flags (expected 1, got 2)"),
+        (push(flags=6), "wrong number of frames for its flags (expected 3, got 2)"),
+        ([*push(), b""], "wrong number of frames"),
+        (push(1), "wrong number of frames"),
+        (push(1, flags=8, numel=3), "in bytes (expected 12, got 8)"),
+        (push(numel=2**62), "does not match its numel"),
+        (push(payload_bytes=12, numel=3), "header's number of bytes (expected 12, got 8)"),
+        (push(payload_bytes=2**40, numel=2**38), "too large (expected at most 16777216"),
+        ([push()[0], push()[1][:-1]], "header's number of bytes (expected 8, got 7)"),
+        (push(body_bytes=1), "header's number of bytes (expected 1, got 0)"),
         (with_fields(FRAMES["push_abstain"], numel=1), "describes a payload and has none"),
         (with_fields(FRAMES["push_abstain"], dtype=1), "describes a payload and has none"),
-        (with_fields(FRAMES["push"], key=NO_KEY), "names no chunk"),
-        (with_fields(FRAMES["push"], sequence=0), "has no step"),
+        (push(key=NO_KEY), "names no chunk"),
+        (push(sequence=0), "has no step"),
         (with_fields(FRAMES["heartbeat"], type=MessageType.UPDATED), "UPDATED lacks its payload"),
-        (with_fields(FRAMES["push"], type=MessageType.HEARTBEAT), "HEARTBEAT has a payload"),
-        (
-            with_fields(FRAMES["heartbeat"], type=MessageType.HELLO),
-            "HELLO body: Object missing required field `job`",
-        ),
+        (push(type=MessageType.HEARTBEAT), "HEARTBEAT has a payload"),
         (with_fields(FRAMES["hello"], body_bytes=3), "header's number of bytes (expected 3, got"),
         (with_fields(FRAMES["hello"], job=5), "header has the number of another job than its body"),
         ([*with_fields(FRAMES["register"], payload_bytes=4, numel=1)[:2], b"1234"], "sum of the segments"),
@@ -285,55 +262,44 @@ def bomb(levels, opener=b"\x91"):
     return b"\x81\xa6groups" + opener * levels + b"\xc0"
 
 
+SOME_DATE = datetime.fromtimestamp(5, timezone.utc)
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
         (b"", "no valid msgpack"),
-        (b"\x90", "PUSH body: (expected object, got []"),
         (b"\xc0", "PUSH body: (expected object, got None"),
-        (b"\x81", "no valid msgpack"),
         (b"\x81\xa6gro", "no valid msgpack"),
         (b"\x81\xa6groups\xdd\xff\xff\xff\xff", "no valid msgpack"),
-        (b"\xdf\xff\xff\xff\xff", "no valid msgpack"),
         (b"\x81\xa6groups\xdb\xff\xff\xff\xff", "no valid msgpack"),
         (b"\x80\x80", "no valid msgpack"),
-        (bomb(4), " body.groups[0]: (expected"),
         (bomb(7), " body.groups[0]: (expected"),
         (bomb(60_000), "no valid msgpack"),
         (bomb(20_000, b"\x81\xa1a"), "no valid msgpack"),
-        (b"\x81\xa6groups\xc1", "no valid msgpack"),
-        (b"\x81\xa6groups\xd4\x05\x00", " body.groups: (expected"),
-        (
-            msgspec.msgpack.encode({"groups": [{"lr": datetime.fromtimestamp(5, timezone.utc)}]}),
-            " body.groups[0][...]: (expected",
-        ),
-        (msgspec.msgpack.encode({"groups": b"x"}), " body.groups: (expected"),
+        (b"\x81\xa6groups\xd4\x05\x00", " body.groups: (expected"),  # an extension
+        ({"groups": [{"lr": SOME_DATE}]}, " body.groups[0][...]: (expected"),
         (b"\x81\xc4\x06groups\x90", "PUSH body: (expected str"),
-        (msgspec.msgpack.encode({1: 2}), "PUSH body: (expected str"),
         (b"\x81\x90\x01", "PUSH body: (expected str"),
         (b"\x81\x80\x01", "no valid msgpack"),
         (b"\x81\xa6groups\xa1\xff", "no valid msgpack: 'utf-8'"),
-        (msgspec.msgpack.encode({"colour": 1}), "unknown field `colour`, got {'colour': 1}"),
-        (msgspec.msgpack.encode({"x - at `$.y": 1}), "PUSH body.y: Object contains unknown field"),
-        (msgspec.msgpack.encode({"groups": 5}), " body.groups: (expected"),
-        (msgspec.msgpack.encode({"groups": [5]}), " body.groups[0]: (expected"),
-        (msgspec.msgpack.encode({"groups": [{"betas": [0.9]}]}), "groups[0][...]: (expected array of length 2"),
-        (msgspec.msgpack.encode({"groups": [{"x" * 65: 1}]}), "groups[0]: (expected str of length <= 64"),
-        (msgspec.msgpack.encode({"groups": [{"a b": 1}]}), "groups[0]: (expected str matching"),
-        (msgspec.msgpack.encode({"groups": [{f"h{i}": 1 for i in range(65)}]}), "(expected object of length <= 64"),
-        (msgspec.msgpack.encode({"absent": [-1]}), " body.absent[0]: (expected"),
-        (msgspec.msgpack.encode({"absent": [512]}), " body.absent[0]: (expected"),
-        (msgspec.msgpack.encode({"absent": [True]}), " body.absent[0]: (expected"),
-        (msgspec.msgpack.encode({"absent": [0] * 513}), " body.absent: (expected"),
-        (msgspec.msgpack.encode({"groups": ["x" * 263_000]}), "at most 262144"),
+        ({"colour": 1}, "unknown field `colour`, got {'colour': 1}"),
+        ({"x - at `$.y": 1}, "PUSH body.y: Object contains unknown field"),
+        ({"groups": [{"betas": [0.9]}]}, "groups[0][...]: (expected array of length 2"),
+        ({"groups": [{"x" * 65: 1}]}, "groups[0]: (expected str of length <= 64"),
+        ({"groups": [{"a b": 1}]}, "groups[0]: (expected str matching"),
+        ({"groups": [{f"h{i}": 1 for i in range(65)}]}, "(expected object of length <= 64"),
+        ({"absent": [512]}, " body.absent[0]: (expected"),
+        ({"absent": [True]}, " body.absent[0]: (expected"),
+        ({"absent": [0] * 513}, " body.absent: (expected"),
+        ({"groups": ["x" * 263_000]}, "PUSH body is too large (expected at most 262144 bytes"),
     ],
 )
 def test_malformed_bodies(raw, words):
     frames = with_body("push", raw)
-    with raises(ProtocolError, words):
-        decode(frames)
-    with raises(ProtocolError, words):  # a refusal is not remembered as anything else
-        decode(frames)
+    for _ in range(2):  # a refusal is not remembered as anything else
+        with raises(ProtocolError, words):
+            decode(frames)
 
 
 def test_declared_sizes_allocate_nothing():
@@ -347,11 +313,9 @@ def test_declared_sizes_allocate_nothing():
         tracemalloc.stop()
 
 
-SEGMENT = ["fc1.weight", [2, 3], [3, 1], 0, 2]
-
-
-def hello(**changes):
-    return body_of("hello") | changes
+def changed(name, **changes):
+    """A vector's body with other fields; None: without."""
+    return {field: value for field, value in (body_of(name) | changes).items() if value is not None}
 
 
 def register(*segment):
@@ -363,82 +327,44 @@ def view(**changes):
     return {"view": list(fields.values()), "digest": b"x" * 16}
 
 
-def without(body, name):
-    return {key: value for key, value in body.items() if key != name}
+APPLY = body_of("hello_again_apply")["rule"]
 
 
 @pytest.mark.parametrize(
     ("name", "body", "words"),
     [
-        ("hello", hello(job=""), " body.job: (expected"),
-        ("hello", hello(job="x" * 201), " body.job: (expected"),
-        ("hello", hello(job="a\nb"), "body.job: (expected str without controls, got 'a\\nb'"),
-        ("hello", hello(job=5), " body.job: (expected"),
-        ("hello", hello(host="x" * 60_000), " body.host: (expected"),
-        ("hello", hello(run="x" * 256), " body.run: (expected"),
-        ("hello", hello(nonce=-1), " body.nonce: (expected"),
-        ("hello", hello(rank=2**32 - 1), " body.rank: (expected"),
-        ("hello", hello(world_size=0), " body.world_size: (expected"),
-        ("hello", hello(world_size=65_537), " body.world_size: (expected"),
-        ("hello", without(hello(), "host"), "HELLO body: Object missing required field `host`"),
-        ("hello", without(hello(), "world_size"), "lacks the field `world_size`"),
-        ("hello", hello(rule={"name": "vote"}), "rule.name: Invalid value 'vote'"),
-        ("hello", hello(rule="average"), " body.rule: (expected"),
-        ("hello", hello(rule={"name": "average"}), " body.rule: Object missing required field `quorum`"),
-        ("hello", hello(rule={"name": "average", "quorum": 0}), " body.rule.quorum: (expected"),
-        (
-            "hello",
-            hello(rule={"name": "average", "quorum": None, "x": 1}),
-            " body.rule: Object contains unknown field `x`",
-        ),
-        (
-            "hello",
-            hello(rule=body_of("hello_again_apply")["rule"] | {"delay_compensation": -0.1}),
-            " body.rule.delay_compensation: (expected",
-        ),
-        ("hello", hello(unreachable=[0, "1"]), " body.unreachable[1]: (expected"),
-        ("hello_again_apply", without(body_of("hello_again_apply"), "key"), "has a view without `key` and `completed`"),
-        ("hello_again_apply", body_of("hello_again_apply") | {"key": "x" * 44}, " body.key: (expected bytes, got 'xx"),
-        ("hello_again_apply", body_of("hello_again_apply") | {"key": b"x" * 31}, " body.key: (expected"),
+        ("hello", changed("hello", job=""), " body.job: (expected"),
+        ("hello", changed("hello", job="a\nb"), "body.job: (expected str without controls, got 'a\\nb'"),
+        ("hello", changed("hello", host="x" * 60_000), " body.host: (expected"),
+        ("hello", changed("hello", nonce=-1), " body.nonce: (expected"),
+        ("hello", changed("hello", rank=2**32 - 1), " body.rank: (expected"),
+        ("hello", changed("hello", world_size=65_537), " body.world_size: (expected"),
+        ("hello", changed("hello", host=None), "HELLO body: Object missing required field `host`"),
+        ("hello", changed("hello", world_size=None), "lacks the field `world_size`"),
+        ("hello", changed("hello", rule={"name": "vote"}), "rule.name: Invalid value 'vote'"),
+        ("hello", changed("hello", rule={"name": "average", "quorum": 0}), " body.rule.quorum: (expected"),
+        ("hello", changed("hello", rule=APPLY | {"delay_compensation": -0.1}), " body.rule.delay_compensation: (exp"),
+        ("hello", changed("hello", unreachable=[0, "1"]), " body.unreachable[1]: (expected"),
+        ("hello_again_apply", changed("hello_again_apply", key=None), "has a view without `key` and `completed`"),
+        ("hello_again_apply", changed("hello_again_apply", key="x" * 44), " body.key: (expected bytes, got 'xx"),
         ("resume_registrar", {"key": b"x" * 32}, "has some of `job`, `rule`, `registration`, `key`"),
         ("resume", {"open": [[0, 0]]}, " body.open[0][1]: (expected"),
         ("commit_join", {"what": "sleep"}, "body.what: Invalid value 'sleep'"),
-        ("commit_join", {"what": "join", "x": 1}, "unknown field `x`"),
-        ("commit_step", {"what": "step", "step": 9}, "missing required field `abstained`"),
-        ("view", body_of("view") | {"digest": "c" * 24}, " body.digest: (expected bytes"),
         ("view", view(from_step=0), " body.view[4]: (expected"),
-        ("view", {"view": [*body_of("view")["view"], 1], "digest": b"x" * 16}, " body.view: (expected"),
-        (
-            "register",
-            register("x" * 513, [2], [1], 0, 2),
-            "segments[0][0]: (expected str of length <= 512",
-        ),
-        ("register", register("a", [2], [1], 0), " body.segments[0]: (expected"),
+        ("register", register("x" * 513, [2], [1], 0, 2), "segments[0][0]: (expected str of length <= 512"),
         ("register", register("a", [2], [1, 1], 0, 2), "needs a stride per dimension"),
         ("register", register("a", [2], [1], 1, 2), "reaches past its tensor's end"),
         ("register", register("a", [2, 3], [4, 1], 0, 2), "without gaps"),
         ("register", register("a", [2], [2**62], 0, 2), "without gaps"),
         ("register", register("a", [2**62] * 64, [1] * 64, 0, 2), "without gaps"),
-        ("register", register("a", [1] * 65, [1] * 65, 0, 1), "(expected array of length <= 64"),
         ("register", register("a", [-2], [1], 0, 2), " body.segments[0][1][0]: (expected int >= 0, got -2"),
-        ("push", {"weight": -1}, " body.weight: (expected float >= 0.0, got -1"),
+        ("register", register("fc1.weight", [2, 3], [3, 1], 0, 1), "sum of the segments"),
         ("push", {"weight": math.nan}, " body.weight: (expected"),
-        ("heartbeat", {"steps": -1}, " body.steps: (expected"),
         ("heartbeat", {"steps": 2**53 + 1}, " body.steps: (expected"),
         ("heartbeat", {"step_s": math.inf}, " body.step_s: (expected"),
-        ("heartbeat", {"samples": 1.5}, " body.samples: (expected"),
         ("heartbeat", {"loss": math.nan}, " body.loss: (expected"),
-        ("register", register(*SEGMENT[:4], 1), "sum of the segments"),
-        ("register", register(*SEGMENT) | {"kind": "magic"}, " body.kind: (expected"),
-        ("register", register(*SEGMENT) | {"key": 0}, "unknown field `key`"),
-        ("configure", body_of("configure") | {"optimizer": "LBFGS"}, " body.optimizer: (expected"),
-        ("configure", body_of("configure") | {"runs": [[0, 1, -2]]}, " body.runs[0][2]: (expected"),
-        ("chunks", body_of("chunks") | {"more": 1}, " body.more: (expected"),
-        ("values", {"steps": [math.nan]}, " body.steps[0]: (expected"),
-        ("welcome", body_of("welcome") | {"lease_s": math.inf}, " body.lease_s: (expected"),
-        ("prepare", {"x": 1}, "unknown field `x`, got {'x': 1}"),
+        ("configure", changed("configure", optimizer="LBFGS"), " body.optimizer: (expected"),
         ("error", {"code": "memory", "text": "x" * 4001}, " body.text: (expected"),
-        ("updated", {"refused": "mood"}, " body.refused: (expected"),
     ],
 )
 def test_bodies_that_break_their_schema(name, body, words):
@@ -450,15 +376,12 @@ def test_bodies_that_break_their_schema(name, body, words):
 def test_a_repeated_body_is_decoded_once_and_only_for_its_own_type():
     frames = FRAMES["push_groups"]
     assert decode(frames).body is decode(frames).body
+    decoded = decode(with_body("push", {"groups": [{"lr": 1, "nesterov": True}]})).body["groups"][0]
+    assert [type(value) for value in decoded.values()] == [int, bool]
     with raises(ProtocolError, "unknown field `groups`"):
         decode(with_body("updated", frames[1]))
     hello_frames = FRAMES["hello"]
     assert decode(hello_frames).body is not decode(hello_frames).body
-
-
-def test_a_body_has_a_size_limit_of_its_own():
-    with raises(ProtocolError, "PUSH body is too large (expected at most 262144 bytes, got 262145)"):
-        bodies.unpack(MessageType.PUSH, b"\x80" * 262145)
 
 
 # ---- Versions
@@ -496,10 +419,7 @@ def test_a_refusal_of_noise_is_plain(frames):
     answer = decode(encode(refusal(frames, ProtocolError("x" * 9000))))
     assert answer.key == NO_KEY
     assert len(answer.body["text"]) == 4000
-
-
-def test_errors_are_not_answered():
-    assert refusal(with_fields(FRAMES["error"], flags=8), ProtocolError("x")) is None
+    assert refusal(with_fields(FRAMES["error"], flags=8), ProtocolError("x")) is None  # errors are not answered
 
 
 # ---- Fuzz; longer runs: tests/fuzz/fuzz_frames.py
@@ -516,33 +436,21 @@ def test_arbitrary_bodies(name, raw):
     check(with_body(name, raw))
 
 
+ints = st.integers(-(2**63), 2**64 - 1)
 values = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**63), 2**64 - 1),
-        st.floats(),
-        st.text(max_size=9),
-        st.binary(max_size=5),
-    ),
+    st.one_of(st.none(), st.booleans(), ints, st.floats(), st.text(max_size=9), st.binary(max_size=5)),
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=9), inner, max_size=4)),
     max_leaves=12,
 )
 
 
-@given(
-    st.sampled_from([vector for vector in VECTORS if vector["body"]]),
-    values,
-    st.randoms(use_true_random=False),
-)
+@given(st.sampled_from([one for one in VECTORS if one["body"]]), values, st.randoms(use_true_random=False))
 @settings(max_examples=500)
 def test_bodies_with_one_wrong_value(vector, value, rng):
     body = copy.deepcopy(vector["body"])
-    place, names = body, []
+    place = body
     while True:
-        keys = list(place) if isinstance(place, dict) else range(len(place))
-        key = rng.choice(keys)
-        names.append(key)
+        key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
         if not isinstance(place[key], dict | list) or not place[key] or rng.random() < 0.3:
             break
         place = place[key]
