@@ -51,19 +51,6 @@ def only_backward_inside_no_sync(run: Run) -> None:
 
 
 @row
-def accumulated_in_views(run: Run) -> None:
-    """no_sync with gradients that are views of the buckets, and zeroed in place."""
-    model = run.wrap(mlp(), gradient_as_bucket_view=True)
-    optimizer = run.sgd(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad(set_to_none=False)
-        with model.no_sync():
-            classify(model, x[:2], y[:2]).backward()
-        classify(model, x[2:], y[2:]).backward()
-        optimizer.step()
-
-
-@row
 def accumulated_with_unused_parameters(run: Run) -> None:
     """A head that only the micro-batch inside no_sync uses, with find_unused_parameters."""
     model = run.wrap(Pieces(), find_unused_parameters=True)

@@ -19,12 +19,6 @@ def normed(layer: nn.Module) -> nn.Sequential:
 
 
 @row(sync_server=LATER)
-def batch_norm(run: Run) -> None:
-    """BatchNorm1d."""
-    train(run, run.wrap(normed(nn.BatchNorm1d(8))))
-
-
-@row(sync_server=LATER)
 def batch_norm_evaluated(run: Run) -> None:
     """BatchNorm1d, evaluated between two steps through the wrapper."""
     model = run.wrap(normed(nn.BatchNorm1d(8)))
@@ -92,13 +86,10 @@ def buffer_registered_late(run: Run) -> None:
             return self.network(x) * getattr(self, "scale", 1.0)
 
     model = run.wrap(Scaled())
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(4)):
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
         if step == 2:
             model.module.register_buffer("scale", torch.tensor(0.5 + run.rank))
-        optimizer.zero_grad()
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row(sync_server=LATER)

@@ -38,5 +38,5 @@ def cells_of(columns: tuple[str, ...]) -> list[ParameterSet]:
 def check(ranks: Ranks, name: str, column: str) -> None:
     row = ROWS[name]
     wrong = ranks.run(Cell(row.program, column, row.expects(column), row.expects(oracle_of(column))))
-    if wrong is not None:
+    if wrong:
         pytest.fail(f"{name} ({row.subject}.py), {column}: {wrong}", pytrace=False)

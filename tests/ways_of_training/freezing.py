@@ -22,12 +22,9 @@ def frozen_before_wrapping(run: Run) -> None:
 
 def train_toggling(run: Run, **options: Any) -> None:
     model = run.wrap(mlp(8, 8), **options)
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(6)):
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 6)):
         model.module[0].requires_grad_(step not in (2, 3))
-        optimizer.zero_grad()
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -72,9 +69,6 @@ def detached_trunk(run: Run) -> None:
             return self.head(hidden) + self.spare(hidden)
 
     model = run.wrap(Detaching(), find_unused_parameters=True)
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.batches(4)):
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
         model.module.is_detached = step % 2 == 1
-        optimizer.zero_grad()
         classify(model, x, y).backward()
-        optimizer.step()

@@ -92,16 +92,10 @@ def output_without_a_loss(run: Run) -> None:
     train_one_head(run)
 
 
-@row(native=refused(UNFINISHED), sync=refused(UNFINISHED), sync_server=refused(UNFINISHED))
+@row
 def output_without_a_loss_searched(run: Run) -> None:
-    """An output that has no part in the loss, with find_unused_parameters, which sees it used."""
+    """An output that has no part in the loss, with find_unused_parameters."""
     train_one_head(run, find_unused_parameters=True)
-
-
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def output_without_a_loss_in_a_static_graph(run: Run) -> None:
-    """An output that has no part in the loss, with static_graph."""
-    train_one_head(run, static_graph=True)
 
 
 @row

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from ways_of_training.networks import mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import left_out, refused, row
 
-NO_FUTURE = "callback must return a torch.futures.Future"
 NO_HOOKS = {
     "sync_server": refused("communication hook"),
     "one_worker": left_out("communication hooks are between ranks; a plain process has none"),
@@ -48,22 +47,6 @@ def hooks_on_the_wrapper(run: Run) -> None:
 
 
 @row(**NO_HOOKS)
-def half_precision_hook(run: Run) -> None:
-    """The communication hook fp16_compress_hook."""
-    model = run.wrap(mlp())
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    train(run, model)
-
-
-@row(**NO_HOOKS)
-def built_in_hook(run: Run) -> None:
-    """The built-in communication hook FP16_COMPRESS."""
-    model = run.wrap(mlp())
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    train(run, model)
-
-
-@row(**NO_HOOKS)
 def power_sgd_hook(run: Run) -> None:
     """PowerSGD on one bucket, from the third step on."""
     model = run.wrap(mlp(16, 16), bucket_cap_mb=25)
@@ -89,19 +72,3 @@ def hook_that_exchanges_nothing(run: Run) -> None:
     for parameter in model.parameters():
         dist.all_reduce(parameter.data)
         parameter.data /= run.world_size
-
-
-@row(
-    native=refused(NO_FUTURE),
-    sync=refused(NO_FUTURE),
-    **NO_HOOKS,
-)
-def hook_that_returns_no_future(run: Run) -> None:
-    """A hook that returns a tensor instead of a future."""
-
-    def wrong(state, bucket):
-        return bucket.buffer()
-
-    model = run.wrap(mlp())
-    model.register_comm_hook(None, wrong)
-    train(run, model)

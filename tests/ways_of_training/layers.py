@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from ways_of_training.networks import Pieces, classify, mlp
+from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Batch, Run
 from ways_of_training.table import refused, row
 
@@ -22,18 +22,6 @@ def texts(run: Run, steps: int = 3) -> list[Batch]:
         words = torch.randint(WORDS, (3, 5), generator=generator)
         batches.append((words, torch.randint(CLASSES, (3,), generator=generator)))
     return batches
-
-
-def train(run: Run, module: nn.Module, batches: Any = None, **options: Any) -> Any:
-    model = run.wrap(module, **options)
-    optimizer = run.sgd(model)
-    for x, y in batches or run.batches():
-        optimizer.zero_grad()
-        loss = classify(model, x, y)
-        loss.backward()
-        optimizer.step()
-        run.note(loss)
-    return model
 
 
 class Reader(nn.Module):
@@ -77,7 +65,7 @@ def tied_weights(run: Run) -> None:
         def forward(self, text: Tensor) -> Tensor:
             return self.head(torch.tanh(self.words(text))).mean(1)
 
-    train(run, Tied(), texts(run))
+    train(run, run.wrap(Tied()), batches=texts(run))
 
 
 @row
@@ -91,7 +79,7 @@ def one_layer_used_thrice(run: Run) -> None:
                 hidden = hidden + F.pad(torch.tanh(self.spare(hidden)), (0, 5))
             return self.head(hidden)
 
-    train(run, Shared())
+    train(run, run.wrap(Shared()))
 
 
 @row
@@ -108,22 +96,7 @@ def parameters_in_lists_and_dicts(run: Run) -> None:
             hidden = torch.tanh(x @ self.layers[0]) * self.more["scale"]
             return hidden @ self.layers[1] + self.more["shift"] + self.more["none"].sum()
 
-    train(run, Loose())
-
-
-@row
-def branch_without_parameters(run: Run) -> None:
-    """A forward that takes a branch without parameters, differently on each rank, with find_unused_parameters."""
-
-    class Branches(Pieces):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            hidden = torch.tanh(self.body(x))
-            return self.head(hidden) + (self.spare(hidden) if (self.calls + run.rank) % 2 else hidden[:, :CLASSES])
-
-    train(run, Branches(), find_unused_parameters=True)
+    train(run, run.wrap(Loose()))
 
 
 @row
@@ -145,7 +118,7 @@ def experts(run: Run) -> None:
                     output = output.index_add(0, mine, expert(x[mine]) * weights[mine, None])
             return output
 
-    train(run, Experts(), find_unused_parameters=True)
+    train(run, run.wrap(Experts(), find_unused_parameters=True))
 
 
 @row
@@ -161,13 +134,13 @@ def dropout_with_own_generators(run: Run) -> None:
             noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(run.rank))
             return F.dropout(self.network(x + 0.1 * noise), 0.3)
 
-    train(run, Noisy())
+    train(run, run.wrap(Noisy()))
 
 
 @row(native=refused("uninitialized"), everywhere=refused("uninitialized"))
 def lazy_layers_too_late(run: Run) -> None:
     """LazyLinear that is wrapped before its first forward."""
-    train(run, nn.Sequential(nn.LazyLinear(CLASSES)))
+    train(run, run.wrap(nn.Sequential(nn.LazyLinear(CLASSES))))
 
 
 @row
@@ -179,4 +152,4 @@ def weights_as_views_of_one(run: Run) -> None:
     for parameter in network.parameters():
         parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
         start += parameter.numel()
-    train(run, network)
+    train(run, run.wrap(network))

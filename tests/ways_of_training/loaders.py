@@ -2,63 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    TensorDataset,
-)
 from ways_of_training.networks import classify, mlp
-from ways_of_training.run import CLASSES, WIDTH, Batch, Run
+from ways_of_training.run import Run
 from ways_of_training.table import apart_from, left_out, refused, row
-
-import psengine
 
 ALONE = left_out("one worker has nobody whose data could end earlier or later")
 VIEWS_MOVE = apart_from("gradient", reason="native's buckets, which gradients are views of, take part to the end")
-
-
-def samples(count: int = 13) -> TensorDataset:
-    generator = torch.Generator().manual_seed(21)
-    return TensorDataset(
-        torch.randn(count, WIDTH, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
-    )
-
-
-def train(run: Run, epochs: list[list[Batch]] | Iterator[DataLoader[Batch]]) -> None:
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for loader in epochs:
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = classify(model, x, y)
-            loss.backward()
-            optimizer.step()
-            run.note(loss)
-
-
-@row
-def distributed_sampler(run: Run) -> None:
-    """DistributedSampler with set_epoch; the last batch is smaller."""
-
-    def epochs() -> Iterator[DataLoader[Batch]]:
-        data = samples()
-        sampler = DistributedSampler(data, run.world_size, run.rank, seed=3)
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            yield DataLoader(data, batch_size=3, sampler=sampler)
-
-    train(run, epochs())
-
-
-@row
-def changing_batch_sizes(run: Run) -> None:
-    """Batches that grow, differently on each rank."""
-    train(run, [[next(run.batches(1, 1 + step * (1 + run.rank)))] for step in range(4)])
 
 
 @row
@@ -107,25 +58,3 @@ def uneven_inputs_end_together(run: Run) -> None:
     except RuntimeError:
         run.note(1.0)
     dist.barrier()
-
-
-@row
-def samplers_of_psengine(run: Run) -> None:
-    """psengine.EvaluationSampler: every sample once, the metric is exact."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    data = samples()
-    for x, y in run.batches():
-        optimizer.zero_grad()
-        classify(model, x, y).backward()
-        optimizer.step()
-        model.eval()
-        right = torch.zeros(())
-        with torch.no_grad():
-            for inputs, labels in DataLoader(
-                data, batch_size=4, sampler=psengine.EvaluationSampler(data, run.world_size, run.rank)
-            ):
-                right += (model.module(inputs).argmax(1) == labels).sum()
-        dist.all_reduce(right)
-        run.note(right / len(data))
-        model.train()

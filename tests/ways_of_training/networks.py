@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from ways_of_training.run import CLASSES, WIDTH, Run
+from ways_of_training.run import CLASSES, WIDTH, Batch, Run
 
 
 def mlp(*hidden: int, inputs: int = WIDTH, outputs: int = CLASSES) -> nn.Sequential:
@@ -36,9 +37,16 @@ def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def train(run: Run, model: Any, steps: int = 3) -> None:
-    """Some steps of SGD, where a row is about something else."""
-    for x, y in run.training(run.sgd(model), steps):
+def train(
+    run: Run,
+    model: Any,
+    steps: int = 3,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    batches: Iterable[Batch] | None = None,
+) -> None:
+    """Some steps, by default of SGD."""
+    for x, y in run.training(run.sgd(model) if optimizer is None else optimizer, steps, batches=batches):
         loss = classify(model, x, y)
         loss.backward()
         run.note(loss)

@@ -7,61 +7,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from ways_of_training.networks import classify, mlp
+from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import Run
-from ways_of_training.table import left_out, refused, row
-
-Make = Callable[[Any], torch.optim.Optimizer]
-# The second: a torch built for CUDA, where there is no driver.
-NO_ACCELERATOR = "CUDA error" if torch.version.cuda else "Cannot access accelerator device when none is available"
-NOT_AT_SERVERS = refused("expected one of SGD, Adam, AdamW, Adagrad, RMSprop")
+from ways_of_training.table import refused, row
 
 
-def train(run: Run, make: Make, module: nn.Module | None = None, steps: int = 4) -> Any:
-    model = run.wrap(mlp() if module is None else module)
-    optimizer = run.optimizer(make(model.parameters()), model)
-    for x, y in run.training(optimizer, steps):
-        loss = classify(model, x, y)
-        loss.backward()
-        run.note(loss)
-    return optimizer
-
-
-@row
-def sgd_fused(run: Run) -> None:
-    """SGD with fused=True."""
-    train(run, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True), steps=8)
+def train_with(run: Run, make: Callable[[Any], torch.optim.Optimizer], steps: int) -> None:
+    model = run.wrap(mlp())
+    train(run, model, steps, optimizer=run.optimizer(make(model.parameters()), model))
 
 
 @row
 def adam(run: Run) -> None:
     """Adam with amsgrad and weight decay."""
-    train(run, lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.01))
-
-
-@row
-def adam_fused(run: Run) -> None:
-    """Adam with fused=True, twelve steps."""
-    train(run, lambda p: torch.optim.Adam(p, lr=0.01, fused=True), steps=12)
-
-
-@row
-def adamw(run: Run) -> None:
-    """AdamW."""
-    train(run, lambda p: torch.optim.AdamW(p, lr=0.01))
+    train_with(run, lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.01), 4)
 
 
 @row
 def adamw_fused(run: Run) -> None:
     """AdamW with fused=True, twelve steps."""
-    train(run, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), steps=12)
+    train_with(run, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), 12)
 
 
 @row
 def adagrad_fused(run: Run) -> None:
     """Adagrad with fused=True."""
-    train(run, lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True), steps=8)
+    train_with(run, lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True), 8)
 
 
 @row(one_worker=refused("one optimizer"))
@@ -117,12 +88,10 @@ def group_added_late(run: Run) -> None:
     """A parameter group is added in the third step."""
     model = run.wrap(mlp())
     optimizer = run.optimizer(torch.optim.SGD(model.module[0].parameters(), lr=0.1), model)
-    for step, (x, y) in enumerate(run.batches(4)):
+    for step, (x, y) in enumerate(run.training(optimizer, 4)):
         if step == 2:
             optimizer.add_param_group({"params": list(model.module[2].parameters()), "lr": 0.01})
-        optimizer.zero_grad()
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row(one_worker=refused("one optimizer"))
@@ -130,12 +99,10 @@ def optimizer_replaced(run: Run) -> None:
     """Adam for two steps, then SGD."""
     model = run.wrap(mlp())
     optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
-    for step, (x, y) in enumerate(run.batches(4)):
+    for step, (x, y) in enumerate(run.training(optimizer, 4)):
         if step == 2:
             optimizer = run.sgd(model)
-        optimizer.zero_grad()
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row(one_worker=refused("optimizer.state is only a copy"))
@@ -143,13 +110,11 @@ def state_cleared(run: Run) -> None:
     """optimizer.state is emptied in mid-run."""
     model = run.wrap(mlp())
     optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
-    for step, (x, y) in enumerate(run.batches(4)):
+    for step, (x, y) in enumerate(run.training(optimizer, 4)):
         if step == 2:
             optimizer.state_dict()
             optimizer.state.clear()
-        optimizer.zero_grad()
         classify(model, x, y).backward()
-        optimizer.step()
 
 
 @row
@@ -183,29 +148,26 @@ def step_without_backward(run: Run) -> None:
         optimizer.step()
 
 
-@row(
-    one_worker=refused("optimizer"),
-    sync_server=left_out("ZeroRedundancyOptimizer exchanges parameters over a process group of its own"),
-)
-def sharded_optimizer_state(run: Run) -> None:
-    """ZeroRedundancyOptimizer over Adam."""
-    train(run, lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam, lr=0.01))
+@row
+def rate_in_a_tensor(run: Run) -> None:
+    """A learning rate that is a tensor, with foreach=False, and a scheduler."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model, lr=torch.tensor(0.1), foreach=False)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for x, y in run.batches(5):
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        optimizer.step()
+        schedule.step()
+        run.note(float(optimizer.param_groups[0]["lr"]))
 
 
-@row(
-    native=refused(NO_ACCELERATOR),
-    sync=refused(NO_ACCELERATOR),
-    sync_server=refused(
-        "CUDA error" if torch.version.cuda else "takes no communication hook", "it is one under the surface"
-    ),
-    one_worker=left_out("workers step each parameter in backward; servers step all at once"),
-)
-def optimizer_in_backward(run: Run) -> None:
-    """_apply_optimizer_in_backward: each parameter is stepped as soon as its average is there."""
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    module = mlp()
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    model = run.wrap(module)
-    for x, y in run.batches():
+@row
+def rates_set_by_hand(run: Run) -> None:
+    """param_groups are written to: rate, decay and momentum."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.training(optimizer, 4)):
+        for group in optimizer.param_groups:
+            group.update(lr=0.1 / (step + 1), weight_decay=0.01 * step, momentum=0.9 - 0.1 * step)
         classify(model, x, y).backward()

@@ -5,23 +5,8 @@ from importlib import import_module
 from ways_of_training.table import ROWS
 
 SUBJECTS = (
-    "wrapping",
-    "outputs",
-    "layers",
-    "buffers",
-    "freezing",
-    "precision",
-    "gradients",
-    "accumulation",
-    "recomputation",
-    "skipped_batches",
-    "hooks",
-    "optimizers",
-    "schedules",
-    "loaders",
-    "objectives",
-    "evaluation",
-    "saving",
+    *("wrapping", "outputs", "layers", "buffers", "freezing", "precision", "gradients", "accumulation"),
+    *("recomputation", "skipped_batches", "hooks", "optimizers", "loaders", "objectives", "evaluation", "saving"),
     "compilation",
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,11 @@ class Run:
             inputs = torch.randn(size, WIDTH, generator=generator)
             yield inputs, torch.randint(CLASSES, (size,), generator=generator)
 
-    def training(self, optimizer: torch.optim.Optimizer, steps: int = 3, size: int = 4) -> Iterator[Batch]:
+    def training(
+        self, optimizer: torch.optim.Optimizer, steps: int = 3, size: int = 4, batches: Iterable[Batch] | None = None
+    ) -> Iterator[Batch]:
         """``batches``, with gradients zeroed before the loop's body and a step after it."""
-        for batch in self.batches(steps, size):
+        for batch in self.batches(steps, size) if batches is None else batches:
             optimizer.zero_grad()
             yield batch
             optimizer.step()

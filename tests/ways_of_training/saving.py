@@ -8,18 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ways_of_training.networks import classify, mlp
+from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import refused, row
 
 
 def steps(run: Run, model: Any, optimizer: torch.optim.Optimizer, first: int = 0, count: int = 2) -> None:
-    for x, y in list(run.batches(first + count))[first:]:
-        optimizer.zero_grad()
-        loss = classify(model, x, y)
-        loss.backward()
-        optimizer.step()
-        run.note(loss)
+    train(run, model, optimizer=optimizer, batches=list(run.batches(first + count))[first:])
 
 
 def adam(run: Run, model: Any) -> torch.optim.Optimizer:

@@ -54,23 +54,11 @@ class Picky(nn.Module):
 
 @row
 def forward_raises(run: Run) -> None:
-    """Forward raises on two batches."""
+    """Forward raises on the very first batch, and on a later one."""
     model = run.wrap(Picky())
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        model.module.is_bad = step in (1, 3)
-        classify(model, x, y).backward()
-
-    train(run, model, step_of)
-
-
-@row
-def forward_raises_first(run: Run) -> None:
-    """Forward raises on the very first batch."""
-    model = run.wrap(Picky())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        model.module.is_bad = step == 0
+        model.module.is_bad = step in (0, 3)
         classify(model, x, y).backward()
 
     train(run, model, step_of)
@@ -144,12 +132,6 @@ def backward_raises_half_way(run: Run) -> None:
     train_watched(run, (1, 3))
 
 
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def first_backward_raises_half_way(run: Run) -> None:
-    """A tensor hook raises in the middle of the very first backward."""
-    train_watched(run, (0,))
-
-
 @row
 def new_wrapper_after_a_backward_that_raised(run: Run) -> None:
     """Backward raises half-way, and training goes on in a new wrapper with a new optimizer."""
@@ -170,18 +152,6 @@ def new_wrapper_after_a_backward_that_raised(run: Run) -> None:
         module.zero_grad()
         model = run.wrap(module)
         optimizer = run.sgd(model)
-
-
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def backward_raises_half_way_with_views(run: Run) -> None:
-    """A tensor hook raises in the middle of backward; gradients are views of the buckets."""
-    train_watched(run, (1, 3), gradient_as_bucket_view=True)
-
-
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def backward_raises_half_way_in_a_static_graph(run: Run) -> None:
-    """A tensor hook raises in the middle of the third backward of a static graph."""
-    train_watched(run, (2,), static_graph=True)
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))

@@ -49,29 +49,21 @@ class Expected:
 
     Attributes:
         refused: a text that the error must contain, on every rank.
-        tolerance: the largest absolute difference.
         apart_from: the beginning of names that are not compared.
         left_out: the row is not run.
         reason: of any of these.
-        fault: a known fault's error or difference must contain this; the row is to be mended.
     """
 
     refused: str | None = None
-    tolerance: float = 0.0
     apart_from: tuple[str, ...] = ()
     left_out: bool = False
     reason: str = ""
-    fault: str | None = None
 
     def __str__(self) -> str:
-        if self.fault is not None:
-            return f"**fault**: {self.fault}"
         if self.refused is not None:
             return f"refused: {self.refused}" + (f" ({self.reason})" if self.reason else "")
         if self.left_out:
             return f"left out: {self.reason}"
-        if self.tolerance:
-            return f"within {self.tolerance:g}: {self.reason}"
         if self.apart_from:
             return f"same bits, apart from {' and '.join(self.apart_from)}: {self.reason}"
         return "same bits"
@@ -85,11 +77,6 @@ def refused(text: str, reason: str = "") -> Expected:
     return Expected(refused=text, reason=reason)
 
 
-def within(tolerance: float, reason: str) -> Expected:
-    """No element is off by more than ``tolerance``."""
-    return Expected(tolerance=tolerance, reason=reason)
-
-
 def apart_from(*names: str, reason: str) -> Expected:
     """Same bits, but for what has a name that begins so."""
     return Expected(apart_from=names, reason=reason)
@@ -98,11 +85,6 @@ def apart_from(*names: str, reason: str) -> Expected:
 def left_out(reason: str) -> Expected:
     """Not run, where there is nothing to compare."""
     return Expected(left_out=True, reason=reason)
-
-
-def fault(text: str) -> Expected:
-    """Not yet mended; the error, or the difference, contains ``text``. Red as soon as it is mended."""
-    return Expected(fault=text)
 
 
 @dataclass(frozen=True)

@@ -41,18 +41,6 @@ def static_graph_set_later(run: Run) -> None:
 
 
 @row(slow=True)
-def one_bucket_each(run: Run) -> None:
-    """Buckets so small that each parameter has its own."""
-    train(run, run.wrap(mlp(), bucket_cap_mb=1e-6))
-
-
-@row(slow=True)
-def one_bucket_for_all(run: Run) -> None:
-    """The default bucket size."""
-    train(run, run.wrap(mlp(), bucket_cap_mb=25))
-
-
-@row(slow=True)
 def bucket_sizes_listed(run: Run) -> None:
     """bucket_cap_mb_list."""
     train(run, run.wrap(mlp(8, 8, 8), bucket_cap_mb_list=[0.0001, 0.0003]))
@@ -124,32 +112,6 @@ def nested_in_a_module(run: Run) -> None:
     optimizer = run.sgd(inner)
     for x, y in run.training(optimizer):
         nn.functional.nll_loss(outer(x).log(), y).backward()
-
-
-@row
-def attributes_through_module(run: Run) -> None:
-    """Methods of the inner module are called through .module, and train() and eval() on the wrapper."""
-
-    class Scorer(Pieces):
-        def penalty(self) -> torch.Tensor:
-            return sum(parameter.square().sum() for parameter in self.parameters())  # type: ignore[return-value]
-
-    model = run.wrap(Scorer())
-    optimizer = run.sgd(model)
-    for x, y in run.batches():
-        model.eval()
-        model.train()
-        optimizer.zero_grad()
-        (classify(model, x, y) + 0.001 * model.module.penalty()).backward()
-        optimizer.step()
-
-
-@row(slow=True)
-def forward_with_keywords(run: Run) -> None:
-    """Inputs by keyword, numbers and None among them."""
-    model = run.wrap(Pieces())
-    for x, y in run.training(run.sgd(model)):
-        nn.functional.cross_entropy(model(x=x, with_spare=True), y).backward()
 
 
 NOTHING = "a module doesn't have any parameter that requires a gradient"
