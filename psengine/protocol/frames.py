@@ -168,8 +168,10 @@ def payload_tensor(message: Message) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     # torch warns of read-only memory, as bytes are; pyzmq's frames are writable.
     tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype, count=message.numel)
-    # libzmq packs small frames behind each other; kernels may count on aligned elements.
-    return tensor.clone() if tensor.data_ptr() % min(dtype.itemsize, 8) else tensor
+    if tensor.data_ptr() % dtype.itemsize:
+        # libzmq packs small frames behind each other; kernels count on aligned elements, even that of clone().
+        tensor = torch.frombuffer(bytearray(view), dtype=dtype, count=message.numel)
+    return tensor
 
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:
