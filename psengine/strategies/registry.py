@@ -44,14 +44,7 @@ def _sync(*, compress: str | Codec | None = None, shard_optimizer: bool = False)
         raise ConfigurationError(
             f"shard_optimizer of strategy 'sync' (expected true or false, got {shard_optimizer!r})"
         )
-    if not shard_optimizer:
-        return SyncAllReduce(compress=compress)
-    if compress is not None:
-        raise ConfigurationError(
-            "shard_optimizer=true exchanges gradients as they are (expected no compress, got"
-            f" {compress}). Fix: leave one of the two out."
-        )
-    return SyncShardedOptimizer()
+    return (SyncShardedOptimizer if shard_optimizer else SyncAllReduce)(compress=compress)
 
 
 register_strategy(SyncAllReduce.name, _sync)

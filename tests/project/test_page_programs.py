@@ -68,7 +68,9 @@ def train_whole_and_in_parts(rank: int, world_size: int, strategies: list[str], 
             torch.distributed.barrier()  # who resumes is started after worker 0 has written its last checkpoint
 
 
-@pytest.mark.parametrize(("strategies", "workers"), [(["sync", "sync-server"], 2), (["async"], 1)])
+@pytest.mark.parametrize(
+    ("strategies", "workers"), [(["sync", "sync:shard_optimizer=true", "sync-server"], 2), (["async"], 1)]
+)
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path, server, strategies, workers):
     run_ranks(train_whole_and_in_parts, workers, strategies, server.addresses[0], tmp_path)
     for strategy in strategies:

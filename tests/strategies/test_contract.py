@@ -116,8 +116,6 @@ ORACLES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[int]]] = {
     "diloco:every=4": (taking_outer_steps, [1, 2]),
     "diloco-server:every=4": (taking_outer_steps, [1, 2]),
 }
-# Over torch.distributed each rank has the averages of its share, and zeros or nothing beside them.
-SCATTERS = ("sync:shard_optimizer=true",)
 psengine.register_strategy("averaging", Averaging)
 trial_codecs.register()
 # How far averages may be from the mean: without a codec one rounding for each product and each sum.
@@ -216,9 +214,6 @@ def service(rank: int, world_size: int, name: str, servers: dict[str, str]) -> d
 @pytest.mark.parametrize("name", [*TOLERANCES, *(slow(name) for name in CODED)])
 def test_a_replica_in_service(name, world_size, servers):
     results = run_ranks(service, world_size, name, servers)
-    if name in SCATTERS:
-        whole = {key: sum(result["left"][key] for result in results) for key in results[0]["left"]}
-        results = [result | {"left": whole} for result in results]
     for rank, result in enumerate(results):
         for key, start in result["start"].items():
             assert torch.equal(start, results[0]["start"][key]), "replicas start equal"

@@ -1,67 +1,62 @@
-"""Strategy "sync:shard_optimizer=true": each rank steps its share of the parameters (ZeRO stage 1).
+"""Strategy "sync:shard_optimizer=true": each rank steps its range of the parameters (ZeRO stage 1).
 
-Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054. It is a parameter server whose servers are the ranks::
+Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054. Gradients are those of "sync", whole on every rank. In a step
+the user's own optimizer gets this rank's pieces of the parameters in their place, with their parts of the gradients::
 
-    one host     backward ─ all-reduce, gradients whole ──── step: barrier ─ own blocks in shared memory ─ barrier
-    otherwise    backward ─ all-to-all, averages of a share ─ step: own blocks ─ all-gather of parameters
+    hooks before ─ closure ─ pieces in ─ the optimizer's own step ─ pieces out ─ ranks share their ranges ─ hooks after
 
-The bits are those of "sync" with the plain optimizer.
+The bits are those of "sync" with the plain optimizer, because each element is stepped by the same kernels.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from psengine.collectives.base import CompletedWork, Work
+from psengine.codecs.base import Codec
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.strategies.exchange import BucketExchange, CommHook, Step
+from psengine.strategies.exchange import Step
 from psengine.strategies.life_cycle import Replica
-from psengine.strategies.sharding.flat_parameters import FlatParameters, flat_parameters, make_sections
-from psengine.strategies.sharding.plan import Piece
-from psengine.strategies.sharding.share_exchange import ShareExchange
-from psengine.strategies.sharding.share_gradients import ShareGradients
-from psengine.strategies.sharding.share_optimizer import ShareOptimizer
+from psengine.strategies.sharding.flat_parameters import FlatParameters, Piece
 from psengine.strategies.step_hooks import take_step
 from psengine.strategies.stepping import check_one
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.strategies.verification import verify_replicas
-from psengine.tensors.bucket import Bucket
+from psengine.tensors.objects import from_bytes, to_bytes
 from psengine.tensors.share import Share
 
-DTYPES = (torch.float32, torch.float64)
+# Of torch's optimizers those that look at more of a parameter than one element at a time, or exchange it themselves.
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "ZeroRedundancyOptimizer")
 
 
 class SyncShardedOptimizer(SyncAllReduce):
-    """Average gradients like "sync"; step a share of the parameters on each rank. Needs ``DistributedOptimizer``.
+    """Average gradients like "sync"; step a range of the parameters on each rank. Needs ``DistributedOptimizer``.
 
     Each rank keeps 1/W of the optimizer's state, W being the world size. On one host the parameters live once, in
     memory that all ranks map, from the moment ``psengine.DistributedOptimizer`` is made; nobody writes it between two
-    steps. Otherwise each rank has its own, and gradients of its share only.
+    steps.
+
+    Args:
+        compress: as for ``SyncAllReduce``.
     """
 
-    capabilities = replace(SyncAllReduce.capabilities, steps_together=True, lends_gradients=True)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._options = {}
+    def __init__(self, *, compress: str | Codec | None = None) -> None:
+        super().__init__(compress=compress)
+        self._hook_handle: Any = None
         self._forget()
 
     def _forget(self) -> None:
         self._flat: FlatParameters | None = None
-        self._optimizer: ShareOptimizer | None = None
-        self._buckets: Sequence[Bucket] = ()
-        # Where each rank gets the gradients of its share only: by index of the bucket.
-        self._share_exchanges: list[ShareExchange] | None = None
-        self._gradients: ShareGradients | None = None
-        self._pieces: dict[int, list[Piece]] = {}
-        self._hook_handle: Any = None
+        self._optimizer: Any = None
+        # The optimizer's state of this rank's pieces, between steps; by the pieces' values.
+        self._state: dict[torch.Tensor, dict[str, Any]] = {}
 
     @property
     @override
@@ -73,26 +68,28 @@ class SyncShardedOptimizer(SyncAllReduce):
     @override
     def prepare(self, replica: Replica) -> None:
         for name, parameter in replica.parameters.items():
-            got = None
-            if name in replica.sparse:
-                got = "sparse gradients"
-            elif parameter.dtype not in DTYPES:
-                got = str(parameter.dtype)
-            elif parameter.device.type != "cpu":
-                got = str(parameter.device)
-            if got is not None:
+            got = "sparse gradients" if name in replica.sparse else str(parameter.device)
+            if got != "cpu":
                 raise ConfigurationError(
-                    "shard_optimizer=true steps dense float32 and float64 parameters on the CPU (expected these, got"
-                    f" {got} for {name!r}). Fix: strategy='sync'."
+                    f"shard_optimizer=true steps parameters on the CPU with dense gradients (expected these, got {got}"
+                    f" for {name!r}). Fix: strategy='sync'."
                 )
         super().prepare(replica)
-        parameters = list(replica.parameters.values())
-        self._pieces = {
-            index: list(section.plan.pieces_of(place))
-            for section in make_sections(parameters, replica.collective.world_size)
-            for place, index in enumerate(section.indices)
-        }
-        self._hook_handle = register_optimizer_step_pre_hook(_refusing_others(weakref.ref(self)))
+        reference = weakref.WeakMethod(self._refuse_other)
+
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            method = reference()
+            if method is not None:
+                method(optimizer)
+
+        self._hook_handle = register_optimizer_step_pre_hook(refuse)
+
+    @override
+    def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        check_one(optimizers, "sync:shard_optimizer=true")
+        for optimizer in optimizers:
+            _check_elementwise(optimizer)
+        super().check_ready(replica, optimizers)
 
     @override
     def close(self) -> None:
@@ -101,136 +98,184 @@ class SyncShardedOptimizer(SyncAllReduce):
             self._hook_handle.remove()
         if self._flat is not None:
             self._flat.release()
-        if self._gradients is not None:
-            self._gradients.close()
         self._forget()
         super().close()
 
-    def refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
+    def _refuse_other(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise where ``optimizer`` would step this replica's parameters beside the one that is bound."""
-        if self._replica is None or (self._optimizer is not None and self._optimizer.optimizer is optimizer):
+        if self._replica is None or optimizer is self._optimizer:
             return
         exchanged = set(self._replica.parameters.values())
-        if not any(parameter in exchanged for group in optimizer.param_groups for parameter in group["params"]):
-            return
-        expected = "optimizer = psengine.DistributedOptimizer(optimizer, model), and its step()"
-        raise ConfigurationError(
-            "with shard_optimizer=true each rank steps only its share of the parameters (expected"
-            f" {expected}, got a step of {type(optimizer).__name__}, which would step all of them on every rank)."
-            " Fix: step the optimizer that psengine.DistributedOptimizer returned."
-        )
-
-    # ---- gradients ---------------------------------------------------------------------------------------------
-
-    @override
-    def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        super().lay_out(buckets)
-        self._buckets = buckets
-        self._share_exchanges = None
-
-    @property
-    def _scatters(self) -> bool:
-        """Whether each rank gets the averages of its share only; known once ranks have met."""
-        return self.collective.world_size > 1 and not self.collective.shares_memory
+        if any(parameter in exchanged for group in optimizer.param_groups for parameter in group["params"]):
+            raise ConfigurationError(
+                "with shard_optimizer=true each rank steps only its range of the parameters (expected optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model), and its step(), got a step of"
+                f" {type(optimizer).__name__}, which would step all of them on every rank). Fix: step the optimizer"
+                " that psengine.DistributedOptimizer returned."
+            )
 
     @override
     def begin(self, step: Step) -> Share:
-        """As "sync"; but an all-to-all does not scale, also where the collective's all-reduce does."""
-        share = super().begin(step)
-        if self._scatters and self._scale != 1.0:
-            self._scale, share = 1.0, Share(step.live_world_size)
-        return share
-
-    @override
-    def exchange(self, bucket: Bucket) -> BucketExchange:
-        if not self._scatters:
-            return super().exchange(bucket)
-        if self._share_exchanges is None:
-            note = self._share_gradients().note
-            self._share_exchanges = [ShareExchange(b, self.collective, self._pieces, note) for b in self._buckets]
-        return self._share_exchanges[bucket.index].exchange()
-
-    def _share_gradients(self) -> ShareGradients:
-        if self._gradients is None:
-            assert self._replica is not None, "reduced before it was prepared"
-            rank = self.collective.rank
-            own = {index: [p for p in pieces if p.owner == rank] for index, pieces in self._pieces.items()}
-            parameters = self._replica.parameters
-            self._gradients = ShareGradients(list(parameters), list(parameters.values()), own, self.collective)
-        return self._gradients
-
-    @override
-    def finish(self) -> Work:
-        return self._share_gradients().end_backward() if self._scatters else CompletedWork()
-
-    @override
-    def whole_norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        return norm if self._gradients is None else self._gradients.whole_norm(norm, norm_type)
-
-    @override
-    def register_comm_hook(self, hook: CommHook) -> None:
-        raise ConfigurationError(
-            "shard_optimizer=true exchanges gradients for the shares of ranks (expected no communication hook, and no"
-            " optimizer that is overlapped with backward through one). Fix: leave the hook out, or strategy='sync'."
-        )
+        if step.in_join:
+            raise ConfigurationError(
+                "join cannot shadow the steps of a sharded optimizer, in which all ranks take part (expected even"
+                " inputs). Fix: give every rank as many batches (drop_last=True, or psengine's samplers); or"
+                " strategy='sync'."
+            )
+        return super().begin(step)
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 
     @override
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Place the parameters in flat memory; all ranks call it.
+        """Move the parameters to flat memory; all ranks call it.
 
         Raises:
             ConfigurationError: an optimizer that cannot be sharded, or a second one.
             ReplicaMismatchError: the ranks' optimizers differ.
         """
-        if self._optimizer is not None:
-            check_one((self._optimizer.optimizer, optimizer), "sync:shard_optimizer=true")
+        bound = [optimizer] if self._optimizer is None else [self._optimizer, optimizer]
+        check_one(bound, "sync:shard_optimizer=true")
+        _check_elementwise(optimizer)
         self.collective.connect()
         assert self._replica is not None, "prepared"
-        if self._flat is None:
-            chosen = ShareOptimizer.agreed_options(optimizer, list(self._replica.parameters.values()))
-            verify_replicas(self.collective, {}, {}, self._replica.device, chosen)
-            self._flat = flat_parameters(self._replica.parameters, self.collective)
-        self._optimizer = ShareOptimizer(optimizer, self._flat)
+        verify_replicas(self.collective, {}, {}, self._replica.device, _agreed_options(optimizer))
+        self._flat = FlatParameters(self._replica.parameters, self.collective)
+        self._optimizer = optimizer
+        self.store_optimizer_state(optimizer)
 
-    def _bound(self) -> ShareOptimizer:
+    def _placed(self) -> FlatParameters:
         _ = self.collective  # a closed strategy raises
-        if self._optimizer is None:
+        if self._flat is None:
             raise ReductionError(
                 "the model's strategy was closed or moved to another group since psengine.DistributedOptimizer was"
                 " made. Fix: make it again from a plain optimizer."
             )
-        return self._optimizer
+        return self._flat
 
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's share; return when all parameters are stepped. All ranks call it."""
-        bound = self._bound()
+        """Step this rank's range; return when all parameters are stepped. All ranks call it."""
+        flat = self._placed()
 
-        def step_share() -> None:
-            end_compare = self._gradients.begin_compare() if self._gradients is not None else None
-            bound.step()
-            if end_compare is not None:
-                end_compare()
+        unhooked_step = _unhooked_step_of(self._optimizer)
 
-        return take_step(bound.optimizer, closure, step_share)
+        def step_range() -> None:
+            flat.check()
+            flat.begin_step()
+            with self._pieces_in_place(flat.pieces):
+                unhooked_step(self._optimizer)
+            flat.end_step()
+
+        return take_step(self._optimizer, closure, step_range)
+
+    @contextmanager
+    def _pieces_in_place(self, pieces: dict[torch.Tensor, list[Piece]]) -> Iterator[None]:
+        """Let the optimizer have this rank's pieces for parameters, with their gradients and their state."""
+        optimizer, rank = self._optimizer, self.collective.rank
+        self._drop_copies()  # those that state_dict() left there
+        own = [piece for parameter in pieces for piece in pieces[parameter] if piece.owner == rank]
+        for piece in own:
+            if piece.parameter.grad is not None:
+                piece.values.grad = piece.part_of(piece.parameter.grad)
+        wholes = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [values for whole in group["params"] for values in _own_values(whole, pieces, rank)]
+        optimizer.state.update(self._state)
+        try:
+            yield
+        finally:
+            for group, whole in zip(optimizer.param_groups, wholes, strict=True):
+                group["params"] = whole
+            for piece in own:
+                piece.values.grad = None
+                if piece.values in optimizer.state:
+                    self._state[piece.values] = optimizer.state.pop(piece.values)
+
+    def _drop_copies(self) -> None:
+        """Empty ``optimizer.state``, but for parameters whose gradients are not exchanged."""
+        for parameter in self._placed().pieces:
+            self._optimizer.state.pop(parameter, None)
 
     @override
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        with torch.no_grad():
-            self._bound().give_state()
+        """Overwrite ``optimizer.state`` by a copy of all ranks' state; all ranks call it."""
+        collective = self.collective
+        all_pieces = [piece for pieces in self._placed().pieces.values() for piece in pieces]
+        self._drop_copies()
+        for rank in range(collective.world_size):
+            pieces = [piece for piece in all_pieces if piece.owner == rank]
+            found = to_bytes([self._state.get(piece.values) for piece in pieces]) if rank == collective.rank else b""
+            what = "optimizer state (every rank calls optimizer.state_dict())"
+            payload = collective.broadcast_bytes(found, rank, torch.device("cpu"), what=what)
+            for piece, entry in zip(pieces, from_bytes(payload), strict=True):
+                if entry is not None:
+                    _write(entry, piece, optimizer.state[piece.parameter])
 
     @override
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        with torch.no_grad():
-            self._bound().take_state()
+        """Take this rank's pieces of ``optimizer.state``, which is whole, and empty it."""
+        self._state = {}
+        for parameter, pieces in self._placed().pieces.items():
+            entry = optimizer.state.pop(parameter, None)
+            for piece in pieces:
+                if entry is not None and piece.owner == self.collective.rank:
+                    self._state[piece.values] = {name: _part_of(value, piece) for name, value in entry.items()}
 
 
-def _refusing_others(reference: weakref.ref[SyncShardedOptimizer]) -> Callable[..., None]:
-    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        strategy = reference()
-        if strategy is not None:
-            strategy.refuse_other(optimizer)
+def _unhooked_step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
+    """The step of the user's class, without torch's hooks around it: ``take_step`` calls them, with whole parameters.
 
-    return refuse
+    torch replaces a class's ``step`` by a wrapper when the first optimizer of the class is made.
+    """
+    wrappers = [vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind)]
+    found: Callable[[Any], Any] = next(step.__wrapped__ for step in wrappers if hasattr(step, "__wrapped__"))
+    return found
+
+
+def _own_values(whole: Any, pieces: dict[torch.Tensor, list[Piece]], rank: int) -> Iterator[torch.Tensor]:
+    """What ``rank`` steps of a parameter: all of one whose gradient is not exchanged, as under "sync"."""
+    if whole not in pieces:
+        yield whole
+    for piece in pieces.get(whole, ()):
+        if piece.owner == rank:
+            yield piece.values
+
+
+def _part_of(value: Any, piece: Piece) -> Any:
+    """The piece's own copy of a value of its parameter's state: a part of what is shaped like the parameter."""
+    if isinstance(value, torch.Tensor) and value.shape == piece.parameter.shape:
+        return piece.part_of(value).clone()
+    return copy.deepcopy(value)
+
+
+def _write(entry: dict[str, Any], piece: Piece, whole: dict[str, Any]) -> None:
+    """Write the state of a piece to that of its parameter."""
+    parameter = piece.parameter
+    for name, value in entry.items():
+        if isinstance(value, torch.Tensor) and value.shape == piece.values.shape:
+            if name not in whole:
+                whole[name] = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+            piece.part_of(whole[name]).copy_(value)
+        else:
+            whole[name] = value
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in NOT_ELEMENTWISE and kind.__module__.startswith("torch."):
+            raise ConfigurationError(
+                "shard_optimizer=true steps parts of parameters (expected an optimizer whose step treats each element"
+                f" alike, got {kind.__name__}). Fix: use one such as AdamW; or strategy='sync' without shard_optimizer."
+            )
+
+
+def _agreed_options(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What all ranks have to choose alike, by name: the optimizer's class and hyperparameters that are plain values."""
+    options = {"optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        options[f"group {number} parameters"] = str(len(group["params"]))
+        for name, value in group.items():
+            if isinstance(value, (bool, int, float, str, tuple)):
+                options[f"group {number} {name}"] = str(value)
+    return options
