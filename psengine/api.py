@@ -36,9 +36,8 @@ from psengine.gradients.norms import clip_grad_norm_
 from psengine.parameter_server.client.client import Client, connect
 from psengine.parameter_server.client.identity import reserve_worker
 from psengine.strategies.base import Strategy
-from psengine.strategies.local.diloco import Diloco
 from psengine.strategies.local.diloco_server import DilocoServer
-from psengine.strategies.local.local_steps import LocalSteps
+from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.registry import register_strategy
 from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer

@@ -11,9 +11,8 @@ from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 from psengine.strategies.base import Strategy
-from psengine.strategies.local.diloco import Diloco
 from psengine.strategies.local.diloco_server import DilocoServer
-from psengine.strategies.local.local_steps import LocalSteps
+from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sharding.sync import SyncShardedOptimizer

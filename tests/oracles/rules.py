@@ -371,13 +371,12 @@ class LocalRule(Rule):
                 parameter.copy_(torch.lerp(parameter, values, 1.0 - keep) if keep else values)
 
     def _outer_step(self, fragment: int, group: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Nesterov's step, as Sutskever et al. write it and torch.optim.SGD takes it: over a collective of all that
-        travels together, at servers of each parameter. torch rounds the last elements of a 16-bit tensor otherwise.
+        """Nesterov's step of each parameter, as Sutskever et al. write it and torch.optim.SGD takes it. torch rounds
+        the last elements of a 16-bit tensor otherwise.
         """
         rate, momentum = self._options.outer_lr, self._options.outer_momentum
         assert rate is not None, "checked by the caller"
-        at_servers = isinstance(self._options.over, AtServers)
-        sizes = [part.numel for part in self._groups[fragment][group]] if at_servers else [len(gradient)]
+        sizes = [part.numel for part in self._groups[fragment][group]]
         if momentum:
             last = self._momenta[fragment][group]
             velocity = (

@@ -10,24 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from typing_extensions import override
-
-from psengine.strategies.base import StepStrategy
-from psengine.strategies.stepping import check_one
 
 
 class ScaledStep:
-    """The steps of ``optimizer``, which the scaler calls always from now on; ``release`` ends that."""
+    """The steps of ``optimizer``, which the scaler calls always from now on."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         # A fused optimizer's kernel unscales, and leaves out the step, by itself.
         self._scales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-
-    def release(self) -> None:
-        """The scaler skips steps by itself again."""
-        self.optimizer._step_supports_amp_scaling = self._scales_itself  # type: ignore[attr-defined]
 
     def take(self, local_step: Callable[[], Any]) -> Any:
         """``local_step()``; nothing where the scaler found a gradient that is not finite."""
@@ -46,24 +38,3 @@ class ScaledStep:
                     if parameter.grad is not None:
                         parameter.grad.mul_(factor)
         return local_step()
-
-
-class CountedSteps(StepStrategy[ScaledStep]):
-    """A strategy whose rounds are a number of steps of this replica's own optimizer."""
-
-    @override
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps of ``optimizer`` are counted.
-
-        Raises:
-            ConfigurationError: a second optimizer.
-        """
-        if self.stepper is None:
-            self.stepper = ScaledStep(optimizer)
-        check_one((self.stepper.optimizer, optimizer), self.name)
-
-    @override
-    def close(self) -> None:
-        if self.stepper is not None:
-            self.stepper.release()
-        super().close()

@@ -1,21 +1,38 @@
-"""Which fragments of a model are exchanged after which local step. Pure.
-
-``every=6, fragments=3, overlap=1``: each fragment is exchanged once in a round of six steps, in turn::
-
-    step        1   2   3   4   5   6   7   8
-    fragment 0      ├───┤                   ├───    leaves after step 2, arrives after step 3
-    fragment 1              ├───┤
-    fragment 2                      ├───┤
-    buffers                         │
-"""
+"""Options of rounds, and which part of a model is exchanged after which local step. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from psengine.errors import ConfigurationError
+from msgspec import Meta
+
+from psengine.errors import ConfigurationError, ProtocolError
+from psengine.protocol.bodies import convert
+
+
+class RoundOptions(TypedDict, total=False):
+    """What the options of rounds may be."""
+
+    every: Annotated[int, Meta(ge=1)]
+    fragments: Annotated[int, Meta(ge=1)]
+    overlap: Annotated[int, Meta(ge=0)]
+    keep: Annotated[float, Meta(ge=0, lt=1)]
+    outer_lr: Annotated[float, Meta(gt=0, lt=1e6)]
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1)]
+
+
+def checked_options(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of rounds, as the types that they have.
+
+    Raises:
+        ConfigurationError: one is out of its range.
+    """
+    try:
+        return dict(convert(options, RoundOptions, f"strategy {strategy!r}"))
+    except ProtocolError as error:
+        raise ConfigurationError(f"{error}. Fix: give such a value, or leave the option out") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +40,12 @@ class Schedule:
     """When replicas agree; steps are counted from 1.
 
     Attributes:
-        every: local steps of a round, in which each fragment is exchanged once.
+        every: local steps of a round, in which each part is exchanged once.
         fragments: number of parts of the model that are exchanged in turn.
-        overlap: local steps that are taken while a fragment travels.
+        overlap: local steps that are taken while a part travels.
 
     Raises:
-        ConfigurationError: a number is out of its range.
+        ConfigurationError: the numbers do not fit together.
     """
 
     every: int
@@ -36,10 +53,6 @@ class Schedule:
     overlap: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("fragments", 1), ("overlap", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"{name} is a number (expected an integer of at least {least}, got {value!r})")
         if self.fragments > self.every:
             raise ConfigurationError(
                 f"a round of every={self.every} steps exchanges one fragment after a step (expected at most"
@@ -51,22 +64,7 @@ class Schedule:
                 f" every={self.every} steps, got {self.overlap}). Fix: less overlap, or a longer round."
             )
 
-    def leaving(self, step: int) -> list[int]:
-        """The fragments that leave after ``step``."""
+    def leaving(self, step: int) -> int | None:
+        """The part that leaves after ``step``."""
         places = [(index + 1) * self.every // self.fragments % self.every for index in range(self.fragments)]
-        return [index for index, place in enumerate(places) if place == step % self.every]
-
-    def ends_round(self, step: int) -> bool:
-        """Whether ``step`` is the last one of a round."""
-        return step % self.every == 0
-
-
-def checked_number(name: str, value: Any, is_in_range: Callable[[float], bool], expected: str) -> float:
-    """Return the option ``name`` as a float.
-
-    Raises:
-        ConfigurationError: it is no number, or not in its range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not is_in_range(value):
-        raise ConfigurationError(f"{name} (expected {expected}, got {value!r})")
-    return float(value)
+        return places.index(step % self.every) if step % self.every in places else None

@@ -26,7 +26,7 @@ from psengine.strategies.base import StepStrategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.chunked_replica import ChunkedReplica
-from psengine.strategies.servers.gradient_pushes import GradientPushes
+from psengine.strategies.servers.pushes import Pushes
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.strategies.step_hooks import take_step
 from psengine.strategies.stepping import check_one
@@ -88,7 +88,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     def _forget(self) -> None:
         super()._forget()
         self.stepper = None
-        self._pushes: GradientPushes | None = None
+        self._pushes: Pushes | None = None
         self._written: WrittenWeights | None = None
         self._progress: Progress | None = None
         # Whether the job began with this worker's model.
@@ -106,12 +106,12 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         if not self._gave_values:
             # Bytes that landed are writes: older graphs and other models may depend on the old values.
             torch.autograd.graph.increment_version(self._replica.state.values())
-        self._pushes = GradientPushes(self.session, self.chunks)
+        self._pushes = Pushes(self.session, self.chunks)
         self._written = WrittenWeights(self.session, self.chunks, self._replica.parameters)
         self._progress = Progress(self.session, self._pushes)
 
     @property
-    def pushes(self) -> GradientPushes:
+    def pushes(self) -> Pushes:
         """The step under way; set by ``join``."""
         _ = self.session  # a closed strategy raises
         assert self._pushes is not None, "gradients are sent once the worker has joined"
@@ -159,22 +159,23 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             assert self._written is not None, "made when the worker joined"
             assert self._progress is not None, "made when the worker joined"
             self._written.store_edited()
-            self.pushes.groups = wire_groups(bound.optimizer)
+            groups = wire_groups(bound.optimizer)
             for bucket in self._buckets:
-                self._pack_and_push(bucket)
+                self._pack_and_push(bucket, groups)
             self.pushes.push_buffers()
             self.pushes.wait()
             self._written.note()
             self.completed_steps += 1
-            self.session.telemetry.step_ended()
-            self._progress.step_ended()
+            self._progress.step_ended(groups[0])
 
         return take_step(bound.optimizer, closure, push_and_pull)
 
-    def _pack_and_push(self, bucket: Bucket) -> None:
+    def _pack_and_push(self, bucket: Bucket, groups: Sequence[Mapping[str, Any]]) -> None:
+        gradients = [parameter.grad for parameter in bucket.parameters]
         with span("pack", bucket.facts):
-            bucket.pack([parameter.grad for parameter in bucket.parameters])
-        self.pushes.push(bucket, bucket.flat)
+            bucket.pack(gradients)
+        missing = {name for name, gradient in zip(bucket.names, gradients, strict=True) if gradient is None}
+        self.pushes.push(bucket, missing=missing, groups=groups)
 
     # ---- another strategy follows ------------------------------------------------------------------------------
 
@@ -213,21 +214,20 @@ class Progress:
     finite.
     """
 
-    def __init__(self, session: WorkerSession, pushes: GradientPushes) -> None:
+    def __init__(self, session: WorkerSession, pushes: Pushes) -> None:
         self._session = session
         self._pushes = pushes
         self._steps = 0
         self._losses: list[float] = []
         self._has_told = False
 
-    def step_ended(self) -> None:
-        """A step is over."""
+    def step_ended(self, group: Mapping[str, Any]) -> None:
+        """A step with these hyperparameters of the first group is over."""
         self._steps += 1
         problem = "" if self._has_told else self._find_problem()
         if not problem:
             return
         self._has_told = True
-        group = self._pushes.groups[0]
         rate = ", ".join(f"{name}={group[name]}" for name in ("lr", "momentum", "betas") if name in group)
         logger.warning(
             "worker %d, step %d: %s; the optimizer has %s, and gradients were applied with a staleness of %.1f updates"

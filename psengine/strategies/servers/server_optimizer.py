@@ -39,7 +39,7 @@ class ServerOptimizer(ReplacedOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[str, torch.Tensor],
         session: WorkerSession,
         specs: Sequence[ChunkSpec],
         strategy: str,

@@ -1,9 +1,9 @@
-"""The pushes of one step to servers that apply gradients, and the weights that come back."""
+"""The pushes of one step to servers that step, and the weights that come back."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +22,17 @@ LOADED_BYTES = 4 * 1024 * 1024
 REFUSALS = {"non_finite": "it holds NaN or infinity", "stale": "computed before this worker was away"}
 
 
-class GradientPushes:
+class Pushes:
     """The pushes of the step under way.
 
     Attributes:
         trained: keys of the chunks that hold a trained parameter; others are never pushed.
-        groups: the hyperparameters of the step under way, as its pushes carry them.
         refused: how many chunks the servers refused.
         has_non_finite: whether they refused one that is not finite.
     """
 
-    def __init__(self, session: WorkerSession, chunks: ChunkedReplica) -> None:
-        self.trained: set[int] = set()
-        self.groups: Sequence[Mapping[str, Any]] = []
+    def __init__(self, session: WorkerSession, chunks: ChunkedReplica, trained: Collection[ChunkSpec] = ()) -> None:
+        self.trained = {spec.key for spec in trained}
         self.refused = 0
         self.has_non_finite = False
         # Of all pushes that were applied: their number, and the sum of their staleness.
@@ -45,7 +43,7 @@ class GradientPushes:
         self._buffer_pushes: list[Push] = []
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
-        # Of buckets on another device: the gradients, where servers of this host read them.
+        # Of buckets on another device: the values, where servers of this host read them.
         self._payloads: dict[int, torch.Tensor] = {}
 
     @property
@@ -53,17 +51,28 @@ class GradientPushes:
         """Of the pushes that the servers applied, in updates."""
         return self._staleness / max(1, self._applied)
 
-    def push(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Send ``bucket``'s gradients, packed in ``flat``, which must not change until the servers have answered."""
-        missing = {
-            name for name, parameter in zip(bucket.names, bucket.parameters, strict=True) if parameter.grad is None
-        }
+    def push(
+        self,
+        bucket: Bucket,
+        *,
+        missing: Collection[str] = (),
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        weight: float | None = None,
+    ) -> None:
+        """Send a packed bucket, whose memory must not change until the servers have answered.
+
+        Args:
+            bucket: of gradients or differences.
+            missing: names of its parameters that have none.
+            groups: the optimizer's hyperparameters now.
+            weight: what they count in a merge; 0 only asks for the weights.
+        """
         travelling = span("push", bucket.facts, track=EXCHANGE)
-        payload = flat
+        payload = bucket.flat
         if bucket.device.type != "cpu":
             if bucket.index not in self._payloads:
                 self._payloads[bucket.index] = self._session.segments.allocate(bucket.numel, bucket.dtype)
-            payload = self._payloads[bucket.index].copy_(flat)
+            payload = self._payloads[bucket.index].copy_(payload)
         if self._copies_payloads:
             payload = payload.clone()
         pushes: list[tuple[ChunkSpec, Push]] = []
@@ -72,12 +81,12 @@ class GradientPushes:
             if spec.key not in self.trained:
                 continue
             absent = [index for index, segment in enumerate(spec.segments) if segment.name in missing]
-            # Without any gradient this worker only asks for the weights; others must not wait for its gradient.
-            abstains = len(absent) == len(spec.segments)
-            gradient = None if abstains else payload[start:end]
-            absent = [] if abstains else absent
+            values: torch.Tensor | None = payload[start:end]
+            if weight == 0 or len(absent) == len(spec.segments):
+                # This worker only asks for the weights; others must not wait for what it computed.
+                absent, values = [], None
             # Weights are read where they come.
-            push = self._session.push(spec.key, gradient, (), groups=self.groups, absent=absent, reads_in_place=True)
+            push = self._session.push(spec.key, values, (), groups, absent, weight, reads_in_place=True)
             pushes.append((spec, push))
 
     def push_buffers(self) -> None:
@@ -111,6 +120,7 @@ class GradientPushes:
             self._copies_payloads = True
             self._session.segments.withdraw()
             raise
+        self._session.telemetry.step_ended()
         for _, _, pushes in buckets:
             for spec, push in pushes:
                 answer = push.wait()
@@ -131,7 +141,8 @@ class GradientPushes:
         # At powers of two: often enough to be seen, rarely enough to be read.
         if self.refused & (self.refused - 1) == 0:
             logger.warning(
-                "the servers refused the gradient of %s (%s); the weights stay as they were. %d refused so far",
+                "the servers refused what this worker pushed of %s (%s), and it goes on from their weights. %d refused"
+                " so far",
                 spec.describe(),
                 REFUSALS.get(reason, reason),
                 self.refused,

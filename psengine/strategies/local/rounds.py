@@ -1,0 +1,198 @@
+"""Rounds: each replica steps by itself, and parts of the model are brought together in turn.
+
+``every=6, fragments=3, overlap=1``::
+
+    step       1   2   3   4   5   6   7   8
+    part 0         ├───┤                   ├───    leaves after step 2, arrives after step 3
+    part 1                 ├───┤
+    part 2                         ├───┤
+    buffers                        │
+
+A round is counted in calls of ``optimizer.step()``; a step that this replica's GradScaler leaves out counts too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from psengine.errors import ConfigurationError
+from psengine.strategies.base import StepStrategy
+from psengine.strategies.local.outer_step import OuterStep
+from psengine.strategies.local.scaled_step import ScaledStep
+from psengine.strategies.local.schedule import Schedule
+from psengine.strategies.stepping import check_one
+
+
+class Part(ABC):
+    """Parameters that replicas bring together at the same time.
+
+    Attributes:
+        steps: how many this replica took since the part left last.
+        samples: of these steps; None where nobody calls ``batch_weight``.
+        due: after which step it arrives; None while it does not travel.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.samples: float | None = None
+        self.due: int | None = None
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Begin to bring together what the replicas have now."""
+
+    @abstractmethod
+    def arrive(self, *, keeps: bool = True) -> None:
+        """Wait, and write what was agreed on to the parameters; with ``keeps`` a share of this replica's own stays."""
+
+    def settle(self) -> None:
+        """A first round begins with the parameters, which are equal."""
+        self.steps, self.samples, self.due = 0, None, None
+
+    def state(self) -> dict[str, Any]:
+        """Copies of what is kept between steps; exchanges nothing."""
+        return {"steps": self.steps, "samples": self.samples, "due": self.due}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state()`` of a part of the same parameters; KeyError where it is of another."""
+        self.steps, self.samples, self.due = state["steps"], state["samples"], state["due"]
+
+
+class Rounds(StepStrategy[ScaledStep]):
+    """A strategy in which replicas step by themselves; subclasses say what its parts are, and set ``_schedule``."""
+
+    _schedule: Schedule
+    _parts: Sequence[Part] = ()
+    # The step with the average of differences; None where parameters are averaged.
+    _outer: OuterStep | None = None
+    _steps = 0
+    # Whether replicas are in rounds; else the next step begins a first one, with the parameters of one of them.
+    _is_settled = False
+
+    @abstractmethod
+    def _agree(self) -> None:
+        """Make the parameters equal on all replicas."""
+
+    def _end_round(self) -> None:
+        """All parts have left since the last call."""
+
+    @override
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps of ``optimizer`` are counted.
+
+        Raises:
+            ConfigurationError: a second optimizer.
+        """
+        if self.stepper is None:
+            self.stepper = ScaledStep(optimizer)
+        check_one((self.stepper.optimizer, optimizer), self.name)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.stepper, self._outer, self._parts, self._is_settled = None, None, (), False
+
+    # ---- stepping ----------------------------------------------------------------------------------------------
+
+    @override
+    def weigh(self, weight: float | None) -> None:
+        """A part counts by the samples since it left last."""
+        if weight is not None:
+            for part in self._parts:
+                part.samples = weight + (part.samples or 0.0)
+
+    @override
+    def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        """Step locally; exchange what is due after this step."""
+        stepper = self.bound()
+        self._begin()
+        result = stepper.take(local_step)
+        self._count_step()
+        return result
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        if not self._is_settled:
+            self._agree()
+            for part in self._parts:
+                part.settle()
+            if self._outer is not None:
+                self._outer.settle()
+            self._steps, self._is_settled = 0, True
+
+    @torch.no_grad()
+    def _count_step(self) -> None:
+        self._steps += 1
+        for part in self._parts:
+            part.steps += 1
+        leaving = self._schedule.leaving(self._steps)
+        if leaving is not None:
+            self._leave(self._parts[leaving])
+        for part in self._parts:
+            if part.due == self._steps:
+                self._arrive(part)
+        if self._steps % self._schedule.every == 0:
+            self._end_round()
+
+    def _leave(self, part: Part) -> None:
+        part.leave()
+        part.steps, part.samples, part.due = 0, None, self._steps + self._schedule.overlap
+
+    def _arrive(self, part: Part, *, keeps: bool = True) -> None:
+        part.due = None
+        part.arrive(keeps=keeps)
+
+    @torch.no_grad()
+    def _bring_together(self) -> None:
+        """Whatever the schedule says, all parts are exchanged now."""
+        for part in self._parts:
+            if part.due is not None:
+                self._arrive(part)
+        for part in self._parts:
+            self._leave(part)
+        for part in self._parts:
+            self._arrive(part, keeps=False)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """How far the round is, what replicas agreed on last, the outer step's momentum, and what travels."""
+        return {
+            "steps": self._steps,
+            "parts": [part.state() for part in self._parts],
+            "outer": {} if self._outer is None else self._outer.state(),
+            "exchange": super().state_dict(),
+        }
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        expected = {"steps", "parts", "outer", "exchange"}
+        if set(state) != expected or len(state["parts"]) != len(self._parts):
+            raise ConfigurationError(
+                f"the saved state is not one of {self!r} (expected {sorted(expected)} with {len(self._parts)} parts,"
+                f" got {sorted(state)} with {len(state.get('parts', ()))})"
+            )
+        super().load_state_dict(state["exchange"])
+        try:
+            with torch.no_grad():
+                for part, saved in zip(self._parts, state["parts"], strict=True):
+                    part.load(saved)
+                if self._outer is not None:
+                    self._outer.load(state["outer"])
+        except KeyError as error:
+            raise ConfigurationError(
+                f"the saved state is not one of {self!r} (expected what it keeps of each parameter, got nothing for"
+                f" {error}). Fix: use the same options, or leave out the strategy's state."
+            ) from error
+        self._steps, self._is_settled = state["steps"], True
+
+    @override
+    def restart(self) -> None:
+        """At the next step the parameters of one replica become those of all, and a first round begins."""
+        self._is_settled = False
