@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from psengine.errors import CollectiveError
-
 
 class Work(ABC):
     """An operation under way."""
@@ -54,6 +52,8 @@ class DeferredWork(Work):
 
 class Collective(ABC):
     """One group of ranks that call the same operations in the same order.
+
+    A transport implements the five operations; everything else has a default. ``Forwarding`` wraps another collective.
 
     Every operation is called by all ranks, with tensors of equal numel and dtype; operations complete in call order.
     Tensors must not be touched between the call and the end of ``Work.wait()``. Those that are written (``flat``,
@@ -131,12 +131,11 @@ class Collective(ABC):
             what: as for ``all_reduce``.
         """
 
+    @abstractmethod
     def all_to_all(
         self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
     ) -> Work:
         """Begin to fill row s of ``output`` with this rank's part of rank s's ``flat``. Mutates ``output``.
-
-        Default: an all-gather, which sends more.
 
         Args:
             output: dense contiguous tensor of shape (world size, ``sizes[rank]``).
@@ -144,24 +143,14 @@ class Collective(ABC):
             sizes: by rank, how many elements its part has; the same on every rank. Part 0 comes first.
             what: as for ``all_reduce``.
         """
-        gathered = flat.new_empty((self.world_size, flat.numel()))
-        first = sum(sizes[: self.rank])
-        part = gathered[:, first : first + sizes[self.rank]]
-        work = self.all_gather(gathered, flat, what=what)
-
-        def copy_part() -> None:
-            work.wait()
-            output.copy_(part)
-
-        return DeferredWork(copy_part)
 
     @abstractmethod
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
         """Begin to overwrite ``tensors``, dense and strided at will, on every rank by those of ``source_rank``."""
 
     @abstractmethod
-    def barrier(self, timeout_s: float | None = None) -> Work:
-        """Begin to wait until every rank has called it; ``timeout_s`` overrides the collective's own deadline."""
+    def barrier(self) -> Work:
+        """Begin to wait until every rank has called it."""
 
     def progress(self) -> None:  # noqa: B027 - most transports have somebody who works for them
         """Advance operations under way without waiting; cheap enough for every large gradient."""
@@ -209,14 +198,6 @@ class Collective(ABC):
             Exception: the future's own error, where no rank is missing.
         """
         return future.wait()
-
-    def hosts(self) -> tuple[str, ...]:
-        """The host name of each rank, () where unknown. Any rank may ask, at any time."""
-        return ()
-
-    def diagnose(self, error: BaseException, what: str) -> Exception:
-        """Return the exception to raise for the ``error`` of ``what``: it names missing ranks and the fix."""
-        return CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}")
 
     def close(self) -> None:  # noqa: B027 - most transports hold nothing
         """Release what the collective holds; its tensors must no longer be used. Safe to call twice."""

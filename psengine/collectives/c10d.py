@@ -125,8 +125,8 @@ class C10dCollective(Collective):
         return work
 
     @override
-    def barrier(self, timeout_s: float | None = None) -> Work:
-        return self.begin(lambda: [self.process_group.barrier()], "barrier", None, timeout_s)
+    def barrier(self) -> Work:
+        return self.begin(lambda: [self.process_group.barrier()], "barrier", None)
 
     def _broadcast_one(self, payload: torch.Tensor, options: dist.BroadcastOptions) -> list[dist.Work]:
         return [self.process_group.broadcast([flat_bytes(payload)], options)]
@@ -136,7 +136,6 @@ class C10dCollective(Collective):
         start: Callable[[], list[dist.Work]],
         what: str,
         device: torch.device | None,
-        timeout_s: float | None = None,
         finish: Callable[[], object] | None = None,
         operation: int | None = None,
     ) -> C10dWork:
@@ -151,9 +150,7 @@ class C10dCollective(Collective):
         operation = self.count() if operation is None else operation
         # NCCL orders streams and keeps deadlines itself; everything else, gloo on CUDA tensors too, blocks the host.
         is_stream_ordered = device is not None and device.type != "cpu" and not self._is_gloo
-        return C10dWork(
-            self, works, what, operation, is_stream_ordered=is_stream_ordered, timeout_s=timeout_s, finish=finish
-        )
+        return C10dWork(self, works, what, operation, is_stream_ordered=is_stream_ordered, finish=finish)
 
     def count(self) -> int:
         """The number of a new operation. All ranks count alike, so that a stalled wait can tell who is behind."""
@@ -164,7 +161,7 @@ class C10dCollective(Collective):
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
         is_done = threading.Event()
         future.add_done_callback(lambda _: is_done.set())
-        self.watch(is_done.wait, is_done.is_set, what, self._begun, self.timeout_s)
+        self.watch(is_done.wait, is_done.is_set, what, self._begun)
         try:
             return future.wait()
         except Exception as error:
@@ -180,20 +177,19 @@ class C10dCollective(Collective):
         is_done: Callable[[], bool],
         what: str,
         operation: int,
-        timeout_s: float,
     ) -> None:
         """Wait in slices until ``wait_for_s(seconds)`` returns True, and look for other ranks' alarms between them.
 
         ``operation`` is the number of this rank's latest, for the stall inspector.
 
         Raises:
-            PeerLostError, CollectiveError: ranks are missing, or ``timeout_s`` passed.
+            PeerLostError, CollectiveError: ranks are missing, or the deadline passed.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self.timeout_s
         with inspector.watch(self.pending_operations, f"{what}, operation {operation}", self._stall_after_s):
-            while not wait_for_s(min(WAIT_SLICE_S, timeout_s)):
+            while not wait_for_s(min(WAIT_SLICE_S, self.timeout_s)):
                 if time.monotonic() >= deadline:
-                    raise self.diagnose(TimeoutError(f"no result within {timeout_s:g} s"), what)
+                    raise self.diagnose(TimeoutError(f"no result within {self.timeout_s:g} s"), what)
                 self._look_for_alarm(is_done, what)
 
     def _look_for_alarm(self, is_done: Callable[[], bool], what: str) -> None:
@@ -206,15 +202,6 @@ class C10dCollective(Collective):
         error = self.diagnose(_AlarmError("another rank reported a failure"), what)
         if isinstance(error, PeerLostError):
             raise error
-
-    @override
-    def hosts(self) -> tuple[str, ...]:
-        if self._liveness is None:
-            return ()
-        try:
-            return self._liveness.hosts()
-        except Exception as store_error:
-            raise self.diagnose(store_error, "asking the ranks for their hosts") from store_error
 
     def note_processes(self, process_ids: Sequence[int]) -> None:
         """See ``Liveness.note_processes``."""
@@ -264,7 +251,6 @@ class C10dWork(Work):
         operation: int,
         *,
         is_stream_ordered: bool,
-        timeout_s: float | None = None,
         finish: Callable[[], object] | None = None,
     ) -> None:
         self._collective = collective
@@ -272,7 +258,6 @@ class C10dWork(Work):
         self._what = what
         self._operation = operation
         self._is_stream_ordered = is_stream_ordered
-        self._timeout_s = collective.timeout_s if timeout_s is None else timeout_s
         self._finish = finish
 
     def is_done(self) -> bool:
@@ -287,7 +272,7 @@ class C10dWork(Work):
                     self._wait_once(work, None)
                 else:
                     wait_for_s = functools.partial(self._wait_once, work)
-                    self._collective.watch(wait_for_s, work.is_completed, self._what, self._operation, self._timeout_s)
+                    self._collective.watch(wait_for_s, work.is_completed, self._what, self._operation)
             finish, self._finish = self._finish, None
             if finish is not None:
                 finish()

@@ -179,15 +179,6 @@ class Liveness:
         self._look = None
         return asked.result()
 
-    def hosts(self) -> tuple[str, ...]:
-        """The host of each rank; waits until all have written it to the store."""
-
-        def look() -> tuple[str, ...]:
-            self.look_up_members(waits=True)
-            return tuple(self._members[rank][0] for rank in range(self.world_size))
-
-        return self._ask(look)
-
     def lost_processes(self) -> tuple[int, ...]:
         """Ranks of this host whose process has ended, ascending; asks no rank."""
         return tuple(rank for rank in range(self.world_size) if self._has_exited(rank))

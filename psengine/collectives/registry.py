@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from psengine.collectives.automatic import AutomaticCollective
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.hierarchy.collective import HierarchicalCollective
@@ -58,7 +57,7 @@ def _auto(process_group: Any, device: torch.device) -> Collective:
     if device.type != "cpu" or c10d.world_size == 1:
         return c10d
     # Also where this rank lacks the extension: the others learn it when they connect.
-    return AutomaticCollective(_shared_memory_alone(process_group, "ring"), c10d, required=False)
+    return _shared_memory_of(process_group, "ring", is_required=False)
 
 
 def _c10d(process_group: Any, device: torch.device) -> C10dCollective:
@@ -74,15 +73,16 @@ def _shared_memory(process_group: Any, device: torch.device, *, order: str = "ri
             f"collective 'shared_memory' exchanges CPU tensors (expected a model on the CPU, got {device}). Use"
             " collective='auto' or 'c10d'."
         )
-    c10d = _c10d(process_group, device)
-    return AutomaticCollective(_shared_memory_alone(process_group, order), c10d, required=True)
+    return _shared_memory_of(process_group, order, is_required=True)
 
 
-def _shared_memory_alone(process_group: Any, order: str) -> SharedMemoryCollective:
-    meeting = _c10d(process_group, CPU)
-    name = f"shared memory alone, {order} order"
-    shared = collective_of(process_group, name, lambda: SharedMemoryCollective(meeting, order))
+def _shared_memory_of(process_group: Any, order: str, *, is_required: bool) -> SharedMemoryCollective:
+    """One for "auto" and "shared_memory": ranks connect once."""
+    inner = _c10d(process_group, CPU)
+    name = f"shared memory, {order} order"
+    shared = collective_of(process_group, name, lambda: SharedMemoryCollective(inner, order, is_required=False))
     assert isinstance(shared, SharedMemoryCollective)
+    shared.is_required |= is_required
     return shared
 
 

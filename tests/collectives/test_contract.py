@@ -188,7 +188,6 @@ def meet_after_asking(collective: Collective, meet: Callable[[], object]) -> Non
     """One rank asks alone what needs no other; then all meet, and the answer is the same everywhere."""
     if collective.rank == 0:
         assert collective.scales_for_free in (True, False)
-        collective.hosts()
     meet()
     collective.connect()
     collective.connect()

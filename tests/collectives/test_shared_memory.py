@@ -27,9 +27,8 @@ from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import collective_for
 from psengine.collectives.shared_memory import host as shared_host
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
 from psengine.collectives.shared_memory.host import SharedMemoryUnavailableError
-from psengine.collectives.shared_memory.kinds import SCALAR_KINDS
 from psengine.errors import CollectiveError, PeerLostError
 from psengine.kernels import native
 

@@ -24,14 +24,13 @@ begins an operation, makes progress or waits.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from typing_extensions import override
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Work
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.hierarchy.levels import Levels
 from psengine.collectives.hierarchy.stages import LAST, Sum
 from psengine.collectives.operands import check_flat, real
@@ -45,18 +44,17 @@ from psengine.kernels import native
 PIECE_BYTES = 4 * 1024 * 1024
 
 
-class HierarchicalCollective(Collective):
-    """All-reduces in two levels; the other operations, and tensors that shared memory does not sum, over ``everybody``.
+class HierarchicalCollective(Forwarding):
+    """All-reduces in two levels; the other operations, and tensors that shared memory does not sum, over ``inner``.
 
     Args:
-        everybody: the same ranks over torch.distributed; says who is missing after a failure.
+        inner: the same ranks over torch.distributed; says who is missing after a failure.
     """
 
-    def __init__(self, everybody: C10dCollective) -> None:
-        self._everybody = everybody
-        self.rank = everybody.rank
-        self.world_size = everybody.world_size
-        self.timeout_s = everybody.timeout_s
+    inner: C10dCollective
+
+    def __init__(self, inner: C10dCollective) -> None:
+        super().__init__(inner)
         self._segments = SharedSegments(native.extension) if native.has_shared_memory() else None
         self._levels: Levels | None = None
         self._has_ended = False
@@ -67,7 +65,7 @@ class HierarchicalCollective(Collective):
     def connect(self) -> None:
         """Raises ``SharedMemoryUnavailableError`` on every rank where a channel cannot be made."""
         if self._levels is None:
-            self._levels = Levels(self._everybody, self._segments)
+            self._levels = Levels(self.inner, self._segments)
 
     @property
     @override
@@ -78,7 +76,7 @@ class HierarchicalCollective(Collective):
     @override
     def has_ended(self) -> bool:
         levels = self._levels
-        return self._has_ended or self._everybody.has_ended or (levels is not None and levels.has_ended)
+        return self._has_ended or (levels is not None and levels.has_ended)
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -89,7 +87,7 @@ class HierarchicalCollective(Collective):
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
         if not SharedMemoryCollective.sums(flat):
-            return self._everybody.all_reduce(flat, scale, what=what)
+            return self.inner.all_reduce(flat, scale, what=what)
         what = f"all-reduce of {what}"
         check_flat(self, what, flat, scale)
         if self._has_ended:
@@ -98,7 +96,7 @@ class HierarchicalCollective(Collective):
             )
         self.connect()
         assert self._levels is not None
-        values, number = real(flat.detach()).view(-1), self._everybody.count()
+        values, number = real(flat.detach()).view(-1), self.inner.count()
         for piece in values.split(max(1, PIECE_BYTES // values.element_size())):
             try:
                 begun = Sum(self._levels, piece, scale, what, number, self._complete)
@@ -108,24 +106,6 @@ class HierarchicalCollective(Collective):
             self._under_way.append(begun)
         self.progress()
         return begun  # which ends after the others
-
-    @override
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
-        return self._everybody.all_gather(output, tensor, what=what)
-
-    @override
-    def all_to_all(
-        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
-    ) -> Work:
-        return self._everybody.all_to_all(output, flat, sizes, what=what)
-
-    @override
-    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
-        return self._everybody.broadcast(tensors, source_rank, what=what)
-
-    @override
-    def barrier(self, timeout_s: float | None = None) -> Work:
-        return self._everybody.barrier(timeout_s)
 
     @override
     def progress(self) -> None:
@@ -151,18 +131,6 @@ class HierarchicalCollective(Collective):
                 self.close()
                 raise
             self.progress()
-
-    @override
-    def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
-        return self._everybody.wait_for(future, what)
-
-    @override
-    def hosts(self) -> tuple[str, ...]:
-        return self._everybody.hosts()
-
-    @override
-    def diagnose(self, error: BaseException, what: str) -> Exception:
-        return self._everybody.diagnose(error, what)
 
     @override
     def close(self) -> None:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
-from psengine.collectives.shared_memory.failures import UNDER_WAY
+from psengine.collectives.shared_memory.collective import UNDER_WAY, Failure, SharedMemoryCollective
 from psengine.collectives.shared_memory.host import meet_hosts
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
@@ -45,19 +44,19 @@ class HostMemory(SharedMemoryCollective):
         self._everybody = everybody
 
     @override
-    def _sleep(self, operation: int, what: str, timeout_s: float) -> tuple[int, int, str] | None:
-        failure: tuple[int, int, str] | None = None
+    def _sleep(self, operation: int, what: str, timeout_s: float) -> Failure | None:
+        failure: Failure | None = None
 
         def wait_for_s(seconds: float) -> bool:
             nonlocal failure
             failure = self._wait(operation, seconds, is_slice=True)
             return failure is None or failure[0] != UNDER_WAY
 
-        self._everybody.watch(wait_for_s, lambda: False, what, self.number, timeout_s)
+        self._everybody.watch(wait_for_s, lambda: False, what, self.number)
         return failure
 
     @override
-    def _error_of(self, what: str, timeout_s: float, failure: tuple[int, int, str]) -> Exception:
+    def _error_of(self, what: str, timeout_s: float, failure: Failure) -> CollectiveError:
         """All ranks are asked: one that has stopped waiting may be named here for another that is gone."""
         error = super()._error_of(what, timeout_s, failure)
         if not isinstance(error, PeerLostError):

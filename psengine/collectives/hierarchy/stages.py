@@ -11,7 +11,7 @@ from psengine.collectives.base import Work
 from psengine.collectives.c10d import C10dWork, all_to_all_of
 from psengine.collectives.hierarchy.levels import Levels
 from psengine.collectives.operands import flat_bytes
-from psengine.collectives.shared_memory.work import SharedMemoryWork
+from psengine.collectives.shared_memory.collective import SharedMemoryWork
 
 # In their order, and the one after the last.
 SUM, TRADE, COLLECT, SPREAD, LAST = range(5)
@@ -56,7 +56,9 @@ class Sum(Work):
         self._gathered: torch.Tensor | None = None
         self._work: SharedMemoryWork | C10dWork | None = None
         if levels.sums is not None:
-            self._work = levels.sums.all_reduce(flat, scale, what=what)
+            begun = levels.sums.all_reduce(flat, scale, what=what)
+            assert isinstance(begun, SharedMemoryWork)
+            self._work = begun
         elif scale != 1.0:
             flat.mul_(scale)
 

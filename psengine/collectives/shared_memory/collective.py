@@ -22,6 +22,7 @@ is released however processes end.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -30,63 +31,86 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine.collectives.base import Collective, CompletedWork, Work
+from psengine.collectives.base import CompletedWork, DeferredWork, Work
 from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
-from psengine.collectives.shared_memory.failures import error_of
+from psengine.collectives.shared_memory.common_memory import map_common_memory
 from psengine.collectives.shared_memory.host import ORDERS, join_host_group
-from psengine.collectives.shared_memory.kinds import SCALAR_KINDS, SUMMED_DTYPES, kind_at_once
 from psengine.collectives.shared_memory.segments import SharedSegments
-from psengine.collectives.shared_memory.work import SharedMemoryWork
-from psengine.errors import CollectiveError, ConfigurationError
+from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, SharedMemoryUnavailableError
 from psengine.kernels import native
 from psengine.specification import did_you_mean
 from psengine.tracing.stall_inspector import inspector, stall_after_s
 from psengine.tracing.timeline import is_profiling, profiled, recorder, span
 
+logger = logging.getLogger(__name__)
+
+# csrc/kernels/kernels.h, ScalarKind
+SCALAR_KINDS = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+}
+SUMMED_DTYPES = {*SCALAR_KINDS, torch.complex64, torch.complex128}
+# csrc/shared_memory/group.h, WaitStatus
+LOST, TIMED_OUT, MISMATCHED, CLOSED, UNDER_WAY = 1, 2, 3, 4, 6
 # With more operations in flight, complete ones are looked for, in case nobody waits for them.
 FORGET_FROM = 64
 # A number no operation reaches.
 NO_OPERATION = 2**63
 
+# Of a wait that failed: a WaitStatus, ranks as bits, and what differs between ranks for MISMATCHED.
+Failure = tuple[int, int, str]
 
-class SharedMemoryCollective(Collective):
-    """Collective operations on CPU tensors between ranks that share a host.
 
-    Ranks connect at the first operation, or by ``connect``. Sums are of the dtypes in ``SCALAR_KINDS`` and of complex
-    ones, copies of any dtype; see ``sums`` and ``copies``.
+class SharedMemoryCollective(Forwarding):
+    """Collective operations on CPU tensors between ranks that share a host; other tensors go over ``inner``.
+
+    Ranks connect at the first operation that shared memory carries, or by ``connect``. Sums are of the dtypes in
+    ``SCALAR_KINDS`` and of complex ones, copies of any dtype; see ``sums`` and ``copies``.
 
     Args:
-        meeting: a collective of the same ranks, over which they connect; for CPU tensors. Its deadline is taken over,
-            and it says where ranks wait that are missing.
+        inner: a collective of the same ranks, over which they connect; for CPU tensors. Its deadline is taken over, and
+            it says where ranks wait that are missing.
+        order: in which the ranks' values are added. "ring" is gloo's (csrc/shared_memory/ring.h), with gloo's bits;
+            "rank" is that of ranks, which does not depend on an element's place in its tensor, with 16-bit sums carried
+            in float32. The same on every rank; ``connect`` compares.
         segments: the memory that ``allocate`` gives, where some was given before this collective was made.
-        order: in which the ranks' values are added. "ring" is gloo's (``ring_order``), with gloo's bits; "rank" is that
-            of ranks, which does not depend on an element's place in its tensor, with 16-bit sums carried in float32.
-            The same on every rank; ``connect`` compares.
+        is_required: ``connect``, and with it the first operation, raises ``SharedMemoryUnavailableError`` where the
+            ranks do not share a host, or cannot open each other's memory. False: that is logged, and all goes over
+            ``inner``.
 
     Scaling: each addend is multiplied by ``scale`` and rounded to its dtype, then the products are added, as native DDP
     does over gloo, to the last bit. A reduce-scatter gives the bits of its part of the all-reduce.
-
-    Operations raise:
-        SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
 
-    def __init__(self, meeting: C10dCollective, order: str = "ring", segments: SharedSegments | None = None) -> None:
+    inner: C10dCollective
+
+    def __init__(
+        self,
+        inner: C10dCollective,
+        order: str = "ring",
+        segments: SharedSegments | None = None,
+        *,
+        is_required: bool = True,
+    ) -> None:
         if order not in tuple(ORDERS):
             raise ConfigurationError(
                 f"order of collective 'shared_memory' says how the ranks' values are added (expected one of"
                 f" {list(ORDERS)}, got {order!r}){did_you_mean(str(order), ORDERS)}"
             )
-        self._meeting = meeting
+        super().__init__(inner)
         self._order = order
-        self.rank = meeting.rank
-        self.world_size = meeting.world_size
-        self.timeout_s = meeting.timeout_s
+        self.is_required = is_required
         after_s = stall_after_s()
         self._stall_after_s = after_s if self.world_size > 1 else 0.0  # one rank never waits
         self._extension: Any = native.extension
-        self._host = socket.gethostname()
         self._group: Any = None
+        self._is_unavailable = False
         self._has_ended = False
         self._connecting = threading.Lock()
         self._segments = segments or (SharedSegments(self._extension) if native.has_shared_memory() else None)
@@ -96,7 +120,17 @@ class SharedMemoryCollective(Collective):
     @property
     @override
     def scales_for_free(self) -> bool:
-        return True
+        return self._group is not None
+
+    @property
+    @override
+    def shares_memory(self) -> bool:
+        return self._group is not None
+
+    @override
+    def common_memory(self, size_bytes: int) -> Any:
+        self.connect()
+        return map_common_memory(self, size_bytes) if self._group is not None else None
 
     @property
     @override
@@ -106,23 +140,24 @@ class SharedMemoryCollective(Collective):
             return self._has_ended
         return bool(self._extension.shared_memory_has_ended(self._group))
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the ranks have met."""
-        return self._group is not None
-
     @override
     def connect(self) -> None:
-        """Raises ``SharedMemoryUnavailableError`` where the ranks cannot share memory, on all of them."""
-        if self._group is not None:
-            return
+        """Raises ``SharedMemoryUnavailableError``, on all ranks, where they must share memory and cannot."""
         with self._connecting:
-            if self._group is None:
-                group = join_host_group(self._meeting, self._order)
-                assert self._segments is not None
-                self._segments.attach(group)
-                self._group = group
-                self._meeting.note_processes([state[0] for state in self._extension.shared_memory_states(group)])
+            if self._group is not None or (self._is_unavailable and not self.is_required):
+                return
+            try:
+                group = join_host_group(self.inner, self._order)
+            except SharedMemoryUnavailableError as error:
+                if self.is_required:
+                    raise
+                self._is_unavailable = True
+                logger.info("%s; going on over torch.distributed", error)
+                return
+            assert self._segments is not None
+            self._segments.attach(group)
+            self._group = group
+            self.inner.note_processes([state[0] for state in self._extension.shared_memory_states(group)])
 
     @staticmethod
     def copies(tensor: torch.Tensor) -> bool:
@@ -134,51 +169,49 @@ class SharedMemoryCollective(Collective):
         """Whether operations that sum carry ``tensor``."""
         return tensor.dtype in SUMMED_DTYPES and tensor.is_cpu and tensor.layout is torch.strided
 
+    def _carries(self, is_covered: bool) -> bool:
+        """Whether shared memory carries an operation whose tensors it covers or not. The same on every rank, because
+        tensors have the same device, layout and dtype there; the first that it covers connects.
+        """
+        if is_covered and self._group is None:
+            self.connect()
+        return is_covered and self._group is not None
+
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory in which ``all_reduce`` needs no copies; for one reduction all ranks use such memory, or none does."""
-        if self._segments is None or device.type != "cpu" or dtype not in SCALAR_KINDS:
+        if self._segments is None or self._is_unavailable or device.type != "cpu" or dtype not in SCALAR_KINDS:
             return super().allocate(numel, dtype, device)
         return self._segments.allocate(numel, dtype)
 
-    @override
-    def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> SharedMemoryWork:
-        if (work := self.begin_at_once(flat, scale, what)) is not None:
-            return work
-        what = f"all-reduce of {what}"
-        check_flat(self, what, flat, scale)
-        flat = real(flat)
-        kind = self._kind(what, flat)
-        return self._begin_on(flat, what, "shared_memory_all_reduce", flat.data_ptr(), flat.numel(), kind, scale)
-
-    def begin_at_once(self, flat: torch.Tensor, scale: float, what: str) -> SharedMemoryWork | None:
-        """``all_reduce`` in one native call. None, and nothing has happened, where more is to be checked."""
-        kind = kind_at_once(flat, scale)
-        if kind is None or self._group is None or is_profiling():
+    def _kind_at_once(self, flat: torch.Tensor, scale: float) -> int | None:
+        """The kind of a tensor that is summed as it is; None where it must be looked at more closely, or refused."""
+        kind = SCALAR_KINDS.get(flat.dtype)
+        if kind is None or self._group is None or (scale != 1.0 and not flat.is_floating_point()):
             return None
+        # What operands.is_plain asks of a real tensor, without a call.
+        is_plain = flat.is_cpu and flat.layout is torch.strided and flat.is_contiguous() and not flat.is_neg()
+        return kind if is_plain else None
+
+    @override
+    def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
+        kind = self._kind_at_once(flat, scale)
+        if kind is None:
+            if not self._carries(self.sums(flat)):
+                return self.inner.all_reduce(flat, scale, what=what)
+            check_flat(self, f"all-reduce of {what}", flat, scale)
+            flat = real(flat)
+            kind = SCALAR_KINDS[flat.dtype]
         what = f"all-reduce of {what}"
-        try:
-            arguments = flat.data_ptr(), flat.numel(), kind, scale
-            operation = self._extension.shared_memory_all_reduce(self._group, *arguments)
-        except RuntimeError as error:
-            raise self._failure(what, error) from error
-        self._outstanding[operation] = flat
-        if len(self._outstanding) > FORGET_FROM:
-            self.completed()
-        return SharedMemoryWork(self, operation, what)
+        return self._begin(flat, what, "shared_memory_all_reduce", flat.data_ptr(), flat.numel(), kind, scale)
 
     @override
     def sum(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> None:
-        if not self.sum_at_once(flat, scale, what):
+        """In one call of the native side, which begins, spins and adds; only a longer wait is watched and sleeps."""
+        kind = self._kind_at_once(flat, scale)
+        if kind is None or recorder.is_on or is_profiling():
             super().sum(flat, scale, what=what)
-
-    def sum_at_once(self, flat: torch.Tensor, scale: float, what: str) -> bool:
-        """``sum`` in one call of the native side, which begins, spins and adds; only a longer wait is watched and
-        sleeps. False, and nothing has happened, where there is more to check, convert or note.
-        """
-        kind = kind_at_once(flat, scale)
-        if kind is None or self._group is None or recorder.is_on or is_profiling():
-            return False
+            return
         try:
             operation = self._extension.shared_memory_sum(self._group, flat.data_ptr(), flat.numel(), kind, scale)
         except RuntimeError as error:
@@ -186,7 +219,6 @@ class SharedMemoryCollective(Collective):
         if operation != 0:
             self._outstanding[operation] = flat
             self.finish(operation, f"all-reduce of {what}", self.timeout_s, has_spun=True)
-        return True
 
     def reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
@@ -194,7 +226,7 @@ class SharedMemoryCollective(Collective):
         """Begin ``output = scale * sum over ranks of this rank's part of each rank's flat``, for the torch backend.
 
         Args:
-            output: dense contiguous tensor; mutated.
+            output: dense contiguous tensor that shared memory sums; mutated.
             flat: dense contiguous, ``world_size`` times as many elements of the same dtype; part r belongs to rank r.
             scale: as for ``all_reduce``.
             what: as for ``all_reduce``.
@@ -202,40 +234,60 @@ class SharedMemoryCollective(Collective):
         what = f"reduce-scatter of {what}"
         check_parts(self, what, flat, output)
         check_flat(self, what, output, scale)
+        self._carries(is_covered=True)
         part, whole = real(output.detach()), real(flat.detach())
-        arguments = whole.data_ptr(), part.data_ptr(), part.numel(), self._kind(what, part), scale
-        return self._begin_on((whole, part), what, "shared_memory_reduce_scatter", *arguments)
+        arguments = whole.data_ptr(), part.data_ptr(), part.numel(), SCALAR_KINDS[part.dtype], scale
+        return self._begin((whole, part), what, "shared_memory_reduce_scatter", *arguments)
 
     @override
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> SharedMemoryWork:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
+        if not self._carries(self.copies(tensor)):
+            return self.inner.all_gather(output, tensor, what=what)
         what = f"all-gather of {what}"
         check_parts(self, what, output, tensor)
-        self._check_copies(what, tensor)
         payload = plain(tensor)
         arguments = payload.data_ptr(), output.data_ptr(), payload.nbytes
-        return self._begin_on((payload, output), what, "shared_memory_all_gather", *arguments)
+        return self._begin((payload, output), what, "shared_memory_all_gather", *arguments)
+
+    @override
+    def all_to_all(
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+    ) -> Work:
+        """By an all-gather, because memory is not a link: the other ranks' parts are not read."""
+        if not self._carries(self.copies(flat)):
+            return self.inner.all_to_all(output, flat, sizes, what=what)
+        gathered = flat.new_empty((self.world_size, flat.numel()))
+        first = sum(sizes[: self.rank])
+        part = gathered[:, first : first + sizes[self.rank]]
+        work = self.all_gather(gathered, flat, what=what)
+
+        def copy_part() -> None:
+            work.wait()
+            output.copy_(part)
+
+        return DeferredWork(copy_part)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
         """An operation for each tensor."""
+        if not self._carries(all(map(self.copies, tensors))):
+            return self.inner.broadcast(tensors, source_rank, what=what)
         what = f"broadcast of {what} from rank {source_rank}"
         work: Work = CompletedWork()
         copies: list[Callable[[], None]] = []
         for tensor in tensors:
-            self._check_copies(what, tensor)
             payload = plain(tensor)
             copy = copying([tensor], [payload])
             if copy is not None and self.rank != source_rank:
                 copies.append(copy)
             arguments = payload.data_ptr(), payload.nbytes, source_rank
             # Operations complete in call order, so the last one stands for all, with the copies of all.
-            work = self._begin_on((payload,), what, "shared_memory_broadcast", *arguments, finish=copies)
+            work = self._begin((payload,), what, "shared_memory_broadcast", *arguments, finish=copies)
         return work
 
     @override
-    def barrier(self, timeout_s: float | None = None) -> SharedMemoryWork:
-        operation = self._begin("barrier", "shared_memory_barrier")
-        return SharedMemoryWork(self, operation, "barrier", timeout_s=timeout_s)
+    def barrier(self) -> Work:
+        return self.inner.barrier() if self._group is None else self._begin((), "barrier", "shared_memory_barrier")
 
     @override
     def progress(self) -> None:
@@ -244,7 +296,7 @@ class SharedMemoryCollective(Collective):
 
     def completed(self) -> int:
         """Advance operations without waiting; the last one of which all before it are complete too."""
-        complete = self._begin("an earlier operation", "shared_memory_progress")
+        complete = self._call("an earlier operation", "shared_memory_progress")
         self._forget(complete)
         return complete
 
@@ -252,10 +304,6 @@ class SharedMemoryCollective(Collective):
         """The ranks that entered fewer rounds than this one."""
         arrived = [state[1] for state in self._extension.shared_memory_states(self._group)]
         return tuple(rank for rank, rounds in enumerate(arrived) if rounds < arrived[self.rank])
-
-    @override
-    def hosts(self) -> tuple[str, ...]:
-        return (self._host,) * self.world_size if self._group is not None else ()
 
     @override
     def close(self) -> None:
@@ -270,23 +318,7 @@ class SharedMemoryCollective(Collective):
         if self._group is not None:
             self._extension.shared_memory_wait(self._group, NO_OPERATION, 0.0, False)
 
-    def _kind(self, what: str, tensor: torch.Tensor) -> int:
-        kind = SCALAR_KINDS.get(tensor.dtype)
-        if kind is None or not self.copies(tensor):
-            raise CollectiveError(
-                f"{what} failed on rank {self.rank} of {self.world_size}: shared memory sums CPU tensors of"
-                f" {', '.join(map(str, SCALAR_KINDS))} (got {tensor.layout} {tensor.dtype} on {tensor.device})"
-            )
-        return kind
-
-    def _check_copies(self, what: str, tensor: torch.Tensor) -> None:
-        if not self.copies(tensor):
-            raise CollectiveError(
-                f"{what} failed on rank {self.rank} of {self.world_size}: shared memory copies strided CPU tensors (got"
-                f" {tensor.layout} on {tensor.device})"
-            )
-
-    def _begin_on(
+    def _begin(
         self,
         tensors: torch.Tensor | tuple[torch.Tensor, ...],
         what: str,
@@ -295,11 +327,11 @@ class SharedMemoryCollective(Collective):
         finish: Sequence[Callable[[], None]] = (),
     ) -> SharedMemoryWork:
         """Begin an operation on ``tensors``, which are kept until it is done."""
-        operation = self._begin(what, function, *arguments)
+        operation = self._call(what, function, *arguments)
         self._outstanding[operation] = tensors
         if len(self._outstanding) > FORGET_FROM:
             self.completed()
-        return SharedMemoryWork(self, operation, what, finish=finish)
+        return SharedMemoryWork(self, operation, what, finish)
 
     def _forget(self, complete: int) -> None:
         for operation in list(self._outstanding):
@@ -307,28 +339,23 @@ class SharedMemoryCollective(Collective):
                 break
             self._outstanding.pop(operation, None)  # another thread may wait too
 
-    def _begin(self, what: str, function: str, *arguments: Any) -> int:
-        """Call ``function`` of the native extension; return the number of the operation it began."""
-        if self._group is None:
-            self.connect()
+    def _call(self, what: str, function: str, *arguments: Any) -> int:
+        """Call ``function`` of the native extension; return the number of an operation."""
+        call: Callable[..., int] = getattr(self._extension, function)
         try:
-            operation: int = self._call_profiled(what, function, *arguments)
+            if not is_profiling():
+                return call(self._group, *arguments)
+            with profiled(what):
+                return call(self._group, *arguments)
         except RuntimeError as error:
             raise self._failure(what, error) from error
-        return operation
 
     def _failure(self, what: str, error: RuntimeError) -> CollectiveError:
         """What to raise for a call that the native side refused."""
         return CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}")
 
-    def _call_profiled(self, what: str, function: str, *arguments: Any) -> Any:
-        call = getattr(self._extension, function)
-        if not is_profiling():
-            return call(self._group, *arguments)
-        with profiled(what):
-            return call(self._group, *arguments)
-
     def finish(self, operation: int, what: str, timeout_s: float, *, has_spun: bool = False) -> None:
+        """Wait until ``operation`` is complete. Passing the deadline ends the whole group."""
         failure = None
         try:
             with span(what, category="collective"):
@@ -346,20 +373,79 @@ class SharedMemoryCollective(Collective):
         if min(self._outstanding, default=operation) < operation:
             self._forget(operation)
 
-    def _sleep(self, operation: int, what: str, timeout_s: float) -> tuple[int, int, str] | None:
+    def _sleep(self, operation: int, what: str, timeout_s: float) -> Failure | None:
         """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so."""
-        operations, after_s = self._meeting.pending_operations, self._stall_after_s
+        operations, after_s = self.inner.pending_operations, self._stall_after_s
         with inspector.watch(operations, f"{what}, operation {operation}", after_s, self.late_ranks):
             return self._wait(operation, timeout_s, is_slice=False)
 
-    def _wait(self, operation: int, timeout_s: float, *, is_slice: bool) -> tuple[int, int, str] | None:
+    def _wait(self, operation: int, timeout_s: float, *, is_slice: bool) -> Failure | None:
         """``is_slice``: after ``timeout_s`` the status is UNDER_WAY, else the group has failed."""
-        failure: tuple[int, int, str] | None = self._extension.shared_memory_wait(
-            self._group, operation, timeout_s, is_slice
-        )
+        failure: Failure | None = self._extension.shared_memory_wait(self._group, operation, timeout_s, is_slice)
         return failure
 
-    def _error_of(self, what: str, timeout_s: float, failure: tuple[int, int, str]) -> Exception:
-        """What to raise for a wait that failed."""
-        states = self._extension.shared_memory_states(self._group)
-        return error_of(what, self.rank, self._host, timeout_s, states, failure)
+    def _error_of(self, what: str, timeout_s: float, failure: Failure) -> CollectiveError:
+        """What to raise for a wait that failed; it names the operation and the ranks."""
+        status, rank_bits, detail = failure
+        failed = f"{what} failed on rank {self.rank} of {self.world_size}"
+        if status == MISMATCHED:
+            return CollectiveError(
+                f"{failed}: ranks must call the same operations in the same order"
+                f" ({detail or 'another rank differs'}). Look for a branch that only some ranks take."
+            )
+        ranks = tuple(rank for rank in range(self.world_size) if rank_bits >> rank & 1)
+        if self.rank in ranks:
+            return CollectiveError(
+                f"{failed}: the group has ended, because another rank stopped waiting for this one (its timeout passed,"
+                " or it left with operations under way). Look at the first error in the output of the other ranks."
+            )
+        if not ranks:
+            return CollectiveError(f"{failed}: no result within {timeout_s:g} s, though every rank arrived")
+        fates = {LOST: "has exited", TIMED_OUT: f"did not arrive within {timeout_s:g} s", CLOSED: "has left the group"}
+        host, states = socket.gethostname(), self._extension.shared_memory_states(self._group)
+        lost = ", ".join(
+            f"rank {rank} (process {process_id} on {host}, which {fates[status if is_running else LOST]})"
+            for rank, (process_id, *_, is_running) in enumerate(states)
+            if rank in ranks
+        )
+        return PeerLostError(
+            f"Lost {lost}. {failed}.\nLook at the first error in the output of the ranks named above; restart the job"
+            " from its last checkpoint.",
+            ranks,
+        )
+
+
+class SharedMemoryWork(Work):
+    """An operation in shared memory.
+
+    Args:
+        collective: runs the operation.
+        operation: its number.
+        what: its name in errors.
+        finish: copy results to their places; called once, in order, when the operation is over.
+    """
+
+    def __init__(
+        self, collective: SharedMemoryCollective, operation: int, what: str, finish: Sequence[Callable[[], None]]
+    ) -> None:
+        self._collective = collective
+        self._operation = operation
+        self._what = what
+        self._finish = finish
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once; advances operations."""
+        return self._collective.completed() >= self._operation
+
+    @override
+    def wait(self, timeout_s: float | None = None) -> None:
+        """``timeout_s`` overrides the collective's deadline. Passing it ends the whole group."""
+        timeout_s = self._collective.timeout_s if timeout_s is None else timeout_s
+        if is_profiling():
+            with profiled(f"wait for {self._what}"):
+                self._collective.finish(self._operation, self._what, timeout_s)
+        else:
+            self._collective.finish(self._operation, self._what, timeout_s)
+        finish, self._finish = self._finish, ()
+        for copy in finish:
+            copy()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from psengine.collectives.shared_memory.work import SharedMemoryWork
+from psengine.collectives.shared_memory.collective import SharedMemoryWork
 from psengine.errors import CollectiveError
 
 _NO_TIMEOUT = timedelta(0)

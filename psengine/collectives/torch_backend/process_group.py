@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from psengine.collectives.base import Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.operands import copying, plain
-from psengine.collectives.shared_memory.collective import SharedMemoryCollective
-from psengine.collectives.shared_memory.kinds import SCALAR_KINDS
-from psengine.collectives.shared_memory.work import SharedMemoryWork
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective, SharedMemoryWork
 from psengine.collectives.torch_backend import NAME
 from psengine.collectives.torch_backend.group_work import GroupWork, Waiter
 from psengine.errors import SharedMemoryUnavailableError
@@ -212,12 +211,13 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def _begun(
         self,
-        operation: SharedMemoryWork,
+        operation: Work,
         result: Sequence[torch.Tensor],
         opts: Any,
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         """The work for ``operation``; complete where the caller waits anyway."""
+        assert isinstance(operation, SharedMemoryWork)
         work = GroupWork(operation, result, self._deadline_s(opts), finish)
         if getattr(opts, "asyncOp", True):
             self._waiter.add(work)
@@ -320,10 +320,8 @@ def _sums(tensors: Any, opts: Any, options: Any) -> bool:
     if not _copies(tensors, opts, options):
         return False
     operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    dtype = tensors[0].dtype
-    if operation == dist.ReduceOp.SUM:
-        return dtype in SCALAR_KINDS or dtype.is_complex
-    return bool(operation == dist.ReduceOp.AVG and dtype.is_floating_point and dtype in SCALAR_KINDS)
+    scales = operation == dist.ReduceOp.AVG and tensors[0].is_floating_point()
+    return SharedMemoryCollective.sums(tensors[0]) and (scales or operation == dist.ReduceOp.SUM)
 
 
 def _are_parts(lists: Any, part: torch.Tensor, world_size: int) -> bool:
