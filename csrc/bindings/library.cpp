@@ -87,7 +87,7 @@ PyMethodDef kernel_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 // Raised with every change of the functions or operators for Python; psengine/kernels/native.py expects the same number.
-constexpr long kInterface = 6;
+constexpr long kInterface = 8;
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,
                                  nullptr, nullptr, nullptr, nullptr};

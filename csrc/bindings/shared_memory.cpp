@@ -6,7 +6,6 @@
 #include "bindings/shared_memory.h"
 
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <limits>
 #include <new>
@@ -112,25 +111,6 @@ bool from_python(PyObject* value) {
 }
 
 template <>
-std::string from_python(PyObject* value) {
-  Py_ssize_t length = 0;
-  const char* characters = PyUnicode_AsUTF8AndSize(value, &length);
-  if (characters == nullptr) throw PythonError();
-  return std::string(characters, static_cast<size_t>(length));
-}
-
-template <>
-Token from_python(PyObject* value) {
-  char* bytes = nullptr;
-  Py_ssize_t length = 0;
-  if (PyBytes_AsStringAndSize(value, &bytes, &length) != 0) throw PythonError();
-  if (length != static_cast<Py_ssize_t>(kTokenBytes)) throw std::runtime_error("a token has 16 bytes");
-  Token token;
-  std::memcpy(token.data(), bytes, kTokenBytes);
-  return token;
-}
-
-template <>
 ScalarKind from_python(PyObject* value) {
   uint64_t kind = from_python<uint64_t>(value);
   if (kind > static_cast<uint64_t>(ScalarKind::int64)) throw std::runtime_error("unknown kind of element");
@@ -186,17 +166,17 @@ void delete_group(PyObject* capsule) {
   delete static_cast<SharedMemoryGroup*>(PyCapsule_GetPointer(capsule, kCapsuleName));
 }
 
-PyObject* create_control(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return with_arguments<uint64_t, uint64_t, Token>(
-      values, count, [](uint64_t world_size, uint64_t slot_bytes, const Token& token) {
-        return PyLong_FromLong(SharedMemoryGroup::create_control(world_size, slot_bytes, token));
-      });
+PyObject* control_bytes(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return with_arguments<uint64_t, uint64_t>(values, count, [](uint64_t world_size, uint64_t slot_bytes) {
+    return PyLong_FromUnsignedLongLong(SharedMemoryGroup::control_bytes(world_size, slot_bytes));
+  });
 }
 
 PyObject* join(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return with_arguments<std::string, uint64_t, uint64_t, Token, Order>(
-      values, count, [](const std::string& path, uint64_t rank, uint64_t world_size, const Token& token, Order order) {
-        auto* group = new SharedMemoryGroup(path, rank, world_size, token, order);
+  return with_arguments<int, uint64_t, uint64_t, uint64_t, uint64_t, Order>(
+      values, count,
+      [](int file_descriptor, uint64_t slot_bytes, uint64_t rank, uint64_t world_size, uint64_t token, Order order) {
+        auto* group = new SharedMemoryGroup(file_descriptor, slot_bytes, rank, world_size, token, order);
         PyObject* capsule = PyCapsule_New(group, kCapsuleName, &delete_group);
         if (capsule == nullptr) delete group;
         return capsule;
@@ -255,8 +235,8 @@ PyMethodDef* shared_memory_methods() {
   // kinds and orders are numbers of ScalarKind and Order.
   using Group = SharedMemoryGroup;
   static PyMethodDef methods[] = {
-      method("shared_memory_create_control", create_control, "(world_size, slot_bytes, token) -> file descriptor"),
-      method("shared_memory_join", join, "(path, rank, world_size, token, order) -> group"),
+      method("shared_memory_control_bytes", control_bytes, "(world_size, slot_bytes) -> bytes"),
+      method("shared_memory_join", join, "(file descriptor, slot_bytes, rank, world_size, token, order) -> group"),
       method("shared_memory_watch_peers", bound<&Group::watch_peers>, "(group)"),
       method("shared_memory_adopt_segment", bound<&Group::adopt_segment>,
              "(group, file descriptor, bytes, address) -> index"),

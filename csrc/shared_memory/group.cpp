@@ -2,7 +2,6 @@
 #if defined(__linux__)
 
 #include <sched.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <algorithm>
 #include <stdexcept>
@@ -12,26 +11,8 @@
 
 namespace psengine {
 
-int SharedMemoryGroup::create_control(size_t world_size, size_t slot_bytes, const Token& token) {
-  if (world_size == 0 || world_size > kMaxWorldSize)
-    throw std::runtime_error("world size must be within 1 and 64 (got " + std::to_string(world_size) + ")");
-  if (slot_bytes < world_size * kSmallBytes || slot_bytes % kPageBytes != 0)
-    throw std::runtime_error("staging slots must be whole pages and hold 16 KiB for each rank (got " +
-                             std::to_string(slot_bytes) + " bytes for " + std::to_string(world_size) + " ranks)");
-  size_t bytes = control_bytes(world_size, slot_bytes);
-  int file_descriptor = create_anonymous_file("psengine-control", bytes);
-  try {
-    Mapping mapping(file_descriptor, sizeof(ControlHeader));
-    auto* header = reinterpret_cast<ControlHeader*>(mapping.data());
-    header->world_size = world_size;
-    header->slot_bytes = slot_bytes;
-    header->token = token;
-    header->magic = kMagic;
-  } catch (...) {
-    ::close(file_descriptor);
-    throw;
-  }
-  return file_descriptor;
+uint64_t SharedMemoryGroup::control_bytes(uint64_t world_size, uint64_t slot_bytes) {
+  return slots_offset(world_size) + world_size * kSlots * slot_bytes;
 }
 
 // A power of two; a backward has a few buckets under way.
@@ -44,21 +25,18 @@ static bool has_core_for_each(size_t world_size) {
   return static_cast<size_t>(CPU_COUNT(&cores)) >= world_size;
 }
 
-SharedMemoryGroup::SharedMemoryGroup(const std::string& path, size_t rank, size_t world_size, const Token& token,
-                                     Order order)
-    : rank_(rank), world_size_(world_size), token_(token), order_(order), process_id_(getpid()), peers_(world_size) {
-  if (rank >= world_size || world_size > kMaxWorldSize) throw std::runtime_error("rank or world size out of range");
-  struct stat status {};
-  if (stat(path.c_str(), &status) != 0) throw system_error("cannot see a peer's shared memory " + path);
-  auto bytes = static_cast<size_t>(status.st_size);
-  control_ = map_path(path, bytes, [&](const char* page) {
-    const auto* found = reinterpret_cast<const ControlHeader*>(page);
-    return bytes >= sizeof(ControlHeader) && found->magic == kMagic && found->token == token &&
-           found->world_size == world_size && bytes == control_bytes(world_size, found->slot_bytes);
-  });
-  slot_bytes_ = header().slot_bytes;
-  may_spin_ = has_core_for_each(world_size);
-  own_segments_.assign(kMaxSegments, nullptr);
+SharedMemoryGroup::SharedMemoryGroup(int file_descriptor, size_t slot_bytes, size_t rank, size_t world_size,
+                                     uint64_t token, Order order)
+    : rank_(rank),
+      world_size_(world_size),
+      token_(token),
+      order_(order),
+      slot_bytes_(slot_bytes),
+      control_(file_descriptor, control_bytes(world_size, slot_bytes)),
+      may_spin_(has_core_for_each(world_size)),
+      process_id_(getpid()),
+      peers_(world_size),
+      own_segments_(kMaxSegments) {
   region(rank).process_id.store(process_id_);
 }
 

@@ -36,9 +36,6 @@
 namespace psengine {
 
 constexpr size_t kMaxWorldSize = 64;  // ranks are bits of a word
-constexpr size_t kTokenBytes = 16;
-
-using Token = std::array<uint8_t, kTokenBytes>;
 
 enum class Operation : uint32_t { all_reduce = 1, broadcast, all_gather, reduce_scatter, barrier };
 
@@ -66,13 +63,13 @@ struct Descriptor;
 
 class SharedMemoryGroup {
  public:
-  // Make the control block of a group; returns its file descriptor, which the caller closes once everybody has joined.
-  static int create_control(size_t world_size, size_t slot_bytes, const Token& token);
+  // The size of a group's control block. Staging slots are whole pages, and hold kSmallBytes for each rank.
+  static uint64_t control_bytes(uint64_t world_size, uint64_t slot_bytes);
 
-  // Map the control block at `path` (such as /proc/<process>/fd/<descriptor>) as `rank`.
-  // Throws std::runtime_error where it cannot be opened or is not the one of this token and size. `order`: in which
-  // values are added; the caller sees that all ranks have chosen the same.
-  SharedMemoryGroup(const std::string& path, size_t rank, size_t world_size, const Token& token, Order order);
+  // Map the control block, zeros at first, as `rank`. `token`: the group's own, by which ranks recognise each other's
+  // segments. `order`: in which values are added. Sizes, token and order are the same on every rank.
+  // Throws std::runtime_error where there is no memory for it.
+  SharedMemoryGroup(int file_descriptor, size_t slot_bytes, size_t rank, size_t world_size, uint64_t token, Order order);
   ~SharedMemoryGroup();
   SharedMemoryGroup(const SharedMemoryGroup&) = delete;
   SharedMemoryGroup& operator=(const SharedMemoryGroup&) = delete;
@@ -80,8 +77,8 @@ class SharedMemoryGroup {
   // After every rank has joined: begin to watch their processes. Throws where one cannot be seen.
   void watch_peers();
 
-  // Tell the others of this rank's anonymous memory at `address`, which they may map: the file and its size. The first
-  // page is ours. Returns an index for release_segment, which the caller calls before the memory goes.
+  // Tell the others of this rank's anonymous memory at `address`, which they may map: the file and its size, which is
+  // sealed, because a file that shrank under its readers would kill them. The first page is ours. Returns an index for release_segment, which the caller calls before the memory goes.
   // Throws std::runtime_error where there are too many.
   size_t adopt_segment(int file_descriptor, size_t bytes, char* address);
   void release_segment(size_t index);
@@ -168,11 +165,11 @@ class SharedMemoryGroup {
 
   size_t rank_;
   size_t world_size_;
-  Token token_;
+  uint64_t token_;
   Order order_;
+  size_t slot_bytes_;
   Mapping control_;
-  size_t slot_bytes_ = 0;
-  bool may_spin_ = false;
+  bool may_spin_;
   int64_t process_id_;
   std::vector<Peer> peers_;
   std::mutex mutex_;

@@ -14,7 +14,6 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
                   std::atomic<int64_t>::is_always_lock_free && std::atomic<int32_t>::is_always_lock_free,
               "processes share these");
 
-constexpr uint64_t kMagic = 0x34766d68736e6570;  // the layout's name and version
 constexpr size_t kCacheLineBytes = 64;
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kStatuses = static_cast<size_t>(WaitStatus::interrupted);  // those that ranks tell each other
@@ -64,11 +63,7 @@ struct alignas(kCacheLineBytes) Round {
 };
 
 struct alignas(kPageBytes) ControlHeader {
-  uint64_t magic;
-  uint64_t world_size;
-  uint64_t slot_bytes;
-  Token token;
-  alignas(kCacheLineBytes) std::atomic<uint32_t> notifications;  // the word sleepers sleep on
+  std::atomic<uint32_t> notifications;  // the word sleepers sleep on
   std::atomic<uint32_t> sleepers;
   std::atomic<int64_t> notified_ns;  // when sleepers were notified last
   alignas(kCacheLineBytes) std::atomic<uint64_t> failed_ranks[kStatuses];  // by WaitStatus
@@ -77,19 +72,14 @@ struct alignas(kPageBytes) ControlHeader {
 };
 
 struct alignas(kPageBytes) SegmentHeader {
-  uint64_t magic;
   uint64_t id;
-  Token token;
+  uint64_t token;
 };
 
 inline size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 inline size_t slots_offset(size_t world_size) {
   return round_up(sizeof(ControlHeader) + kRingRounds * sizeof(Round) + world_size * sizeof(RankRegion), kPageBytes);
-}
-
-inline size_t control_bytes(size_t world_size, size_t slot_bytes) {
-  return slots_offset(world_size) + world_size * kSlots * slot_bytes;
 }
 
 // ---- where a group's parts lie in its control block ----

@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -17,23 +16,6 @@ namespace psengine {
 
 std::runtime_error system_error(const std::string& what) {
   return std::runtime_error(what + ": " + std::strerror(errno));
-}
-
-int create_anonymous_file(const char* name, size_t bytes) {
-  int file_descriptor = static_cast<int>(syscall(SYS_memfd_create, name, 1U /* CLOEXEC */ | 2U /* ALLOW_SEALING */));
-  if (file_descriptor < 0) throw system_error("memfd_create");
-  if (ftruncate(file_descriptor, static_cast<off_t>(bytes)) != 0) {
-    auto error = system_error("ftruncate of " + std::to_string(bytes) + " bytes of shared memory");
-    ::close(file_descriptor);
-    throw error;
-  }
-  seal_size(file_descriptor);
-  return file_descriptor;
-}
-
-void seal_size(int file_descriptor) {
-  constexpr int kAddSeals = 1033, kSealSeal = 1, kSealShrink = 2, kSealGrow = 4;
-  fcntl(file_descriptor, kAddSeals, kSealSeal | kSealShrink | kSealGrow);  // old kernels do without
 }
 
 Mapping::Mapping(int file_descriptor, size_t bytes) : bytes_(bytes) {

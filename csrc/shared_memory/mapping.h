@@ -1,4 +1,4 @@
-// Anonymous memory that processes share.
+// Anonymous memory that processes share; psengine/collectives/shared_memory/files.py makes it.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,6 @@ namespace psengine {
 
 // `what` and what errno says.
 std::runtime_error system_error(const std::string& what);
-
-// Anonymous memory that goes when its last user goes, whatever becomes of the processes, and does not count against
-// the size of /dev/shm. Sealed: a peer that shrank it would make our reads of it fatal.
-int create_anonymous_file(const char* name, size_t bytes);
-
-// Fix the size of an anonymous file for good; its content may still change.
-void seal_size(int file_descriptor);
 
 // A mapping of this process.
 class Mapping {

@@ -18,9 +18,8 @@ size_t SharedMemoryGroup::adopt_segment(int file_descriptor, size_t bytes, char*
   size_t index = 0;
   while (index < kMaxSegments && segments[index].id.load() != 0) ++index;
   if (index == kMaxSegments) throw std::runtime_error("more than 64 pieces of shared memory are in use on this rank");
-  seal_size(file_descriptor);
   uint32_t id = ++last_segment_id_;
-  *reinterpret_cast<SegmentHeader*>(address) = SegmentHeader{kMagic, id, token_};
+  *reinterpret_cast<SegmentHeader*>(address) = SegmentHeader{id, token_};
   own_segments_[index] = address;
   segments[index].file_descriptor.store(file_descriptor);
   segments[index].bytes.store(bytes);
@@ -75,7 +74,7 @@ Mapping& SharedMemoryGroup::peer_segment(size_t rank, uint32_t slot, uint32_t id
                      std::to_string(segments[slot].file_descriptor.load());
   Mapping mapping = map_path(path, segments[slot].bytes.load(), [&](const char* page) {
     const auto* header = reinterpret_cast<const SegmentHeader*>(page);
-    return header->magic == kMagic && header->id == id && header->token == token_;
+    return header->id == id && header->token == token_;
   });
   return mapped.emplace(id, std::move(mapping)).first->second;
 }

@@ -26,10 +26,10 @@ from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import collective_for
+from psengine.collectives.shared_memory import files
 from psengine.collectives.shared_memory import host as shared_host
 from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
-from psengine.collectives.shared_memory.host import SharedMemoryUnavailableError
-from psengine.errors import CollectiveError, PeerLostError
+from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
 from psengine.kernels import native
 
 pytestmark = needs_shared_memory
@@ -704,13 +704,12 @@ def try_to_share() -> str:
 
 
 def test_the_reason_names_the_rank_and_what_differs():
-    alike = [(1, 7, 8, 9, process_id) for process_id in range(65)]
+    alike = [shared_host.Place(0, 2, 1, 7, 8, 9, process_id, 5, 0) for process_id in range(65)]
     assert shared_host._reason_against(alike[:64]) is None
     assert shared_host._reason_against(alike) == "there are too many (expected at most 64, got 65)"
-    for position, name in ((1, "host"), (2, "process namespace (container)"), (3, "user")):
-        other = [1, 7, 8, 9, 65]
-        other[position] = 1
-        assert shared_host._reason_against([*alike[:2], tuple(other)]) == f"rank 2 runs in another {name} than rank 0"
+    for key, name in (("host", "host"), ("namespace", "process namespace (container)"), ("user", "user")):
+        other = alike[64]._replace(**{key: 1})
+        assert shared_host._reason_against([*alike[:2], other]) == f"rank 2 runs in another {name} than rank 0"
     assert shared_host._reason_against(alike[:1] * 2) == "several ranks are threads of one process"
 
 
@@ -729,21 +728,18 @@ def test_a_rank_without_the_extension_speaks_for_all():
 def refuse_memory(rank: int, world_size: int) -> str:
     """Rank 1 cannot open what rank 0 offers, though nothing told so before."""
     if rank == 1:
-        join = native.extension.shared_memory_join
+        opened = []
 
-        class Refusing:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(extension, name)
+        def refuse(process_id: int, descriptor: int, token: int) -> int:
+            opened.append(descriptor)
+            return open_file(process_id, 9999 if len(opened) > world_size else descriptor, token)
 
-            def shared_memory_join(self, path: str, *arguments: Any) -> Any:
-                return join("/proc/1/fd/9999", *arguments)
-
-        extension = native.extension
-        native.extension = Refusing()
+        open_file = files.open_file
+        files.open_file = shared_host.open_file = refuse
     return try_to_share()
 
 
 def test_a_rank_that_cannot_open_the_memory_speaks_for_all():
     results = run_ranks(refuse_memory, 2)
     assert all("ranks [1] cannot open the others' memory" in reason for reason in results)
-    assert "/proc/1/fd/9999" in results[1]
+    assert "fd/9999" in results[1]

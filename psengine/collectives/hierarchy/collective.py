@@ -55,7 +55,7 @@ class HierarchicalCollective(Forwarding):
 
     def __init__(self, inner: C10dCollective) -> None:
         super().__init__(inner)
-        self._segments = SharedSegments(native.extension) if native.has_shared_memory() else None
+        self._segments = SharedSegments() if native.has_shared_memory() else None
         self._levels: Levels | None = None
         self._has_ended = False
         # Begun and not complete, in the order of calls.

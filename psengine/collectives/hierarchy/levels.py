@@ -87,7 +87,7 @@ class Levels:
         self.own = self.hosts[self.host]
         self.place = self.own.index(everybody.rank)
         self.lanes = min(map(len, self.hosts))
-        prefix = f"psengine/hierarchical/{met.token.hex()}"
+        prefix = f"psengine/hierarchical/{met.places[0].token:x}"
         self.sums: HostMemory | None = None
         self.spreads: HostMemory | None = None
         self.trades: dist.ProcessGroup | None = None

@@ -35,7 +35,7 @@ from psengine.collectives.base import CompletedWork, DeferredWork, Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
-from psengine.collectives.shared_memory.common_memory import map_common_memory
+from psengine.collectives.shared_memory.files import map_file, share_file
 from psengine.collectives.shared_memory.host import ORDERS, join_host_group
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, SharedMemoryUnavailableError
@@ -113,7 +113,7 @@ class SharedMemoryCollective(Forwarding):
         self._is_unavailable = False
         self._has_ended = False
         self._connecting = threading.Lock()
-        self._segments = segments or (SharedSegments(self._extension) if native.has_shared_memory() else None)
+        self._segments = segments or (SharedSegments() if native.has_shared_memory() else None)
         # By operation, its tensors, kept until the native side is done.
         self._outstanding: dict[int, torch.Tensor | tuple[torch.Tensor, ...]] = {}
 
@@ -130,7 +130,10 @@ class SharedMemoryCollective(Forwarding):
     @override
     def common_memory(self, size_bytes: int) -> Any:
         self.connect()
-        return map_common_memory(self, size_bytes) if self._group is not None else None
+        if self._group is None:
+            return None
+        whole_bytes = max(size_bytes, 1)
+        return share_file(self, whole_bytes, lambda descriptor, _: map_file(descriptor, whole_bytes), has_pages=True)
 
     @property
     @override

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from psengine.collectives.base import Collective
+from psengine.collectives.shared_memory.files import make_file, make_token, open_file, share_file, succeed_together
 from psengine.errors import ConfigurationError, SharedMemoryUnavailableError
 from psengine.kernels import native
-
-Made = TypeVar("Made")
 
 # csrc/shared_memory/ring.h, Order
 ORDERS = {"ring": 0, "rank": 1}
@@ -27,84 +26,84 @@ SLOT_BYTES = 512 * 1024
 SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
 # csrc/shared_memory/layout.h, kSmallBytes
 SLOT_BYTES_PER_RANK = 16 * 1024
-PROOF = "psengine-proof"
 # Less is not worth other bits than native DDP's.
 WORTH_ADVICE = 0.9
+
+
+class Place(NamedTuple):
+    """Where a rank runs, in numbers.
+
+    Attributes:
+        order: see ``ORDERS``.
+        cores: that it may use.
+        extension: 1; 0 without the native extension, 2 without Linux's /proc.
+        host, namespace, user: of its processes; what ranks that share memory have in common.
+        process_id: in that namespace.
+        proof, token: see ``meet_hosts``.
+    """
+
+    order: int
+    cores: int
+    extension: int
+    host: int
+    namespace: int
+    user: int
+    process_id: int
+    proof: int
+    token: int
 
 
 class Meeting(NamedTuple):
     """What ranks told each other.
 
     Attributes:
-        facts: by rank, see ``_describe_this_process``.
-        orders: by rank, see ``ORDERS``.
+        places: by rank.
         hosts: the ranks of each host, ascending, the host of rank 0 first: those that can open each other's memory.
-        token: rank 0's, which no other group has.
     """
 
-    facts: list[tuple[int, ...]]
-    orders: list[int]
+    places: list[Place]
     hosts: tuple[tuple[int, ...], ...]
-    token: bytes
 
 
 def meet_hosts(meeting: Collective, order: str) -> Meeting:
     """Find out, by trying, which ranks share memory; two exchanges.
 
-    Each rank makes an anonymous file (memfd) with a token in it, and opens those of the others as it would open their
-    buckets. Neither a host's name nor its boot id counts: containers of one machine may have those in common and share
-    nothing, or share a process table and a user's rights and have other names.
+    Each rank makes an anonymous file with a token in it, and opens those of the others as it would open their buckets.
+    Neither a host's name nor its boot id counts: containers of one machine may have those in common and share nothing,
+    or share a process table and a user's rights and have other names.
     """
-    proof, token = _make_proof()
+    token = make_token()
+    proof = -1  # which no rank can open
+    if native.has_shared_memory():
+        with contextlib.suppress(OSError):
+            proof = make_file("proof", 0, token)
     try:
-        own = torch.tensor([ORDERS[order], *_describe_this_process(), proof, *words_of(token)])
-        rows = [row.tolist() for row in meeting.gather(own, what="who shares this host")]
-        places = [(row[5], row[6], bytes_of_words(row[7:])) for row in rows]
-        sees = torch.tensor([_holds(*place) for place in places])
+        own = torch.tensor(Place(ORDERS[order], *_describe_this_process(), proof=proof, token=token))
+        places = [Place(*row.tolist()) for row in meeting.gather(own, what="who shares this host")]
+        sees = torch.tensor([_can_open(place) for place in places])
         seen = [row.tolist() for row in meeting.gather(sees, what="who sees whose memory")]
     finally:
         if proof >= 0:
             os.close(proof)
-    facts = [tuple(row[1:6]) for row in rows]
-    return Meeting(facts, [row[0] for row in rows], _hosts(facts, seen), places[0][2])
+    return Meeting(places, _hosts(places, seen))
 
 
-def _make_proof() -> tuple[int, bytes]:
-    token = secrets.token_bytes(16)
-    if not native.has_shared_memory():
-        return -1, token
+def _can_open(place: Place) -> bool:
     try:
-        descriptor = os.memfd_create(PROOF, os.MFD_CLOEXEC)
-    except OSError:
-        return -1, token  # which no rank can open
-    os.write(descriptor, token)
-    return descriptor, token
-
-
-def _holds(process_id: int, descriptor: int, token: bytes) -> bool:
-    """Whether this process can open that descriptor of that process, and finds the token there."""
-    path = f"/proc/{process_id}/fd/{descriptor}"
-    try:
-        # In another process namespace the number may be any process's, and opening some files has effects.
-        if descriptor < 0 or not os.readlink(path).startswith(f"/memfd:{PROOF}"):
-            return False
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        os.close(open_file(place.process_id, place.proof, place.token))
     except OSError:
         return False
-    try:
-        return os.pread(opened, len(token), 0) == token
-    finally:
-        os.close(opened)
+    return True
 
 
-def _hosts(facts: list[tuple[int, ...]], sees: list[list[bool]]) -> tuple[tuple[int, ...], ...]:
+def _hosts(places: list[Place], sees: list[list[bool]]) -> tuple[tuple[int, ...], ...]:
     """Ranks by host. ``sees``: by rank, whether it can open the memory of each other rank."""
     hosts: list[list[int]] = []
-    for rank in range(len(facts)):
+    for rank in range(len(places)):
         for host in hosts:
             is_of_host = all(sees[rank][other] and sees[other][rank] for other in host)
-            is_process = all(facts[rank][-1] != facts[other][-1] for other in host)  # not a thread of one
-            if is_of_host and is_process and len(host) < MAX_WORLD_SIZE:
+            is_thread = places[rank].process_id in [places[other].process_id for other in host]
+            if is_of_host and not is_thread and len(host) < MAX_WORLD_SIZE:
                 host.append(rank)
                 break
         else:
@@ -123,25 +122,26 @@ def join_host_group(meeting: Collective, order: str) -> Any:
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
     met = meet_hosts(meeting, order)
-    _check_orders(met.orders)
+    _check_orders([place.order for place in met.places])
     if len(met.hosts) > 1:
-        reason = _reason_against(met.facts) or f"ranks {met.hosts[1][0]} and 0 cannot open each other's memory"
+        reason = _reason_against(met.places) or f"ranks {met.hosts[1][0]} and 0 cannot open each other's memory"
         reason += advice_for(met.hosts)
         raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
-    file_descriptor, token = _create_control(meeting) if meeting.rank == 0 else (-1, bytes(16))
-    try:
-        control = torch.tensor([os.getpid(), file_descriptor, *words_of(token)])
-        meeting.broadcast([control], 0, what="where shared memory is").wait()
-        process_id, descriptor, *words = control.tolist()
-        path, token = f"/proc/{process_id}/fd/{descriptor}", bytes_of_words(words)
-        extension, rank, world_size = native.extension, meeting.rank, meeting.world_size
-        group = succeed_together(
-            meeting, lambda: extension.shared_memory_join(path, rank, world_size, token, ORDERS[order])
-        )
-        succeed_together(meeting, lambda: extension.shared_memory_watch_peers(group))
-    finally:
-        if file_descriptor >= 0:
-            os.close(file_descriptor)
+    has_core_for_each = met.places[0].cores >= meeting.world_size
+    slot_bytes = SLOT_BYTES if has_core_for_each else SLOT_BYTES_WHERE_CORES_ARE_SHARED
+    slot_bytes = max(slot_bytes, meeting.world_size * SLOT_BYTES_PER_RANK)
+
+    def join(descriptor: int, token: int) -> Any:
+        try:
+            return native.extension.shared_memory_join(
+                descriptor, slot_bytes, meeting.rank, meeting.world_size, token, ORDERS[order]
+            )
+        finally:
+            os.close(descriptor)
+
+    size_bytes = native.extension.shared_memory_control_bytes(meeting.world_size, slot_bytes)
+    group = share_file(meeting, size_bytes, join)
+    succeed_together(meeting, lambda: native.extension.shared_memory_watch_peers(group))
     return group
 
 
@@ -171,71 +171,31 @@ def _check_orders(chosen: list[int]) -> None:
         )
 
 
-def _describe_this_process() -> tuple[int, ...]:
-    """Numbers that tell whether ranks can share memory: has the extension, kernel, process namespace, user, id."""
+def _describe_this_process() -> tuple[int, int, int, int, int, int]:
+    """``Place``'s numbers from ``cores`` to ``process_id``."""
     if not native.has_shared_memory():
-        return (0, 0, 0, 0, 0)
+        return (0, 0, 0, 0, 0, 0)
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
-        return (2, 0, 0, 0, 0)
+        return (0, 2, 0, 0, 0, 0)
     boot_number = int.from_bytes(hashlib.sha256(boot_id).digest()[:7], "little")
-    return (1, boot_number, namespace, os.geteuid(), os.getpid())
+    return (len(os.sched_getaffinity(0)), 1, boot_number, namespace, os.geteuid(), os.getpid())
 
 
-def _reason_against(facts: list[tuple[int, ...]]) -> str | None:
-    """Why processes of these descriptions cannot share memory; None where the descriptions do not tell."""
-    without = [rank for rank, (has_extension, *_) in enumerate(facts) if has_extension != 1]
-    if without:
-        what = "the native extension" if facts[without[0]][0] == 0 else "Linux's /proc"
-        return f"rank {without[0]} runs without {what}"
-    if len(facts) > MAX_WORLD_SIZE:
-        return f"there are too many (expected at most {MAX_WORLD_SIZE}, got {len(facts)})"
-    for position, name in ((1, "host"), (2, "process namespace (container)"), (3, "user")):
-        other = next((rank for rank, fact in enumerate(facts) if fact[position] != facts[0][position]), None)
-        if other is not None:
-            return f"rank {other} runs in another {name} than rank 0"
-    if len({process_id for *_, process_id in facts}) < len(facts):
+def _reason_against(places: list[Place]) -> str | None:
+    """Why processes at these places cannot share memory; None where the places do not tell."""
+    for rank, place in enumerate(places):
+        if place.extension != 1:
+            return f"rank {rank} runs without {'the native extension' if place.extension == 0 else '/proc'}"
+    if len(places) > MAX_WORLD_SIZE:
+        return f"there are too many (expected at most {MAX_WORLD_SIZE}, got {len(places)})"
+    names = {"host": "host", "namespace": "process namespace (container)", "user": "user"}
+    for field, name in names.items():
+        for rank, place in enumerate(places):
+            if getattr(place, field) != getattr(places[0], field):
+                return f"rank {rank} runs in another {name} than rank 0"
+    if len({place.process_id for place in places}) < len(places):
         return "several ranks are threads of one process"
     return None
-
-
-def _create_control(meeting: Collective) -> tuple[int, bytes]:
-    has_core_for_each = meeting.world_size <= len(os.sched_getaffinity(0))
-    slot_bytes = SLOT_BYTES if has_core_for_each else SLOT_BYTES_WHERE_CORES_ARE_SHARED
-    slot_bytes = max(slot_bytes, meeting.world_size * SLOT_BYTES_PER_RANK)
-    token = secrets.token_bytes(16)
-    try:
-        return native.extension.shared_memory_create_control(meeting.world_size, slot_bytes, token), token
-    except RuntimeError:
-        return -1, token  # which no rank can open, so that all raise
-
-
-def succeed_together(meeting: Collective, action: Callable[[], Made]) -> Made:
-    """Return what ``action`` returns; raise on every rank where it fails on one."""
-    result: Any = None
-    error = None
-    try:
-        result = action()
-    except (OSError, RuntimeError) as failure:
-        error = failure
-    successes = meeting.gather(torch.tensor([error is None]), what="whether shared memory works")
-    failed = [rank for rank, success in enumerate(successes) if not success.item()]
-    if failed:
-        why = f": {error}" if error is not None else ""
-        raise SharedMemoryUnavailableError(
-            f"collective 'shared_memory' cannot connect these ranks: ranks {failed} cannot open the others' memory{why}"
-        ) from error
-    made: Made = result
-    return made
-
-
-def words_of(token: bytes) -> tuple[int, int]:
-    """16 bytes as two integers of a tensor."""
-    return int.from_bytes(token[:8], "little", signed=True), int.from_bytes(token[8:], "little", signed=True)
-
-
-def bytes_of_words(words: list[int]) -> bytes:
-    """Inverse of ``words_of``."""
-    return b"".join(word.to_bytes(8, "little", signed=True) for word in words)

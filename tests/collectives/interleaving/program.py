@@ -25,7 +25,7 @@ ENGINE = ROOT / "csrc" / "shared_memory"
 # mapping.cpp asks the system for memory, and stand_ins.cpp has memory of its own.
 ENGINE_SOURCES = ["group.cpp", "rounds.cpp", "agreement.cpp", "waiting.cpp", "segments.cpp"]
 EXPLORER_SOURCES = ["memory.cpp", "explorer.cpp", "stand_ins.cpp", "scenarios.cpp", "main.cpp"]
-WRAPPED = ["memcpy", "getpid", "sched_getaffinity", "sched_yield", "syscall", "poll", "stat"]
+WRAPPED = ["memcpy", "getpid", "sched_getaffinity", "sched_yield", "syscall", "poll"]
 WRAPPED += ["pthread_mutex_lock", "pthread_mutex_unlock", "_ZNSt6chrono3_V212steady_clock3nowEv"]
 BUILD = ROOT / "build" / "interleaving"
 FLAGS = [

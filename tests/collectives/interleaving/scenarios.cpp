@@ -239,15 +239,15 @@ Program prepare(const Scenario& chosen) {
   char* ended = allocate_shared(psengine::kPageBytes);
   for (size_t rank = 0; rank < scenario.ranks; ++rank)
     program.ended.push_back(reinterpret_cast<uintptr_t>(ended) + 8 * rank);
-  psengine::Token token{};
-  int file = SharedMemoryGroup::create_control(scenario.ranks, psengine::kPageBytes, token);
-  std::string path = "/proc/" + std::to_string(kFirstProcess) + "/fd/" + std::to_string(file);
+  size_t control_bytes = SharedMemoryGroup::control_bytes(scenario.ranks, psengine::kPageBytes);
+  int file = make_file(allocate_shared(control_bytes), control_bytes);
   for (size_t rank = 0; rank < scenario.ranks; ++rank) {
     InProgram inside;
     rank_of_setup = rank;
     // Among what is checked for races where a rank has two threads.
     void* place = scenario.has_helper ? allocate_shared(sizeof(SharedMemoryGroup)) : operator new(sizeof(SharedMemoryGroup));
-    groups[rank] = new (place) SharedMemoryGroup(path, rank, scenario.ranks, token, psengine::Order::ring);
+    groups[rank] = new (place)
+        SharedMemoryGroup(file, psengine::kPageBytes, rank, scenario.ranks, /*token=*/1, psengine::Order::ring);
     segments[rank] = allocate_shared(2 * psengine::kPageBytes);
     tensors[rank] = new double[16 * scenario.calls.size()]();
   }

@@ -4,7 +4,6 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 
 #include <array>
@@ -297,11 +296,6 @@ int __wrap_poll(struct pollfd* polled, nfds_t, int) {
   return is_ended ? 1 : 0;
 }
 
-int __wrap_stat(const char*, struct stat* status) {
-  status->st_size = static_cast<off_t>(check::files.front().bytes);
-  return 0;
-}
-
 int __real_pthread_mutex_lock(pthread_mutex_t*);
 int __real_pthread_mutex_unlock(pthread_mutex_t*);
 
@@ -362,10 +356,6 @@ void operator delete(void* memory, size_t) noexcept { operator delete(memory); }
 namespace psengine {
 
 std::runtime_error system_error(const std::string& what) { return std::runtime_error(what); }
-
-int create_anonymous_file(const char*, size_t bytes) { return check::make_file(check::allocate_shared(bytes), bytes); }
-
-void seal_size(int) {}
 
 Mapping::Mapping(int file_descriptor, size_t bytes)
     : data_(check::files.at(static_cast<size_t>(file_descriptor) - 101).memory), bytes_(bytes) {}
