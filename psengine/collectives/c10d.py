@@ -18,7 +18,6 @@ from typing_extensions import override
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.collectives.liveness import PATIENCE_S, Liveness
 from psengine.collectives.operands import check_flat, check_parts, coalesce, copy_out, flat_bytes, real
-from psengine.collectives.pending_operations import StorePendingOperations
 from psengine.errors import CollectiveError, PeerLostError
 from psengine.tracing.stall_inspector import inspector, stall_after_s
 from psengine.tracing.timeline import span
@@ -58,8 +57,7 @@ class C10dCollective(Collective):
         after_s = stall_after_s()
         self._stall_after_s = after_s if self.world_size > 1 else 0.0  # one rank never waits
         self._begun = 0
-        self._liveness = _start_liveness(group, self.timeout_s)
-        self.pending_operations = None if self._liveness is None else StorePendingOperations(self._liveness)
+        self.liveness = _start_liveness(group, self.timeout_s)
 
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
@@ -166,7 +164,7 @@ class C10dCollective(Collective):
             return future.wait()
         except Exception as error:
             # The hook itself may have failed: only a certain death or a transport's error makes it a lost peer.
-            has_lost = self._liveness is not None and self._liveness.lost_processes()
+            has_lost = self.liveness is not None and self.liveness.lost_processes()
             if has_lost or _is_transport_error(error):
                 raise self.diagnose(error, what) from error
             raise
@@ -186,7 +184,7 @@ class C10dCollective(Collective):
             PeerLostError, CollectiveError: ranks are missing, or the deadline passed.
         """
         deadline = time.monotonic() + self.timeout_s
-        with inspector.watch(self.pending_operations, f"{what}, operation {operation}", self._stall_after_s):
+        with inspector.watch(self.liveness, f"{what}, operation {operation}", self._stall_after_s):
             while not wait_for_s(min(WAIT_SLICE_S, self.timeout_s)):
                 if time.monotonic() >= deadline:
                     raise self.diagnose(TimeoutError(f"no result within {self.timeout_s:g} s"), what)
@@ -194,7 +192,7 @@ class C10dCollective(Collective):
 
     def _look_for_alarm(self, is_done: Callable[[], bool], what: str) -> None:
         try:
-            alarm = self.alarm_raised()
+            alarm = self.liveness is not None and self.liveness.alarm_raised()
         except Exception as store_error:
             raise self.diagnose(store_error, what) from store_error
         if not alarm or is_done():
@@ -203,26 +201,17 @@ class C10dCollective(Collective):
         if isinstance(error, PeerLostError):
             raise error
 
-    def note_processes(self, process_ids: Sequence[int]) -> None:
-        """See ``Liveness.note_processes``."""
-        if self._liveness is not None:
-            self._liveness.note_processes(process_ids)
-
-    def alarm_raised(self) -> bool:
-        """Whether another rank reported a failed operation; False without a store."""
-        return self._liveness is not None and self._liveness.alarm_raised()
-
     def diagnose(self, error: BaseException, what: str) -> Exception:
         """Hold a roll call and return the error that names the missing ranks, else ``CollectiveError``."""
         if isinstance(error, CollectiveError):
             return error
         failure = f"{what} failed on rank {self.rank} of {self.world_size}: {str(error).strip()}"
-        if self._liveness is None:
+        if self.liveness is None:
             return CollectiveError(failure)
         try:
-            missing = self._liveness.missing_ranks(begin=not isinstance(error, _AlarmError))
+            missing = self.liveness.missing_ranks(what, begin=not isinstance(error, _AlarmError))
         except Exception as store_error:
-            missing = self._liveness.lost_processes()
+            missing = self.liveness.lost_processes()
             failure += (
                 f"\nThe rendezvous store does not answer either ({store_error}); rank 0, or torchrun's agent, hosts it."
             )
@@ -230,7 +219,7 @@ class C10dCollective(Collective):
         if not missing:
             return CollectiveError(f"{failure}\nEvery rank answered the roll call, so the fault lies in the transport.")
         return PeerLostError(
-            f"Lost {self._liveness.describe(missing)}. {failure}\n"
+            f"Lost {', '.join(map(self.liveness.describe_lost, missing))}. {failure}\n"
             "Look at the first error in the output of the ranks named above; restart the job from its last checkpoint.",
             missing,
         )

@@ -1,18 +1,28 @@
-"""A roll call through the rendezvous store, which finds missing ranks when a collective fails or takes long.
+"""Which ranks of a group live, and where they wait, through the rendezvous store.
 
-Transports report a lost peer as a socket address or not at all, and only to that peer's neighbours. So every rank
-leaves its host and process id in the store when it starts; the first rank whose operation fails raises an alarm there;
-ranks that wait look for the alarm once a second and answer it; every rank's error names those that did not answer.
+Transports report a lost peer as a socket address or not at all, and only to that peer's neighbours. A rank that only
+comes late is not reported at all. So the ranks have a row each in the store, which tells of a process::
 
-::
+    psengine/<group>/rank/<rank>   its process id, its table of processes, its host
+    psengine/row/<process>         the latest question that it has answered, and what it waited for then
 
-    rank 0   all_reduce ── error ── call 1! present/1/0 ── collect ── PeerLostError(ranks=(2,))
-    rank 1   all_reduce ──────── 1 s ── a call? present/1/1 ── collect ── PeerLostError(ranks=(2,))
+A row is by process, not by rank, because a rank may wait in another group than the one that asks. Questions are
+numbered in ``psengine/question``; ranks answer while they wait. There are two that ask.
+
+The stall inspector asks where the ranks are that a long wait waits for; see ``tracing/stall_inspector.py``.
+
+A roll call finds missing ranks after a failure. The first rank whose operation fails raises an alarm: it writes its
+question's number to ``psengine/<group>/alarm``. Ranks that wait look for the alarm once a second and answer it; every
+rank's error names those that did not answer::
+
+    rank 0   all_reduce ── error ── alarm 1! row 1 ── collect ── PeerLostError(ranks=(2,))
+    rank 1   all_reduce ──────── 1 s ── an alarm? row 1 ── collect ── PeerLostError(ranks=(2,))
     rank 2   killed
 
-Calls are numbered, and each needs its own answers. The store may be as dead as a peer, so a thread that can be
-abandoned asks it. A store that keeps silent may also be behind a link that is cut for a while, which TCP gets over: a
-rank of which no operation has failed goes on waiting for its data, and gives the store PATIENCE_S.
+The store may be as dead as a peer, so threads that can be abandoned ask it, by operations that do not wait: a thread
+that waits in the store keeps the others of its process out. A store that keeps silent may also be behind a link that is
+cut for a while, which TCP gets over: a rank of which no operation has failed goes on waiting for its data, and gives
+the store PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -22,58 +32,38 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 POLL_INTERVAL_S = 0.1
-# A look for alarms is a message and its answer; a second is much even on a link that data fills.
+# A question and its answer take a millisecond; a second is much even over a link that data fills.
 LOOK_S = 1.0
 # How long the store may keep silent while no operation has failed: shorter cuts of a link heal.
 PATIENCE_S = 60.0
+QUESTION = "psengine/question"
 
 Result = TypeVar("Result")
 Store = Any  # a torch.distributed.Store
+
+# The number in this process's row only grows, whichever threads write it.
+_row_lock = threading.Lock()
 
 
 class StoreSilentError(Exception):
     """The store did not answer in time."""
 
 
-def ask(question: Callable[[], Result]) -> Future[Result]:
-    """Call ``question`` in a thread that can be abandoned."""
-    asked: Future[Result] = Future()
+class Process(NamedTuple):
+    """Where a rank runs; ``table`` is the ``process_table`` there."""
 
-    def run() -> None:
-        try:
-            asked.set_result(question())
-        except BaseException as error:
-            asked.set_exception(error)
+    process_id: int
+    table: str
+    host: str
 
-    threading.Thread(target=run, name="psengine-roll-call", daemon=True).start()
-    return asked
-
-
-def answer_of(asked: Future[Result], within_s: float) -> Result:
-    """Return the answer, or raise what the question raised.
-
-    Raises:
-        StoreSilentError: there is none after ``within_s``.
-    """
-    if not wait([asked], within_s).done:
-        raise StoreSilentError(f"no answer within {within_s:g} s: it hangs, or the link to it is cut")
-    return asked.result()
-
-
-def count_at(store: Store, key: str) -> int:
-    """The number that ``count_up`` left at ``key``, 0 for none; waits for nobody."""
-    return int(store.get(key)) if store.check([key]) else 0
-
-
-def count_up(store: Store, key: str, count: int) -> int:
-    """Return the number after ``count``; ranks that count up at the same moment all get the first one's."""
-    return int(store.compare_set(key, str(count) if count else "", str(count + 1)))
+    def __str__(self) -> str:
+        return f"{self.process_id} {self.table or '-'} {self.host}"
 
 
 @functools.cache
@@ -89,7 +79,7 @@ def process_table() -> str:
 
 
 def process_state(process_id: int) -> str | None:
-    """The letter of a process's state as Linux gives it, such as "T" for stopped; None where it is not known."""
+    """The letter of a process's state as Linux gives it, such as "T" for stopped; None where there is none."""
     try:
         # The state follows the command name, which may itself hold spaces and parentheses (man 5 proc).
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
@@ -97,32 +87,14 @@ def process_state(process_id: int) -> str | None:
         return None
 
 
-def is_process_running(process_id: int) -> bool:
-    """Whether a process of this host runs; a zombie (dead, not yet reaped by its parent) does not."""
-    state = process_state(process_id)
-    if state is None:
-        has_exited = Path("/proc/self/stat").exists() and not Path(f"/proc/{process_id}").exists()
-        return not has_exited and _answers_signal_zero(process_id)
-    return state not in "ZX"
-
-
-def _answers_signal_zero(process_id: int) -> bool:
-    if os.name != "posix":
-        return True  # on Windows os.kill(pid, 0) would end the process
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 class Liveness:
-    """Finds the ranks of a group that are alive, for one of them.
+    """Finds the ranks of a group that are alive, for one of them, and where they wait.
+
+    Methods that ask the store raise StoreSilentError where it does not answer, and its own errors (RuntimeError,
+    OSError) where it is gone.
 
     Args:
-        store: key-value store all ranks reach; keys are prefixed with ``psengine/<group>/``.
+        store: key-value store all ranks reach.
         group: name of the group, the same on every rank and unique among the store's users.
         rank: this rank in the group.
         world_size: ranks in the group.
@@ -132,143 +104,189 @@ class Liveness:
     """
 
     def __init__(
-        self,
-        store: Store,
-        group: str,
-        rank: int,
-        world_size: int,
-        grace_s: float = 10.0,
-        patience_s: float = PATIENCE_S,
+        self, store: Store, group: str, rank: int, world_size: int, grace_s: float, patience_s: float = PATIENCE_S
     ) -> None:
-        self.store = store
-        self._prefix = f"psengine/{group}/"
-        self._call_key = f"{self._prefix}call"
+        self._store = store
+        self._prefix = f"psengine/{group}"
+        self._alarm_key = f"{self._prefix}/alarm"
         self.rank = rank
         self.world_size = world_size
         self._grace_s = grace_s
-        self._host = socket.gethostname()
-        # By rank, its host and process id, and in which table of processes that is.
-        self._members: dict[int, tuple[str, int]] = {rank: (self._host, os.getpid())}
-        self._tables: dict[int, str] = {rank: process_table()}
-        self._settled_call = 0
-        self._began_call = 0
-        self._is_store_silent = False
         self._patience_s = patience_s
+        self._here = Process(os.getpid(), process_table(), socket.gethostname())
+        self._processes = {rank: self._here}  # as far as they are known, by rank
+        self._settled_alarm = 0
+        self._raised_alarm = 0
+        # By thread, its question that the store has not answered.
+        self._pending: dict[int, Future[Any]] = {}
         # A look for alarms that has no answer yet, and when it began.
         self._look: tuple[Future[bool], float] | None = None
-        self.store.set(f"{self._prefix}member/{rank}", f"{os.getpid()} {process_table() or '-'} {self._host}")
+        self._store.set(f"{self._prefix}/rank/{rank}", str(self._here))
 
-    # These raise StoreSilentError where the store does not answer, RuntimeError or OSError where its host is gone.
+    def note_processes(self, process_ids: Sequence[int]) -> None:
+        """All ranks run on this host, as these processes: known even if the store never answers again."""
+        self._processes = {rank: self._here._replace(process_id=number) for rank, number in enumerate(process_ids)}
+
+    # ---- where the ranks wait ----
+
+    def ask(self) -> int:
+        """Ask all ranks where they are; return the question's number."""
+        return self._ask(self._count_up, LOOK_S)
+
+    def answer(self, position: str, answered: int) -> int:
+        """Write where this rank waits, if there is a question after number ``answered``; return the latest's number."""
+
+        def write_if_asked() -> int:
+            return self._write_row(position) if self._count_at(QUESTION) > answered else answered
+
+        return self._ask(write_if_asked, LOOK_S)
+
+    def answers(self, question: int) -> Mapping[int, str]:
+        """By rank, where those wait that answered ``question`` or a later one."""
+
+        def read() -> dict[int, str]:
+            self.look_up_processes()
+            rows = {rank: self._row(rank) for rank in self._processes}
+            return {rank: position for rank, (number, position) in rows.items() if number >= question}
+
+        return self._ask(read, LOOK_S)
+
+    def advise(self, ranks: Sequence[int]) -> str:
+        """Commands that show where those ranks' processes are."""
+        places = [self._processes[rank] for rank in ranks if rank in self._processes]
+        commands = [f"`py-spy dump --pid {place.process_id}` on {place.host}" for place in places]
+        return f" {', '.join(commands)} shows the line it is at." if commands else ""
+
+    # ---- who is missing ----
 
     def alarm_raised(self) -> bool:
-        """Whether a call is on that this rank has not answered, as far as the store has said by now; also learns where
-        the others live.
+        """Whether there is an alarm that this rank has not answered, as far as the store has said by now; also learns
+        where the others live.
         """
 
         def look() -> bool:
-            self.look_up_members()
-            return count_at(self.store, self._call_key) > self._settled_call
+            self.look_up_processes()
+            return self._count_at(self._alarm_key) > self._settled_alarm
 
-        asked, since_s = self._look or (ask(look), time.monotonic())
+        asked, since_s = self._look or (_begin(look), time.monotonic())
         self._look = (asked, since_s)
         if not wait([asked], LOOK_S).done:
             if time.monotonic() - since_s <= self._patience_s:
                 return False
-            self._is_store_silent = True
+            self._pending[threading.get_ident()] = asked
             raise StoreSilentError(f"no answer within {self._patience_s:g} s: it hangs, or the link to it is cut")
         self._look = None
         return asked.result()
 
     def lost_processes(self) -> tuple[int, ...]:
-        """Ranks of this host whose process has ended, ascending; asks no rank."""
+        """Ranks whose process this one can see has ended, ascending; asks no rank."""
         return tuple(rank for rank in range(self.world_size) if self._has_exited(rank))
 
-    def missing_ranks(self, *, begin: bool) -> tuple[int, ...]:
-        """Answer the call that is on, and return the ranks that did not within the grace, ascending.
+    def missing_ranks(self, what: str, *, begin: bool) -> tuple[int, ...]:
+        """Answer the alarm, and return the ranks that did not within the grace, ascending.
 
         Args:
-            begin: this rank's own operation failed: where no call is on, or the current one found everybody, begin one.
+            what: the operation that this rank waits for.
+            begin: it failed: where there is no alarm, or the last one found everybody, raise one.
         """
-        self._settled_call = call = self._ask(lambda: self._join_call(begin=begin))
-        silent = self._silent_ranks(call)
-        if not silent and begin and self._began_call != call:
-            return self.missing_ranks(begin=True)
-        return silent
-
-    def _silent_ranks(self, call: int) -> tuple[int, ...]:
+        self._settled_alarm = alarm = self._ask(lambda: self._answer_alarm(what, begin=begin), self._grace_s)
         deadline = time.monotonic() + self._grace_s
-        while True:
-            silent = self._ask(lambda: tuple(r for r in range(self.world_size) if not self._is_present(call, r)))
+        while silent := self._ask(lambda: self._silent_ranks(alarm), self._grace_s):
             if all(self._has_exited(rank) for rank in silent) or time.monotonic() > deadline:
                 return silent
             time.sleep(POLL_INTERVAL_S)
+        return self.missing_ranks(what, begin=True) if begin and self._raised_alarm != alarm else ()
 
-    def note_processes(self, process_ids: Sequence[int]) -> None:
-        """All ranks run on this host, as these processes: known even if the store never answers again."""
-        self._members = {rank: (self._host, process_id) for rank, process_id in enumerate(process_ids)}
-        self._tables = dict.fromkeys(self._members, process_table())
+    def _answer_alarm(self, what: str, *, begin: bool) -> int:
+        alarm = self._count_at(self._alarm_key)
+        if begin and alarm <= self._settled_alarm:
+            # Ranks that fail at the same moment all get the first one's number.
+            alarm = self._store.compare_set(self._alarm_key, str(alarm) if alarm else "", str(self._count_up()))
+            self._raised_alarm = alarm = int(alarm)
+        self._write_row(what)
+        return alarm
 
-    def place_of(self, rank: int) -> tuple[str, int] | None:
-        """The host and process id of ``rank``, where it is known."""
-        return self._members.get(rank)
+    def _silent_ranks(self, alarm: int) -> tuple[int, ...]:
+        self.look_up_processes()
+        return tuple(rank for rank in range(self.world_size) if self._row(rank)[0] < alarm)
 
-    def name_of(self, rank: int) -> str | None:
-        """A name for the process of ``rank`` that no other process has, where it is known."""
-        place = self.place_of(rank)
-        return None if place is None else f"{place[1]}@{place[0]}/{self._tables[rank]}"
+    # ---- in words ----
+
+    def describe(self, rank: int) -> str:
+        """Where ``rank`` runs: "rank 1 (process 4711 on host)"; says so where a signal has stopped it."""
+        if rank not in self._processes:
+            return f"rank {rank}"
+        process = self._processes[rank]
+        is_stopped = self._is_seen(rank) and process_state(process.process_id) == "T"
+        fate = ", stopped by a signal" if is_stopped else ""
+        return f"rank {rank} (process {process.process_id} on {process.host}{fate})"
+
+    def describe_lost(self, rank: int) -> str:
+        """Where ``rank`` ran and its fate: "rank 1 (process 4711 on host, which has exited)"."""
+        fate = "has exited" if self._has_exited(rank) else f"did not answer within {self._grace_s:g} s"
+        return f"{self.describe(rank)[:-1]}, which {fate})" if rank in self._processes else f"rank {rank}"
 
     def _is_seen(self, rank: int) -> bool:
         """Whether this process sees that of ``rank`` by its number."""
-        return rank in self._members and (self._members[rank][0], self._tables[rank]) == (self._host, process_table())
-
-    def describe_place(self, rank: int) -> str:
-        """Where ``rank`` runs: "rank 1 (process 4711 on host)"; says so where a signal has stopped it."""
-        if rank not in self._members:
-            return f"rank {rank}"
-        host, process_id = self._members[rank]
-        is_stopped = self._is_seen(rank) and process_state(process_id) == "T"
-        return f"rank {rank} (process {process_id} on {host}{', stopped by a signal' if is_stopped else ''})"
-
-    def describe(self, ranks: tuple[int, ...]) -> str:
-        """Where ``ranks`` ran and their fate: "rank 1 (process 4711 on host, which has exited)"."""
-        return ", ".join(map(self._describe_lost, ranks))
-
-    def _describe_lost(self, rank: int) -> str:
-        place = self.describe_place(rank)
-        if rank not in self._members:
-            return place
-        fate = "has exited" if self._has_exited(rank) else f"did not answer within {self._grace_s:g} s"
-        return f"{place[:-1]}, which {fate})"
-
-    def _ask(self, question: Callable[[], Result]) -> Result:
-        """Ask the store, for at most the grace; after one silence it is not asked again."""
-        if self._is_store_silent:
-            raise StoreSilentError("it kept silent before: it hangs, or the link to it is cut")
-        try:
-            return answer_of(ask(question), self._grace_s)
-        except StoreSilentError:
-            self._is_store_silent = True
-            raise
-
-    def _join_call(self, *, begin: bool) -> int:
-        call = count_at(self.store, self._call_key)
-        if call <= self._settled_call and begin:
-            self._began_call = call = count_up(self.store, self._call_key, call)
-        self.store.set(f"{self._prefix}present/{call}/{self.rank}", "yes")
-        self.look_up_members()
-        return call
-
-    def _is_present(self, call: int, rank: int) -> bool:
-        return bool(self.store.check([f"{self._prefix}present/{call}/{rank}"]))
+        return bool(self._here.table) and rank in self._processes and self._processes[rank][1:] == self._here[1:]
 
     def _has_exited(self, rank: int) -> bool:
-        return self._is_seen(rank) and not is_process_running(self._members[rank][1])
+        """Also where it is a zombie: dead, not yet reaped by its parent."""
+        return self._is_seen(rank) and process_state(self._processes[rank].process_id) in (None, "Z", "X")
 
-    def look_up_members(self, *, waits: bool = False) -> None:
-        """Learn where those ranks live that have said so by now; ``waits``: where all do."""
+    # ---- the store ----
+
+    def _ask(self, question: Callable[[], Result], within_s: float) -> Result:
+        """Ask the store; a thread that has no answer yet does not ask again."""
+        thread = threading.get_ident()
+        if thread in self._pending and not self._pending[thread].done():
+            raise StoreSilentError("it has not answered an earlier question: it hangs, or the link to it is cut")
+        self._pending[thread] = asked = _begin(question)
+        if not wait([asked], within_s).done:
+            raise StoreSilentError(f"no answer within {within_s:g} s: it hangs, or the link to it is cut")
+        return asked.result()
+
+    def _count_at(self, key: str) -> int:
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _count_up(self) -> int:
+        """Return the number of a new question; ranks that ask at the same moment all get the first one's."""
+        count = self._count_at(QUESTION)
+        return int(self._store.compare_set(QUESTION, str(count) if count else "", str(count + 1)))
+
+    def _write_row(self, position: str) -> int:
+        """Answer the latest question; return its number."""
+        with _row_lock:
+            number = self._count_at(QUESTION)
+            self._store.set(f"psengine/row/{self._here}", f"{number} {position}")
+        return number
+
+    def _row(self, rank: int) -> tuple[int, str]:
+        """The question that ``rank`` has answered last, 0 for none, and where it waited."""
+        key = f"psengine/row/{self._processes.get(rank)}"
+        if rank not in self._processes or not self._store.check([key]):
+            return 0, ""
+        number, position = self._store.get(key).decode().split(" ", 1)
+        return int(number), position
+
+    def look_up_processes(self) -> None:
+        """Learn where those ranks live that have said so by now."""
         for rank in range(self.world_size):
-            key = f"{self._prefix}member/{rank}"
-            if rank not in self._members and (waits or self.store.check([key])):
-                process_id, table, host = self.store.get(key).decode().split(" ", 2)
-                self._members[rank] = (host, int(process_id))
-                self._tables[rank] = "" if table == "-" else table
+            key = f"{self._prefix}/rank/{rank}"
+            if rank not in self._processes and self._store.check([key]):
+                process_id, table, host = self._store.get(key).decode().split(" ", 2)
+                self._processes[rank] = Process(int(process_id), "" if table == "-" else table, host)
+
+
+def _begin(question: Callable[[], Result]) -> Future[Result]:
+    """Call ``question`` in a thread that can be abandoned."""
+    asked: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            asked.set_result(question())
+        except BaseException as error:
+            asked.set_exception(error)
+
+    threading.Thread(target=run, name="psengine-roll-call", daemon=True).start()
+    return asked

@@ -3,7 +3,7 @@
 A rank that takes a branch the others do not take, or whose data loader hangs, leaves the others in a collective until
 its deadline, ten minutes later. So each wait is noted when it begins and when it ends. One daemon thread looks twice a
 second for a wait that has lasted ``PSENGINE_STALL_S``, asks the other ranks through the rendezvous store where they
-wait (``collectives/pending_operations.py``; such a thread of each waiting rank answers), and logs the answers::
+wait (``collectives/liveness.py``; such a thread of each waiting rank answers), and logs the answers::
 
     rank 0   wait ──────────────── 30 s: who is where? ── 6 s ── WARNING ... 60 s ... WARNING ... INFO it ended
     rank 1   (sleeps; does not answer)
@@ -54,7 +54,7 @@ def stall_after_s() -> float:
 
 
 class PendingOperations(Protocol):
-    """How the ranks of a group tell each other where they wait; see ``collectives/pending_operations.py``."""
+    """How the ranks of a group tell each other where they wait; see ``collectives/liveness.py``."""
 
     rank: int
     world_size: int

@@ -160,7 +160,8 @@ class SharedMemoryCollective(Forwarding):
             assert self._segments is not None
             self._segments.attach(group)
             self._group = group
-            self.inner.note_processes([state[0] for state in self._extension.shared_memory_states(group)])
+            if self.inner.liveness is not None:
+                self.inner.liveness.note_processes([state[0] for state in self._extension.shared_memory_states(group)])
 
     @staticmethod
     def copies(tensor: torch.Tensor) -> bool:
@@ -378,8 +379,8 @@ class SharedMemoryCollective(Forwarding):
 
     def _sleep(self, operation: int, what: str, timeout_s: float) -> Failure | None:
         """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so."""
-        operations, after_s = self.inner.pending_operations, self._stall_after_s
-        with inspector.watch(operations, f"{what}, operation {operation}", after_s, self.late_ranks):
+        position, after_s = f"{what}, operation {operation}", self._stall_after_s
+        with inspector.watch(self.inner.liveness, position, after_s, self.late_ranks):
             return self._wait(operation, timeout_s, is_slice=False)
 
     def _wait(self, operation: int, timeout_s: float, *, is_slice: bool) -> Failure | None:
