@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from psengine.gradients.packing import LentPacking, Packing, SparsePacking, ViewPacking
+from psengine.gradients.packing import Packing, SparsePacking, ViewPacking
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.bucket_plan import plan_buckets
@@ -31,7 +31,6 @@ class BucketLayout:
         *,
         as_view: bool,
         adopts: bool,
-        is_lent: bool,
         counts_non_finite: bool,
         divides_copies: bool,
     ) -> None:
@@ -40,7 +39,6 @@ class BucketLayout:
         self._expects_sparse = expects_sparse
         self._strategy = strategy
         self._as_view = as_view
-        self._is_lent = is_lent
         self._counts_non_finite = counts_non_finite
         self._divides_copies = divides_copies
         self._adopts = adopts
@@ -89,4 +87,4 @@ class BucketLayout:
             return SparsePacking(bucket)
         if self._as_view:
             return ViewPacking(bucket, adopts=self._adopts)
-        return LentPacking(bucket) if self._is_lent else Packing(bucket)
+        return Packing(bucket)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from psengine.errors import ArgumentTypeError
-from psengine.strategies.base import Strategy
 
 
 def clip_grad_norm_(
@@ -28,18 +27,4 @@ def clip_grad_norm_(
             f"psengine.clip_grad_norm_ takes the model itself (expected a torch.nn.Module, got {type(model).__name__})."
             " Fix: psengine.clip_grad_norm_(model, max_norm), without .parameters()."
         )
-    strategy = getattr(model, "strategy", None)
-    if not isinstance(strategy, Strategy):
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
-    norm = strategy.whole_norm(norm, norm_type)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be"
-            " clipped. To disable this error and scale the gradients by the non-finite norm anyway, set"
-            " `error_if_nonfinite=False`"
-        )
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
-    return norm
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)

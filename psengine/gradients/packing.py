@@ -4,7 +4,6 @@ One object for each bucket, chosen when buckets are made::
 
     Packing         gradients are tensors of their own: copied in, and back
     ViewPacking     gradients are views of the bucket (gradient_as_bucket_view): copied once at most
-    LentPacking     the same where the strategy lends the bucket's memory (Capabilities.lends_gradients)
     SparsePacking   the bucket's only gradient is sparse, and is itself what travels
 """
 
@@ -159,27 +158,6 @@ class ViewPacking(Packing):
                     f" gradient_as_bucket_view=True (parameter {bucket.names[position]!r}). Something replaced the"
                     " gradient during backward, for example a second set of gradient hooks on the same parameter."
                 )
-
-
-class LentPacking(ViewPacking):
-    """Averages stay in the bucket, which becomes the gradients' memory, with the bits that ``Packing`` gives.
-
-    Gradients that are None before backward, as ``zero_grad`` leaves them, are autograd's own until they are packed.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(bucket, adopts=True)
-
-    @override
-    def _pack(self, run: Run, share: Share) -> None:
-        if share.divisor != 1:
-            # What is in the bucket already would be divided; a copy is multiplied by the reciprocal.
-            addresses = self.bucket.addresses
-            for position in range(run.first, run.last):
-                gradient = self.bucket.parameters[position].grad
-                if gradient is not None and gradient.data_ptr() == addresses[position]:
-                    self.bucket.parameters[position].grad = gradient.clone()
-        super()._pack(run, share)
 
 
 class SparsePacking(Packing):

@@ -111,8 +111,6 @@ class Reducer(NativeNames):
             strategy,
             as_view=gradient_as_bucket_view,
             adopts=converts_parameters,
-            # An unused parameter keeps its gradient, and an error of the finite check leaves all of them as they are.
-            is_lent=strategy.capabilities.lends_gradients and not (find_unused_parameters or check_finite),
             counts_non_finite=check_finite,
             divides_copies=batched_grad_copy,
         )

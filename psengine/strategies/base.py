@@ -35,12 +35,9 @@ class Capabilities:
         carries_buffers: running statistics travel with the gradients. False: they are broadcast before each forward.
         gathers: replicas can tell each other facts through their collective.
         workers_step: each worker steps its own optimizers, of any kind and number. False: servers step.
-        steps_together: an optimizer's step is an operation that all ranks call. False: a rank may leave one out.
         defines_gradients: backward leaves zeros where a gradient is undefined, as an average of several gradients does.
             False: gradients are applied elsewhere, which can leave such a parameter alone.
         steps_alone: each replica's optimizer has a state of its own. False: they are equal, or there is one.
-        lends_gradients: averages stay in the buckets, and ``.grad`` is their memory until the next backward, even
-            without ``gradient_as_bucket_view``.
         counts_absent: inside ``join``, a rank without data counts in every average like any other.
         exchange_name: what a timeline calls the exchange of a bucket.
     """
@@ -50,10 +47,8 @@ class Capabilities:
     carries_buffers: bool = False
     gathers: bool = False
     workers_step: bool = True
-    steps_together: bool = False
     defines_gradients: bool = True
     steps_alone: bool = False
-    lends_gradients: bool = False
     counts_absent: bool = False
     exchange_name: str = "reduce"
 

@@ -191,13 +191,6 @@ class Exchange:
     def shadow_step(self) -> None:
         """Inside ``join``, on a rank without data: the other ranks step, after the backward that was shadowed."""
 
-    def whole_norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """The norm of all gradients from ``norm``, that of those which this replica holds after backward.
-
-        Default: it holds all. All ranks call it.
-        """
-        return norm
-
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` exchange buckets in the strategy's place, where the strategy permits it."""
         raise ConfigurationError(

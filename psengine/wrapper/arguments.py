@@ -141,12 +141,6 @@ def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
 
 def check_can_join(strategy: Strategy, has_group: bool, *, divide_by_initial_world_size: bool) -> None:
     """Refuse ``join`` where zeros from a rank without data would be applied, or counted in the wrong average."""
-    if strategy.capabilities.steps_together:
-        raise ConfigurationError(
-            f"join cannot shadow the optimizer steps of {strategy!r}, in which all ranks take part (expected even"
-            " inputs). Fix: give every rank as many batches (drop_last=True, or psengine's samplers); or"
-            " strategy='sync'."
-        )
     if not has_group or not strategy.capabilities.workers_step:
         check_has_group(
             strategy,

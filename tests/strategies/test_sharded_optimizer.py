@@ -314,11 +314,12 @@ def test_what_is_refused(rank, world_size):
         plain.step()
     optimizer = psengine.DistributedOptimizer(plain, model)
     optimizer.step()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
     with raises(ConfigurationError, *message):
-        plain.step()
+        other.step()
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()  # another model's
     with raises(ConfigurationError, "steps one optimizer", "got 2"):
-        psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        psengine.DistributedOptimizer(other, model)
     model.module.weight.data = torch.zeros(2, 2)
     with raises(ReductionError, "'weight' was given other memory", "parameter.data.copy_"):
         optimizer.step()
