@@ -1,8 +1,9 @@
 """The public names of psengine: ``psengine.X`` is the X of this module, loaded when the first one is used."""
 
-from psengine.codecs.base import Codec
+from psengine.codecs.base import Codec, CodecState, PayloadSpec
 from psengine.codecs.registry import register_codec
-from psengine.collectives.base import Collective
+from psengine.collectives.base import Collective, DeferredWork, Work
+from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.registry import register_collective
 from psengine.data.coordination import barrier, broadcast_object, print, stop_if_not_finite
 from psengine.data.metrics import gather, mean, sum
@@ -35,7 +36,8 @@ from psengine.errors import (
 from psengine.gradients.norms import clip_grad_norm_
 from psengine.parameter_server.client.client import Client, connect
 from psengine.parameter_server.client.identity import reserve_worker
-from psengine.strategies.base import Strategy
+from psengine.strategies.base import Capabilities, Strategy
+from psengine.strategies.exchange import Intermediate, Step
 from psengine.strategies.local.diloco_server import DilocoServer
 from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.registry import register_strategy
@@ -44,6 +46,7 @@ from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sharding.sync import SyncShardedOptimizer
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.sync_all_reduce import SyncAllReduce
+from psengine.tensors.share import Share
 from psengine.tracing.timeline import timeline
 from psengine.wrapper.ddp import DistributedDataParallel
 from psengine.wrapper.optimizer import DistributedOptimizer
@@ -54,13 +57,16 @@ __all__ = [
     "ArgumentTypeError",
     "AsyncServer",
     "AuthenticationError",
+    "Capabilities",
     "Client",
     "Codec",
+    "CodecState",
     "Collective",
     "CollectiveError",
     "CommunicationHookError",
     "ConfigurationError",
     "Context",
+    "DeferredWork",
     "Diloco",
     "DilocoServer",
     "DistributedDataParallel",
@@ -68,12 +74,15 @@ __all__ = [
     "EnvironmentVariableError",
     "EvaluationSampler",
     "FencedError",
+    "Forwarding",
+    "Intermediate",
     "LocalSteps",
     "MissingExtraError",
     "ModuleError",
     "NonFiniteGradientError",
     "NonFiniteLossError",
     "PSEngineError",
+    "PayloadSpec",
     "PeerLostError",
     "ProportionalSampler",
     "ProtocolError",
@@ -82,14 +91,17 @@ __all__ = [
     "ServerError",
     "ServerLostError",
     "ServerRefusedError",
+    "Share",
     "SharedMemoryUnavailableError",
     "SnapshotError",
     "Statistics",
+    "Step",
     "Strategy",
     "SyncAllReduce",
     "SyncBatchNorm",
     "SyncServer",
     "SyncShardedOptimizer",
+    "Work",
     "barrier",
     "broadcast_object",
     "clip_grad_norm_",
