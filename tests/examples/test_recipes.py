@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import run_ranks
+from support.processes import run_ranks, set_torchrun_variables
 
 import psengine
 
@@ -49,18 +49,9 @@ def native(run: Run) -> Run:
 def play(rank: int, world_size: int, runs: list[tuple[Run, int]]) -> dict[Run, Any]:
     """Run scripts one after the other, each as torchrun would start it: an agent's store, and these variables."""
     sys.path.insert(0, str(SCRIPTS))
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        CUDA_VISIBLE_DEVICES="",
-    )
     results: dict[Run, Any] = {}
     for run, port in runs:
-        os.environ["MASTER_PORT"] = str(port)
+        set_torchrun_variables(rank, world_size, port, CUDA_VISIBLE_DEVICES="")
         with contextlib.redirect_stdout(io.StringIO()):
             results[run] = importlib.import_module(run[0]).main(list(run[1:]))
         gc.collect()  # a model that outlives its group keeps threads that may wait for ever

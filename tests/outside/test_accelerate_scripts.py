@@ -23,9 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed
-from support.integration_ranks import launch
 from support.native_extension import needs_shared_memory
-from support.processes import RanksFailedError, run_ranks
+from support.processes import RanksFailedError, run_ranks, set_torchrun_variables
 from support.server_process import running_server
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="accelerate's ranks on the CPU speak gloo")
@@ -113,7 +112,7 @@ def _run_rank(
     os.dup2(log, 1)
     os.dup2(log, 2)
     by, variables = OVER[over]
-    launch(rank, world_size, port)
+    set_torchrun_variables(rank, world_size, port, ACCELERATE_USE_CPU="true")
     os.environ.update(variables, PSENGINE_SERVERS=address, PSENGINE_JOB=f"{script}-{over}", OMP_NUM_THREADS="1")
     os.chdir(directory)
     # Programs of others warn of what they like; what psengine warns of is an error here too.

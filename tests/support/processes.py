@@ -50,6 +50,16 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def set_torchrun_variables(rank: int, world_size: int, port: int, **more: str) -> None:
+    """In a rank: the variables of torchrun, whose agent's store at ``port`` is the test's; and ``more``."""
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS"):
+        os.environ.pop(name, None)
+    ranks_of = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in {**ranks_of, "GROUP_RANK": 0, "MASTER_PORT": port}.items()})
+    agent = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({**agent, **more})
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
