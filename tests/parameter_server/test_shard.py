@@ -8,7 +8,6 @@ from support.shard_world import (
     APPLY,
     AVERAGE,
     SGD,
-    ErrorCode,
     Worker,
     World,
     codes,
@@ -22,7 +21,7 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.shard.shard import LEAST_ROLE, MAX_JOBS, REPLAYED, Role
 from psengine.protocol.frames import decode
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, message_of
 
 ONES = torch.ones(4)

@@ -42,16 +42,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from support.host_links import SET_UP_DEADLINE_S, bridge, namespaces, relay, relayed_mbit_per_s, run_ip
 from support.process_table import children_of
+from support.running import DEADLINE_S, Running
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60.0
 MAX_HOSTS = 200
 _GRACE_S = 1.0
 _FOLDERS = "psengine-hosts-"
@@ -107,7 +106,7 @@ class Ended:
     stderr: str
 
 
-class HostProcess:
+class HostProcess(Running):
     """A command that runs on a host; a context manager that ends it.
 
     Attributes:
@@ -115,48 +114,20 @@ class HostProcess:
     """
 
     def __init__(self, host: str, process: subprocess.Popen[bytes], directory: Path) -> None:
+        super().__init__(f"the command on {host}", directory)
         self.host = host
         self._process = process
-        self._directory = directory
-
-    @property
-    def stdout(self) -> str:
-        """What it has written so far."""
-        return (self._directory / "stdout").read_text(errors="replace")
-
-    @property
-    def stderr(self) -> str:
-        """What it has written there so far."""
-        return (self._directory / "stderr").read_text(errors="replace")
 
     @property
     def is_running(self) -> bool:
         """Whether it has not ended."""
-        return self._process.poll() is None
+        return self.poll() is None
 
-    def wait(self, timeout_s: float = DEADLINE_S) -> int:
-        """Its exit code; negative for a signal.
+    @override
+    def poll(self) -> int | None:
+        return self._process.poll()
 
-        Raises:
-            AssertionError: it still runs after ``timeout_s``; it is left running.
-        """
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(
-                f"the command on {self.host} still ran after {timeout_s:g} s\n{self.stdout}\n{self.stderr}"
-            ) from None
-
-    def wait_until(self, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
-        """What ``condition`` returns, once it is true; the command must run until then."""
-        deadline_s = time.monotonic() + timeout_s
-        while not (found := condition()):
-            output = f"{self.stdout}\n{self.stderr}"
-            assert self.is_running, f"the command on {self.host} has ended with {self._process.returncode}\n{output}"
-            assert time.monotonic() < deadline_s, f"still not so on {self.host} after {timeout_s:g} s\n{output}"
-            time.sleep(0.02)
-        return found
-
+    @override
     def signal(self, number: int) -> None:
         """Send a signal to the command, not to what it started."""
         for child in children_of(self._process.pid):  # nsenter's only child
@@ -165,9 +136,7 @@ class HostProcess:
     def __enter__(self) -> HostProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self, grace_s: float = _GRACE_S) -> None:

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from support.waiting import eventually
+from typing_extensions import override
+
+from support.running import Running
 
 _ORIGIN = """
 import gc, json, os, sys
@@ -65,7 +67,7 @@ def _ask(**request: Any) -> Any:
     return json.loads(_origin.stdout.readline())
 
 
-class Interpreter:
+class Interpreter(Running):
     """A running program.
 
     Attributes:
@@ -73,36 +75,21 @@ class Interpreter:
     """
 
     def __init__(self, program: str, environment: Mapping[str, str], directory: Path) -> None:
-        self._files = {name: directory / name for name in ("stdout", "stderr")}
-        for path in self._files.values():
+        super().__init__("the program", directory)
+        files = {name: directory / name for name in ("stdout", "stderr")}
+        for path in files.values():
             path.touch()
         self._exit_code: int | None = None
-        self.pid: int = _ask(
-            program=program, environment=dict(environment), **{name: str(path) for name, path in self._files.items()}
-        )
+        named = {name: str(path) for name, path in files.items()}
+        self.pid: int = _ask(program=program, environment=dict(environment), **named)
 
-    @property
-    def stdout(self) -> str:
-        """What it wrote so far."""
-        return self._files["stdout"].read_text(errors="replace")
-
-    @property
-    def stderr(self) -> str:
-        """What it wrote so far."""
-        return self._files["stderr"].read_text(errors="replace")
-
+    @override
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
         if self._exit_code is None:
             self._exit_code = _ask(reap=self.pid)
         return self._exit_code
 
-    def wait(self, timeout_s: float = 60.0) -> int:
-        """Its exit code, once it has ended."""
-        eventually(lambda: self.poll() is not None, f"the end of program {self.pid}", timeout_s=timeout_s)
-        assert self._exit_code is not None
-        return self._exit_code
-
+    @override
     def signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
         if self.poll() is None:

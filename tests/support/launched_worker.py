@@ -29,8 +29,6 @@ def main() -> None:
         if rank > 0:
             leave_behind(rank)
             raise ValueError("bad data")
-        if sys.argv[3:] == ["stubborn"]:
-            leave_behind(rank)
         time.sleep(60)
     elif end == "save":
         try:
@@ -47,10 +45,6 @@ def main() -> None:
     elif end == "fail-once-and-for-good":
         if rank == 3 or (rank == 1 and mark_life(rank) == 1):
             sys.exit("not yet")
-    elif end == "raise-on-rank-3":
-        if rank == 3:
-            raise RuntimeError(f"on rank {rank}")
-        time.sleep(60)
     elif end == "hang" or (end != "well" and rank == 0):
         time.sleep(60)
     elif end == "raise":
@@ -64,8 +58,6 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif end == "segfault":
         ctypes.string_at(0)
-    elif end == "import":
-        import no_such_package  # noqa: F401
 
 
 def leave_behind(rank: int) -> None:

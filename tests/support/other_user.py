@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 import psengine
 from psengine.errors import PSEngineError
-from support.processes import forkserver
+from support.fault_workers import Reports, worker_processes
 
 OTHER_UID = 65534
-DEADLINE_S = 30.0
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -34,37 +32,25 @@ def other_user(function: Callable[..., Any], *arguments: Any) -> Iterator[Callab
 
     It is killed at the end of the block.
     """
-    receiver, sender = forkserver.Pipe(duplex=False)
-    process = forkserver.Process(target=_main, args=(function, arguments, sender), daemon=True)
-    process.start()
-    sender.close()
-
-    def receive() -> Any:
-        if not receiver.poll(DEADLINE_S):
-            raise AssertionError(f"{function.__name__} as another user said nothing for {DEADLINE_S:g} s")
-        return pickle.loads(receiver.recv_bytes())
-
-    try:
-        yield receive
-    finally:
-        process.kill()
-        process.join(10)
-        receiver.close()
+    with worker_processes() as workers:
+        worker, numbers = workers.start(_run, function, arguments), itertools.count()
+        yield lambda: worker.wait_for(str(next(numbers)))[0]
 
 
-def _main(function: Callable[..., Any], arguments: tuple[Any, ...], sender: Connection) -> None:
+def _run(reports: Reports, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     # All that is imported late, from where the other user may not be able to read.
     with contextlib.suppress(PSEngineError):
         psengine.connect("tcp://127.0.0.1:1", role="reader", timeout_s=0.3, connect_timeout_s=0.3)
     os.setgroups([])
     os.setgid(OTHER_UID)
     os.setuid(OTHER_UID)
+    numbers = itertools.count()
     try:
         result = function(*arguments)
         if hasattr(result, "__next__"):
             for item in result:
-                sender.send_bytes(pickle.dumps(item))
+                reports.say(str(next(numbers)), item)
             result = None
     except Exception as error:
         result = (type(error).__name__, str(error))
-    sender.send_bytes(pickle.dumps(result))
+    reports.say(str(next(numbers)), result)

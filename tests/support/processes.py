@@ -60,32 +60,16 @@ def set_torchrun_variables(rank: int, world_size: int, port: int, **more: str) -
     os.environ.update({**agent, **more})
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *arguments: Any,
-    deadline_s: float = 90.0,
-    group_timeout_s: float = GROUP_TIMEOUT_S,
-    init_group: bool = True,
-    may_have_children: bool = False,
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, **options: Any) -> list[Any]:
     """Run ``function(rank, world_size, *arguments)`` in ``world_size`` processes; return their values in rank order.
 
-    Each rank has one thread, a gloo default group (unless ``init_group`` is False) and this environment.
+    Each rank has one thread, a gloo default group (unless ``init_group`` is False) and this environment. ``options``
+    are those of ``run_ranks_to_any_end``.
 
     Raises:
         RanksFailedError: a rank raised, exited with another code than 0, or outlived ``deadline_s``.
     """
-    results = run_ranks_to_any_end(
-        function,
-        world_size,
-        *arguments,
-        deadline_s=deadline_s,
-        group_timeout_s=group_timeout_s,
-        init_group=init_group,
-        leave_together=True,
-        may_have_children=may_have_children,
-    )
+    results = run_ranks_to_any_end(function, world_size, *arguments, leave_together=True, **options)
     failed = [r for r in results if r.error is not None or r.exit_code != 0]
     if failed:
         report = "\n".join(f"--- rank {r.rank}, exit code {r.exit_code} ---\n{r.error or ''}" for r in failed)

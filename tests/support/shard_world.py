@@ -17,7 +17,7 @@ from psengine.parameter_server.server.interfaces import Sender, ShardSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.protocol.frames import decode, encode, payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
-from psengine.protocol.messages import DTYPE_NUMBERS, NO_KEY, NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import NOBODY, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, message_of
 
 AVERAGE = {"name": "average", "quorum": None}
@@ -245,24 +245,3 @@ def codes(messages):
 
 def rule_of(world, key=0, job="demo", shard=0):
     return world.shards[shard].jobs[job_number(job)].rules[key]
-
-
-__all__ = [
-    "APPLY",
-    "AVERAGE",
-    "DTYPE_NUMBERS",
-    "KEY",
-    "MERGE",
-    "NO_KEY",
-    "SGD",
-    "WALL_S",
-    "ErrorCode",
-    "Worker",
-    "World",
-    "codes",
-    "push_all",
-    "rule_of",
-    "spec",
-    "team",
-    "world_of",
-]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import trial_codecs
-from support.shard_world import APPLY, AVERAGE, ErrorCode, Worker, World, codes, spec, team, world_of
+from support.shard_world import APPLY, AVERAGE, Worker, World, codes, spec, team, world_of
 
 from psengine.codecs.base import Codec, CodecState
 from psengine.codecs.cast import Bfloat16, Float16
@@ -14,7 +14,7 @@ from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
 from psengine.codecs.topk import TopK
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
-from psengine.protocol.messages import MessageType
+from psengine.protocol.messages import ErrorCode, MessageType
 
 trial_codecs.register()
 
