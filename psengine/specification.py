@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from typing_extensions import Self
+
 from psengine.errors import ConfigurationError
 
 Made = TypeVar("Made")
@@ -73,6 +75,43 @@ class Specification:
         if not missing:
             return self.text
         return (f"{self.text.rstrip(',')}," if self.written else f"{self.name}:") + ",".join(missing)
+
+
+class Configured:
+    """What is made from options, of which it keeps those that its constructor got."""
+
+    _given: dict[str, Any]
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Keep the constructor's arguments by name."""
+        made = super().__new__(cls)
+        signature = inspect.signature(cls.__init__)
+        bound = signature.bind_partial(made, *arguments, **options)
+        _, *names = signature.parameters
+        given = {name: value for name, value in bound.arguments.items() if name in names}
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
+        made._given = given
+        return made
+
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """Its options by name, with the defaults of those that were not given."""
+        return {**{name: one.default for name, one in _parameters_of(type(self)).items()}, **self._given}
+
+
+def written(value: Any) -> str:
+    """How users write ``value`` in "name:option=value"."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(written, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def specified(name: str, options: Mapping[str, Any]) -> str:
+    """What users write for ``name`` with ``options``, but for those that are None."""
+    items = [f"{key}={written(value)}" for key, value in options.items() if value is not None]
+    return f"{name}:{','.join(items)}" if items else name
 
 
 class Registry(Generic[Made]):

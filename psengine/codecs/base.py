@@ -11,14 +11,14 @@ allocated beforehand, and a receiver checks a payload's size before decoding.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from typing_extensions import Self
+
+from psengine.specification import Configured, specified
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class CodecState:
         self._has_former = False
 
 
-class Codec(ABC):
+class Codec(Configured, ABC):
     """Turns values into payloads and back. One object serves many buckets, each with its own ``CodecState``.
 
     Attributes:
@@ -127,33 +127,10 @@ class Codec(ABC):
     encodes_answers: ClassVar[bool] = True
     slice_numel: ClassVar[int | None] = None
     is_summed_in_rounds: ClassVar[bool] = False
-    _given: Mapping[str, Any]
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Keep the constructor's arguments by name."""
-        codec = super().__new__(cls)
-        signature = inspect.signature(cls.__init__)
-        named = {
-            name
-            for name, one in signature.parameters.items()
-            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        }
-        given = signature.bind_partial(codec, *arguments, **options).arguments
-        codec._given = {name: value for name, value in given.items() if name in named and value is not codec}
-        return codec
 
     def __repr__(self) -> str:
         """What users write to get this one, such as "topk:ratio=0.01"."""
-        options = ",".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.name}:{options}" if options else self.name
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Its options by name: numbers, booleans, words. Servers make an equal codec from them.
-
-        Default: the arguments that the constructor was given.
-        """
-        return self._given
+        return specified(self.name, self._given)
 
     def covers(self, dtype: torch.dtype) -> bool:
         """Whether it encodes values of ``dtype``; others travel unchanged. Default: floating dtypes."""

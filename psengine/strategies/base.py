@@ -7,17 +7,20 @@ Stepping    what an optimizer's step does              called by DistributedOpti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from typing_extensions import override
 
-from psengine.errors import ConfigurationError
+from psengine.collectives.base import Collective
+from psengine.errors import ConfigurationError, ReductionError
+from psengine.specification import Configured, specified, written
 from psengine.strategies.exchange import Exchange, Step
 from psengine.strategies.life_cycle import LifeCycle, Replica
 from psengine.strategies.stepping import Stepping, check_one
+from psengine.strategies.verification import verify_replicas
 from psengine.tensors.share import WHOLE, Share
 
 Stepper = TypeVar("Stepper")
@@ -53,33 +56,99 @@ class Capabilities:
     exchange_name: str = "reduce"
 
 
-class Strategy(Exchange, LifeCycle, Stepping):
+class Strategy(Configured, Exchange, LifeCycle, Stepping):
     """How replicas agree. One object serves one replica; nothing outside ``strategies/`` asks which kind it is.
+
+    It is shown, copied and pickled as the arguments of its constructor; a copy serves no replica. By default replicas
+    are the ranks of a collective, whose models are compared and begin with rank 0's values.
 
     Attributes:
         capabilities: what the rest of psengine knows about it.
     """
 
     capabilities: Capabilities = Capabilities()
-
-
-class ConfiguredStrategy(Strategy):
-    """A strategy that is shown, copied and pickled as the arguments of its constructor, which has set ``_options``.
-
-    A copy of the model is prepared anew.
-    """
-
-    _options: dict[str, Any]
+    _replica: Replica | None = None
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in self._options.items() if value is not None}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        """What users write to get this one, such as "sync:compress=bf16"."""
+        return specified(self.name, self._given)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._options
+        return self._given
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._given = state
         self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def replica(self) -> Replica:
+        """The replica in service.
+
+        Raises:
+            ReductionError: there is none.
+        """
+        if self._replica is None:
+            raise ReductionError(
+                f"strategy {self.name!r} serves no model (expected one that was wrapped with"
+                " psengine.DistributedDataParallel and has not left, got none). Fix: call this before model.leave()"
+            )
+        return self._replica
+
+    @property
+    def collective(self) -> Collective:
+        """The group of replicas."""
+        return self.replica.collective
+
+    @property
+    def agreed_options(self) -> dict[str, str]:
+        """What all ranks have to choose alike, by name."""
+        return {"strategy": self.name} | {name: written(value) for name, value in self.options.items()}
+
+    @override
+    def prepare(self, replica: Replica) -> None:
+        if self._replica is not None:
+            raise ConfigurationError(
+                "a strategy object serves one wrapped model (got a second); make a"
+                f" psengine.{type(self).__name__}() for each"
+            )
+        if not replica.is_known_equal:
+            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device, self.agreed_options)
+        self._replica = replica
+
+    @override
+    def join(self) -> None:
+        """Rank 0's parameters and buffers overwrite everybody's."""
+        if not self.replica.is_known_equal:
+            state = list(self.replica.state.values())
+            self.collective.broadcast(state, 0, what="initial parameters and buffers").wait()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What codecs left out, by name; not to be written. Default: nothing."""
+        return {}
+
+    def take_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what ``residuals`` returned, of the same names."""
+        for name, residual in self.residuals().items():
+            residual.copy_(residuals[name])
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {name: residual.clone() for name, residual in self.residuals().items()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        expected = sorted(self.residuals())
+        if sorted(state) != expected:
+            raise ConfigurationError(
+                f"the saved state is not one of {self!r} (expected residuals of {expected or 'nothing'}, got"
+                f" {sorted(state) or 'nothing'}). Fix: use the same compress=, or leave out the strategy's state."
+            )
+        self.take_residuals(state)
+
+    @override
+    def close(self) -> None:
+        """The process group belongs to the caller and stays open."""
+        self._replica = None
 
 
 class StepStrategy(Strategy, Generic[Stepper]):
@@ -97,7 +166,7 @@ class StepStrategy(Strategy, Generic[Stepper]):
         Raises:
             ConfigurationError: no optimizer was distributed.
         """
-        self.check_in_service()
+        _ = self.replica
         if self.stepper is None:
             raise ConfigurationError(
                 f"strategy {self.name!r} exchanges in the optimizer's step (expected optimizer ="

@@ -15,7 +15,7 @@ Each rank decodes the same payloads in the order of ranks, so all have the same 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from typing_extensions import override
@@ -87,9 +87,16 @@ class BucketSum(ABC):
             whole[first : first + state.residual.numel()] += state.residual
         return whole
 
-    def take_left_out(self) -> None:
-        """The first residual was overwritten by what ``left_out`` of a former layout returned."""
-        for _, state in self.states[1:]:
+    def take_left_out(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what ``left_out`` of another layout returned, in parts by name of the parameter."""
+        self.reset()
+        if self._state is not None:
+            for name, view in zip(self.bucket.names, self.bucket.views_of(self._state.residual), strict=True):
+                view.copy_(residuals[name])
+
+    def reset(self) -> None:
+        """Nothing was left out."""
+        for _, state in self.states:
             state.reset()
 
 

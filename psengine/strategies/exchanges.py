@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from psengine.codecs.base import Codec
 from psengine.collectives.base import Collective
-from psengine.errors import ConfigurationError
-from psengine.strategies.base import Strategy
 from psengine.strategies.bucket_sums import BucketSum, make_sum
 from psengine.tensors.bucket import Bucket
 
@@ -55,43 +52,12 @@ class Exchanges:
             for name, residual in zip(one.bucket.names, one.bucket.views_of(whole), strict=True)
         }
 
-    def load(self, strategy: Strategy, state: Mapping[str, Any]) -> None:
-        """Take over the residuals of a checkpoint. Raises ConfigurationError: it has those of other parameters."""
-        load_residuals(strategy, dict(self._places()), state)
-        self._settle()
-
     def reset(self) -> None:
         """Nothing was left out."""
         for one in self._sums:
-            for _, state in one.states:
-                state.reset()
+            one.reset()
 
     def take(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with what ``residuals`` of others with these parameters returned; KeyError where one is missing."""
-        for name, place in self._places() if residuals else ():
-            place.copy_(residuals[name])
-        self._settle()
-
-    def _places(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for one in self._sums:
-            for _, state in one.states[:1]:
-                yield from zip(one.bucket.names, one.bucket.views_of(state.residual), strict=True)
-
-    def _settle(self) -> None:
-        for one in self._sums:
-            one.take_left_out()
-
-
-def load_residuals(strategy: Strategy, residuals: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
-    """Overwrite ``residuals``, views of a strategy's codec states, by those of a checkpoint.
-
-    Raises:
-        ConfigurationError: the checkpoint has other ones.
-    """
-    if set(state) != set(residuals):
-        raise ConfigurationError(
-            f"the saved residuals are not those of {strategy!r} (expected {sorted(residuals) or 'none'}, got"
-            f" {sorted(state) or 'none'}). Fix: use the same compress=, or leave out the strategy's state."
-        )
-    for name, residual in residuals.items():
-        residual.copy_(state[name])
+        for one in self._sums if residuals else ():
+            one.take_left_out(residuals)

@@ -66,9 +66,6 @@ class LifeCycle(ABC):
             ReplicaMismatchError: see ``prepare``. After any error the caller closes the strategy.
         """
 
-    def check_in_service(self) -> None:  # noqa: B027 - most need not know
-        """Raise ReductionError where the strategy serves no replica."""
-
     def report(  # noqa: B027 - most tell nobody
         self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> None:
@@ -80,7 +77,7 @@ class LifeCycle(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The strategy's part of a checkpoint: tensors, numbers, text and containers of them. Each rank has its own.
-        Default: nothing.
+        Default: what codecs left out.
         """
         return {}
 

@@ -1,7 +1,4 @@
-"""Strategy "sync": every step, a collective averages the gradients of all replicas. Native DDP's semantics.
-
-And ``OverCollective``, what it shares with the strategies whose replicas agree over a collective now and then.
-"""
+"""Strategy "sync": every step, a collective averages the gradients of all replicas. Native DDP's semantics."""
 
 from __future__ import annotations
 
@@ -14,68 +11,18 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for, resolve_codec
-from psengine.collectives.base import Collective, CompletedWork, DeferredWork, Work
+from psengine.collectives.base import CompletedWork, DeferredWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
-from psengine.strategies.base import Capabilities, ConfiguredStrategy
+from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.batch_weights import BatchWeights
 from psengine.strategies.exchange import BucketExchange, CommHook, Step
 from psengine.strategies.exchanges import Exchanges
 from psengine.strategies.life_cycle import Replica
-from psengine.strategies.verification import verify_replicas
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
 
-class OverCollective(ConfiguredStrategy):
-    """A strategy of the ranks of one collective; their models are compared, and begin with rank 0's values."""
-
-    def __init__(self) -> None:
-        self._replica: Replica | None = None
-
-    @property
-    def collective(self) -> Collective:
-        """The group of replicas; set by ``prepare``."""
-        if self._replica is None:
-            raise ReductionError(
-                f"strategy {self.name!r} was not prepared; DistributedDataParallel does so when constructed"
-            )
-        return self._replica.collective
-
-    @override
-    def check_in_service(self) -> None:
-        _ = self.collective
-
-    @property
-    def agreed_options(self) -> dict[str, str]:
-        """What all ranks have to choose alike, by name."""
-        return {"strategy": self.name} | {name: repr(value) for name, value in self._options.items()}
-
-    @override
-    def prepare(self, replica: Replica) -> None:
-        if self._replica is not None:
-            raise ConfigurationError(
-                "a strategy object serves one wrapped model (got a second); make a"
-                f" psengine.{type(self).__name__}() for each"
-            )
-        if not replica.is_known_equal:
-            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device, self.agreed_options)
-        self._replica = replica
-
-    @override
-    def join(self) -> None:
-        """Rank 0's parameters and buffers overwrite everybody's."""
-        assert self._replica is not None, "joined before it was prepared"
-        if not self._replica.is_known_equal:
-            state = list(self._replica.state.values())
-            self.collective.broadcast(state, 0, what="initial parameters and buffers").wait()
-
-    @override
-    def close(self) -> None:
-        """The process group belongs to the caller and stays open."""
-        self._replica = None
-
-
-class SyncAllReduce(OverCollective):
+class SyncAllReduce(Strategy):
     """Average each bucket over all ranks by one all-reduce; staleness 0, each worker steps its own optimizer.
 
     Args:
@@ -91,9 +38,7 @@ class SyncAllReduce(OverCollective):
     capabilities = Capabilities(gathers=True)
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
-        super().__init__()
         self._codec = resolve_codec(compress)
-        self._options = {"compress": self._codec}
         self._hook: CommHook | None = None
         self._weights: BatchWeights | None = None
         self._scale = 1.0
@@ -198,15 +143,13 @@ class SyncAllReduce(OverCollective):
         return self.collective.all_reduce(used, what="used-parameter map")
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """The residuals of a codec that keeps them, by parameter."""
-        residuals = {} if self._exchanges is None else self._exchanges.residuals()
-        return {name: residual.clone() for name, residual in residuals.items()}
+    def residuals(self) -> dict[str, torch.Tensor]:
+        return {} if self._exchanges is None else self._exchanges.residuals()
 
     @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        assert self._exchanges is not None, "a checkpoint before lay_out"
-        self._exchanges.load(self, state)
+    def take_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        if self._exchanges is not None:
+            self._exchanges.take(residuals)
 
     @override
     def register_comm_hook(self, hook: CommHook) -> None:

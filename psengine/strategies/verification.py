@@ -50,19 +50,21 @@ def verify_replicas(
         return
     payloads = collective.gather_bytes(json.dumps(description).encode(), device, what="model description")
     descriptions: list[Description] = [json.loads(payload) for payload in payloads]
+    options_by_rank = [[option for (option,) in d[2]] for d in descriptions]
+    if any(given != options_by_rank[0] for given in options_by_rank):
+        shared = set(options_by_rank[0]).intersection(*options_by_rank)
+        chosen = [
+            ",".join(option for option in given if option not in shared) or "the defaults" for given in options_by_rank
+        ]
+        raise ReplicaMismatchError(
+            f"all ranks have the same options (expected {chosen[0]} of rank 0 on every rank, got, by rank,"
+            f" {'; '.join(chosen)}; seen on rank {collective.rank}). Fix: give every rank the same ones."
+        )
     for index, kind in enumerate(("params", "buffers and frozen parameters")):
         difference = _first_difference([d[index] for d in descriptions], kind, collective.rank)
         if difference:
             raise ReplicaMismatchError(difference)
-    options_by_rank = [[option for (option,) in d[2]] for d in descriptions]
-    shared = set(options_by_rank[0]).intersection(*options_by_rank)
-    chosen = [
-        ",".join(option for option in given if option not in shared) or "the defaults" for given in options_by_rank
-    ]
-    raise ReplicaMismatchError(
-        f"all ranks have the same options (expected {chosen[0]} of rank 0 on every rank, got, by rank,"
-        f" {'; '.join(chosen)}; seen on rank {collective.rank}). Fix: give every rank the same ones."
-    )
+    raise AssertionError("descriptions of different digests are equal")
 
 
 def _describe(tensors: Mapping[str, torch.Tensor]) -> Description:

@@ -64,7 +64,7 @@ class Rule:
 def rule_of(specification: str, replicas: Replicas, layout: Layout) -> Rule:
     """The rule of a strategy whose result does not depend on when workers arrive."""
     strategy = resolve_strategy(specification)
-    given = strategy.__getstate__()  # the arguments that make an equal strategy
+    given = dict(strategy.options)
     codec = resolve_codec(given.pop("compress", None))
     if strategy.name in ("sync", "sync-server", "async"):
         make = {"sync": CollectiveRule, "sync-server": ServersRule, "async": AsyncRule}[strategy.name]

@@ -79,15 +79,14 @@ class Unknown(Int8):
 
     name = "unknown"
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"ratio": 0.5}
+    def __init__(self, ratio: float) -> None:
+        super().__init__()
 
 
 def test_a_server_without_the_codec_says_what_to_do(server):
     message = r"got compress=unknown:ratio=0.5: unknown codec \(expected one of .*'int8'.*--plugins MODULE"
     with pytest.raises(ServerRefusedError, match=message):
-        enter(server.addresses[0], "unknown", 0, Unknown())
+        enter(server.addresses[0], "unknown", 0, Unknown(0.5))
 
 
 def test_a_server_imports_plugins(tmp_path):

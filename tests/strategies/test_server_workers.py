@@ -129,7 +129,7 @@ def copies(rank: int, world_size: int, address: str) -> None:
     use(address)
     os.environ["PSENGINE_WORKER"] = "0"
     for strategy in (psengine.AsyncServer(job="copied"), psengine.SyncServer(job="averaged")):
-        job = strategy._options["job"]
+        job = strategy.options["job"]
         wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
         averaged = torch.optim.swa_utils.AveragedModel(wrapped)
         again = copy.deepcopy(averaged.module)

@@ -286,7 +286,7 @@ def test_parameters_in_shared_memory(rank, world_size):
         first.fill_(rank)
     psengine.barrier()
     assert (first == rank).all(), "after leave() each rank has its own again"
-    with raises(ReductionError, "was not prepared"):
+    with raises(ReductionError, "serves no model"):
         optimizer.step()
 
 

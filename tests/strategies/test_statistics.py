@@ -36,7 +36,7 @@ def test_without_servers(rank, world_size):
     model.leave()
     assert model.statistics().steps == 3
     assert model.module(x).shape == (4, 7)
-    with raises(ReductionError, "was not prepared"):
+    with raises(ReductionError, "serves no model"):
         torch.nn.functional.cross_entropy(model(x), y).backward()
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine import ConfigurationError, Strategy
-from psengine.collectives.base import Collective
+from psengine import Strategy
 from psengine.strategies.base import Capabilities
-from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import Share
 
@@ -29,24 +27,7 @@ class Averaging(Strategy):
     def __init__(self, every: int = 4) -> None:
         self.every = every
         self._steps = 0
-        self._replica: Replica | None = None
         self._buckets: list[Bucket] = []
-
-    @property
-    def _collective(self) -> Collective:
-        assert self._replica is not None, "used before it was prepared"
-        return self._replica.collective
-
-    @override
-    def prepare(self, replica: Replica) -> None:
-        if self._replica is not None:
-            raise ConfigurationError("a strategy object serves one wrapped model (got a second)")
-        self._replica = replica
-
-    @override
-    def join(self) -> None:
-        assert self._replica is not None, "joined before it was prepared"
-        self._collective.broadcast(list(self._replica.state.values()), 0, what="initial parameters").wait()
 
     @property
     @override
@@ -63,7 +44,7 @@ class Averaging(Strategy):
                 bucket.parameters,
                 bucket.names,
                 sparse=False,
-                allocate=self._collective.allocate,
+                allocate=self.collective.allocate,
             )
             for bucket in buckets
         ]
@@ -78,11 +59,11 @@ class Averaging(Strategy):
         return result
 
     def _average(self) -> None:
-        share = Share(self._collective.world_size)
+        share = Share(self.collective.world_size)
         works = []
         for bucket in self._buckets:
             bucket.pack(bucket.parameters, share)
-            works.append(self._collective.all_reduce(bucket.flat, what=f"parameters of {bucket.describe()}"))
+            works.append(self.collective.all_reduce(bucket.flat, what=f"parameters of {bucket.describe()}"))
         for bucket, work in zip(self._buckets, works, strict=True):
             work.wait()
             bucket.unpack(bucket.parameters, bucket.flat)
@@ -94,7 +75,3 @@ class Averaging(Strategy):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
-
-    @override
-    def close(self) -> None:
-        self._replica, self._buckets = None, []

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from typing_extensions import Unpack, override
 
-from psengine.codecs.base import Codec
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.operation import wait_all
 from psengine.strategies.local.fragments import parameter_buckets
@@ -67,19 +66,10 @@ class DilocoServer(Rounds, ServerStrategy):
         **options: Unpack[ServerOptions],
     ) -> None:
         rounds = checked_options(self.name, {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum})
-        super().__init__(**options)
-        self._options |= rounds | {"quorum": quorum, "grace": grace}
-        self._check_options()
+        super().__init__({"name": "merge", "quorum": quorum, "grace": grace}, **options)
+        self._codec = only_gradients(self._codec)
+        self._outer_options = rounds["outer_lr"], rounds["outer_momentum"]
         self._schedule = Schedule(every=every)
-
-    @property
-    @override
-    def rule(self) -> dict[str, Any]:
-        return {"name": "merge", "quorum": self._options["quorum"], "grace": self._options["grace"]}
-
-    @override
-    def session_codec(self) -> Codec:
-        return only_gradients(super().session_codec())
 
     # ---- in service --------------------------------------------------------------------------------------------
 
@@ -93,14 +83,14 @@ class DilocoServer(Rounds, ServerStrategy):
     def _entered(self, state: str) -> None:
         """The servers get the outer optimizer; another worker's, with the same options, is the same."""
         assert self._replica is not None, "in service"
-        outer = OuterStep(self._replica.parameters, self._options["outer_lr"], self._options["outer_momentum"])
+        outer = OuterStep(self._replica.parameters, *self._outer_options)
         trained = self.session.attach_optimizer(self.chunks.specs, outer.optimizer, outer.anchors)
         pushes = Pushes(self.session, self.chunks, trained)
         self._outer, self._parts, self._is_settled = outer, [_Merge(self._buckets, pushes, outer)], True
 
     @property
     def _outer_step(self) -> OuterStep:
-        self.check_in_service()
+        _ = self.replica
         assert self._outer is not None, "made when the worker joined"
         return self._outer
 

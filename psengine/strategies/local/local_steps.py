@@ -26,10 +26,9 @@ from psengine.strategies.local.fragments import Fragment, cut
 from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.rounds import Rounds
 from psengine.strategies.local.schedule import Schedule, checked_options
-from psengine.strategies.sync_all_reduce import OverCollective
 
 
-class LocalSteps(Rounds, OverCollective):
+class LocalSteps(Rounds):
     """Average the parameters of all replicas after every ``every`` steps; needs ``psengine.DistributedOptimizer``.
 
     Buffers that are floating-point (running statistics) are averaged with the parameters; others become rank 0's. The

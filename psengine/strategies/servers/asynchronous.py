@@ -71,14 +71,13 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         compensation_decay: float | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
-        self._options.update(
-            max_staleness=max_staleness,
-            staleness_scaling=staleness_scaling,
-            delay_compensation=delay_compensation,
-            compensation_decay=compensation_decay,
-        )
-        self._check_options()
+        rule = {
+            "max_staleness": max_staleness,
+            "staleness_scaling": staleness_scaling,
+            "delay_compensation": delay_compensation,
+            "compensation_decay": compensation_decay,
+        }
+        super().__init__({"name": "apply", **rule}, **options)
         if compensation_decay is not None and not delay_compensation:
             raise ConfigurationError(
                 f"compensation_decay={compensation_decay!r} changes a strength that is 0. Fix: set delay_compensation"
@@ -93,12 +92,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         self._progress: Progress | None = None
         # Whether the job began with this worker's model.
         self._gave_values = False
-
-    @property
-    @override
-    def rule(self) -> dict[str, Any]:
-        names = ("max_staleness", "staleness_scaling", "delay_compensation", "compensation_decay")
-        return {"name": "apply"} | {name: self._options[name] for name in names}
 
     def _entered(self, state: str) -> None:
         assert self._replica is not None

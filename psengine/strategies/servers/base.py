@@ -9,8 +9,7 @@ close       say goodbye; stop the server that this process started
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -20,7 +19,7 @@ from typing_extensions import override
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import resolve_codec
 from psengine.environment.context import assign_worker
-from psengine.errors import ConfigurationError, ProtocolError, ReductionError
+from psengine.errors import ConfigurationError, ProtocolError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.identity import ending_with_the_job, taking_reservation
 from psengine.parameter_server.client.operation import wait_all
@@ -28,8 +27,7 @@ from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.bodies import AnyRule, convert
 from psengine.protocol.layout import ChunkSpec
-from psengine.strategies.base import Capabilities, ConfiguredStrategy
-from psengine.strategies.exchanges import load_residuals
+from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet, name_of_job
@@ -59,7 +57,7 @@ class _SessionsOptions(TypedDict):
     timeout_s: Annotated[float, Meta(gt=0.0, lt=1e9)]
 
 
-class ServerStrategy(ConfiguredStrategy):
+class ServerStrategy(Strategy):
     """A strategy over parameter servers.
 
     Args:
@@ -86,6 +84,8 @@ class ServerStrategy(ConfiguredStrategy):
 
     def __init__(
         self,
+        rule: dict[str, Any],
+        /,
         *,
         servers: str | Sequence[str] | None = None,
         job: str | None = None,
@@ -93,13 +93,21 @@ class ServerStrategy(ConfiguredStrategy):
         compress: str | Codec | None = None,
         durability: str | None = None,
     ) -> None:
-        self._options = {
-            "servers": servers,
-            "job": job,
-            "timeout_s": timeout_s,
-            "durability": durability,
-            "compress": None if compress is None else resolve_codec(compress),
-        }
+        """Like the class; ``rule`` is how the servers treat pushes, as HELLO says it.
+
+        Raises:
+            ConfigurationError: an option that no session or no server would take.
+        """
+        self.rule = rule if durability is None else {**rule, "durability": durability}
+        self._servers, self._job, self._timeout_s = servers, job, timeout_s
+        self._codec = resolve_codec(compress)
+        what = f"strategy {self.name!r}"
+        try:
+            convert({"servers": servers, "job": job, "timeout_s": timeout_s}, _SessionsOptions, what)
+            convert(self.rule, AnyRule, what)
+        except ProtocolError as error:
+            raise ConfigurationError(f"{error}. Fix: give such a value, or leave the option out") from None
+        parse_addresses(servers)
         self._is_copy = False
         # The rendezvous of a replica that was abandoned.
         self._abandoned: Rendezvous | None = None
@@ -120,36 +128,17 @@ class ServerStrategy(ConfiguredStrategy):
         self._is_copy = True
 
     @property
-    @abstractmethod
-    def rule(self) -> dict[str, Any]:
-        """How the servers treat pushes, as HELLO says it."""
-
-    def _whole_rule(self) -> dict[str, Any]:
-        durability = self._options["durability"]
-        return self.rule if durability is None else {**self.rule, "durability": durability}
-
-    def _check_options(self) -> None:
-        """Raise ConfigurationError for options that no session or no server would take."""
-        try:
-            convert(self._options, _SessionsOptions, f"strategy {self.name!r}")
-            convert(self._whole_rule(), AnyRule, f"strategy {self.name!r}")
-        except ProtocolError as error:
-            raise ConfigurationError(f"{error}. Fix: give such a value, or leave the option out") from None
-        parse_addresses(self._options["servers"])
+    @override
+    def agreed_options(self) -> dict[str, str]:
+        """The servers compare what workers have to choose alike."""
+        return {"strategy": self.name}
 
     @property
     def session(self) -> WorkerSession:
         """The connection to the servers; set by ``prepare``."""
-        if self._session is None:
-            raise ReductionError(
-                f"strategy {self.name!r} is not connected (expected a model that was wrapped with"
-                " psengine.DistributedDataParallel and has not left, got neither). Fix: call this before model.leave()"
-            )
+        _ = self.replica
+        assert self._session is not None, "connected by prepare"
         return self._session
-
-    @override
-    def check_in_service(self) -> None:
-        _ = self.session
 
     @property
     def chunks(self) -> ChunkedReplica:
@@ -160,12 +149,7 @@ class ServerStrategy(ConfiguredStrategy):
     @property
     @override
     def worker_rank(self) -> int | None:
-        is_alone = self._replica is not None and self._replica.collective.world_size == 1
-        return self.session.rank if is_alone else None
-
-    def session_codec(self) -> Codec:
-        """The codec of the job."""
-        return resolve_codec(self._options["compress"])
+        return self.session.rank if self.collective.world_size == 1 else None
 
     # ---- coming ------------------------------------------------------------------------------------------------
 
@@ -180,7 +164,7 @@ class ServerStrategy(ConfiguredStrategy):
     def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Servers are named and answer, and have no model of the job yet: this replica's is to count."""
         self._check_dense(replica)
-        addresses = parse_addresses(self._options["servers"])
+        addresses = parse_addresses(self._servers)
         if not addresses:
             raise ConfigurationError(
                 f"strategy {self.name!r} needs servers that are up before a training changes to it (expected servers="
@@ -188,12 +172,12 @@ class ServerStrategy(ConfiguredStrategy):
                 f" {self.name}:servers=tcp://host:port."
             )
         self._is_copy = True  # a job's name that was used before gets a number
-        job = name_of_job(self._options["job"], is_copy=True)
+        job = name_of_job(self._job, is_copy=True)
         options = SessionOptions(
             addresses=addresses,
             job=job,
-            timeout_s=self._options["timeout_s"],
-            connect_timeout_s=min(CHECK_TIMEOUT_S, self._options["timeout_s"]),
+            timeout_s=self._timeout_s,
+            connect_timeout_s=min(CHECK_TIMEOUT_S, self._timeout_s),
             keys=keys_from_environment(),
         )
         with WorkerSession(options) as session:
@@ -205,16 +189,17 @@ class ServerStrategy(ConfiguredStrategy):
 
     @override
     def prepare(self, replica: Replica) -> None:
-        if self._replica is not None:
-            raise ConfigurationError(
-                "a strategy object serves one wrapped model (got a second);"
-                f" make a psengine.{type(self).__name__}() for each"
-            )
         self._check_dense(replica)  # before the rendezvous, where the other workers would wait for this one
-        options = self._options
-        rendezvous = meet(options["servers"], options["job"], replica.collective, replica.device, is_copy=self._is_copy)
-        self._replica, self._rendezvous = replica, rendezvous
-        quorum, workers = options.get("quorum"), rendezvous.world_size
+        super().prepare(replica)
+        try:
+            self._connect(meet(self._servers, self._job, replica.collective, replica.device, is_copy=self._is_copy))
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        quorum, workers = self.rule.get("quorum"), rendezvous.world_size
         # A worker that names neither a group nor PSENGINE_WORKERS does not know how many there will be.
         if quorum is not None and 1 < workers < quorum and rendezvous.rank == 0:
             logger.warning(
@@ -223,27 +208,23 @@ class ServerStrategy(ConfiguredStrategy):
                 quorum,
                 workers,
             )
-        try:
-            session_options = SessionOptions(
-                addresses=rendezvous.addresses,
-                job=rendezvous.job,
-                rule=self._whole_rule(),
-                codec=self.session_codec(),
-                rank=rendezvous.rank,
-                world_size=rendezvous.world_size,
-                timeout_s=options["timeout_s"],
-                keys=keys_from_environment(),
-                is_embedded=rendezvous.is_embedded,
-            )
-            with ending_with_the_job(), taking_reservation(session_options) as session_options:
-                self._session = WorkerSession(session_options)
-                self._session.segments.reserve(_shared_bytes(replica))
-                self._session.start()
-            if rendezvous.rank is None and not rendezvous.is_embedded:
-                assign_worker(self._session.rank)
-        except BaseException:
-            self.close()
-            raise
+        options = SessionOptions(
+            addresses=rendezvous.addresses,
+            job=rendezvous.job,
+            rule=self.rule,
+            codec=self._codec,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout_s=self._timeout_s,
+            keys=keys_from_environment(),
+            is_embedded=rendezvous.is_embedded,
+        )
+        with ending_with_the_job(), taking_reservation(options) as options:
+            self._session = WorkerSession(options)
+            self._session.segments.reserve(_shared_bytes(self.replica))
+            self._session.start()
+        if rendezvous.rank is None and not rendezvous.is_embedded:
+            assign_worker(self._session.rank)
 
     @override
     def allocate(
@@ -256,9 +237,8 @@ class ServerStrategy(ConfiguredStrategy):
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        assert self._replica is not None, "laid out before it was prepared"
         self._buckets = list(buckets)
-        self._chunks = ChunkedReplica(self._replica, buckets, counts_usage=self.counts_usage)
+        self._chunks = ChunkedReplica(self.replica, buckets, counts_usage=self.counts_usage)
 
     @override
     def join(self) -> None:
@@ -298,15 +278,8 @@ class ServerStrategy(ConfiguredStrategy):
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """The residuals of a codec that keeps them, flat, by parameter and the element they begin at."""
-        return {name: residual.clone() for name, residual in self._residuals().items()}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_residuals(self, self._residuals(), state)
-
-    def _residuals(self) -> dict[str, torch.Tensor]:
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Flat, by parameter and the element they begin at."""
         found = {}
         for spec in (spec for chunks in self.chunks.of_bucket for spec, _, _ in chunks):
             residual = self.session.residual(spec.key)

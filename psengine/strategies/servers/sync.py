@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from typing_extensions import Unpack, override
@@ -61,9 +60,7 @@ class SyncServer(ServerStrategy):
         quorum: int | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
-        super().__init__(**options)
-        self._options["quorum"] = quorum
-        self._check_options()
+        super().__init__({"name": "average", "quorum": quorum}, **options)
 
     def _forget(self) -> None:
         super()._forget()
@@ -86,11 +83,6 @@ class SyncServer(ServerStrategy):
         self.rejoins = 0  # of this worker in the step under way
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
-
-    @property
-    @override
-    def rule(self) -> dict[str, Any]:
-        return {"name": "average", "quorum": self._options["quorum"]}
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
@@ -265,8 +257,7 @@ class SyncServer(ServerStrategy):
         self.optimizers.bind(optimizer, self._parameter_names())
 
     def _parameter_names(self) -> dict[torch.Tensor, str]:
-        assert self._replica is not None
-        return {parameter: name for name, parameter in self._replica.parameters.items()}
+        return {parameter: name for name, parameter in self.replica.parameters.items()}
 
     def _deposit_state(self) -> Iterator[Sequence[Request]]:
         """Store this worker's state at the servers, for a worker that waits to join."""
