@@ -1,4 +1,7 @@
-"""What this rank's gradients count in a backward: by its samples, or by how many ranks have data."""
+"""What this rank's gradients count in a backward: by its samples, or by how many ranks have data.
+
+The facts are here; ``Exchange.begin`` makes a ``Share`` of them, and packing divides by it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,10 @@ from typing import Any
 from psengine.collectives.base import Collective
 from psengine.errors import ReductionError
 from psengine.strategies.exchange import Exchange, Step
-from psengine.tensors.share import Share
 
 
 class AveragingWeight:
-    """Asks the exchange for this rank's share, once for each backward.
+    """The facts of one backward after another, of which the weights travel through ``exchange``.
 
     Attributes:
         weight: of the next exchanged backward, which takes it; None: all ranks count alike. See ``Exchange.weigh``.
@@ -19,7 +21,7 @@ class AveragingWeight:
     """
 
     def __init__(self, exchange: Exchange, collective: Collective) -> None:
-        self.collective = collective
+        self._collective = collective
         self.weight: float | None = None
         self.shadows_weights = False
         self._exchange = exchange
@@ -27,7 +29,6 @@ class AveragingWeight:
         # What the last forward began to exchange.
         self._begun: float | None = None
         self._is_due = False
-        self._share: Share | None = None
         self._has_data = True
         self._in_join = False
         self._live_ranks_work: Any = None
@@ -42,9 +43,8 @@ class AveragingWeight:
         self._in_join = True
         self._live_ranks_work = live_ranks_work
 
-    def expect_backward(self, *, has_data: bool = True) -> None:
+    def expect_backward(self, *, has_data: bool) -> None:
         """A forward ends, or a rank without data shadows one: begin to exchange weights, while backward begins."""
-        self._share = None
         self._has_data = has_data
         weight = self.weight
         if not has_data:
@@ -56,32 +56,30 @@ class AveragingWeight:
         if self._has_weighed:
             self._exchange.weigh(weight)
 
-    def share(self) -> Share:
-        """What this rank's gradients count.
+    def step(self) -> Step:
+        """The backward, whose first gradient is ready.
 
         Raises:
             ReductionError: the last backward was weighed, and this one has no weight, or has it since after forward.
         """
-        if self._share is None:
-            if self._is_due and self._has_data:
-                raise ReductionError(
-                    f"rank {self.collective.rank}: the last step's gradients were weighed, and this step has no weight"
-                    " (expected a call of model.batch_weight in every step, got none before this backward's forward)."
-                    " Fix: model.batch_weight(len(batch)) before forward, or model.batch_weight(None) to let all ranks"
-                    " count alike from now on."
-                )
-            if self.weight != self._begun and self._has_data:
-                raise ReductionError(
-                    f"rank {self.collective.rank}: model.batch_weight was called after the forward of this backward,"
-                    f" too late for its gradients (expected weight {self._begun}, as at forward, got {self.weight})."
-                    " Fix: model.batch_weight(len(batch)) before forward."
-                )
-            live_world_size = self.collective.world_size
-            if self._live_ranks_work is not None:
-                self._live_ranks_work.wait()
-                live_world_size = int(self._live_ranks_work.result()[0].item())
-            self._share = self._exchange.begin(Step(live_world_size=live_world_size, in_join=self._in_join))
-        return self._share
+        if self._is_due and self._has_data:
+            raise ReductionError(
+                f"rank {self._collective.rank}: the last step's gradients were weighed, and this step has no weight"
+                " (expected a call of model.batch_weight in every step, got none before this backward's forward)."
+                " Fix: model.batch_weight(len(batch)) before forward, or model.batch_weight(None) to let all ranks"
+                " count alike from now on."
+            )
+        if self.weight != self._begun and self._has_data:
+            raise ReductionError(
+                f"rank {self._collective.rank}: model.batch_weight was called after the forward of this backward,"
+                f" too late for its gradients (expected weight {self._begun}, as at forward, got {self.weight})."
+                " Fix: model.batch_weight(len(batch)) before forward."
+            )
+        live_world_size = self._collective.world_size
+        if self._live_ranks_work is not None:
+            self._live_ranks_work.wait()
+            live_world_size = int(self._live_ranks_work.result()[0].item())
+        return Step(live_world_size=live_world_size, in_join=self._in_join)
 
     def settle(self) -> None:
         """The end of a backward, which took its weight."""

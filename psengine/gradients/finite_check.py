@@ -19,7 +19,7 @@ class FiniteCheck:
     """
 
     def __init__(self, names: Sequence[str], collective: Collective, *, tells_others: bool) -> None:
-        self.collective = collective
+        self._collective = collective
         self._names = names
         self._tells_others = tells_others
         # By device, which is read once: indices of parameters, and how many of their values are not finite.
@@ -42,7 +42,7 @@ class FiniteCheck:
             indices += bucket.parameter_indices[position : position + counts.numel()]
             parts.append(counts)
         if not self._tells_others:
-            self._raise_faults({self.collective.rank: self._take_local_fault()})
+            self._raise_faults({self._collective.rank: self._take_local_fault()})
 
     def agree(self, device: torch.device) -> None:
         """Exchange findings; inside ``join`` ranks without data take part.
@@ -52,7 +52,7 @@ class FiniteCheck:
         """
         if self._tells_others:
             fault = torch.tensor(self._take_local_fault(), device=device)
-            faults = self.collective.gather(fault, what="counts of gradients that are not finite")
+            faults = self._collective.gather(fault, what="counts of gradients that are not finite")
             self._raise_faults({rank: row.tolist() for rank, row in enumerate(faults)})
 
     def _take_local_fault(self) -> list[int]:

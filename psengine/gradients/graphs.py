@@ -82,11 +82,6 @@ class EveryParameter:
         """A hook fired: return parameters whose gradients count as ready because they will not arrive."""
         return ()
 
-    @property
-    def never_arriving(self) -> Sequence[int]:
-        """Parameters whose hooks will not fire; the order of arrival ends with them, because it names all."""
-        return ()
-
     def handed_over(self) -> None:
         """Every bucket of this backward was handed over."""
 
@@ -293,11 +288,6 @@ class StaticGraph(_UsedParameters):
                 " we expect this set of unused parameters to remain consistent on this rank throughout the training.",
                 ", ".join(f"{{{self._names[i]}, {i}}}" for i in unused),
             )
-
-    @property
-    @override
-    def never_arriving(self) -> Sequence[int]:
-        return self.unused
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:

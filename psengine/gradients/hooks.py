@@ -32,7 +32,7 @@ class AccumulationNodes:
         self._kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
         self._handles: list[Any] = []
 
-    def listen(self, make_hook: Callable[[int], Callable[..., None]]) -> None:
+    def listen(self, make_hook: Callable[[int], Callable[..., object]]) -> None:
         """Register ``make_hook(index)`` at each node.
 
         Post-hooks of the node fire for undefined gradients too (an output that is not part of the loss);

@@ -25,10 +25,6 @@ class Packing:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
 
-    def is_eager(self, position: int) -> bool:
-        """Whether the gradient at this position is large enough for ``pack_one``."""
-        return position in self.bucket.eager_runs
-
     def pack_one(self, position: int, share: Share) -> None:
         """Pack an eager parameter's gradient, of which this replica contributes ``share``."""
         self._pack(self.bucket.eager_runs[position], share)
@@ -196,6 +192,13 @@ class SparsePacking(Packing):
     @override
     def create_missing(self, skip: Sequence[bool] | None) -> None:
         """A gradient that is undefined stays so."""
+
+
+def make_packing(bucket: Bucket, *, as_view: bool, adopts: bool) -> Packing:
+    """What moves the gradients of ``bucket``; see the classes."""
+    if bucket.sparse:
+        return SparsePacking(bucket)
+    return ViewPacking(bucket, adopts=adopts) if as_view else Packing(bucket)
 
 
 def _defined(gradient: torch.Tensor | None) -> torch.Tensor:

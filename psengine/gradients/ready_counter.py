@@ -4,14 +4,15 @@ Most calls of a hook only count: the short way. The long way is for whatever nee
 a large gradient, errors. Inside no_sync there may be nothing to do.
 
 The numbers lie in plain memory, so that the native extension counts without a Python function: its hook
-(csrc/bindings/ready_counter.cpp) takes 0.03 µs, the one below 0.4. benchmarks/step_overhead has the rest of the path.
+(csrc/bindings/ready_counter.cpp) takes 0.03 µs, the long way more than one. Without the extension every call takes it.
+benchmarks/step_overhead has the rest of the path.
 """
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from psengine.kernels import native
 
@@ -77,8 +78,8 @@ class ReadyCounter:
         return [index for index, left in enumerate(self.left) if left > 0]
 
     def hook(
-        self, long_way: Callable[[int], object], reduce_full_buckets: Callable[[], object], index: int
-    ) -> Callable[..., None]:
+        self, long_way: Callable[..., object], reduce_full_buckets: Callable[[], object], index: int
+    ) -> Callable[..., object]:
         """Return the post-hook of parameter ``index``'s accumulation node.
 
         Args:
@@ -86,36 +87,9 @@ class ReadyCounter:
             reduce_full_buckets: called when a bucket's last gradient is ready.
             index: the parameter's.
         """
-        if native.extension is not None:
-            hook: Callable[..., None] = native.extension.counting_hook(
-                *self._memories, long_way, reduce_full_buckets, index
-            )
-            return hook
-        return counting_hook(self.left, self._ways, self.pending, long_way, reduce_full_buckets, index)
-
-
-def counting_hook(
-    left: memoryview,
-    ways: memoryview,
-    pending: memoryview,
-    long_way: Callable[[int], object],
-    reduce_full_buckets: Callable[[], object],
-    index: int,
-) -> Callable[..., None]:
-    """The native extension's function of this name; see ``ReadyCounter.hook``."""
-
-    def hook(_outputs: Any, inputs: Any) -> None:
-        way = ways[index]
-        if way == NO_WAY:
-            return
-        if way == LONG_WAY or left[index] <= 0 or inputs[0] is None:
-            long_way(index)
-            return
-        left[index] -= 1
-        if left[index] > 0:
-            return
-        pending[way] -= 1
-        if not pending[way]:
-            reduce_full_buckets()
-
-    return hook
+        if native.extension is None:
+            return functools.partial(long_way, index)
+        hook: Callable[..., object] = native.extension.counting_hook(
+            *self._memories, long_way, reduce_full_buckets, index
+        )
+        return hook

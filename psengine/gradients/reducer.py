@@ -23,8 +23,6 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError, ReductionError
-from psengine.gradients.averaging_weight import AveragingWeight
-from psengine.gradients.bucket_layout import BucketLayout
 from psengine.gradients.error_texts import (
     DISTRIBUTED_AUTOGRAD_MESSAGE,
     LOCAL_BACKWARD_MESSAGE,
@@ -34,17 +32,17 @@ from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
 from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd
 from psengine.gradients.in_flight import BucketsInFlight
-from psengine.gradients.native_names import NativeNames
+from psengine.gradients.packing import Packing, make_packing
 from psengine.gradients.ready_counter import ReadyCounter
 from psengine.strategies.base import Strategy
 from psengine.tensors.bucket import Bucket
-from psengine.tracing.backward_timer import BackwardTimer
-from psengine.tracing.timeline import recorder
+from psengine.tensors.bucket_plan import plan_buckets
+from psengine.tracing.backwards import Backwards
 
 logger = logging.getLogger(__name__)
 
 
-class Reducer(NativeNames):
+class Reducer:
     """Exchanges the gradients of ``parameters`` through ``strategy`` while backward runs.
 
     Args:
@@ -65,6 +63,8 @@ class Reducer(NativeNames):
         on_error: gets the text of each error before it is raised.
 
     Attributes:
+        watched: who watches the backwards.
+        buckets: in the order they are reduced.
         in_flight: the buckets on their way.
         graph: which hooks will fire.
         completed_steps: backwards whose gradients were exchanged.
@@ -92,7 +92,7 @@ class Reducer(NativeNames):
         self.parameters = list(parameters.values())
         self.names = list(parameters)
         self.strategy = strategy
-        self.timer = BackwardTimer()
+        self.watched = Backwards(strategy.capabilities.exchange_name, collective.world_size)
         self._collective = collective
         self._rebuild_limits_bytes = list(rebuild_limits_bytes)
         self._on_error = on_error
@@ -104,31 +104,30 @@ class Reducer(NativeNames):
         self.iteration = self.completed_steps = 0
         self.has_rebuilt_buckets = False
         self._layout_is_final = strategy.capabilities.keeps_first_layout
-        self._layout = BucketLayout(
-            self.parameters,
-            self.names,
-            [name in sparse for name in self.names],
-            strategy,
-            as_view=gradient_as_bucket_view,
-            adopts=converts_parameters,
+        self._is_sparse = [name in sparse for name in self.names]
+        self._make_bucket = functools.partial(
+            Bucket,
+            parameters=self.parameters,
+            names=self.names,
+            allocate=functools.partial(strategy.allocate, keeps_dtype=gradient_as_bucket_view),
             counts_non_finite=check_finite,
             divides_copies=batched_grad_copy,
         )
+        self._make_packing = functools.partial(
+            make_packing,
+            as_view=gradient_as_bucket_view,
+            adopts=converts_parameters,
+        )
+        finite_check = (
+            FiniteCheck(self.names, collective, tells_others=strategy.capabilities.gathers) if check_finite else None
+        )
+        self.in_flight = BucketsInFlight(strategy, collective, finite_check)
         self._ready_counter = ReadyCounter(len(self.parameters))
         self._lay_out(initial_limits_bytes)
         self.initial_bucket_sizes_bytes = [bucket.size_bytes for bucket in self.buckets]
 
         self._expects_hooks = False
         self._next_bucket = 0
-        self.averaging_weight = AveragingWeight(strategy, collective)
-        self.in_flight = BucketsInFlight(
-            strategy,
-            collective,
-            self._layout,
-            self.averaging_weight,
-            FiniteCheck(self.names, collective, tells_others=strategy.capabilities.gathers) if check_finite else None,
-        )
-        self._arrival_order: list[int] = []
         self.ready_order: list[int] = []
         self._misses_gradients = False  # a hook of this backward found none
         # Forwards came twice without a backward: where two backwards follow, the second one is not exchanged.
@@ -156,15 +155,31 @@ class Reducer(NativeNames):
 
     # ---- layout ------------------------------------------------------------------------------------------------
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        """In the order they are reduced."""
-        return self._layout.buckets
-
     def _lay_out(self, limits_bytes: Sequence[int], order: Sequence[int] | None = None) -> None:
-        self._layout.create(limits_bytes, order)
-        sizes = [len(bucket.parameters) for bucket in self.buckets]
-        self._ready_counter.lay_out(self._layout.small_parameter_buckets, sizes)
+        """Make buckets of at most ``limits_bytes``, and tell the strategy of them; see ``plan_buckets``.
+
+        Args:
+            limits_bytes: caps.
+            order: indices of parameters as their gradients arrived; None guesses that they arrive in reverse.
+        """
+        plans = plan_buckets(self.parameters, limits_bytes, self._is_sparse, order)
+        self.buckets = [
+            self._make_bucket(index, plan, sparse=self._is_sparse[plan[0]])
+            for index, plan in enumerate(plans[::-1] if order is None else plans)
+        ]
+        self.in_flight.packings = packings = [self._make_packing(bucket) for bucket in self.buckets]
+        # By parameter, the packing of its bucket and its position there.
+        self._locators: dict[int, tuple[Packing, int]] = {}
+        # By parameter, its bucket where its hook may just count: a large gradient is packed at once.
+        counted: list[int | None] = [None] * len(self.parameters)
+        for packing in packings:
+            bucket = packing.bucket
+            for position, index in enumerate(bucket.parameter_indices):
+                self._locators[index] = packing, position
+                if not bucket.sparse and position not in bucket.eager_runs:
+                    counted[index] = bucket.index
+        self._ready_counter.lay_out(counted, [len(bucket.parameters) for bucket in self.buckets])
+        self.strategy.lay_out(self.buckets)
 
     def _should_rebuild(self) -> bool:
         return self.graph.may_rebuild and not self._layout_is_final
@@ -179,13 +194,13 @@ class Reducer(NativeNames):
             ReductionError: the previous backward did not reach every parameter.
         """
         self._check_reducer_finalized()
-        if not self._arrival_order or not self._should_rebuild():
+        if len(self.ready_order) < len(self.parameters) or not self._should_rebuild():
             return False
-        assert len(self._arrival_order) == len(self.parameters), "not every gradient arrived"
-        agreed = torch.tensor(self._arrival_order, dtype=torch.int64, device=self._device)
+        # Last those that never arrive.
+        arrived = [index for index in self.ready_order if index not in self.graph.unused]
+        agreed = torch.tensor([*arrived, *self.graph.unused], dtype=torch.int64, device=self._device)
         self._collective.broadcast([agreed], 0, what="order of gradients").wait()
         self.has_rebuilt_buckets = self._layout_is_final = True
-        self._arrival_order = []
         self._lay_out(self._rebuild_limits_bytes, agreed.tolist())
         logger.info("Reducer buckets have been rebuilt in this iteration: %s", self.buckets)
         return True
@@ -220,20 +235,17 @@ class Reducer(NativeNames):
         elif self._expects_hooks:
             self._check_listening([0])  # no gradient came since the last forward: converted there and back?
         self.iteration += 1
-        if recorder.is_on:
-            recorder.begin_step(self.iteration)
-        self.timer.start(self.iteration)
+        self.watched.begin_step(self.iteration)
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """Expect one gradient for each parameter; with ``find_unused_parameters``, for those ``outputs`` depend on."""
-        self.timer.mark("backward_compute_time_start")
         self._may_forget_a_backward = self._expects_hooks and not self._warned_local_backward
         self._expects_hooks = True
         self._next_bucket = 0
-        self.averaging_weight.expect_backward()
-        self.in_flight.begin(self.iteration)
+        self.in_flight.begin(self.watched.begin(self.iteration))
+        self.in_flight.observe("expected")
         only_counts = self._layout_is_final and not (
-            self.graph.takes_long_way or self.timer.is_sampling or self._is_multi_device
+            self.graph.takes_long_way or self.watched.timer.is_sampling or self._is_multi_device
         )
         if not only_counts:
             self.ready_order = []
@@ -290,15 +302,13 @@ class Reducer(NativeNames):
                 self._mark_ready(unused)
             left[index] -= 1
             if left[index] == 0:
-                if self._should_rebuild():
-                    self._arrival_order.append(index)
                 self._mark_ready(index)
 
     def _mark_ready(self, index: int) -> None:
         if len(self.ready_order) < len(self.parameters):
             self.ready_order.append(index)
-        packing, position = self._layout.locators[index]
-        if self.in_flight.is_packing and packing.is_eager(position):
+        packing, position = self._locators[index]
+        if self.in_flight.is_packing and position in packing.bucket.eager_runs:
             self.in_flight.pack_one(packing, position)
         pending = self._ready_counter.pending
         pending[packing.bucket.index] -= 1
@@ -310,9 +320,7 @@ class Reducer(NativeNames):
         pending = self._ready_counter.pending
         if pending[self._next_bucket] > 0:
             return
-        if self._next_bucket == 0:
-            self.timer.mark("backward_comm_time_start")
-        packings = self._layout.packings
+        packings = self.in_flight.packings
         while self._next_bucket < len(packings) and pending[self._next_bucket] == 0:
             self.in_flight.hand_over(packings[self._next_bucket], self.graph)
             self._next_bucket += 1
@@ -327,11 +335,10 @@ class Reducer(NativeNames):
             self.graph.learn()
             self._ready_counter.expect(self.graph.counts)
             with torch.no_grad():
-                for packing in self._layout.packings if self.in_flight.is_packing else ():
+                for packing in self.in_flight.packings if self.in_flight.is_packing else ():
                     for position in packing.bucket.eager_runs:
                         self.in_flight.pack_one(packing, position)
-            self.timer.mark("backward_comm_time_start")
-            for packing in self._layout.packings:
+            for packing in self.in_flight.packings:
                 self.in_flight.hand_over(packing, self.graph)
             self._next_bucket = len(self.buckets)
             self._finalize()
@@ -340,13 +347,10 @@ class Reducer(NativeNames):
 
     def _finalize_from_engine(self) -> None:
         with self._lock:
-            if not self._layout_is_final and self._should_rebuild():
-                self._arrival_order.extend(self.graph.never_arriving)
             self._finalize()
 
     def _finalize(self) -> None:
         """Wait for every bucket in order and write the results to the gradients."""
-        self.timer.mark("backward_compute_time_end")
         # Cleared first: after an error the next forward must not report an unfinished reduction instead of it.
         self._stop_expecting_hooks()
         try:
@@ -357,12 +361,11 @@ class Reducer(NativeNames):
             raise
         self._settle()
         self.completed_steps += 1
-        self.timer.mark("backward_comm_time_end")
 
     def _settle(self) -> None:
         if self.graph.finds_unused:
             self.graph.settle()
-        self.averaging_weight.settle()
+        self.in_flight.averaging_weight.settle()
 
     def _stop_expecting_hooks(self) -> None:
         self._expects_hooks = False
@@ -378,6 +381,34 @@ class Reducer(NativeNames):
         is_counted = self.graph.is_being_counted
         self.in_flight.shadow(self.graph)
         self._settle()
-        if not is_counted and self._should_rebuild() and not self._arrival_order:
+        if not is_counted and self._should_rebuild():
             # All ranks rebuild; rank 0's order overwrites this one.
-            self._arrival_order = list(range(len(self.parameters)))
+            self.ready_order = self.ready_order or list(range(len(self.parameters)))
+
+    # ---- what torch's own hooks and native DDP's inherited methods call --------------------------------------------
+
+    # Sums a communication hook's bucket over ranks; a future of its buffer.
+    _run_allreduce_hook: Callable[[Any], Any]
+
+    def _push_all_rebuilt_params(self) -> None:
+        """``shadow_backward`` has done it."""
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop listening to autograd; gradients stay local from now on."""
+        self._nodes.stop_listening()
+
+    def _set_optimizer_in_backward(self) -> None:
+        """The communication hook steps optimizers itself; gradients are not written back."""
+        self.in_flight.writes_gradients = False
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Wait for ``futures`` (of a buffer communication hook) before backward returns."""
+        self.in_flight.futures.extend(futures)
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """By index, how many ranks used each parameter in the last backward that agreed on it: int32."""
+        return self.graph.summed
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every search so far found the same parameters unused, so that ``static_graph`` would have served."""
+        return self.graph.never_changed

@@ -15,11 +15,18 @@ from collections import Counter
 ALWAYS_SAMPLED_ITERATIONS = 10
 DEFAULT_SAMPLE_RATE = 100
 
-_FIRST_MARK, _OVERLAP = "backward_compute_time_start", "backward_compute_comm_overlap_time"
+_OVERLAP = "backward_compute_comm_overlap_time"
+# What the moments that the reducer names (backwards.py) are called in the logging data.
+_MARKS = {
+    "expected": "backward_compute_time_start",
+    "turn": "backward_comm_time_start",
+    "landing": "backward_compute_time_end",
+    "landed": "backward_comm_time_end",
+}
 # Each duration's first and last mark.
 _DURATIONS = {
-    "forward_compute_time": ("forward_compute_time_start", _FIRST_MARK),
-    "backward_compute_time": (_FIRST_MARK, "backward_compute_time_end"),
+    "forward_compute_time": ("forward_compute_time_start", _MARKS["expected"]),
+    "backward_compute_time": (_MARKS["expected"], "backward_compute_time_end"),
     "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
     _OVERLAP: ("backward_comm_time_start", "backward_compute_time_end"),
 }
@@ -56,11 +63,15 @@ class BackwardTimer:
                 self.published = {**averages, **durations, **self._marks}
         self._forward = {"iteration": iteration, "forward_compute_time_start": time.time_ns()}
 
-    def mark(self, name: str) -> None:
-        """The time of ``name`` has come; "backward_compute_time_start" decides whether the iteration is sampled."""
-        if name == _FIRST_MARK:
-            iteration = self._forward["iteration"]
-            self.is_sampling = iteration <= ALWAYS_SAMPLED_ITERATIONS or iteration % self.sample_rate == 0
-            self._marks = dict(self._forward)
-        if self.is_sampling:
-            self._marks[name] = time.time_ns()
+    def begin_backward(self) -> bool:
+        """The forward has ended; return whether the iteration is sampled."""
+        iteration = self._forward["iteration"]
+        self.is_sampling = iteration <= ALWAYS_SAMPLED_ITERATIONS or iteration % self.sample_rate == 0
+        self._marks = dict(self._forward)
+        return self.is_sampling
+
+    def mark(self, moment: str, *_: object) -> None:
+        """A moment of a sampled backward has come; of several alike the first counts."""
+        name = _MARKS.get(moment)
+        if name is not None:
+            self._marks.setdefault(name, time.time_ns())

@@ -253,7 +253,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self.strategy.join()
             at_servers = self.strategy.worker_rank
             rank = self._collective.rank if at_servers is None else at_servers
-            self.reducer.in_flight.meter = watch(self.strategy.name, rank)
+            self.reducer.watched.meter = watch(self.strategy.name, rank)
         except BaseException:
             self.strategy.close()
             raise
@@ -342,7 +342,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if self._join_config.enable:
             self._check_can_join(self._divide_by_initial_world_size)
             # Of several joinables the first one counts the live ranks; the others divide by all, as over native DDP.
-            self.reducer.averaging_weight.join_step(None if self._divide_by_initial_world_size else work)
+            self.reducer.in_flight.averaging_weight.join_step(None if self._divide_by_initial_world_size else work)
         if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
         if self.modules_buffers and self._check_sync_bufs_pre_fwd():
@@ -422,7 +422,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 weighed.
         """
         checks.check_weighable(self)
-        self.reducer.averaging_weight.set_weight(checked_weight(weight))
+        self.reducer.in_flight.averaging_weight.set_weight(checked_weight(weight))
 
     def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
         """Tell people how training goes here: the servers' dashboard, and Prometheus (PSENGINE_METRICS_PORT).
@@ -434,7 +434,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             samples: how many samples that step took.
         """
         self.strategy.report(loss=loss, samples=samples)
-        meter = None if self._delay_all_reduce_all_params else self.reducer.in_flight.meter
+        meter = None if self._delay_all_reduce_all_params else self.reducer.watched.meter
         if meter is not None:
             meter.report(loss=loss, samples=samples)
 
@@ -528,11 +528,11 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         """Whether any rank's next backward exchanges gradients; every rank asks once per iteration."""
         syncs = self.require_backward_grad_sync and not is_joined_rank
-        weighs = syncs and self.reducer.averaging_weight.weight is not None
+        weighs = syncs and self.reducer.in_flight.averaging_weight.weight is not None
         flags = torch.tensor([float(syncs), float(weighs)], device=self.device)
         self._collective.sum(flags, what="join: does anybody synchronise gradients")
         syncing_ranks, weighing_ranks = flags.tolist()
-        self.reducer.averaging_weight.shadows_weights = weighing_ranks != 0
+        self.reducer.in_flight.averaging_weight.shadows_weights = weighing_ranks != 0
         return bool(syncing_ranks != 0)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
@@ -594,7 +594,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             raise ConfigurationError(
                 f"DDP runtime logging sample rate should be equal or greater than 1 (got {sample_rate})"
             )
-        self.reducer.timer.sample_rate = sample_rate
+        self.reducer.watched.timer.sample_rate = sample_rate
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Accepted: a hint of native DDP's for NCCL only; sparse gradients here carry their own indices."""

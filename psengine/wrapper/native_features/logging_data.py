@@ -68,7 +68,7 @@ def describe_replica(replica: Any) -> dict[str, Any]:
         "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in replica.module.modules())),
         "strategy": replica.strategy.name,
         **_describe_buckets(replica.reducer),
-        **replica.reducer.timer.published,
+        **replica.reducer.watched.timer.published,
         **replica.logger.facts,
     }
 
