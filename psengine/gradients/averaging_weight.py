@@ -17,6 +17,8 @@ class AveragingWeight:
 
     Attributes:
         weight: of the next exchanged backward, which takes it; None: all ranks count alike. See ``Exchange.weigh``.
+        in_join: whether the coming backward is inside ``join``.
+        live_ranks_work: inside ``join``, counts the ranks to divide by; None: all.
         shadows_weights: inside ``join``, whether the other ranks weigh the gradients of this iteration.
     """
 
@@ -30,25 +32,20 @@ class AveragingWeight:
         self._begun: float | None = None
         self._is_due = False
         self._has_data = True
-        self._in_join = False
-        self._live_ranks_work: Any = None
+        self.in_join = False
+        self.live_ranks_work: Any = None
 
     def set_weight(self, weight: float | None) -> None:
         """Weigh the next exchanged backward; None ends weighing, until the next weight."""
         self.weight = weight
         self._is_due = False
 
-    def join_step(self, live_ranks_work: Any) -> None:
-        """The coming backward is inside ``join``; ``live_ranks_work`` counts the ranks to divide by, None means all."""
-        self._in_join = True
-        self._live_ranks_work = live_ranks_work
-
     def expect_backward(self, *, has_data: bool) -> None:
         """A forward ends, or a rank without data shadows one: begin to exchange weights, while backward begins."""
         self._has_data = has_data
         weight = self.weight
         if not has_data:
-            self.join_step(None)
+            self.in_join = True
             weight = 0.0 if self.shadows_weights else None
         self._begun = weight
         # Once a rank has weighed, all take part in this exchange for good.
@@ -76,14 +73,14 @@ class AveragingWeight:
                 " Fix: model.batch_weight(len(batch)) before forward."
             )
         live_world_size = self._collective.world_size
-        if self._live_ranks_work is not None:
-            self._live_ranks_work.wait()
-            live_world_size = int(self._live_ranks_work.result()[0].item())
-        return Step(live_world_size=live_world_size, in_join=self._in_join)
+        if self.live_ranks_work is not None:
+            self.live_ranks_work.wait()
+            live_world_size = int(self.live_ranks_work.result()[0].item())
+        return Step(live_world_size=live_world_size, in_join=self.in_join)
 
     def settle(self) -> None:
         """The end of a backward, which took its weight."""
         if self.weight is not None:
             self.weight, self._is_due = None, True
-        self._in_join = False
-        self._live_ranks_work = None
+        self.in_join = False
+        self.live_ranks_work = None

@@ -390,6 +390,16 @@ class Reducer:
     # Sums a communication hook's bucket over ranks; a future of its buffer.
     _run_allreduce_hook: Callable[[Any], Any]
 
+    def _set_forward_pass_work_handle(self, work: Any, divides_by_all: bool) -> None:
+        """Inside ``join``, of the first of several models: ``work`` counts the ranks that have data."""
+        self.in_flight.averaging_weight.live_ranks_work = None if divides_by_all else work
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        self.watched.timer.sample_rate = rate
+
+    def _set_sparse_metadata(self, _indices: Any) -> None:
+        """A hint of native DDP's for NCCL only; sparse gradients here carry their own indices."""
+
     def _push_all_rebuilt_params(self) -> None:
         """``shadow_backward`` has done it."""
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import distributed as native
 
 from psengine.collectives.base import Collective
@@ -330,79 +329,22 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         finally:
             NativeDistributedDataParallel._active_ddp_module = previous
 
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Announce the iteration, rebuild buckets (once), broadcast buffers, move inputs."""
-        if self._use_python_reducer or self._delay_all_reduce_all_params:
-            return inputs, kwargs
-        if not self._lazy_init_ran and not torch.compiler.is_compiling():
-            self._lazy_init()
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer.prepare_for_forward()
-        work = Join.notify_join_context(self)
-        if self._join_config.enable:
-            self._check_can_join(self._divide_by_initial_world_size)
-            # Of several joinables the first one counts the live ranks; the others divide by all, as over native DDP.
-            self.reducer.in_flight.averaging_weight.join_step(None if self._divide_by_initial_world_size else work)
-        if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
-            self._has_rebuilt_buckets = True
-        if self.modules_buffers and self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        if self._join_config.enable:
-            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
-            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
-        if self.mixed_precision is not None:
-            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
-        return inputs, kwargs
-
     def _post_forward(self, output: Any) -> Any:
-        """Expect this forward's gradients; where the graph must be searched or counted, watch the outputs."""
-        if self._use_python_reducer:
-            return output
-        if not self._delay_all_reduce_all_params:
-            output = self._expect_backward(output)
-        self._clear_grad_buffer()
-        return output
-
-    def _expect_backward(self, output: Any) -> Any:
-        if self.modules_buffers and self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        searches_graph = self.find_unused_parameters and not self.static_graph
-        will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
-        # An assignment to a module's attribute takes a microsecond.
-        if self.require_forward_param_sync is not will_exchange:
-            self.require_forward_param_sync = will_exchange
-        if will_exchange:
-            self.reducer.prepare_for_backward(list(native._find_tensors(output)) if searches_graph else ())
-        elif torch.is_grad_enabled():
-            self.reducer.expect_local_backward()
-        # A static graph's first exchange may come after backwards inside no_sync, which must not start it
-        # (https://github.com/pytorch/pytorch/issues/143580).
-        counts_graph = will_exchange and self.reducer.graph.is_being_counted
-        # A backward that raised has dropped what it had queued.
-        if self._static_graph_delay_allreduce_enqueued is counts_graph:
-            self._static_graph_delay_allreduce_enqueued = not counts_graph
-        return self._watch_backward(output, counts_graph) if searches_graph or counts_graph else output
-
-    def _watch_backward(self, output: Any, counts_graph: bool) -> Any:
-        """Pass the output's tensors through one node, native DDP's sink.
-
-        The sink leaves gradients of outputs that the loss does not use undefined. Of a static graph's first iteration
-        it queues the exchange, so everything depends on it.
-        """
-        leaves, structure, is_rref = native._tree_flatten_with_rref(output)
-        if counts_graph and not any(map(_has_history, leaves)) and any(map(_has_history, native._find_tensors(output))):
-            raise ModuleError(
-                f"static_graph=True must see backward begin, but the tensors of the output ({type(output).__name__})"
-                " stand in a class that torch.utils._pytree does not know. Return a tuple or dict, or register the"
-                " class with torch.utils._pytree.register_dataclass or register_pytree_node."
-            )
-        watched = native._DDPSink.apply(weakref.ref(self), *leaves)
-        # Tensors without history must come back as they went in (https://github.com/pytorch/pytorch/issues/60733).
-        kept = [new if _has_history(leaf) else leaf for leaf, new in zip(leaves, watched, strict=True)]
-        return native._tree_unflatten_with_rref(kept, structure, is_rref)
+        """Native DDP's: expect this forward's gradients; where the graph is searched or counted, watch the outputs."""
+        if not (self._use_python_reducer or self._delay_all_reduce_all_params):
+            self.reducer.in_flight.averaging_weight.in_join = self._join_config.enable
+            will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
+            if torch.is_grad_enabled() and not will_exchange:
+                self.reducer.expect_local_backward()
+            # A static graph's first exchange may come after backwards inside no_sync, which must not start it
+            # (https://github.com/pytorch/pytorch/issues/143580).
+            counts_graph = will_exchange and self.reducer.graph.is_being_counted
+            if counts_graph:
+                _check_seen(output)
+            # A backward that raised has dropped what it had queued. An assignment to a module takes a microsecond.
+            if self._static_graph_delay_allreduce_enqueued is counts_graph:
+                self._static_graph_delay_allreduce_enqueued = not counts_graph
+        return super()._post_forward(output)
 
     # ---- what a training loop says and asks -----------------------------------------------------------------------
 
@@ -509,7 +451,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)  # type: ignore[no-any-return]
 
     def _check_can_join(self, by_all: bool) -> None:
-        # In forward too: Join([model]) does not call join(), and tells no joinable whether it is enabled.
         checks.check_can_join(self.strategy, self.process_group is not None, divide_by_initial_world_size=by_all)
 
     @property
@@ -527,6 +468,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         """Whether any rank's next backward exchanges gradients; every rank asks once per iteration."""
+        # Here too: Join([model]) does not call join(), and tells no joinable whether it is enabled.
+        self._check_can_join(self._divide_by_initial_world_size)
         syncs = self.require_backward_grad_sync and not is_joined_rank
         weighs = syncs and self.reducer.in_flight.averaging_weight.weight is not None
         flags = torch.tensor([float(syncs), float(weighs)], device=self.device)
@@ -588,16 +531,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.strategy.close()
         self._restart(init_sync=False)
         self.strategy.load_state_dict(kept)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ConfigurationError(
-                f"DDP runtime logging sample rate should be equal or greater than 1 (got {sample_rate})"
-            )
-        self.reducer.watched.timer.sample_rate = sample_rate
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Accepted: a hint of native DDP's for NCCL only; sparse gradients here carry their own indices."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts and times of this replica under native DDP's names."""
@@ -676,6 +609,17 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 def _release(reducer: Reducer, strategy: Strategy) -> None:
     reducer._remove_autograd_hooks()
     strategy.abandon()
+
+
+def _check_seen(output: Any) -> None:
+    """Raise where native DDP's sink, through which the tensors of ``output`` go, would not see backward begin."""
+    leaves, _, _ = native._tree_flatten_with_rref(output)
+    if not any(map(_has_history, leaves)) and any(map(_has_history, native._find_tensors(output))):
+        raise ModuleError(
+            f"static_graph=True must see backward begin, but the tensors of the output ({type(output).__name__})"
+            " stand in a class that torch.utils._pytree does not know. Return a tuple or dict, or register the"
+            " class with torch.utils._pytree.register_dataclass or register_pytree_node."
+        )
 
 
 def _has_history(leaf: Any) -> bool:
