@@ -33,7 +33,6 @@ from psengine.errors import (
     SharedMemoryUnavailableError,
     SnapshotError,
 )
-from psengine.gradients.norms import clip_grad_norm_
 from psengine.parameter_server.client.client import Client, connect
 from psengine.parameter_server.client.identity import reserve_worker
 from psengine.strategies.base import Capabilities, Strategy
@@ -104,7 +103,6 @@ __all__ = [
     "Work",
     "barrier",
     "broadcast_object",
-    "clip_grad_norm_",
     "connect",
     "convert_sync_batchnorm",
     "gather",

@@ -117,7 +117,7 @@ def stop_if_not_finite(loss: float | torch.Tensor) -> None:
     if not math.isfinite(value):
         raise NonFiniteLossError(
             f"the loss of worker {worker} is {value} (expected a finite number). Fix: lower the learning rate, clip"
-            " gradients (psengine.clip_grad_norm_), or check this worker's last batch.",
+            " gradients (torch.nn.utils.clip_grad_norm_), or check this worker's last batch.",
             worker=worker,
             loss=value,
         )

@@ -55,7 +55,7 @@ TRAIN = textwrap.dedent(
                 optimizer.zero_grad()
                 loss = model(torch.randn(5, 8)).square().mean()
                 loss.backward()
-                psengine.clip_grad_norm_(model, 1.0)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
         finals.append([parameter.sum().item() for parameter in model.parameters()])
         psengine.mean({"loss": loss.detach()})
