@@ -92,7 +92,7 @@ def poison(rank: int, world_size: int, address: str) -> Any:
     (F.cross_entropy(wrapped(x), y) * float("nan")).backward()
     optimizer.step()
     after = {n: p.detach().clone() for n, p in wrapped.module.named_parameters()}
-    refused = wrapped.strategy.pushes.refused
+    refused = wrapped.strategy._pushes.refused
     workers = wrapped.strategy.session.status()[0]["jobs"]["poison"]["workers"]
     wrapped.leave()
     return before, after, refused, sum(worker["refused"] for worker in workers)

@@ -25,7 +25,7 @@ from psengine.strategies.local.rounds import Part, Rounds
 from psengine.strategies.local.schedule import Schedule, checked_options
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.pushes import Pushes
-from psengine.strategies.servers.server_optimizer import ServerOptimizer
+from psengine.strategies.servers.server_optimizer import ServerState
 from psengine.tensors.bucket import Bucket
 
 
@@ -124,7 +124,7 @@ class DilocoServer(Rounds, ServerStrategy):
     @override
     def state_dict(self) -> dict[str, Any]:
         """As ``Rounds.state_dict``; the momentum is the servers'."""
-        self._at_servers().fetch_state()
+        self._server_state().fetch()
         return super().state_dict()
 
     @override
@@ -133,22 +133,23 @@ class DilocoServer(Rounds, ServerStrategy):
         super().load_state_dict(state)
         self._store()
 
-    def _at_servers(self) -> ServerOptimizer:
-        """The outer step's optimizer, whose state the servers keep."""
+    def _server_state(self) -> ServerState:
+        """The outer step's state, which the servers keep."""
         outer = self._outer_step
         trained = [spec for chunks in self.chunks.of_bucket for spec, _, _ in chunks]
-        return ServerOptimizer(outer.optimizer, outer.anchors, self.session, trained, self.name)
+        return ServerState(outer.optimizer, outer.anchors, self.session, trained)
 
     def _store(self) -> None:
         """Worker 0's anchors and momentum become the servers'."""
-        counts = self.session.rank == 0
+        if self.session.rank != 0:
+            return
         stores = []
-        for bucket in self._buckets if counts else ():
+        for bucket in self._buckets:
             bucket.pack(self._outer_step.anchors_of(bucket))
             for spec, start, end in self.chunks.of_bucket[bucket.index]:
                 stores.append(self.session.store(spec.key, bucket.flat[start:end].cpu()))
         wait_all(stores)
-        self._at_servers().store_state(counts=counts)
+        self._server_state().store()
 
 
 class _Merge(Part):

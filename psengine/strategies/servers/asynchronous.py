@@ -30,7 +30,6 @@ from psengine.strategies.servers.pushes import Pushes
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.strategies.step_hooks import take_step
 from psengine.strategies.stepping import check_one
-from psengine.tensors.bucket import Bucket
 from psengine.tracing.timeline import span
 
 logger = logging.getLogger(__name__)
@@ -62,6 +61,11 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     name = "async"
     capabilities = replace(ServerStrategy.capabilities, workers_step=False)
 
+    # Made when the worker joins, the others when an optimizer is bound.
+    _written: WrittenWeights
+    _pushes: Pushes
+    _progress: Progress
+
     def __init__(
         self,
         max_staleness: int | None = None,
@@ -87,9 +91,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     def _forget(self) -> None:
         super()._forget()
         self.stepper = None
-        self._pushes: Pushes | None = None
-        self._written: WrittenWeights | None = None
-        self._progress: Progress | None = None
         # Whether the job began with this worker's model.
         self._gave_values = False
 
@@ -99,16 +100,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         if not self._gave_values:
             # Bytes that landed are writes: older graphs and other models may depend on the old values.
             torch.autograd.graph.increment_version(self._replica.state.values())
-        self._pushes = Pushes(self.session, self.chunks)
         self._written = WrittenWeights(self.session, self.chunks, self._replica.parameters)
-        self._progress = Progress(self.session, self._pushes)
-
-    @property
-    def pushes(self) -> Pushes:
-        """The step under way; set by ``join``."""
-        _ = self.session  # a closed strategy raises
-        assert self._pushes is not None, "gradients are sent once the worker has joined"
-        return self._pushes
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
@@ -125,11 +117,12 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         assert self._replica is not None
         parameters = self._replica.parameters
         trained = self.session.attach_optimizer(self.chunks.specs, optimizer, parameters)
-        self.pushes.trained = {spec.key for spec in trained}
         self.stepper = ServerOptimizer(optimizer, parameters, self.session, trained, self.name)
-        if optimizer.state:
+        self._pushes = Pushes(self.session, self.chunks, trained)
+        self._progress = Progress(self.session, self._pushes)
+        if optimizer.state and self._gave_values:
             # Loaded before, from a checkpoint as the model was: like the model it counts where the job began with it.
-            self.stepper.store_state(counts=self._gave_values)
+            self.stepper.store()
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -149,26 +142,21 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
 
         def push_and_pull() -> None:
             bound.check()
-            assert self._written is not None, "made when the worker joined"
-            assert self._progress is not None, "made when the worker joined"
             self._written.store_edited()
             groups = wire_groups(bound.optimizer)
             for bucket in self._buckets:
-                self._pack_and_push(bucket, groups)
-            self.pushes.push_buffers()
-            self.pushes.wait()
+                gradients = [parameter.grad for parameter in bucket.parameters]
+                with span("pack", bucket.facts):
+                    bucket.pack(gradients)
+                missing = {name for name, gradient in zip(bucket.names, gradients, strict=True) if gradient is None}
+                self._pushes.push(bucket, missing=missing, groups=groups)
+            self._pushes.push_buffers()
+            self._pushes.wait()
             self._written.note()
             self.completed_steps += 1
             self._progress.step_ended(groups[0])
 
         return take_step(bound.optimizer, closure, push_and_pull)
-
-    def _pack_and_push(self, bucket: Bucket, groups: Sequence[Mapping[str, Any]]) -> None:
-        gradients = [parameter.grad for parameter in bucket.parameters]
-        with span("pack", bucket.facts):
-            bucket.pack(gradients)
-        missing = {name for name, gradient in zip(bucket.names, gradients, strict=True) if gradient is None}
-        self.pushes.push(bucket, missing=missing, groups=groups)
 
     # ---- another strategy follows ------------------------------------------------------------------------------
 
@@ -191,13 +179,16 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
 
     @override
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        self.bound().fetch_state()
+        self.bound().fetch()
 
     @override
     def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.session.rank != 0:
+        bound = self.bound()
+        bound.note_state()
+        if self.session.rank == 0:
+            bound.store()
+        else:
             logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
-        self.bound().store_state(counts=self.session.rank == 0)
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""The optimizer that servers run in this process's stead: checks, hooks of its step, and its state.
+"""The optimizer that servers run in this process's stead: checks, and its state.
 
 Pushes carry gradients and hyperparameters; they carry neither the list of parameters nor
 the optimizer's state, so a step after a change of those is refused.
@@ -8,31 +8,100 @@ Servers keep flat slots, one element for each of a chunk's; torch keeps tensors 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from typing_extensions import override
 
 from psengine.errors import ConfigurationError
-from psengine.parameter_server.client.operation import wait_all
+from psengine.parameter_server.client.operation import Request, wait_all
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import SLOTS, optimizer_name, slot_names, wire_groups
 from psengine.protocol.layout import ChunkSpec, Segment
-from psengine.strategies.step_hooks import ReplacedOptimizer
 
 # torch counts steps in a tensor for these; SGD does not count.
 _COUNTS_STEPS = ("Adam", "AdamW", "Adagrad", "RMSprop")
 
 
-class ServerOptimizer(ReplacedOptimizer):
-    """The distributed ``optimizer``, as the servers were told of it.
+class ServerState:
+    """The state of ``optimizer``, which servers keep.
 
     Args:
-        optimizer: the distributed one.
-        parameters: name to parameter, for those whose gradients reach the servers.
+        optimizer: the servers were told of it.
+        parameters: name to parameter, for those that servers step.
         session: the worker's.
         specs: the chunks that the optimizer trains, configured with a run for each segment.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        session: WorkerSession,
+        specs: Sequence[ChunkSpec],
+    ) -> None:
+        self.optimizer = optimizer
+        self._parameters = parameters
+        self._session = session
+        self._specs = specs
+
+    def fetch(self) -> None:
+        """Overwrite ``optimizer.state`` by the servers'; parameters that were never stepped get none.
+
+        Slots that are switched off (a momentum of 0) come too, if the servers have them: torch keeps and saves them.
+        """
+        name = optimizer_name(self.optimizer)
+        requests = [[self._session.pull(spec.key, slot=slot) for slot in SLOTS[name]] for spec in self._specs]
+        wait_all([request for pulls in requests for request in pulls])
+        for spec, pulls in zip(self._specs, requests, strict=True):
+            answers = {slot: request.wait() for slot, request in zip(SLOTS[name], pulls, strict=True)}
+            start = 0
+            for index, segment in enumerate(spec.segments):
+                parameter, places = self._parameters[segment.name], slice(start, start + segment.numel)
+                start += segment.numel
+                if segment.start == 0:
+                    self.optimizer.state.pop(parameter, None)
+                for slot, answer in answers.items():
+                    steps = answer.body["steps"][index]
+                    if not steps or answer.payload is None:
+                        continue
+                    state = self.optimizer.state[parameter]
+                    if name in _COUNTS_STEPS:
+                        state["step"] = torch.tensor(steps, dtype=torch.float32)
+                    if slot not in state:
+                        state[slot] = torch.empty_strided(
+                            segment.shape, segment.strides, dtype=parameter.dtype, device=parameter.device
+                        ).zero_()
+                    _elements(state[slot], segment).copy_(answer.payload[places])
+
+    def store(self) -> None:
+        """Overwrite the servers' state by ``optimizer.state``; without state a parameter was never stepped."""
+        name = optimizer_name(self.optimizer)
+        # Also of slots that are switched off.
+        found = {slot for state in self.optimizer.state.values() for slot in state if state[slot] is not None}
+        slots = found.union(slot_names(name, wire_groups(self.optimizer))).intersection(SLOTS[name])
+        requests: list[Request] = []
+        for spec in self._specs:
+            flats = {slot: torch.zeros(spec.numel, dtype=spec.dtype) for slot in slots}
+            steps: list[float] = []
+            start = 0
+            for segment in spec.segments:
+                state = self.optimizer.state.get(self._parameters[segment.name], {})
+                places = slice(start, start + segment.numel)
+                start += segment.numel
+                steps.append(float(state.get("step", state.get("momentum_buffer") is not None)))
+                for slot, flat in flats.items():
+                    if state.get(slot) is not None:
+                        flat[places].copy_(_elements(state[slot], segment))
+            requests += [self._session.store(spec.key, flat, slot=slot, steps=steps) for slot, flat in flats.items()]
+        wait_all(requests)
+
+
+class ServerOptimizer(ServerState):
+    """The distributed ``optimizer``, whose step never runs here, as the servers were told of it.
+
+    Args:
+        optimizer, parameters, session, specs: see ``ServerState``.
         strategy: its name, for messages.
     """
 
@@ -44,114 +113,74 @@ class ServerOptimizer(ReplacedOptimizer):
         specs: Sequence[ChunkSpec],
         strategy: str,
     ) -> None:
-        super().__init__(optimizer, set(parameters.values()), strategy)
-        self._parameters = parameters
-        self._session = session
-        self._specs = specs
-        self._note_state()
+        super().__init__(optimizer, parameters, session, specs)
+        self._strategy = strategy
+        self._groups = self._group_ids()
+        known = {id(parameter) for parameter in parameters.values()}
+        self._untrained = [
+            (group_index, index, parameter)
+            for group_index, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if id(parameter) not in known
+        ]
+        # A fused optimizer's kernel would divide by GradScaler's scale, which servers do not know: so the scaler itself
+        # divides, and leaves out steps with gradients that are not finite.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        self.note_state()
 
-    def _note_state(self) -> None:
+    def note_state(self) -> None:
+        """``optimizer.state`` is a copy of the servers'."""
         self._state = self.optimizer.state
         self._state_count = len(self._state)
 
-    # ---- checks ------------------------------------------------------------------------------------------------
-
     @override
+    def fetch(self) -> None:
+        super().fetch()
+        self.note_state()
+
+    def _group_ids(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+
     def check(self) -> None:
-        """As ``ReplacedOptimizer.check``; also for a state that is not the servers' copy any more."""
-        super().check()
-        state = self.optimizer.state
-        if state is not self._state:
-            difference = "expected the mapping that psengine knows, got another"
-        elif len(state) < self._state_count:
-            difference = f"expected that of {self._state_count} parameters, got {len(state)}"
-        else:
-            return
-        raise ConfigurationError(
-            f"optimizer.state is only a copy of the servers', which do not see it change ({difference}). Fix: to set"
-            " it, optimizer.load_state_dict(...); to reset it, with {'state': {}, 'param_groups':"
-            " optimizer.state_dict()['param_groups']}."
-        )
+        """See that the servers' step is this optimizer's.
 
-    # ---- state -------------------------------------------------------------------------------------------------
-
-    def fetch_state(self) -> None:
-        """Overwrite ``optimizer.state`` by the servers'; parameters that were never stepped get none."""
-        name, slots, landed = self._slots(())
-        requests = {(key, slot): self._session.pull(key, [flat], slot=slot) for (key, slot), flat in landed.items()}
-        # Slots that are switched off (a momentum of 0), if the servers have them: torch keeps them, and saves them.
-        asked = {
-            (s.key, slot): self._session.pull(s.key, slot=slot)
-            for s in self._specs
-            for slot in SLOTS[name]
-            if slot not in slots
-        }
-        wait_all([*requests.values(), *asked.values()])
-        found = {place: request.wait().payload for place, request in asked.items()}
-        kept = {slot for (_, slot), values in found.items() if values is not None}
-        if kept:
-            name, slots, flats = self._slots(kept)
-            landed = flats | {place: values for place, values in found.items() if values is not None} | landed
-            requests |= {place: request for place, request in asked.items() if place[1] in kept}
-        # All slots of a chunk have the same step counts.
-        steps_of = {key: list(request.wait().body.get("steps", [])) for (key, _), request in requests.items()}
-        for spec, segment, index, start in self._segments() if requests else ():
-            parameter = self._parameters[segment.name]
-            steps = steps_of[spec.key]
-            if segment.start == 0:
-                self.optimizer.state.pop(parameter, None)
-            if not steps or not steps[index]:
-                continue
-            state: dict[str, Any] = self.optimizer.state[parameter]
-            if name in _COUNTS_STEPS:
-                state["step"] = torch.tensor(steps[index], dtype=torch.float32)
-            for slot in slots:
-                if segment.start == 0 or slot not in state:
-                    state[slot] = torch.empty_strided(
-                        segment.shape, segment.strides, dtype=parameter.dtype, device=parameter.device
-                    ).zero_()
-                _elements(state[slot], segment).copy_(landed[spec.key, slot][start : start + segment.numel])
-        self._note_state()
-
-    def store_state(self, *, counts: bool) -> None:
-        """Overwrite the servers' state by this worker's ``optimizer.state``, if it counts; without state a parameter
-        was never stepped.
+        Raises:
+            ConfigurationError: its parameters changed, its state is not the servers' copy any more, or there is a
+                gradient that would not be applied.
         """
-        self._note_state()
-        if not counts:
-            return
-        # Also of slots that are switched off.
-        found = {slot for state in self.optimizer.state.values() for slot in state if state[slot] is not None}
-        name, slots, flats = self._slots(found)
-        steps_of = {spec.key: [0.0] * len(spec.segments) for spec in self._specs}
-        for spec, segment, index, start in self._segments():
-            state = self.optimizer.state.get(self._parameters[segment.name], {})
-            if not state:
-                continue
-            steps_of[spec.key][index] = float(state.get("step", 1.0))
-            for slot in slots:
-                if state.get(slot) is not None:
-                    flats[spec.key, slot][start : start + segment.numel].copy_(_elements(state[slot], segment))
-                elif name == "SGD":
-                    steps_of[spec.key][index] = 0.0
-        stores = flats.items()
-        wait_all([self._session.store(key, flat, slot=slot, steps=steps_of[key]) for (key, slot), flat in stores])
-
-    def _slots(self, more: Collection[str]) -> tuple[str, tuple[str, ...], dict[tuple[int, str], torch.Tensor]]:
-        """The optimizer's name, its slots with those of ``more``, and by (key, slot) zeros for a chunk's slot."""
-        name = optimizer_name(self.optimizer)
-        needed = slot_names(name, wire_groups(self.optimizer))
-        slots = tuple(slot for slot in SLOTS[name] if slot in needed or slot in more)
-        flats = {(s.key, slot): torch.zeros(s.numel, dtype=s.dtype) for s in self._specs for slot in slots}
-        return name, slots, flats
-
-    def _segments(self) -> Iterator[tuple[ChunkSpec, Segment, int, int]]:
-        """(chunk, segment, index of its run, its first element in the chunk) of all segments."""
-        for spec in self._specs:
-            start = 0
-            for index, segment in enumerate(spec.segments):
-                yield spec, segment, index, start
-                start += segment.numel
+        groups, state = self._group_ids(), self.optimizer.state
+        if groups != self._groups:
+            expected, got = ([len(group) for group in known] for known in (self._groups, groups))
+            raise ConfigurationError(
+                f"strategy {self._strategy!r} trains the parameters that the optimizer had when"
+                " psengine.DistributedOptimizer was made, each in its group (expected the same ones, in groups of"
+                f" {expected}, got others, in groups of {got}). Fix: give it all of them before, and freeze some until"
+                " they are wanted (requires_grad_(False) after the model was wrapped with find_unused_parameters=True):"
+                " step() leaves alone whose gradient is None. Or use strategy='sync' or 'sync-server', where every"
+                " worker steps itself."
+            )
+        if state is not self._state or len(state) < self._state_count:
+            raise ConfigurationError(
+                "optimizer.state is only a copy of the servers', which do not see it change (expected the mapping that"
+                f" psengine knows, of {self._state_count} parameters, got another, or fewer: {len(state)}). Fix: to set"
+                " it, optimizer.load_state_dict(...); to reset it, with {'state': {}, 'param_groups':"
+                " optimizer.state_dict()['param_groups']}."
+            )
+        for group_index, index, parameter in self._untrained:
+            if parameter.grad is not None:
+                raise ConfigurationError(
+                    f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) has a gradient that was"
+                    " not exchanged: when the model was wrapped it was frozen, or one to ignore, or not there yet"
+                    " (expected grad = None). Fix: freeze it after psengine.DistributedDataParallel(model,"
+                    " find_unused_parameters=True); wrap the model after load_state_dict(..., assign=True); or give it"
+                    " an optimizer of its own."
+                )
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is not None:  # for torch's fused kernels, which divide by it
+            raise ConfigurationError(
+                f"strategy {self._strategy!r} does not divide gradients by optimizer.grad_scale (expected it unset, got"
+                f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
+            )
 
 
 def _elements(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
