@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,6 @@ class ChunkOptimizer:
             overwrite values in place only.
         spec: made for as many elements.
         places: of each run in its tensor, for fused kernels; None: every run is a tensor.
-        make_slot: returns the memory of the slot of this name: zeros, like ``values``; None: a tensor of its own.
 
     Raises:
         ProtocolError: a fused kernel cannot step the chunk's dtype.
@@ -86,7 +85,6 @@ class ChunkOptimizer:
         values: Tensor,
         spec: OptimizerSpec,
         places: Sequence[Place] | None = None,
-        make_slot: Callable[[str], Tensor] | None = None,
     ) -> None:
         assert values.shape == (spec.runs[-1][1] if spec.runs else 0,)
         assert values.is_contiguous()
@@ -95,7 +93,6 @@ class ChunkOptimizer:
         self._spec = spec
         self._groups = list(spec.groups)
         self._places = [(0, end - start) for start, end, _ in spec.runs] if places is None else list(places)
-        self._allocate_slot = make_slot
         self._check_kernels(self._groups)
         self._slots: dict[str, Tensor] = {}
         self._steps = [0.0] * len(spec.runs)
@@ -246,8 +243,7 @@ class ChunkOptimizer:
         return bool(missing)
 
     def _make_slot(self, name: str) -> None:
-        allocate = self._allocate_slot
-        slot = self._slots[name] = torch.zeros_like(self._values) if allocate is None else allocate(name)
+        slot = self._slots[name] = torch.zeros_like(self._values)
         if self._spec.name == "Adagrad":
             for start, end, group in self._spec.runs:
                 if group >= 0:
