@@ -4,7 +4,7 @@
 //
 //   (((x[c-1] + x[c-2]) + x[c-3]) + ...) + x[c]      ranks modulo the world size
 //
-// psengine/collectives/ring_order.py has the whole rule, with the same names.
+// tests/oracles/ring_order.py has the whole rule, with the same names.
 #pragma once
 
 #include <algorithm>

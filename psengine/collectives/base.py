@@ -77,11 +77,6 @@ class Collective(ABC):
         """
         return False
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether ``common_memory`` has some. Final once ``connect`` was called; never asks the other ranks."""
-        return False
-
     def common_memory(self, size_bytes: int) -> Any:
         """Return a writable buffer of ``size_bytes`` zeros that is one memory for all ranks; all ranks call it.
 

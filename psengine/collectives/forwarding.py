@@ -32,11 +32,6 @@ class Forwarding(Collective):
     def scales_for_free(self) -> bool:
         return self.inner.scales_for_free
 
-    @property
-    @override
-    def shares_memory(self) -> bool:
-        return self.inner.shares_memory
-
     @override
     def common_memory(self, size_bytes: int) -> Any:
         return self.inner.common_memory(size_bytes)

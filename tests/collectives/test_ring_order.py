@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from oracles.ring_order import add_in_ring_order
+from oracles.ring_order import MAX_SEGMENT_BYTES, add_in_ring_order
 from support.expectations import raises
 from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks
 
 from psengine.collectives.registry import collective_for, default_group
-from psengine.collectives.ring_order import MAX_SEGMENT_BYTES, chunk_numel, stretches
 from psengine.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -96,28 +95,3 @@ def test_the_order_of_ranks_is_an_option(rank: int, world_size: int) -> None:
     disagreeing = collective_for(dist.new_group(), "shared_memory:order=rank" if rank == 1 else "auto")
     with raises(ConfigurationError, "got, by rank, ring, rank, ring", "Fix: give every rank the same collective"):
         disagreeing.connect()
-
-
-def test_a_part_of_a_tensor_is_added_like_the_whole() -> None:
-    addends = [addend(rank, 70_001, torch.float32) for rank in range(5)]
-    whole = torch.empty(70_001)
-    add_in_ring_order(addends, whole)
-    for first, last in [(0, 1), (13_999, 14_003), (5, 60_000), (70_000, 70_001), (3, 3)]:
-        part = torch.empty(last - first)
-        add_in_ring_order([one[first:last] for one in addends], part, 70_001, first)
-        assert is_same(part, whole[first:last])
-    complex_addends = [addend(rank, 1001, torch.complex64) for rank in range(3)]
-    whole = torch.empty(1001, dtype=torch.complex64)
-    add_in_ring_order(complex_addends, whole)
-    part = complex_addends[1][300:700].clone()
-    add_in_ring_order([complex_addends[0][300:700], part, complex_addends[2][300:700]], part, 1001, 300)
-    assert is_same(part, whole[300:700])
-
-
-@pytest.mark.parametrize(("numel", "element_bytes", "world_size"), [(1, 4, 3), (70_001, 2, 5), (3_000_000, 8, 4)])
-def test_stretches_cover_every_element_once(numel: int, element_bytes: int, world_size: int) -> None:
-    found = list(stretches(numel, element_bytes, world_size))
-    assert [one.first for one in found] == [0, *(one.last for one in found[:-1])]
-    assert found[-1].last == numel
-    assert all(one.last - one.first <= chunk_numel(numel, element_bytes, world_size) for one in found)
-    assert all(sorted(one.ranks) == list(range(world_size)) for one in found)

@@ -1,4 +1,16 @@
-"""What gloo's all-reduce adds, in its order, in plain torch."""
+"""What gloo's all-reduce adds, in its order, in plain torch.
+
+gloo sums dense CPU tensors of every size round a ring (gloo/allreduce.cc, ``ring``; checked with torch 2.13). W ranks
+cut the tensor into W chunks of consecutive elements. Chunk c starts at rank c - 1 and each rank adds its own values to
+what it receives, so every element of the chunk is::
+
+    (((x[c-1] + x[c-2]) + x[c-3]) + ...) + x[c]         ranks modulo W, rounded to the dtype after each addition
+
+The chunks depend on the size of the whole tensor: gloo sends segments of at most 1 MiB, two a rank at least, all of one
+size, and a chunk is a whole number of segments. The last chunks of a small tensor are short or empty.
+
+csrc/shared_memory/ring.h has the same rule in C++.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +18,41 @@ from collections.abc import Sequence
 
 import torch
 
-from psengine.collectives.ring_order import stretches
+MAX_SEGMENT_BYTES = 1024 * 1024
 
 
-def add_in_ring_order(
-    addends: Sequence[torch.Tensor], output: torch.Tensor, numel: int | None = None, first: int = 0
-) -> None:
-    """Write to ``output`` what gloo's all-reduce gives for these elements. Mutates ``output``.
+def chunk_numel(numel: int, element_bytes: int, world_size: int) -> int:
+    """Elements of a chunk, before the last chunks are cut at the tensor's end; at least 1.
 
     Args:
-        addends: by rank, that rank's values of the same elements; contiguous tensors of one dtype and numel.
+        numel: elements of the whole tensor; a complex one counts as twice as many real ones.
+        element_bytes: of one of those.
+        world_size: number of ranks.
+    """
+    max_segment = element_bytes * max(1, MAX_SEGMENT_BYTES // element_bytes)
+    size_bytes = numel * element_bytes
+    segments = _round_up(max(-(-size_bytes // max_segment), 2 * world_size), world_size)
+    segment_bytes = _round_up(max(1, -(-size_bytes // segments)), element_bytes)
+    return segments // world_size * (segment_bytes // element_bytes)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def add_in_ring_order(addends: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+    """Write to ``output`` what gloo's all-reduce gives. Mutates ``output``.
+
+    Args:
+        addends: by rank, that rank's values; contiguous tensors of one dtype and numel.
         output: contiguous, of that dtype and numel. May be the memory of one addend.
-        numel: elements of the whole tensor; None: as many as an addend has.
-        first: where the addends begin in the whole tensor.
     """
     real = [(torch.view_as_real(a) if a.is_complex() else a).view(-1) for a in addends]
     place = (torch.view_as_real(output) if output.is_complex() else output).view(-1)
-    factor = 2 if output.is_complex() else 1
-    first *= factor
-    whole_numel = place.numel() if numel is None else numel * factor
-    for begin, end, ranks in stretches(whole_numel, place.element_size(), len(real), first, first + place.numel()):
-        parts = [real[rank][begin - first : end - first] for rank in ranks]
-        total = parts[0] + parts[1] if len(parts) > 1 else parts[0]
-        for part in parts[2:]:
+    world_size, each = len(real), chunk_numel(place.numel(), place.element_size(), len(real))
+    for chunk, first in enumerate(range(0, place.numel(), each)):
+        parts = [real[(chunk - 1 - step) % world_size][first : first + each] for step in range(world_size)]
+        total = parts[0].clone()
+        for part in parts[1:]:
             total += part
-        place[begin - first : end - first] = total
+        place[first : first + each] = total

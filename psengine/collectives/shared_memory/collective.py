@@ -122,11 +122,6 @@ class SharedMemoryCollective(Forwarding):
     def scales_for_free(self) -> bool:
         return self._group is not None
 
-    @property
-    @override
-    def shares_memory(self) -> bool:
-        return self._group is not None
-
     @override
     def common_memory(self, size_bytes: int) -> Any:
         self.connect()

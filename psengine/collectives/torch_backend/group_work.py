@@ -31,7 +31,7 @@ class GroupWork(dist.Work):
 
     Args:
         operation: in shared memory.
-        result: the tensors that hold the result, which ``result()`` and the future return.
+        result: the tensors that hold the result, which the future returns.
         timeout_s: deadline of the operation.
         finish: called once, after the operation: copies results to their places.
     """
@@ -125,18 +125,6 @@ class GroupWork(dist.Work):
     def is_success(self) -> bool:
         """Whether it is done and has not failed."""
         return self._is_done and self._error is None
-
-    def exception(self) -> Exception | None:
-        """The error of a failed operation."""
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that hold the result, once complete."""
-        return self._result
-
-    def synchronize(self) -> None:
-        """As ``wait``."""
-        self.wait()
 
 
 class Waiter:

@@ -1,11 +1,12 @@
 """A torch.distributed process group whose CPU tensors travel through shared memory: the backend "psengine".
 
-torch offers no constructor for backends written in Python, so this is a whole group. It holds an ordinary one, over
-gloo, for its own set-up and for what shared memory does not do; CUDA tensors go to nccl, made for the first of them::
+torch offers no constructor for backends written in Python, so this is a whole group. Five operations are its own, where
+shared memory covers the tensors. An ordinary group does the rest, over gloo, and over nccl for CUDA tensors::
 
-    all_reduce (SUM, AVG), reduce_scatter (SUM, AVG), broadcast, all_gather, barrier         shared memory
-    send, recv, gather, scatter, reduce, all_to_all, other sums, dtypes, layouts             gloo
-    CUDA tensors                                                                             nccl, else gloo
+    allreduce (SUM, AVG), broadcast, barrier,
+    all_gather_single, reduce_scatter_single (SUM, AVG)                                        shared memory
+    everything else: lists, coalesced, send, recv, gather, other sums, dtypes, layouts         gloo
+    CUDA tensors                                                                               nccl, else gloo
 """
 
 from __future__ import annotations
@@ -35,16 +36,15 @@ LEAVE_S = 0.5
 
 _AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
 _ReduceScatterOptions = torch._C._distributed_c10d.ReduceScatterOptions
-
-
-def _delegated(*names: str) -> Callable[..., dist.Work]:
-    """A method that the ordinary group carries out, under the first of ``names`` that this torch has."""
-
-    def operation(self: SharedMemoryProcessGroup, *arguments: Any, **options: Any) -> dist.Work:
-        return self._delegate(names, *arguments, **options)
-
-    operation.__name__, operation.__doc__ = names[0], "Over the ordinary group."
-    return operation
+_BackendType = dist.ProcessGroup.BackendType
+# Not left to torch: called through a group written in Python, its backends run with the interpreter's lock, which
+# gloo's threads may need before the operation can end.
+_LEFT_OVER = (
+    *("send", "recv", "recv_anysource", "gather", "scatter", "reduce"),
+    *("alltoall", "all_to_all_single", "alltoall_base"),
+    *("allgather", "allgather_coalesced", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "allreduce_coalesced"),
+)
 
 
 class SharedMemoryProcessGroup(dist.ProcessGroup):
@@ -76,20 +76,24 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         # The constructor with a store makes no object that C++ would ask for Python's methods.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
-        self._timeout = timeout
-        self._name = name
-        self._global_ranks = list(global_ranks)
-        self._nccl_options = nccl_options
-        self._has_cuda = False
-        # For what C++ asks of this group without asking Python, it is an ordinary one too.
+        # For what this group's own operations leave over, and what its ranks meet over.
         self._ordinary = dist.ProcessGroup(store, rank, size)
         gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
-        gloo.options.global_ranks_in_group = self._global_ranks
+        gloo.options.global_ranks_in_group = list(global_ranks)
         gloo.options.group_name = name
         self._gloo = gloo
         for group in (self._ordinary, self):
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            group._set_default_backend(_BackendType.GLOO)
+            group._register_backend(torch.device("cpu"), _BackendType.GLOO, gloo)
+            group._register_backend(torch.device("cuda"), _BackendType.GLOO, gloo)
+        if dist.is_nccl_available() and torch.cuda.is_available():
+            options = nccl_options or dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            options.global_ranks_in_group = list(global_ranks)
+            options.group_name = name
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, options)
+            for group in (self._ordinary, self):
+                group._register_backend(torch.device("cuda"), _BackendType.NCCL, nccl)
         ordinary_name: Any = f"{name}/ordinary"
         self._ordinary._set_group_name(ordinary_name)
         self._shared = SharedMemoryCollective(C10dCollective(self._ordinary, timeout.total_seconds()))
@@ -114,112 +118,68 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     # ---- operations in shared memory ----
 
-    def allreduce(self, tensors: Any, opts: Any = None, *arguments: Any, **options: Any) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: Any, *opts: Any, **options: Any) -> dist.Work:  # type: ignore[override]
         """Sum ``tensors``, a list of one, over ranks in place."""
-        if arguments or options or not _sums(tensors, opts, (dist.AllreduceOptions, dist.AllreduceCoalescedOptions)):
-            name = "allreduce_coalesced" if isinstance(opts, dist.AllreduceCoalescedOptions) else "allreduce"
-            return self._delegate((name,), tensors, *_given(opts), *arguments, **options)
+        given = _given(dist.AllreduceOptions, opts, options)
+        if given is None or not isinstance(tensors, list) or not _sums(given, *tensors):
+            return self._ordinary.allreduce(tensors, *opts, **options)
         flat = plain(tensors[0])
-        work = self._shared.all_reduce(flat, self._scale(opts))
-        return self._begun(work, tensors, opts, copying(tensors, [flat]))
+        return self._begun(self._shared.all_reduce(flat, self._scale(given)), tensors, given, [flat])
 
-    def broadcast(self, tensors: Any, opts: Any = None, *arguments: Any, **options: Any) -> dist.Work:  # type: ignore[override]
+    def broadcast(self, tensors: Any, *opts: Any, **options: Any) -> dist.Work:  # type: ignore[override]
         """Overwrite ``tensors``, a list of one, by that of ``opts.rootRank``."""
-        if arguments or options or opts is None or not _copies(tensors, opts, dist.BroadcastOptions):
-            return self._delegate(("broadcast",), tensors, *_given(opts), *arguments, **options)
+        given = _given(dist.BroadcastOptions, opts, options)
+        if given is None or not isinstance(tensors, list) or not _copies(*tensors):
+            return self._ordinary.broadcast(tensors, *opts, **options)
         flat = plain(tensors[0])
-        work: Any = self._shared.broadcast([flat], opts.rootRank)
-        has_news = opts.rootRank != self.rank()
-        return self._begun(work, tensors, opts, copying(tensors, [flat]) if has_news else None)
+        work = self._shared.broadcast([flat], given.rootRank)
+        return self._begun(work, tensors, given, [flat] if given.rootRank != self.rank() else tensors)
 
     def barrier(self, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
         """Wait until every rank has called it."""
-        device = getattr(opts, "device", None)
-        if options or isinstance(opts, timedelta) or (device is not None and device.type != "cpu"):
-            if device is not None and device.type == "cuda":
-                self._add_cuda()
-            return self._delegate(("barrier",), *_given(opts), **options)
-        return self._begun(self._shared.barrier(), (), opts)
+        arguments = () if opts is None else (opts,)
+        given = _given(dist.BarrierOptions, arguments, options)
+        if given is None or (given.device is not None and given.device.type != "cpu"):
+            return self._ordinary.barrier(*arguments, **options)
+        return self._begun(self._shared.barrier(), [], given, [])
 
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
-        """Fill ``output_tensors``, a list of one list, with every rank's tensor, in rank order."""
-        is_ours = not options and _copies(input_tensors, opts, _AllgatherOptions)
-        if not is_ours or not _are_parts(output_tensors, input_tensors[0], self.size()):
-            return self._delegate(("allgather",), output_tensors, input_tensors, *_given(opts), **options)
-        payload = plain(input_tensors[0])
-        gathered = payload.new_empty((self.size(), *payload.shape))
-        work = self._shared.all_gather(gathered, payload)
-        outputs = output_tensors[0]
-        return self._begun(work, outputs, opts, copying(outputs, gathered.unbind()))
-
-    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Any, input: Any, *opts: Any) -> Any:
         """Fill ``output`` with every rank's ``input``, in rank order."""
-        is_ours = all(_copies([tensor], opts, _AllgatherOptions) for tensor in (output, input))
-        if not is_ours or not self._is_whole(output, input):
-            return self._delegate(("all_gather_single", "_allgather_base"), output, input, *_given(opts))
+        given = _given(_AllgatherOptions, opts)
+        if given is None or not _copies(output) or not _copies(input) or not self._is_whole(output, input):
+            return self._ordinary_of("all_gather_single", "_allgather_base")(output, input, *opts)
         whole = plain(output)
-        work = self._shared.all_gather(whole, input)
-        return self._begun(work, [output], opts, copying([output], [whole]))
+        return self._begun(self._shared.all_gather(whole, input), [output], given, [whole])
 
-    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **options: Any) -> dist.Work:  # type: ignore[override]
-        """Sum the lists of ``input_tensors``, a list of one, over ranks; rank r keeps the sum of their r-th tensor."""
-        is_ours = not options and _sums(output_tensors, opts, _ReduceScatterOptions)
-        if not is_ours or not _are_parts(input_tensors, output_tensors[0], self.size()):
-            return self._delegate(("reduce_scatter",), output_tensors, input_tensors, *_given(opts), **options)
-        whole = torch.cat([plain(part).reshape(-1) for part in input_tensors[0]])
-        return self._reduce_scatter(output_tensors[0], whole, opts)
-
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Any, input: Any, *opts: Any) -> Any:
         """Sum ``input`` over ranks; each keeps its part in ``output``."""
-        is_ours = all(_sums([tensor], opts, _ReduceScatterOptions) for tensor in (output, input))
-        if not is_ours or not self._is_whole(input, output):
-            return self._delegate(("reduce_scatter_single", "_reduce_scatter_base"), output, input, *_given(opts))
-        return self._reduce_scatter(output, plain(input), opts)
-
-    def _reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> dist.Work:
+        given = _given(_ReduceScatterOptions, opts)
+        if given is None or not _sums(given, output) or not _sums(given, input) or not self._is_whole(input, output):
+            return self._ordinary_of("reduce_scatter_single", "_reduce_scatter_base")(output, input, *opts)
         part = plain(output)
-        work = self._shared.reduce_scatter(part, whole, self._scale(opts))
-        return self._begun(work, [output], opts, copying([output], [part]))
+        work = self._shared.reduce_scatter(part, plain(input), self._scale(given))
+        return self._begun(work, [output], given, [part])
 
-    # torch's functional collectives call these with one tensor.
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """``allreduce`` of each of ``tensors``."""
-        if len(tensors) == 1:
-            return self.allreduce(tensors, opts)
-        return self._delegate(("allreduce_coalesced",), tensors, *_given(opts))
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """``all_gather_single`` of each of ``inputs``."""
-        if len(inputs) == 1:
-            return self.all_gather_single(outputs[0], inputs[0], opts)
-        names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-        return self._delegate(names, outputs, inputs, *_given(opts))
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """``reduce_scatter_single`` of each of ``inputs``."""
-        if len(inputs) == 1:
-            return self.reduce_scatter_single(outputs[0], inputs[0], opts)
-        names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-        return self._delegate(names, outputs, inputs, *_given(opts))
-
-    # The names before torch 2.13, and those that C++ looks up.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    # The names before torch 2.13.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _ordinary_of(self, *names: str) -> Any:
+        """The ordinary group's operation, under the first of ``names`` that this torch has."""
+        return next(getattr(self._ordinary, name) for name in names if hasattr(self._ordinary, name))
 
     def _begun(
-        self,
-        operation: Work,
-        result: Sequence[torch.Tensor],
-        opts: Any,
-        finish: Callable[[], None] | None = None,
+        self, operation: Work, places: Sequence[torch.Tensor], opts: Any, results: Sequence[torch.Tensor]
     ) -> dist.Work:
-        """The work for ``operation``; complete where the caller waits anyway."""
+        """The work for ``operation``, after which ``results`` are copied to ``places``; complete where the caller waits
+        anyway.
+        """
         assert isinstance(operation, SharedMemoryWork)
-        work = GroupWork(operation, result, self._deadline_s(opts), finish)
-        if getattr(opts, "asyncOp", True):
+        # gloo's where none is given, because set_timeout() and torch's own ways to change a group's timeout change it.
+        timeout_s = opts.timeout.total_seconds()
+        timeout_s = timeout_s if timeout_s > 0 else self._gloo.options._timeout.total_seconds()
+        work = GroupWork(operation, places, timeout_s, copying(places, results))
+        if opts.asyncOp:
             self._waiter.add(work)
         else:
             work.wait()
@@ -230,55 +190,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return whole.numel() == part.numel() * self.size() and whole.dtype == part.dtype
 
     def _scale(self, opts: Any) -> float:
-        return 1.0 / self.size() if opts is not None and opts.reduceOp == dist.ReduceOp.AVG else 1.0
-
-    def _deadline_s(self, opts: Any) -> float:
-        timeout_s: float = opts.timeout.total_seconds() if opts is not None else 0.0
-        # gloo's, because set_timeout() and torch's own ways to change a group's timeout change it there.
-        return timeout_s if timeout_s > 0 else float(self._gloo.options._timeout.total_seconds())
-
-    # ---- everything else ----
-
-    def _delegate(self, names: Sequence[str], *arguments: Any, **options: Any) -> dist.Work:
-        """Have the ordinary group do it, under the first of ``names`` that this torch has."""
-        if _have_cuda(arguments) or _have_cuda(options.values()):
-            self._add_cuda()
-        function = next(getattr(self._ordinary, name) for name in names if hasattr(self._ordinary, name))
-        work: dist.Work = function(*arguments, **options)
-        return work
-
-    send = _delegated("send")
-    recv = _delegated("recv")
-    recv_anysource = _delegated("recv_anysource")
-    gather = _delegated("gather")
-    scatter = _delegated("scatter")
-    reduce = _delegated("reduce")
-    alltoall = _delegated("alltoall")
-    all_to_all_single = alltoall_base = _delegated("all_to_all_single", "alltoall_base")
-    allgather_coalesced = _delegated("allgather_coalesced")
-
-    def _get_backend(self, device: torch.device) -> Any:
-        if device.type == "cuda":
-            self._add_cuda()
-        return super()._get_backend(device)
-
-    def _add_cuda(self) -> None:
-        """Make the backend of CUDA tensors; ranks need not do so together."""
-        if self._has_cuda:
-            return
-        self._has_cuda = True
-        backend: Any = self._gloo
-        kind = dist.ProcessGroup.BackendType.GLOO
-        if dist.is_nccl_available() and torch.cuda.is_available():
-            options = self._nccl_options or dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            options.global_ranks_in_group = self._global_ranks
-            options.group_name = self._name
-            store = PrefixStore("nccl/", self._store)
-            backend = dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
-            kind = dist.ProcessGroup.BackendType.NCCL
-        for group in (self._ordinary, self):
-            group._register_backend(torch.device("cuda"), kind, backend)
+        return 1.0 / self.size() if opts.reduceOp == dist.ReduceOp.AVG else 1.0
 
     # ---- the end ----
 
@@ -305,46 +217,34 @@ def _end_group(waiter: Waiter, shared: SharedMemoryCollective, process_id: int, 
         waiter.stop(LEAVE_S)
 
 
-def _copies(tensors: Any, opts: Any, options: Any) -> bool:
-    """Whether ``tensors`` is a list of one strided CPU tensor, and ``opts`` are None or ``options``."""
-    return (
-        isinstance(tensors, list)
-        and len(tensors) == 1
-        and (opts is None or isinstance(opts, options))
-        and SharedMemoryCollective.copies(tensors[0])
-    )
+def _left_over(name: str) -> Callable[..., dist.Work]:
+    def operation(self: SharedMemoryProcessGroup, *arguments: Any, **options: Any) -> dist.Work:
+        work: dist.Work = getattr(self._ordinary, name)(*arguments, **options)
+        return work
+
+    return operation
 
 
-def _sums(tensors: Any, opts: Any, options: Any) -> bool:
-    """``_copies``, for a reduction that shared memory does, of a dtype that it sums."""
-    if not _copies(tensors, opts, options):
+for _name in _LEFT_OVER:
+    if hasattr(dist.ProcessGroup, _name):  # some have another name in other versions of torch
+        setattr(SharedMemoryProcessGroup, _name, _left_over(_name))
+
+
+def _given(kind: Any, opts: tuple[Any, ...], options: dict[str, Any] | None = None) -> Any:
+    """The options of a call, of type ``kind``; None where it has others, which another overload takes."""
+    if options or len(opts) > 1 or not all(isinstance(given, kind) for given in opts):
+        return None
+    return opts[0] if opts else kind()
+
+
+def _copies(*tensors: torch.Tensor) -> bool:
+    """Whether there is one tensor, which shared memory copies."""
+    return len(tensors) == 1 and SharedMemoryCollective.copies(tensors[0])
+
+
+def _sums(opts: Any, *tensors: torch.Tensor) -> bool:
+    """Whether there is one tensor, and a reduction that shared memory does of it."""
+    if len(tensors) != 1 or not SharedMemoryCollective.sums(tensors[0]):
         return False
-    operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    scales = operation == dist.ReduceOp.AVG and tensors[0].is_floating_point()
-    return SharedMemoryCollective.sums(tensors[0]) and (scales or operation == dist.ReduceOp.SUM)
-
-
-def _are_parts(lists: Any, part: torch.Tensor, world_size: int) -> bool:
-    """Whether ``lists`` is one list with a tensor such as ``part`` for each rank."""
-    return (
-        isinstance(lists, list)
-        and len(lists) == 1
-        and len(lists[0]) == world_size
-        and all(
-            t.shape == part.shape and t.dtype == part.dtype and t.device == part.device and t.layout == part.layout
-            for t in lists[0]
-        )
-    )
-
-
-def _given(opts: Any) -> tuple[Any, ...]:
-    """The options as arguments: none where there are none, because C++ takes no None."""
-    return () if opts is None else (opts,)
-
-
-def _have_cuda(values: Any) -> bool:
-    """Whether there is a CUDA tensor among ``values``, or in their lists."""
-    return any(
-        value.is_cuda if isinstance(value, torch.Tensor) else isinstance(value, list | tuple) and _have_cuda(value)
-        for value in values
-    )
+    operation = opts.reduceOp
+    return bool(operation == dist.ReduceOp.SUM or (operation == dist.ReduceOp.AVG and tensors[0].is_floating_point()))
