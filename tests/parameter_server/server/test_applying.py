@@ -12,15 +12,6 @@ from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.layout import ChunkKind, job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
-OPTIMIZERS = {
-    "sgd": ("SGD", {"lr": 0.1}),
-    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
-    "adam": ("Adam", {"lr": 0.01, "amsgrad": True}),
-    "adamw": ("AdamW", {"lr": 0.01}),
-    "adagrad": ("Adagrad", {"lr": 0.05}),
-    "rmsprop": ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
-}
-
 
 def fleet(size, numel=6, *, values=None, kind=ChunkKind.PARAMETER, optimizer=None, **options):
     world = World()
@@ -39,9 +30,14 @@ def whole(world):
     return [(chunk.meta, {name: tensor.tolist() for name, tensor in chunk.tensors.items()}) for chunk in chunks]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_like_torch(name):
-    kind, options = OPTIMIZERS[name]
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+        ("Adam", {"lr": 0.01, "amsgrad": True}),
+    ],
+)
+def test_steps_like_torch(kind, options):
     parameter = torch.nn.Parameter(gradient(40, 99))
     optimizer = getattr(torch.optim, kind)([parameter], **options)
     configured = {"name": kind, "groups": wire_groups(optimizer)}
@@ -163,8 +159,8 @@ class TestLoans:
     @staticmethod
     def lend(world, worker):
         fields = {"job": job_number(worker.job), "worker": worker.worker, "incarnation": worker.incarnation}
-        message = Message(MessageType.PUSH, key=0, sequence=1, view=worker.view, **fields)
-        message.dtype, message.numel, message.payload = torch.float32, 6, torch.ones(6)
+        values = {"dtype": torch.float32, "numel": 6, "payload": torch.ones(6)}
+        message = Message(MessageType.PUSH, key=0, sequence=1, view=worker.view, **fields, **values)
         (answer,) = world.shard.apply(message, Sender(worker.route, ""))
         lent = encode(answer.message)[-1]
         answer.place.hold(lent)

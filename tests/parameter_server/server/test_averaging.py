@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from support.shard_world import AVERAGE, World, codes, push_all, rule_of, spec, team, world_of
@@ -19,26 +18,17 @@ from psengine.protocol.messages import ErrorCode, MessageType
 QUORUM = AVERAGE | {"quorum": 2}
 
 
-def gradients(size, numel, dtype=torch.float32, seed=0):
+def gradients(size, numel, seed=0):
     generator = torch.Generator().manual_seed(seed)
     # Of very different sizes, so that another order of summation shows.
     scales = torch.logspace(-3, 3, size).unsqueeze(1)
-    return list((torch.randn(size, numel, generator=generator) * scales).to(dtype))
+    return list(torch.randn(size, numel, generator=generator) * scales)
 
 
 def reference(grads):
-    """Added up in the order given, by NumPy, in float32 (float64 for float64)."""
-    wide = np.float64 if grads[0].dtype is torch.float64 else np.float32
-    total = grads[0].to(torch.float64 if wide is np.float64 else torch.float32).numpy().copy()
-    for gradient in grads[1:]:
-        total = total + gradient.to(torch.float32 if wide is np.float32 else torch.float64).numpy()
-    if len(grads) > 1:
-        total = total / wide(len(grads))
-    return torch.from_numpy(total).to(grads[0].dtype)
-
-
-def equal(left, right):
-    return left.dtype is right.dtype and torch.equal(left, right)
+    """Added up in the order given, in float32."""
+    total = sum((one.float() for one in grads[1:]), grads[0].float())
+    return (total / len(grads)).to(grads[0].dtype)
 
 
 def named(step, *ranks):
@@ -55,7 +45,7 @@ class TestSums:
                 assert not workers[rank].inbox
                 workers[rank].push(0, step, grads[rank])
             for worker in workers:
-                assert equal(worker.updates()[step], reference(grads))
+                assert torch.equal(worker.updates()[step], reference(grads))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
     def test_buffers_become_those_of_the_lowest_rank(self, dtype):
@@ -63,7 +53,7 @@ class TestSums:
         values = [torch.tensor([rank, 1, 0, rank]).to(dtype) for rank in range(3)]
         for rank in (2, 0, 1):
             workers[rank].push(0, 1, values[rank])
-        assert all(equal(worker.updates()[1], values[0]) for worker in workers)
+        assert all(torch.equal(worker.updates()[1], values[0]) for worker in workers)
 
     def test_non_finite_values_are_passed_on_and_counted(self):
         world, workers = world_of(2, [spec(0, 2)])
@@ -81,14 +71,10 @@ class TestSums:
         workers[1].push(0, 1, None)
         (answer,) = workers[2].push(0, 1, grads[2])
         assert answer.body == {"contributors": 2}
-        assert equal(payload_tensor(answer), reference([grads[0], grads[2]]))
-
-    def test_if_all_abstain_there_are_zeros(self):
-        workers = team(World(), 2, [spec(0, 3, torch.bfloat16)])
-        workers[0].push(0, 1, None)
-        (answer,) = workers[1].push(0, 1, None)
+        assert torch.equal(payload_tensor(answer), reference([grads[0], grads[2]]))
+        *_, answer = [answer for worker in workers for answer in worker.push(0, 2, None)]
         assert answer.body == {"contributors": 0}
-        assert equal(payload_tensor(answer), torch.zeros(3, dtype=torch.bfloat16))
+        assert torch.equal(payload_tensor(answer), torch.zeros(8))
 
 
 class TestViews:

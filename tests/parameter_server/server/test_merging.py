@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.shard_world import MERGE, SGD, World, rule_of, spec, team
+from support.shard_world import MERGE, SGD, rule_of, spec, world_of
 
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.views import Release
@@ -13,11 +13,10 @@ NUMEL = 6
 NESTEROV = SGD | {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def start(size, shards=1):
+def start(size):
     """Workers of a job with one chunk of ones."""
-    world = World(shards=shards)
-    values = {0: torch.ones(NUMEL)}
-    return world, team(world, size, [spec(0, NUMEL)], values=values, rule=MERGE, optimizer={"groups": [NESTEROV]})
+    options = {"values": {0: torch.ones(NUMEL)}, "rule": MERGE, "optimizer": {"groups": [NESTEROV]}}
+    return world_of(size, [spec(0, NUMEL)], **options)
 
 
 class Oracle:
@@ -123,10 +122,7 @@ class TestViews:
             push(worker, 1)
         named = world.release(workers[:1], 1, contributors=((0, 1), (1, 1)), number=1)
         assert rule_of(world).version == 1
-        world = World()
-        workers = team(
-            world, 3, [spec(0, NUMEL)], values={0: torch.ones(NUMEL)}, rule=MERGE, optimizer={"groups": [NESTEROV]}
-        )
+        world, workers = start(3)
         for worker in workers:
             push(worker, 1)
         world.publish(workers[:1], releases=(named,))  # the release comes with the view
