@@ -678,20 +678,6 @@ def test_members_that_were_all_silent_come_back_and_resume():
     assert (bench.ranks, bench.view.from_step) == ([0, 1], 10)
 
 
-def test_who_was_prepared_before_all_were_silent_is_prepared_again():
-    bench, first, second = crew(AVERAGE)
-    second.obeys = False
-    first.life(1, 11)
-    bench.wait(3 * LEASE_S)
-    first.reconnect()
-    second.reconnect()
-    assert first.count(MessageType.PREPARE) == 2
-    first.completed = 3
-    second.prepare(second.last(MessageType.PREPARE).view)
-    assert bench.view.from_step == 1  # the first was frozen before it had more
-    assert bench.ranks == [0, 1]
-
-
 def test_who_comes_waits_for_silent_members_no_longer_than_their_lease():
     bench, _, second = crew(AVERAGE)
     second.obeys = False
@@ -889,47 +875,6 @@ def test_a_merge_waits_for_its_quorum_and_the_grace_window():
     assert len(first.releases) == 3
     bench.wait(10.0, *team)
     assert first.releases[-1].contributors == ((1, 3), (2, 3))
-
-
-def test_a_merge_does_not_wait_for_who_abstained_or_died():
-    bench, first, second, third = crew(MERGE, 3)
-    third.step(1, abstained=True)
-    first.step(1)
-    assert first.releases == []
-    second.step(1)
-    assert first.releases[-1].contributors == ((0, 1), (1, 1))
-    third.step(2)
-    bench.wait(LEASE_S + 1, first)
-    first.step(2)
-    assert first.releases[-1].contributors == ((0, 2),)
-
-
-def test_a_merge_that_some_shard_may_lack_stands_in_the_next_view():
-    bench, first, second = crew(MERGE)
-    first.step(1)
-    second.step(1)
-    assert len(first.releases) == 1
-    bench.evict(1)
-    assert bench.view.releases == tuple(first.releases)
-    first.completed = 1
-    first.heartbeat()
-    second.hello()
-    assert bench.view.releases == ()
-
-
-def test_a_merge_that_a_restarted_shard_lost_is_named_anew_for_who_has_no_answer():
-    bench, first, second = crew(MERGE)
-    first.step(1)
-    second.step(1)
-    second.completed = 1
-    second.heartbeat()
-    first.life(1, 90, chunks=2)
-    assert bench.view.releases == ()
-    first.step(1)
-    first.step(1)  # said again
-    assert [one.contributors for one in first.releases] == [((0, 1), (1, 1)), ((0, 1),)]
-    second.step(1)
-    assert len(first.releases) == 2
 
 
 # ---- for people --------------------------------------------------------------------------------------------------

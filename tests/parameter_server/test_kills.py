@@ -290,25 +290,6 @@ def test_a_restarted_worker_gets_weights_buffers_and_momenta(server, waits_for_e
     assert not alone or alone == list(range(alone[0], alone[-1] + 1))
 
 
-def test_the_old_life_of_a_restarted_worker_is_fenced(server):
-    """A stopped process whose rank was given to another comes back as nobody: what it pushes changes nothing."""
-    with worker_processes() as workers:
-        survivor = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=0)
-        old = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
-        old.wait_for("step", at_least=5)
-        old.signal(signal.SIGSTOP)
-        new = workers.start(train_sync, server.addresses[0], ENDLESS, 2, 0.01, rank=1)
-        _, entered_s = new.wait_for("entered")
-        old.signal(signal.SIGCONT)
-        text, failed_s = old.wait_for("failed")
-        for words in ("ServerRefusedError", "duplicate_rank", "rank 1 of job 'default'"):
-            assert words in text
-        assert failed_s - entered_s < REJOIN_S + GRACE_S
-        results = end_soon([survivor, new])
-    assert_same_end(results)
-    phases_of(results[0], (0, 1))
-
-
 # ---- 3: servers are killed and restarted -----------------------------------------------------------------------------
 
 
@@ -524,27 +505,6 @@ def test_async_restarted_worker_begins_with_the_servers_weights(server):
     versions = {v for shard in server.job("default") for v in (shard["version_min"], shard["version_max"])}
     total = steps_of(survivor) + steps_of(first_life) + steps_of(second_life)
     assert total <= min(versions) <= max(versions) <= total + 1
-
-
-@pytest.mark.parametrize("bound", [slow(None), 1])
-def test_async_goes_on_past_a_stopped_worker(server, bound):
-    train = functools.partial(train_async, options={"max_staleness": bound})
-    with worker_processes() as workers:
-        members = [workers.start(train, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
-        members[1].wait_for("step", at_least=10)
-        members[1].signal(signal.SIGSTOP)
-        assert_goes_on([members[0], members[2]], time.monotonic())
-        members[1].signal(signal.SIGCONT)
-        continued_s = time.monotonic()
-        _, done_s = members[1].wait_for("step", at_least=steps_of(members[1]) + 2)
-        assert done_s - continued_s < REJOIN_S
-        for member in members:
-            member.go(-1)
-        reasons = [reason for refusals in results_of(members) for reason in refusals]
-    applied = sum(shard["applied"] for shard in server.job("default"))
-    assert applied == reasons.count(None)
-    # Only with a bound there is something to keep: what was computed before that worker went is too old then.
-    assert set(reasons) <= ({None} if bound is None else {None, "stale"})
 
 
 def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path):

@@ -16,7 +16,7 @@ from support.processes import forkserver
 from support.server_process import running_server
 from support.shard_world import APPLY, AVERAGE, SGD, World, spec, team
 from support.waiting import eventually
-from support.worker_sessions import all_entered, entered
+from support.worker_sessions import crew, entered
 
 from psengine import DistributedDataParallel, SyncServer
 from psengine.errors import ServerError
@@ -103,9 +103,8 @@ def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
         others = [entered_worker(server.addresses[0], rank) for rank in (0, 2)]
         for other in others:
             push(other)
-        worker = forkserver.Process(
-            target=stop_half_way, args=(server.addresses[0], theirs, 2.0 if is_lost else 20.0), daemon=True
-        )
+        arguments = server.addresses[0], theirs, 2.0 if is_lost else 20.0
+        worker = forkserver.Process(target=stop_half_way, args=arguments, daemon=True)
         worker.start()
         try:
             assert ours.poll(20)
@@ -135,16 +134,12 @@ def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
 
 
 def test_an_answer_may_land_on_what_was_pushed():
-    with running_server() as server:
-        session = entered_worker(server.addresses[0], 0, workers=1)
-        try:
-            memory = packed(session, ONES)
-            for version in (1, 2):
-                memory.fill_(1.0)
-                session.push(0, memory, [memory]).wait()
-                assert memory.eq(-version).all()
-        finally:
-            session.close()
+    with running_server() as server, entered_worker(server.addresses[0], 0, workers=1) as session:
+        memory = packed(session, ONES)
+        for version in (1, 2):
+            memory.fill_(1.0)
+            session.push(0, memory, [memory]).wait()
+            assert memory.eq(-version).all()
 
 
 def average(sessions: Sequence[WorkerSession], value: float) -> list[Push]:
@@ -160,24 +155,19 @@ def average(sessions: Sequence[WorkerSession], value: float) -> list[Push]:
 
 
 def test_averages_are_read_where_the_server_makes_them_and_stay_while_somebody_may_read_them():
-    with running_server() as server:
-        sessions = all_entered(server.addresses[0], 2, [spec(0, NUMEL)], rule=AVERAGE)
-        try:
-            for step in range(4):
-                pushes = average(sessions, float(step))
-                assert all(one.take() is not None for one in pushes)
-            kept = pushes[0].take()
-            del pushes
-            sessions.pop(0).close()
-            # Of two places one is read by a worker that has left, the other has the last average: then it is copied.
-            found = {average(sessions, float(step))[0].take() is None for step in range(4, 10)}
-            assert found == {False, True}
-            assert kept.eq(3.0).all()
-            del kept
-            eventually(lambda: [average(sessions, 1.0)[0].take() is None for _ in range(4)] == [False] * 4)
-        finally:
-            for session in sessions:
-                session.close()
+    with running_server() as server, crew(server.addresses[0], 2, [spec(0, NUMEL)], rule=AVERAGE) as sessions:
+        for step in range(4):
+            pushes = average(sessions, float(step))
+            assert all(one.take() is not None for one in pushes)
+        kept = pushes[0].take()
+        del pushes
+        sessions.pop(0).close()
+        # Of two places one is read by a worker that has left, the other has the last average: then it is copied.
+        found = {average(sessions, float(step))[0].take() is None for step in range(4, 10)}
+        assert found == {False, True}
+        assert kept.eq(3.0).all()
+        del kept
+        eventually(lambda: [average(sessions, 1.0)[0].take() is None for _ in range(4)] == [False] * 4)
 
 
 def test_a_bucket_of_many_chunks_is_one_piece_of_the_servers_memory():

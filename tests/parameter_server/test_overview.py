@@ -14,18 +14,10 @@ def merged(*shards):
 
 
 def test_counts_are_added_and_extremes_kept():
+    counts = {"refused": {"stale": 1, "non_finite": 4}, "staleness": {2: 1, 0: 1}, "max_staleness": 3, "evicted": 1}
     view = merged(
         shard(worker(0), worker(1), refused={"stale": 2}, staleness={0: 3, 12: 1}, max_staleness=12, evicted=1),
-        shard(
-            worker(0, pushes=7, refused=2, late=1),
-            worker(1),
-            version_min=2,
-            version_max=5,
-            refused={"stale": 1, "non_finite": 4},
-            staleness={2: 1, 0: 1},
-            max_staleness=3,
-            evicted=1,
-        ),
+        shard(worker(0, pushes=7, refused=2, late=1), worker(1), version_min=2, version_max=5, **counts),
     )
     assert (view.kind, view.chunks, view.values_bytes, view.applied) == ("async", 6, 200, 14)
     assert (view.version_min, view.version_max, view.members) == (2, 9, 2)

@@ -12,13 +12,13 @@ from contextlib import closing
 import pytest
 import torch
 import zmq
+from support.waiting import eventually
 
 from psengine.kernels.native import extension
 from psengine.parameter_server import zero_copy
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import buffer_of
 
-DEADLINE_S = 10.0
 pytestmark = pytest.mark.skipif(not hasattr(extension, "note_sent"), reason="needs the native extension")
 
 
@@ -26,16 +26,9 @@ pytestmark = pytest.mark.skipif(not hasattr(extension, "note_sent"), reason="nee
 def sockets():
     with zmq.Context() as context, context.socket(zmq.PAIR) as left, context.socket(zmq.PAIR) as right:
         left.linger = right.linger = 0
-        left.rcvtimeo = int(DEADLINE_S * 1000)
+        left.rcvtimeo = 10_000
         right.connect(f"tcp://127.0.0.1:{left.bind_to_random_port('tcp://127.0.0.1')}")
         yield left, right
-
-
-def eventually(is_so):
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def test_the_bytes_arrive_and_the_memory_is_free_afterwards(sockets):

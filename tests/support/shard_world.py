@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 
 import torch
 
@@ -245,3 +246,23 @@ def codes(messages):
 
 def rule_of(world, key=0, job="demo", shard=0):
     return world.shards[shard].jobs[job_number(job)].rules[key]
+
+
+def assert_same_states(found, expected):
+    """Jobs of shards as snapshots have them: equal to the bit."""
+
+    def described(jobs):
+        return [(job.name, job.meta, [(one.key, one.meta, list(one.tensors)) for one in job.chunks]) for job in jobs]
+
+    for jobs, others in zip(found, expected, strict=True):
+        assert json.dumps(described(jobs)) == json.dumps(described(others))
+        chunks, twins = ([one for job in some for one in job.chunks] for some in (jobs, others))
+        for chunk, twin in zip(chunks, twins, strict=True):
+            for name, tensor in chunk.tensors.items():
+                wanted = twin.tensors[name]
+                assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
+                assert torch.equal(bits(tensor), bits(wanted)), (chunk.key, name)
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

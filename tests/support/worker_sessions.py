@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,3 +37,15 @@ def all_entered(
     options["world_size"] = workers
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda rank: entered(addresses, rank, specs, **options), range(workers)))
+
+
+@contextmanager
+def crew(
+    addresses: str | Sequence[str], workers: int, specs: Sequence[ChunkSpec] = (), **options: Any
+) -> Iterator[list[WorkerSession]]:
+    """``all_entered``, until the end of the block."""
+    with ExitStack() as stack:
+        sessions = all_entered(addresses, workers, specs, **options)
+        for session in sessions:
+            stack.callback(session.close)
+        yield sessions

@@ -27,25 +27,20 @@ def ways(session: WorkerSession) -> set[str]:
 
 
 def test_a_client_on_loopback_goes_through_the_socket_and_survives_a_restart():
-    with running_server() as server:
-        session = entered(server.addresses[0], 0, SPECS)
+    with running_server() as server, entered(server.addresses[0], 0, SPECS) as session:
         beside = {socket_beside(address) for address in server.addresses}
-        try:
+        assert ways(session) == beside
+        assert exchange(session, 1.0) == 1.0
+        server.kill()
+        with running_server(bind=server.addresses[0]):
+            assert exchange(session, 2.0) == 2.0
             assert ways(session) == beside
-            assert exchange(session, 1.0) == 1.0
-            server.kill()
-            with running_server(bind=server.addresses[0]):
-                assert exchange(session, 2.0) == 2.0
-                assert ways(session) == beside
-        finally:
-            session.close()
 
 
 def test_a_server_on_ipc_has_no_second_one(tmp_path):
-    with running_server(bind=f"ipc://{tmp_path}/socket") as server:
-        session = entered(server.addresses[0], 0, SPECS)
-        try:
-            assert exchange(session, 5.0) == 5.0
-            assert ways(session) == set(server.addresses)
-        finally:
-            session.close()
+    with (
+        running_server(bind=f"ipc://{tmp_path}/socket") as server,
+        entered(server.addresses[0], 0, SPECS) as session,
+    ):
+        assert exchange(session, 5.0) == 5.0
+        assert ways(session) == set(server.addresses)

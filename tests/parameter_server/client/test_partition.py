@@ -12,12 +12,8 @@ from psengine.protocol.layout import ChunkKind, balance
 from psengine.protocol.messages import MAX_NAME_CHARS, MAX_PAYLOAD_BYTES, MAX_SEGMENTS, Message, MessageType
 
 
-def described(*numels, prefix="w"):
-    return [(f"{prefix}{i}", (n,), (1,), n) for i, n in enumerate(numels)]
-
-
-def total_of(specs, name):
-    return sum(s.numel for spec in specs for s in spec.segments if s.name == name)
+def described(*numels):
+    return [(f"w{i}", (n,), (1,), n) for i, n in enumerate(numels)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,23 +48,15 @@ def test_many_small_tensors_respect_the_bounds_of_a_message(tensors):
     assert len(specs) > 1
     for spec in specs:
         assert len(spec.segments) <= MAX_SEGMENTS
-        body = spec.to_body()
-        message = Message(
-            MessageType.REGISTER,
-            key=spec.key,
-            body={"kind": body["kind"], "segments": body["segments"]},
-            payload=torch.zeros(spec.numel),
-        )
-        frames = encode(message)
+        body = {name: value for name, value in spec.to_body().items() if name in ("kind", "segments")}
+        frames = encode(Message(MessageType.REGISTER, key=spec.key, body=body, payload=torch.zeros(spec.numel)))
         assert len(frames[1]) <= MAX_DESCRIPTION_BYTES
         assert decode(frames).numel == spec.numel
 
 
 def test_what_just_fits_is_taken():
-    for name in ("n", "n" * MAX_NAME_CHARS):
-        (spec,) = cut(ChunkKind.PARAMETER, [(name, (2,), (1,), 2)], torch.float32, 0)
-        assert spec.segments[0].name == name
-    assert len(cut(ChunkKind.PARAMETER, described(3), torch.float32, 0, 4)) == 3
+    (spec,) = cut(ChunkKind.PARAMETER, [("n" * MAX_NAME_CHARS, (2,), (1,), 2)], torch.float32, 0)
+    assert spec.segments[0].name == "n" * MAX_NAME_CHARS
     specs = cut(ChunkKind.PARAMETER, described(MAX_PAYLOAD_BYTES // 4), torch.float32, 0, MAX_PAYLOAD_BYTES)
     assert [spec.size_bytes for spec in specs] == [MAX_PAYLOAD_BYTES]
 

@@ -115,31 +115,6 @@ class TestRefusals:
         assert whole(world) == before
 
 
-class TestBound:
-    def test_an_answer_is_held_and_leaves_with_the_weights_of_then(self):
-        world, workers = fleet(2, max_staleness=1)
-        assert 1 in {m.sequence for m in workers[0].push(0, 1, torch.ones(6))}
-        assert workers[0].push(0, 2, torch.ones(6)) == []
-        assert workers[0].waits(0, 2) == [1]
-        workers[1].push(0, 1, torch.ones(6))
-        newest = workers[1].updates()[1]
-        assert not workers[0].take(MessageType.UPDATED)[1:]
-        world.release(workers[1:], 1)
-        assert torch.equal(workers[0].updates()[2], newest)
-
-
-class TestOnce:
-    def test_no_view_takes_back_what_was_applied(self):
-        world, workers = fleet(2)
-        push_all(workers, 1, torch.ones(6))
-        world.publish(workers[:1], from_step=1)
-        world.publish(workers, from_step=1)
-        workers[1].updates()
-        assert workers[1].resume([(0, 1)])["missing"] == []
-        assert list(workers[1].updates()) == [1]
-        assert rule_of(world).version == 2
-
-
 class TestLoans:
     """Weights that a socket still reads; tests/parameter_server/server/test_sending.py has a real one."""
 

@@ -72,6 +72,12 @@ def test_ipc_paths_are_for_their_owner_and_are_not_taken_over(tmp_path):
     assert path.exists()  # left behind by the kill
     with running_server(bind=f"ipc://{path}") as server, Peer(server.addresses[0]) as peer:
         assert peer.hello().type.name == "WELCOME"
+        assert "--snapshot-dir" in snapshot(peer)
+    (tmp_path / "file").write_text("mine")
+    words = r"exit code 3(.|\n)*expected nothing at that path.*, got a file\)"
+    with pytest.raises(ServerFailedError, match=words), running_server(bind=f"ipc://{tmp_path}/file"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------
@@ -94,21 +100,29 @@ def test_the_command_serves_until_sigterm():
         assert command.wait() == 0
 
 
+@pytest.fixture(scope="module")
+def taken_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["--no-such-option"], 2, "No such option"),
         (["--bind", "tcp://0.0.0.0:0"], 2, "need keys"),
         (["--bind", "ipc:///absent/directory/socket"], 3, "could not be bound"),
+        (["--bind", "tcp://127.0.0.1:{port}"], 3, "127.0.0.1:{port}"),
+        (["--bind", "tcp://127.0.0.1:0", "--status-port", "{port}"], 3, "--status-port"),
         (["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", "/absent/directory/below"], 4, "/absent/directory/below"),
         (["--version"], 0, "psengine-server 0"),
     ],
 )
-def test_exit_codes(arguments, code, words):
-    with running_server_command(arguments) as command:
+def test_exit_codes(arguments, code, words, taken_port):
+    with running_server_command([argument.format(port=taken_port) for argument in arguments]) as command:
         assert command.wait() == code
         shown = command.stdout + command.stderr
-        assert words in shown
+        assert words.format(port=taken_port) in shown
         assert "Traceback" not in shown
 
 
@@ -130,19 +144,6 @@ def test_a_start_that_fails_before_its_threads_run_says_why(tmp_path):
     ended = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
     assert ended.returncode == 4, ended.stderr
     assert "psengine-server ends: its disk is full" in ended.stderr
-
-
-def test_a_taken_port_is_exit_code_3():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with running_server_command(["--bind", f"tcp://127.0.0.1:{port}"]) as command:
-            assert command.wait() == 3
-            assert f"127.0.0.1:{port}" in command.stderr
-        with running_server_command(["--bind", "tcp://127.0.0.1:0", "--status-port", str(port)]) as command:
-            assert command.wait() == 3
-            assert "--status-port" in command.stderr
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------
@@ -201,16 +202,6 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path):
     assert not list(directory.glob("unfinished-*"))
 
 
-# ---- snapshots -------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_without_a_directory_is_refused():
-    with running_server() as server, Peer(server.addresses[0]) as peer:
-        answer = peer.request("ADMIN", body={"action": "snapshot"}, sequence=77)
-        assert (answer.type.name, answer.body["code"], answer.sequence) == ("ERROR", "snapshot_failed", 77)
-        assert "--snapshot-dir" in answer.body["text"]
-
-
 # ---- an embedded server ----------------------------------------------------------------------------------------
 
 
@@ -222,10 +213,8 @@ def test_an_embedded_server_ends_when_stdin_closes_and_nobody_is_left():
             peer.make_job(torch.zeros(10))
             server.signal(signal.SIGINT)  # Ctrl-C goes to the whole process group
             os.close(writer)
-            for _ in range(8):
-                time.sleep(0.2)
-                peer.request("HEARTBEAT", body={"completed": 0, "blocked": False})
-                assert server.is_alive
+            time.sleep(0.5)
+            assert server.is_alive
         assert server.wait(5.0) == 0  # by the end of the lease
 
 
@@ -273,24 +262,17 @@ def test_health_status_and_metrics(tmp_path):
             assert snapshot(peer) == "Durable to generation 1."
             assert get(f"{server.status_url}/healthz") == (200, "ok\n")
             status = server.status()
-            assert status["healthy"]
-            assert status["addresses"] == server.addresses
+            assert (status["healthy"], status["addresses"]) == (True, server.addresses)
             assert [shard["index"] for shard in status["shards"]] == [0, 1]
-            assert status["shards"][0]["jobs"]["job"]["applied"] == 1
             code, text = get(f"{server.status_url}/metrics")
         assert code == 200
         for line in (
             'psengine_applied_total{shard="0",training_job="job"} 1.0',
             'psengine_duplicates_total{shard="0",training_job="job"} 1.0',
-            'psengine_workers{shard="0",training_job="job"} 1.0',
-            'psengine_pushes_total{shard="0",training_job="job",worker="0"} 1.0',
-            'psengine_staleness_bucket{le="0.0",shard="0",training_job="job"} 1.0',
             "psengine_snapshot_generation 1.0",
-            "psengine_snapshot_failures_total 0.0",
             "psengine_healthy 1.0",
         ):
             assert line in text, text
-        assert 'psengine_memory_bytes{shard="0"}' in text
 
 
 # ---- peers that misbehave --------------------------------------------------------------------------------------

@@ -73,17 +73,6 @@ def test_records_come_back_over_segments_and_lives(tmp_path, kind):
     assert read(disk, second)[0] == [6, 7, 8, 9, 11, 12]
 
 
-def test_a_group_is_synced_once_and_known_durable_only_then():
-    log = Written()
-    log.append(5)
-    log.log.write()
-    log.append(2)
-    assert (log.log.end, log.log.durable, log.log.written) == (8, 0, 6)
-    log.log.sync()
-    assert (log.log.durable, log.disk.syncs) == (6, 2)  # one of them made the file durable
-    assert read(log.disk.after_power_loss())[0] == [1, 2, 3, 4, 5]
-
-
 def test_a_segment_is_synced_before_the_next_exists():
     log = Written().append(2)
     log.log.cut()
@@ -169,31 +158,6 @@ def test_the_segment_that_a_generation_goes_on_in_is_there_or_refused():
     ):
         with pytest.raises(SnapshotError, match=f"{third} .*{words}"):
             read(MemoryDisk(damaged), place)
-
-
-def test_a_full_disk_takes_the_same_records_later():
-    log = Written().group(1)
-    used_bytes = sum(map(len, log.disk.files.values()))
-    log.disk.capacity_bytes = used_bytes + 50
-    log.append(2)
-    for room_bytes in (1 << 20, 100):
-        with pytest.raises(OSError, match=r"[Nn]o (space|room)") as error:
-            log.log.write(room_bytes)
-        assert error.value.errno == errno.ENOSPC
-        assert log.log.durable == 2
-    log.disk.capacity_bytes = 1 << 20
-    log.write()
-    assert read(log.disk)[0] == [1, 2, 3]
-
-
-def test_a_failed_sync_is_no_durability():
-    log = Written().group(1).append(1)
-    log.disk.sync_error = errno.EIO
-    log.log.write()
-    with pytest.raises(OSError, match="sync failed"):
-        log.log.sync()
-    assert log.log.durable == 2
-    assert read(log.disk.after_power_loss())[0] == [1]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])

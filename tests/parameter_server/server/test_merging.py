@@ -75,15 +75,6 @@ def test_merges_are_applied_in_the_order_of_their_releases_once():
     assert rule_of(world).version == 2
 
 
-def test_a_later_push_proves_that_the_one_before_was_answered():
-    world, workers = start(2)
-    push(workers[0], 1)
-    assert push(workers[0], 2) == push(workers[0], 2) == []  # once more: a repeat
-    world.release(workers, 1, contributors=((0, 2),))
-    assert list(workers[0].updates()) == [2]
-    assert rule_of(world).version == 1
-
-
 @pytest.mark.parametrize("keeps_log", [False, True])
 def test_without_a_log_a_restart_brings_back_no_contribution_that_may_be_answered(keeps_log):
     world, workers = start(1)
@@ -102,16 +93,6 @@ def test_what_does_not_count_is_answered_at_once_and_not_waited_for():
     push(workers[1], 1)
     world.release(workers, 1, contributors=((0, 1), (1, 1)))
     assert list(workers[1].updates()) == [1]
-
-
-def test_a_chunk_that_a_worker_did_not_push_in_the_step_is_merged_without_it():
-    world, workers = start(2)
-    push(workers[1], 1)
-    world.release(workers, 1, contributors=((0, 3), (1, 1)))  # worker 0's step 3 was of other chunks
-    assert not workers[1].updates()
-    push(workers[0], 4)
-    assert list(workers[1].updates()) == [1]
-    assert not workers[0].updates()
 
 
 class TestViews:
@@ -136,13 +117,3 @@ class TestViews:
         assert workers[0].waits(0, 1) == [1]
         world.publish(workers[:1])
         torch.testing.assert_close(workers[0].updates()[1], Oracle().merge((difference(0, 1), 1)))
-
-    def test_who_left_is_answered_when_it_comes_back_where_all_that_it_brought_is_lost(self):
-        world, workers = start(2)
-        push(workers[0], 1)
-        world.release(workers, 1, contributors=((0, 1), (1, 1)))
-        world.publish(workers[:1])
-        assert rule_of(world).version == 1
-        world.publish(workers)
-        assert rule_of(world).has(1, 1)  # nobody names it again
-        assert not rule_of(world).has(1, 2)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
 import torch
-from support.shard_world import APPLY, World, spec, team
+from support.shard_world import APPLY, MERGE, World, assert_same_states, spec, team
 
 from psengine.codecs.registry import resolve_codec
 from psengine.errors import SnapshotError
@@ -38,7 +37,7 @@ RULES = {
     "inverse": APPLY | {"staleness_scaling": "inverse"},
     "compensated": APPLY | {"max_staleness": 2, "delay_compensation": 0.5},
     "adaptive": APPLY | {"delay_compensation": 0.5, "compensation_decay": 0.9},
-    "merge": {"name": "merge", "quorum": 2, "grace": 0.5},
+    "merge": MERGE,
 }
 CODECS = ["", "bf16", "int8", "fp4", "onebit", "topk:ratio=0.25"]
 SPECS = [spec(0, 70), spec(1, 33), spec(2, 5, kind=ChunkKind.BUFFER)]
@@ -144,20 +143,6 @@ class Logged:
             one.take()
 
 
-def assert_same(states, expected):
-    assert [state.name for state in states] == [state.name for state in expected]
-    for state, other in zip(states, expected, strict=True):
-        assert json.dumps(state.meta) == json.dumps(other.meta)
-        assert [chunk.key for chunk in state.chunks] == [chunk.key for chunk in other.chunks]
-        for chunk, twin in zip(state.chunks, other.chunks, strict=True):
-            assert json.dumps(chunk.meta) == json.dumps(twin.meta)
-            assert chunk.tensors.keys() == twin.tensors.keys()
-            for name, tensor in chunk.tensors.items():
-                wanted = twin.tensors[name]
-                assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
-                assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)), (chunk.key, name)
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec or "none")
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_and_codec_comes_back_bit_for_bit(tmp_path, rule, codec):
@@ -175,10 +160,10 @@ def test_every_rule_and_codec_comes_back_bit_for_bit(tmp_path, rule, codec):
         expected = logged.world.shard.capture()
         assert expected[0].chunks[0].meta["version"] > 0
         found = recover(logged.store)
-        assert_same(found.shards[0], expected)
+        assert_same_states([found.shards[0]], [expected])
         assert (found.generation, found.ends[0].number, found.notes) == (logged.store.newest, logged.log.end, [])
         logged.store.disk.delete(f"generation-{found.generation:012d}")
-        assert_same(recover(logged.store).shards[0], expected)
+        assert_same_states(recover(logged.store).shards, [expected])
 
 
 @pytest.fixture
@@ -201,9 +186,9 @@ def test_a_life_goes_on_from_the_last_one_s_end(logged):
     logged.push(logged.workers[1])
     logged.write()
     expected = logged.world.shard.capture()
-    assert_same(recover(logged.store).shards[0], expected)
+    assert_same_states(recover(logged.store).shards, [expected])
     logged.store.disk.delete(f"generation-{logged.store.newest:012d}")
-    assert_same(recover(logged.store).shards[0], expected)
+    assert_same_states(recover(logged.store).shards, [expected])
 
 
 @pytest.mark.parametrize("asks_by", [MessageType.RESUME, MessageType.PUSH])
@@ -228,7 +213,7 @@ def test_who_asks_again_after_a_restart_gets_the_same_answers_in_the_replay(tmp_
         logged.push(other)
     assert list(first.updates()) == [3]
     logged.write()
-    assert_same(recover(logged.store).shards[0], logged.world.shard.capture())
+    assert_same_states(recover(logged.store).shards, [logged.world.shard.capture()])
 
 
 def test_coordinators_and_dropped_jobs_come_back(logged):
@@ -245,13 +230,12 @@ def test_coordinators_and_dropped_jobs_come_back(logged):
 def test_a_log_that_is_gone_is_refused_until_somebody_says_that_it_is_lost(logged, tmp_path, damage):
     name = segment_name(0, logged.log.begun)
     path = tmp_path / name
-    if damage == "exchanged":
-        path.unlink()
-        ShardLog(logged.store.disk, 0, EPOCH + 5, Place(logged.log.begun - 1, 1, EPOCH)).write()
-    elif damage == "emptied":
+    if damage == "emptied":
         path.write_bytes(b"")
     else:
         path.unlink()
+    if damage == "exchanged":
+        ShardLog(logged.store.disk, 0, EPOCH + 5, Place(logged.log.begun - 1, 1, EPOCH)).write()
     with pytest.raises(SnapshotError, match=f"(?s){name} .*empty file {tmp_path}/{WITHOUT_LOG}"):
         recover(logged.store)
     (tmp_path / WITHOUT_LOG).touch()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.shard_world import assert_same_states
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.durability import restoring
@@ -31,10 +32,6 @@ SHAPES = {
 }
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Random bytes, so that NaNs of every kind and denormals are among them."""
     if dtype is torch.bool:
@@ -44,40 +41,17 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape) if count else tensor
 
 
-def assert_same(got: list[list[JobState]], wanted: list[list[JobState]]) -> None:
-    assert [[(job.name, job.meta) for job in jobs] for jobs in got] == [
-        [(job.name, job.meta) for job in jobs] for jobs in wanted
-    ]
-    for got_jobs, wanted_jobs in zip(got, wanted, strict=True):
-        for got_job, wanted_job in zip(got_jobs, wanted_jobs, strict=True):
-            assert len(got_job.chunks) == len(wanted_job.chunks)
-            for a, b in zip(got_job.chunks, wanted_job.chunks, strict=True):
-                assert (a.key, a.meta, list(a.tensors)) == (b.key, b.meta, list(b.tensors))
-                for name, tensor in b.tensors.items():
-                    assert (a.tensors[name].dtype, a.tensors[name].shape) == (tensor.dtype, tensor.shape)
-                    assert torch.equal(bits(a.tensors[name]), bits(tensor)), name
-
-
-def state(number: int, *, shards: int = 2, numel: int = 1000) -> list[list[JobState]]:
+def state(number: int, shards: int = 2, numel: int = 1000) -> list[list[JobState]]:
     """Two jobs whose every value and version tells ``number`` and the shard: a mixture of generations shows."""
-    return [
-        [
-            JobState(
-                name,
-                {"version": number, "shard": shard},
-                [
-                    ChunkState(
-                        shard + shards * index,
-                        {"version": number, "last_sequence": {"0": number}},
-                        {"values": torch.full((numel,), number + shard / 2), "slot/step": torch.tensor(number)},
-                    )
-                    for index in range(3)
-                ],
-            )
-            for name in ("main", "probe é")
-        ]
-        for shard in range(shards)
-    ]
+
+    def chunk(shard: int, index: int) -> ChunkState:
+        tensors = {"values": torch.full((numel,), number + shard / 2), "slot/step": torch.tensor(number)}
+        return ChunkState(shard + shards * index, {"version": number, "last_sequence": {"0": number}}, tensors)
+
+    def job(shard: int, name: str) -> JobState:
+        return JobState(name, {"version": number, "shard": shard}, [chunk(shard, index) for index in range(3)])
+
+    return [[job(shard, name) for name in ("main", "probe é")] for shard in range(shards)]
 
 
 def save(store: Generations, number: int, **options: int) -> int:
@@ -85,7 +59,7 @@ def save(store: Generations, number: int, **options: int) -> int:
 
 
 def assert_is_state(loaded, number: int, **options: int) -> None:
-    assert_same(loaded[1].shards, state(number, **options))
+    assert_same_states(loaded[1].shards, state(number, **options))
 
 
 def generations(directory: Path) -> list[str]:
@@ -125,21 +99,9 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(store):
     assert store.save(ServerState(saved, places, coordinators)) == 1
     generation, loaded, notes = store.load()
     assert (generation, notes) == (1, [])
-    assert_same(loaded.shards, saved)
+    assert_same_states(loaded.shards, saved)
     assert (loaded.places, loaded.coordinators) == (places, coordinators)
     assert read_places(store.disk, 1) == places
-
-
-# ---- generations ----------------------------------------------------------------------------------------------------
-
-
-def test_two_generations_are_kept_and_numbers_go_on(tmp_path):
-    for first in (1, 4):
-        with opened(tmp_path / "s") as store:
-            assert [save(store, number) for number in range(first, first + 3)] == [first, first + 1, first + 2]
-            assert generations(store.disk.directory) == names(first + 1, first + 2)
-            assert store.newest == first + 2
-            assert_is_state(store.load(), first + 2)
 
 
 # ---- damage ---------------------------------------------------------------------------------------------------------
@@ -210,23 +172,28 @@ def test_no_readable_generation_is_an_error_that_names_all(store):
 # ---- writing fails --------------------------------------------------------------------------------------------------
 
 
-def test_the_rename_comes_after_every_fsync_and_before_the_last(store, monkeypatch):
-    events = []
-    rename = os.rename
+def watch_syncs(monkeypatch, do):
+    """Call ``do(path)`` before each fsync of a file or a directory."""
 
-    def recording(sync):
+    def watched(sync):
         def one(descriptor):
-            events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+            do(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
             sync(descriptor)
 
         return one
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+
+
+def test_the_rename_comes_after_every_fsync_and_before_the_last(store, monkeypatch):
+    events, rename = [], os.rename
 
     def recording_rename(old, new):
         events.append(f"{Path(old).name} -> {Path(new).name}")
         rename(old, new)
 
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, recording(getattr(os, name)))
+    watch_syncs(monkeypatch, lambda path: events.append(path.name))
     monkeypatch.setattr(os, "rename", recording_rename)
     save(store, 1)
     unfinished = f"unfinished-{names(1)[0]}"
@@ -237,18 +204,13 @@ def test_the_rename_comes_after_every_fsync_and_before_the_last(store, monkeypat
 def test_a_failed_fsync_keeps_the_older_generation(store, monkeypatch, failing):
     calls = []
 
-    def failing_once(sync):
-        def one(descriptor):
-            calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-            if len(calls) == failing + 1:
-                raise OSError(errno.EIO, "Input/output error")
-            sync(descriptor)
-
-        return one
+    def fail_once(path):
+        calls.append(path)
+        if len(calls) == failing + 1:
+            raise OSError(errno.EIO, "Input/output error")
 
     save(store, 1)
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, failing_once(getattr(os, name)))
+    watch_syncs(monkeypatch, fail_once)
     with pytest.raises(SnapshotError) as caught:
         save(store, 2)
     text = str(caught.value)
@@ -262,21 +224,9 @@ def test_a_failed_fsync_keeps_the_older_generation(store, monkeypatch, failing):
     assert_is_state(store.load(), 3)
 
 
-class Room:
-    """How much there is on the disk."""
-
-    def __init__(self, store, monkeypatch):
-        self.free_bytes = 1 << 40
-        monkeypatch.setattr(store.disk, "free_bytes", lambda: self.free_bytes, raising=True)
-
-
 def log_files(store, *numbers):
     for number in numbers:
         (store.disk.directory / segment_name(0, number)).touch()
-
-
-def files(store):
-    return sorted(path.name for path in store.disk.directory.iterdir() if path.name != "lock")
 
 
 def logged(number):
@@ -287,35 +237,33 @@ def test_segments_stay_as_long_as_a_generation_goes_on_in_them(store):
     log_files(store, 1, 2, 3, 4)
     for number in (2, 3, 4):
         store.save(logged(number))
-    assert files(store) == names(2, 3) + [segment_name(0, number) for number in (3, 4)]
+    assert generations(store.disk.directory) == names(2, 3) + [segment_name(0, number) for number in (3, 4)]
     # A shard that has no log any more, and a server that keeps none.
     (store.disk.directory / segment_name(1, 1)).touch()
     store.save(logged(4))
-    assert segment_name(1, 1) not in files(store)
+    assert segment_name(1, 1) not in generations(store.disk.directory)
     for _ in range(2):
         save(store, 5)
-    assert files(store) == names(5, 6)
+    assert generations(store.disk.directory) == names(5, 6)
 
 
 def test_where_there_is_little_room_one_generation_goes_before_the_next_is_there(store, monkeypatch):
-    room = Room(store, monkeypatch)
     log_files(store, 1, 2, 3)
     for number in (1, 2):
         store.save(logged(number))
-    room.free_bytes = store.needed_bytes - 1
+    monkeypatch.setattr(store.disk, "free_bytes", lambda: store.needed_bytes - 1)
     monkeypatch.setattr(store.disk, "create", lambda name: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(SnapshotError, match=rf"expected room for {store.needed_bytes} bytes, got .*2 stays durable"):
         store.save(logged(3))
-    assert files(store) == names(2) + [segment_name(0, number) for number in (2, 3)]
+    assert generations(store.disk.directory) == names(2) + [segment_name(0, number) for number in (2, 3)]
 
 
 def test_with_a_log_only_the_newest_is_kept_where_there_is_little_room(store, monkeypatch):
-    room = Room(store, monkeypatch)
     log_files(store, 1, 2)
-    room.free_bytes = generations_module.LOW_BYTES - 1
+    monkeypatch.setattr(store.disk, "free_bytes", lambda: generations_module.LOW_BYTES - 1)
     for number in (1, 2):
         store.save(logged(number))
-    assert files(store) == [*names(2), segment_name(0, 2)]
+    assert generations(store.disk.directory) == [*names(2), segment_name(0, 2)]
     for _ in range(2):
         save(store, 3)
     assert generations(store.disk.directory) == names(3, 4)
@@ -324,43 +272,25 @@ def test_with_a_log_only_the_newest_is_kept_where_there_is_little_room(store, mo
 # ---- other numbers of shards ----------------------------------------------------------------------------------------
 
 
-def chunk_places(shards: list[list[JobState]], name: str) -> dict[int, int]:
-    places = [
-        (chunk.key, i) for i, jobs in enumerate(shards) for job in jobs if job.name == name for chunk in job.chunks
-    ]
-    assert len(dict(places)) == len(places)
-    return dict(places)
-
-
 def test_chunks_survive_other_numbers_of_shards_once_each(store, monkeypatch):
-    def merged(metas):
-        return {"shard": sum(meta["shard"] for meta in metas), "n": len(metas)}
+    monkeypatch.setattr(restoring, "merge_job_meta", lambda metas: {"n": len(metas)})
 
-    monkeypatch.setattr(restoring, "merge_job_meta", merged)
-    two = [
-        [
-            JobState(
-                name,
-                {"shard": shard},
-                [ChunkState(key, {"k": key}, {"v": torch.full((10 + key,), key)}) for key in range(shard, 12, 2)],
-            )
-            for name in ("a", "b")
-        ]
-        for shard in range(2)
-    ]
-    shards = two
+    def job(name, shard):
+        keys = range(shard, 12, 2)
+        return JobState(name, {}, [ChunkState(key, {}, {"v": torch.full((10 + key,), key)}) for key in keys])
+
+    shards = [[job(name, shard) for name in ("a", "b")] for shard in range(2)]
     for count in (3, 1, 2):
         store.save(ServerState(shards))
         loaded = store.load()[1].shards
         shards = restoring.distribute(loaded, count)
-        for name in ("a", "b"):
-            assert sorted(chunk_places(shards, name)) == list(range(12))
-        assert len(shards) == count
-        for jobs in shards:
-            assert [job.name for job in jobs] == ["a", "b"]
-            for job in jobs:
-                assert job.meta["n"] == len(loaded)
-                for chunk in job.chunks:
-                    assert torch.equal(chunk.tensors["v"], torch.full((10 + chunk.key,), chunk.key))
-        sizes = [sum(chunk.tensors["v"].nbytes for job in jobs for chunk in job.chunks) for jobs in shards]
+        assert [[(job.name, job.meta) for job in jobs] for jobs in shards] == [
+            [(name, {"n": len(loaded)}) for name in ("a", "b")]
+        ] * count
+        for number in range(2):
+            assert sorted(chunk.key for jobs in shards for chunk in jobs[number].chunks) == list(range(12))
+        chunks = [[chunk for job in jobs for chunk in job.chunks] for jobs in shards]
+        for chunk in (one for some in chunks for one in some):
+            assert torch.equal(chunk.tensors["v"], torch.full((10 + chunk.key,), chunk.key))
+        sizes = [sum(chunk.tensors["v"].nbytes for chunk in some) for some in chunks]
         assert max(sizes) - min(sizes) <= 2 * 8 * 21

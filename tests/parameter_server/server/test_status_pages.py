@@ -111,39 +111,34 @@ def test_connections_beyond_the_limit_are_closed_and_make_room():
 # ---- metrics ---------------------------------------------------------------------------------------------------
 
 
-def status_with_everything(name="j", **changes):
-    """A server with one worker of which all is known, 2 steps behind another."""
+@pytest.fixture
+def metrics():
+    """Of a server with a worker of which all is known, 2 steps behind another."""
     snapshot = SnapshotStatus(interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error="")
-    workers = [
-        worker(3, **{"step": 12, "staleness": {1: 9, 5: 1}, **TIMES} | changes),
-        worker(4, step=14),
-    ]
+    workers = [worker(3, step=12, staleness={1: 9, 5: 1}, **TIMES), worker(4, step=14)]
     counts = {"refused": {"non_finite": 2}, "staleness": {0: 2, 64: 1}, "staleness_sum": 500}
-    return server_status(shard(*workers, name=name, **counts), snapshot=snapshot)
+    status = server_status(shard(*workers, name="j", **counts), snapshot=snapshot)
+    return render_metrics(status)[1].decode()
 
 
-def test_metrics_tell_of_workers():
-    text = render_metrics(status_with_everything())[1].decode()
+def test_metrics_tell_of_workers(metrics):
+    for name, value in {
+        "step": 12.0, "lag_steps": 2.0, "loss": 0.25, "step_seconds": 0.5, "compute_seconds": 0.2,
+        "blocked_seconds": 0.3, "staleness_p99": 5.0,
+    }.items():  # fmt: skip
+        assert f'psengine_worker_{name}{{training_job="j",worker="3"}} {value}' in metrics, metrics
     for line in (
-        'psengine_worker_step{training_job="j",worker="3"} 12.0',
-        'psengine_worker_lag_steps{training_job="j",worker="3"} 2.0',
-        'psengine_worker_loss{training_job="j",worker="3"} 0.25',
-        'psengine_worker_step_seconds{training_job="j",worker="3"} 0.5',
-        'psengine_worker_compute_seconds{training_job="j",worker="3"} 0.2',
-        'psengine_worker_blocked_seconds{training_job="j",worker="3"} 0.3',
-        'psengine_worker_staleness_p99{training_job="j",worker="3"} 5.0',
         'psengine_job_workers{state="live",training_job="j"} 2.0',
         'psengine_staleness_bucket{le="+Inf",shard="0",training_job="j"} 3.0',
         'psengine_staleness_sum{shard="0",training_job="j"} 500.0',
     ):
-        assert line in text, text
+        assert line in metrics, metrics
     # Prometheus would rename it: the label is its own, of what it scrapes.
-    assert not re.search(r"[{,]job=", text)
+    assert not re.search(r"[{,]job=", metrics)
 
 
-def test_grafana_asks_only_for_metrics_there_are():
-    text = render_metrics(status_with_everything())[1].decode()
-    exported = set(re.findall(r"^(psengine_\w+?)(?:\{| )", text, re.MULTILINE))
+def test_grafana_asks_only_for_metrics_there_are(metrics):
+    exported = set(re.findall(r"^(psengine_\w+?)(?:\{| )", metrics, re.MULTILINE))
     board = json.loads(GRAFANA.read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     queries = [variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
@@ -159,9 +154,7 @@ def test_grafana_asks_only_for_metrics_there_are():
         for match in re.finditer(r"psengine_(?:worker_|job_workers)", text):
             assert re.search(r"(max|min)( by \([a-z, ]+\))? ?\($", text[: match.start()]), text
     for panel in board["panels"]:
-        for target in panel.get("targets", []):
-            legend = target["legendFormat"]
-            assert "{{shard}}" not in legend or "{{instance}}" in legend
-    for panel in board["panels"]:
+        legends = [target["legendFormat"] for target in panel.get("targets", [])]
+        assert not [legend for legend in legends if "{{shard}}" in legend and "{{instance}}" not in legend]
         assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

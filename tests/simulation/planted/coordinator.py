@@ -10,69 +10,32 @@ from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.decisions import Bound, Merge, Quorum
 from psengine.parameter_server.server.coordinator.workers import Workers
 from psengine.protocol.messages import MessageType
-from simulation.planted.registry import after, constant, plant, then
+from simulation.planted.registry import Bug, after, constant, plant, then
 
 # ---- who takes part --------------------------------------------------------------------------------------------------
 
 
-def _with_view(**changes: Any) -> Any:
+def _with_view(**changes: Any) -> Bug:
     """Views have other fields: functions of what they had."""
 
-    def make(publish: Any) -> Any:
-        def one(self: Coordinator, newcomers: Any) -> None:
-            view = module.View
+    def publish_changed(publish, self, newcomers):
+        view = module.View
 
-            def changed(*arguments: Any, **fields: Any) -> Any:
-                return view(
-                    *arguments, **{**fields, **{name: change(fields[name]) for name, change in changes.items()}}
-                )
+        def changed(*arguments, **fields):
+            return view(*arguments, **fields | {name: change(fields[name]) for name, change in changes.items()})
 
-            with mock.patch.object(module, "View", changed):
-                publish(self, newcomers)
+        with mock.patch.object(module, "View", changed):
+            publish(self, newcomers)
 
-        return one
-
-    return make
+    return publish_changed
 
 
-def _is_spare_at_once(is_spare: Any) -> Any:
-    return lambda leaver, members: True
-
-
-def _takes_over(hear: Any) -> Any:
-    def one(self: Coordinator, message: Any, sender: Any) -> None:
-        holder = self.workers.by_rank.get(message.body.get("rank"))
-        if holder is not None:
-            holder.nonce = message.body["nonce"]
-        hear(self, message, sender)
-
-    return one
-
-
-def _incarnation_again(new: Any) -> Any:
-    def one(self: Workers, rank: int, message: Any, user_id: str, wall_s: float) -> Any:
-        known = self.by_rank.get(rank)
-        worker = new(self, rank, message, user_id, wall_s)
-        worker.incarnation = worker.incarnation if known is None else known.incarnation
-        return worker
-
-    return one
-
-
-def _begin_early(coordinator: Coordinator) -> None:
-    if coordinator._donation is not None:
-        coordinator._donation = coordinator._donation[0], coordinator._donation[1] - 1
-
-
-plant("a view does not wait for what members have completed", Coordinator, "_unprepared", constant([]))
 plant("a view begins one step too late", Coordinator, "_publish", _with_view(from_step=lambda step: step + 1))
 plant("a view begins one step too early", Coordinator, "_publish", _with_view(from_step=lambda step: max(1, step - 1)))
 plant("nobody returns the average that some lack", Coordinator, "_publish", _with_view(donor=lambda donor: None))
 plant("a view has no decisions", Coordinator, "_publish", _with_view(releases=lambda releases: ()))
-plant("a worker may leave at once", module, "_is_spare", _is_spare_at_once)
-plant("another process is taken for the one that has the rank", Coordinator, "_hello", _takes_over)
-plant("a new process gets its predecessor's number", Workers, "new", _incarnation_again)
-plant("a joiner begins one step too early", Coordinator, "_hear_donated", then(_begin_early))
+plant("a view does not wait for what members have completed", Coordinator, "_unprepared", constant([]))
+plant("a worker may leave at once", module, "_is_spare", constant(True))
 plant("no lease ever ends", Coordinator, "_put_out_silent", constant(None))
 plant("a restarted shard is not heard of", Coordinator, "_hear_life", constant(None))
 plant("who is cut off from a shard stays", Coordinator, "_put_out_cut_off", constant(None))
@@ -81,42 +44,54 @@ plant("views do not grow", Coordinator, "_next_number", after(lambda number: max
 plant("a coordinator that resumes begins with whoever is back", Coordinator, "_expect", constant(None))
 
 
+@plant("another process is taken for the one that has the rank", Coordinator, "_hello")
+def _take_over(hear, self, message, sender):
+    holder = self.workers.by_rank.get(message.body.get("rank"))
+    if holder is not None:
+        holder.nonce = message.body["nonce"]
+    hear(self, message, sender)
+
+
+@plant("a new process gets its predecessor's number", Workers, "new")
+def _use_incarnation_again(new, self, rank, message, user_id, wall_s):
+    known = self.by_rank.get(rank)
+    worker = new(self, rank, message, user_id, wall_s)
+    worker.incarnation = worker.incarnation if known is None else known.incarnation
+    return worker
+
+
+def _begin_early(coordinator):
+    if coordinator._donation is not None:
+        coordinator._donation = coordinator._donation[0], coordinator._donation[1] - 1
+
+
+plant("a joiner begins one step too early", Coordinator, "_hear_donated", then(_begin_early))
+
 # ---- decisions -------------------------------------------------------------------------------------------------------
 
 
-def _quorum(change: int) -> Any:
-    def make(init: Any) -> Any:
-        def one(self: Any, job: Any, quorum: int, *arguments: Any) -> None:
-            init(self, job, max(1, quorum + change), *arguments)
-
-        return one
-
-    return make
+def _need_less(init, self, job, quorum, *arguments):
+    init(self, job, max(1, quorum - 1), *arguments)
 
 
-def _fastest(decide: Any) -> Any:
-    def one(self: Bound, now_s: float) -> Any:
-        fastest = max((one.committed for one in self.members), default=0)
-        with mock.patch.object(self, "_least", return_value=fastest):
-            return decide(self, now_s)
-
-    return one
+def _count_absent(commit, self, worker, step, *, abstained, now_s):
+    return commit(self, worker, step, abstained=False, now_s=now_s)
 
 
-def _counts_absent(commit: Any) -> Any:
-    return lambda self, worker, step, *, abstained, now_s: commit(self, worker, step, abstained=False, now_s=now_s)
-
-
-def _says_it_again(send: Any) -> Any:
-    return lambda self, worker, message: (
-        None if message.type is MessageType.RELEASE and worker.rank else send(self, worker, message)
-    )
-
-
-plant("an average's quorum is one too small", Quorum, "__init__", _quorum(-1))
-plant("a merge's quorum is one too small", Merge, "__init__", _quorum(-1))
-plant("workers without a gradient fill the quorum", Quorum, "commit", _counts_absent)
-plant("workers without a difference are merged", Merge, "commit", _counts_absent)
-plant("the fastest worker is the floor", Bound, "decide", _fastest)
+plant("an average's quorum is one too small", Quorum, "__init__", _need_less)
+plant("a merge's quorum is one too small", Merge, "__init__", _need_less)
+plant("workers without a gradient fill the quorum", Quorum, "commit", _count_absent)
+plant("workers without a difference are merged", Merge, "commit", _count_absent)
 plant("a grace window never ends", Merge, "_is_over", constant(False))
-plant("decisions go to worker 0 alone", Coordinator, "_send", _says_it_again)
+
+
+@plant("the fastest worker is the floor", Bound, "decide")
+def _follow_the_fastest(decide, self, now_s):
+    fastest = max((one.committed for one in self.members), default=0)
+    with mock.patch.object(self, "_least", return_value=fastest):
+        return decide(self, now_s)
+
+
+@plant("decisions go to worker 0 alone", Coordinator, "_send")
+def _tell_worker_0(send, self, worker, message):
+    return None if message.type is MessageType.RELEASE and worker.rank else send(self, worker, message)

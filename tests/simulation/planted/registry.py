@@ -3,84 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 from simulation.scenario import draw
 from simulation.world import run
 
-Patch = Callable[[ExitStack], None]
-PLANTED: dict[str, Patch] = {}
+Bug = Callable[..., Any]
+# By name: the owner and name of an attribute, and what it is with the bug.
+PLANTED: dict[str, tuple[Any, str, Any]] = {}
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Inside, the product has this bug."""
-    with ExitStack() as stack:
-        PLANTED[name](stack)
+    with mock.patch.object(*PLANTED[name]):
         yield
 
 
-def plant(name: str, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
-    """Register: ``make`` turns what ``owner.attribute`` is into what it is with the bug."""
+def plant(name: str, owner: Any, attribute: str, bug: Bug | None = None, *, value: Any = None) -> Any:
+    """Register: ``bug(what it was, *arguments)`` is called in the place of ``owner.attribute``, or that is ``value``.
 
-    def patch(stack: ExitStack) -> None:
-        stack.enter_context(mock.patch.object(owner, attribute, make(getattr(owner, attribute))))
+    Without either it decorates the bug.
+    """
+    if value is None and bug is None:
+        return lambda function: plant(name, owner, attribute, function)
+    real = getattr(owner, attribute)
 
-    PLANTED[name] = patch
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        assert bug is not None
+        return bug(real, *arguments, **options)
+
+    PLANTED[name] = owner, attribute, wrong if value is None else value
+    return bug
 
 
-def constant(value: Any) -> Callable[[Any], Any]:
+def constant(value: Any) -> Bug:
     """What was there is not called; the result is always this."""
-    return lambda _: lambda *arguments, **options: value
+    return lambda real, *arguments, **options: value
 
 
-def after(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def after(change: Callable[[Any], Any]) -> Bug:
     """The result is changed."""
-    return lambda function: lambda *arguments, **options: change(function(*arguments, **options))
+    return lambda real, *arguments, **options: change(real(*arguments, **options))
 
 
-def then(action: Callable[[Any], None]) -> Callable[[Any], Any]:
+def then(action: Callable[[Any], None]) -> Bug:
     """Something happens to the object after the method."""
 
-    def make(method: Any) -> Any:
-        def one(self: Any, *arguments: Any, **options: Any) -> Any:
-            result = method(self, *arguments, **options)
-            action(self)
-            return result
+    def bug(method: Any, self: Any, *arguments: Any, **options: Any) -> Any:
+        result = method(self, *arguments, **options)
+        action(self)
+        return result
 
-        return one
-
-    return make
+    return bug
 
 
-def keeping(name: str) -> Callable[[Any], Any]:
+def keeping(name: str) -> Bug:
     """What the method takes out of this dictionary of the object stays there."""
 
-    def make(method: Any) -> Any:
-        def one(self: Any, *arguments: Any, **options: Any) -> Any:
-            kept = dict(getattr(self, name))
-            result = method(self, *arguments, **options)
-            setattr(self, name, kept | getattr(self, name))
-            return result
+    def bug(method: Any, self: Any, *arguments: Any, **options: Any) -> Any:
+        kept = dict(getattr(self, name))
+        result = method(self, *arguments, **options)
+        setattr(self, name, kept | getattr(self, name))
+        return result
 
-        return one
-
-    return make
+    return bug
 
 
-def without(owner: Any, attribute: str) -> Callable[[Any], Any]:
-    """While the function runs, another does nothing."""
+def with_patch(*patch: Any, **options: Any) -> Bug:
+    """While the function runs, something else is patched, as by ``mock.patch.object``."""
 
-    def make(function: Any) -> Any:
-        def one(*arguments: Any, **options: Any) -> Any:
-            with mock.patch.object(owner, attribute):
-                return function(*arguments, **options)
+    def bug(function: Any, *arguments: Any, **keywords: Any) -> Any:
+        with mock.patch.object(*patch, **options):
+            return function(*arguments, **keywords)
 
-        return one
-
-    return make
+    return bug
 
 
 def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
