@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accuracy.run import mean_text
 from accuracy.studies import STUDIES
 from accuracy.tasks import task_of
-from accuracy.trainings import Plan, train_in_ranks, train_in_turns
-from harness.ranks import run_ranks
+from accuracy.trainings import Plan, train_in_turns
 
 PLAN = Plan(
     task="text",
@@ -49,11 +47,6 @@ def test_candidates_learn_from_equally_many_samples_in_whole_rounds():
                 assert plan.steps % candidate.round_steps == 0
 
 
-def test_a_mean_has_its_deviation_and_a_diverged_run_is_counted():
-    assert mean_text([1.0, 3.0], 1) == "2.0 ± 1.4"
-    assert mean_text([1.0, float("nan"), 1e9], 1) == "diverged (2 of 3)"
-
-
 def test_one_worker_of_a_shard_learns_what_a_plain_process_learns_and_several_are_stale():
     alone = train_in_turns(PLAN)
     plan = replace(PLAN, workers=3, samples=36)
@@ -62,10 +55,3 @@ def test_one_worker_of_a_shard_learns_what_a_plain_process_learns_and_several_ar
     assert alone.staleness == 0
     assert 1 < apart[0].staleness < 2, "two of three, but for each worker's first step"
     assert apart[0] == apart[1], "the order is the seed's, not the machine's"
-
-
-def test_ranks_train():
-    plan = replace(PLAN, workers=2, strategy="diloco:every=2", samples=24, learning_rate=0.01)
-    [run] = run_ranks(train_in_ranks, 2, [plan], deadline_s=60)[0]
-    torch.manual_seed(PLAN.seed)
-    assert run.loss < task_of("text").judge(task_of("text").model())[0]

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 from harness import suite
-from harness.command_line import numbers, some_of
-from harness.figures import Case, Spread, duration, number, slowest
+from harness.figures import Case, Spread
 from harness.machine import sentence
-from harness.ranks import find_mpiexec, run_ranks
 from harness.record import Record
-from harness.tables import table_of
-from harness.turns import Turn, labels_of, order_of, take_turns
+from harness.turns import order_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"cpu": "CPU", "cores": 2, "load": 0.5, "python": "3", "torch": "2", "psengine": "0", "kernel": "6"}
@@ -25,9 +22,6 @@ LOAD = {"others": 0.01, "elapsed_s": 12.0}
 
 def record(name="all_reduce", **more):
     return Record(benchmark=name, question="How?", command="python", machine=MACHINE, load=LOAD, **more)
-
-
-# ---- turns -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -42,82 +36,12 @@ def test_everybody_begins_equally_often_and_nobody_always_follows_the_same_neigh
             assert len(before) > 1
 
 
-def test_turns_are_counted_after_the_warm_up_and_what_prepares_them_is_not_timed():
-    calls = []
-    candidates = {
-        name: Turn(
-            lambda name=name: calls.append(("run", name)), before=lambda name=name: calls.append(("before", name))
-        )
-        for name in ("a", "b")
-    }
-    ticks = iter(range(100))
-
-    def clock(run):
-        assert calls[-1][0] == "barrier"
-        run()
-        return next(ticks)
-
-    shown = take_turns(candidates, 3, warm_up=2, barrier=lambda: calls.append(("barrier", "")), clock=clock)
-    assert sorted(shown["a"] + shown["b"]) == [4, 5, 6, 7, 8, 9]
-    assert Counter(calls)["before", "a"] == Counter(calls)["run", "a"] == 5
-
-
-def test_a_candidate_given_twice_has_two_names():
-    assert labels_of(["plain", "native", "native"]) == ["plain", "native", "native#2"]
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_ratio_is_of_one_round_and_not_of_medians():
     case = Case(labels={}, seconds={"ours": [1, 2, 30], "peer": [2, 4, 60]})
     assert case.ratios("ours", "peer") == Spread(0.5, 0.5, 0.5, 0.5)
     assert case.ratios("ours", "nobody") is None
     drifting = Case(labels={}, seconds={"ours": [1, 3, 2], "peer": [1, 1, 4]})
     assert drifting.ratios("ours", "peer").median == 1  # the medians' ratio is 2
-
-
-def test_what_a_candidate_adds_is_taken_within_a_round():
-    case = Case(labels={}, seconds={"plain": [1, 10, 5], "ours": [2, 12, 8]})
-    assert case.overhead("ours", "plain").median == 2
-    assert case.overhead("plain", "plain") is case.overhead("ours", None) is None
-
-
-def test_a_round_takes_as_long_as_its_slowest_rank():
-    assert slowest([{"a": [1, 5], "b": [2, 2]}, {"a": [3, 4], "b": [1, 9]}]) == {"a": [3, 5], "b": [2, 9]}
-
-
-def test_figures_have_three_digits_and_a_unit():
-    assert [number(value) for value in (0, 0.5, 1.234, 12.34, 1234.5, -1.5)] == [
-        "0",
-        "0.500",
-        "1.23",
-        "12.3",
-        "1234",
-        "-1.50",
-    ]
-    assert [duration(value) for value in (2.5, 0.0123, 4.2e-6)] == ["2.50 s", "12.3 ms", "4.20 µs"]
-
-
-# ---- records, tables, goals ------------------------------------------------------------------------------------------
-
-
-def test_a_record_survives_its_json():
-    own = record(peers=("gloo",), caveats=["noisy"])
-    own.add({"ranks": 2}, {"ours": [0.123456789], "gloo": [1.0]})
-    again = Record.from_json(own.to_json())
-    assert again.cases[0].seconds == {"ours": [0.1235], "gloo": [1.0]}
-    assert again.to_json() == own.to_json()
-
-
-def test_a_missing_peer_has_no_column_and_its_caveat_says_what_to_install():
-    table = table_of([Case(labels={"size": "4 KB"}, seconds={"ours": [1, 2], "gloo": [2, 4]})], ("gloo", "MPICH"))
-    assert list(table.columns) == ["size", "candidate", "median (10th-90th)", "least", "time ÷ gloo's"]
-    assert table.rows[0][-1] == "0.500 (0.500-0.500)"
-    assert table.rows[1][-1] == "-"
-
-
-# ---- RESULTS.md ------------------------------------------------------------------------------------------------------
 
 
 def test_results_have_command_machine_load_caveat_and_the_failed_by_name(tmp_path):
@@ -141,9 +65,6 @@ def test_what_is_committed_is_made_of_the_committed_records(tmp_path):
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == (tmp_path / "RESULTS.md").read_text(), again
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_benchmark_that_fails_or_hangs_is_named_and_the_others_go_on(tmp_path):
     options = argparse.Namespace(out=tmp_path, quick=False, ps_lite=None)
     assert suite.run("fusion_cuda", suite.Entry("fusion_cuda", "--parts nothing"), options).startswith("exit code 2")
@@ -154,15 +75,6 @@ def test_a_benchmark_that_fails_or_hangs_is_named_and_the_others_go_on(tmp_path)
     }
     assert records["start_up"].failed == "not finished within 0.1 s"
     assert records["fusion_cuda"].command == "python benchmarks/fusion_cuda/run.py --parts nothing"
-
-
-def test_arguments_are_checked():
-    assert some_of(["a", "a b"])("a b,a") == ("a b", "a")
-    with pytest.raises(argparse.ArgumentTypeError, match=r"unknown nobody \(expected some of a, b"):
-        some_of(["a", "b"])("a,nobody")
-    with pytest.raises(argparse.ArgumentTypeError, match="at least 1, got x"):
-        numbers(1)("2,x")
-    assert numbers(1)("2,1,2") == (2, 1)
 
 
 # ---- every folder, once ----------------------------------------------------------------------------------------------
@@ -186,25 +98,9 @@ QUICK = {
 def test_a_quick_run_writes_its_record(folder, tmp_path):
     if folder == "straggler" and not Path("/usr/share/datasets/fashion-mnist").exists():
         pytest.skip("Debian's dataset-fashion-mnist is not installed")
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / folder / "run.py"),
-        "--quick",
-        "--json",
-        str(tmp_path / "r.json"),
-    ]
+    program = str(ROOT / "benchmarks" / folder / "run.py")
+    command = [sys.executable, program, "--quick", "--json", str(tmp_path / "r.json")]
     done = subprocess.run([*command, *QUICK[folder].split()], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = Record.from_json((tmp_path / "r.json").read_text())
     assert found.cases or found.tables or "Not measured" in found.caveats[0]
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_the_others_and_a_late_one_is_told_of_its_deadline():
-    from all_reduce.run import measure
-
-    with pytest.raises(RuntimeError, match="raised TypeError"):
-        run_ranks(measure, 2, [], "not a number of rounds", "too many", deadline_s=60)
-    with pytest.raises(RuntimeError, match=r"not done in time \(expected within 0\.1 s"):
-        run_ranks(measure, 2, [4], 10**9, deadline_s=0.1)
-    assert find_mpiexec() is None or Path(find_mpiexec()).exists()

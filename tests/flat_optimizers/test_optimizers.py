@@ -168,15 +168,17 @@ class Twin:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cut_model_steps_like_the_whole_one(variant, dtype):
+    """Also where parameters have no gradient, and where rates and options change."""
     twin = Twin(*VARIANTS[variant], dtype=dtype)
-    for step in range(5):
+    for step, without in enumerate(([0, 2], [], [0, 2], [1, 3, 4, 5], [], range(7), [6])):
         for group in twin.optimizer.param_groups:
             group["lr"] *= 0.9
-        twin.step()
+        twin.step(without)
         twin.check()
         if step == 2:
             twin.optimizer.param_groups[1]["weight_decay"] = 0.0
-    assert len(twin.chunks) == 5
+    if not variant.startswith("sgd"):
+        assert twin.chunks[1].steps() == [4.0, 5.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -190,20 +192,12 @@ def test_a_cut_model_steps_like_the_whole_one(variant, dtype):
 )
 def test_a_cut_model_steps_like_the_whole_one_by_fused_kernels(variant, dtype):
     """Wherever it is cut: within a cache line, at the end of a vector, inside the few last elements of a tensor."""
-    for cuts in (CUTS, [0, 1, 143, 151, 258, 266, 1254, NUMEL - 1, NUMEL], [0, NUMEL]):
-        twin = Twin(*FUSED[variant], dtype=dtype, cuts=cuts)
+    small = {"shapes": [(4, 6), (6,), (3, 6), (3,), (2, 6), (2,), (37,)], "groups": [0] * 7, "cuts": [0, 102]}
+    cut = ({"cuts": cuts} for cuts in (CUTS, [0, 1, 143, 151, 258, 266, 1254, NUMEL - 1, NUMEL], [0, NUMEL]))
+    for model in (*cut, *([small] if dtype.itemsize > 2 else [])):
+        twin = Twin(*FUSED[variant], dtype=dtype, **model)
         for without in ([], [2], [0, 5], []):
             twin.step(without)
-            twin.check()
-
-
-@pytest.mark.parametrize("variant", FUSED)
-def test_small_tensors_step_alike_by_fused_kernels_wherever_they_lie_in_memory(variant):
-    shapes = [(4, 6), (6,), (3, 6), (3,), (2, 6), (2,), (37,)]
-    for dtype in (torch.float32, torch.float64):
-        twin = Twin(*FUSED[variant], dtype=dtype, shapes=shapes, groups=[0] * 7, cuts=[0, 102])
-        for _ in range(6):
-            twin.step()
             twin.check()
 
 
@@ -240,16 +234,6 @@ def test_whole_parameters_of_sixteen_bits(variant, dtype):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parameters_without_gradient_stay(variant):
-    twin = Twin(*VARIANTS[variant])
-    for without in ([0, 2], [], [0, 2], [1, 3, 4, 5], [], range(7), [6]):
-        twin.step(without)
-        twin.check()
-    if not variant.startswith("sgd"):
-        assert twin.chunks[1].steps() == [4.0, 5.0, 4.0]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_restored_chunk_goes_on_alike(variant):
     twin = Twin(*VARIANTS[variant])
     for without in ([0], [2, 3], []):
@@ -269,23 +253,6 @@ def test_a_restored_chunk_goes_on_alike(variant):
     for without in ([], [5], []):
         twin.step(without, send_groups=False)
         twin.check()
-
-
-def test_state_of_a_worker_goes_on_at_the_server():
-    """From optimizer.state_dict() into chunks, and back."""
-    twin = Twin("AdamW", {"lr": 0.01}, cuts=[0, NUMEL])
-    (chunk,) = twin.chunks
-    for _ in range(3):
-        for p in twin.parameters:
-            p.grad = twin.random(p.shape)
-        twin.optimizer.step()
-    chunk._values.copy_(twin.flat(twin.parameters))
-    states = [twin.optimizer.state.get(p) for p in twin.parameters]
-    for name in chunk.slots():
-        slot = twin.flat([s[name] if s else torch.zeros_like(p) for s, p in zip(states, twin.parameters, strict=True)])
-        chunk.load_slot(name, slot, [s["step"].item() if s else 0.0 for s in states])
-    twin.step()
-    twin.check()
 
 
 def test_momentum_begins_with_the_gradient():
@@ -339,16 +306,9 @@ def spec(runs=((0, 4, 0),), name="SGD", **changes):
         ("SGD", {"lr": -0.5}, "SGD's group 0.lr: (expected float >= -1e-09, got -0.5"),
         ("SGD", {"lr": math.nan}, "got nan"),
         ("SGD", {"lr": "9" * 60000}, "got '999999"),
-        ("SGD", {"momentum": 1.5}, "SGD's group 0.momentum: (expected float <= 1.0, got 1.5"),
         ("SGD", {"nesterov": 1}, "SGD's group 0.nesterov: (expected bool, got 1"),
         ("SGD", {"nesterov": True}, "nesterov needs a momentum and no dampening"),
-        ("SGD", {"eps": 1e-8}, "SGD's group 0: Object contains unknown field `eps`, got "),
-        (
-            "Adam",
-            {"betas": [0.9, 1.0]},
-            "Adam's group 0.betas[1]: (expected float < 1.0, got 1.0",
-        ),
-        ("Adam", {"betas": [[0.9], 0.9]}, ".betas[0]: (expected float, got [0.9]"),
+        ("Adam", {"betas": [0.9, 1.0]}, "Adam's group 0.betas[1]: (expected float < 1.0, got 1.0"),
         ("RMSprop", {"fused": True}, "RMSprop's group 0: Object contains unknown field `fused`"),
     ],
 )
@@ -369,13 +329,9 @@ def test_bad_hyperparameters_are_refused(name, changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"groups": [{"lr": 0.1}]},
-            "SGD's group 0: Object missing required field",
-        ),
+        ({"groups": [{"lr": 0.1}]}, "SGD's group 0: Object missing required field"),
         ({"runs": [[1, 4, 0]]}, "expected run 0 to begin at 0 and end by 4, got [1, 4)"),
         ({"runs": [[0, 2, 0], [3, 4, 0]]}, "expected run 1 to begin at 2 and end by 4, got [3, 4)"),
-        ({"runs": [[0, 5, 0]]}, "end by 4, got [0, 5)"),
         ({"runs": [[0, 3, 0]]}, "expected the last to end at 4, got 3"),
         ({"runs": [[0, 4, 1]]}, "expected -1 <= group < 1, got 1"),
     ],
@@ -403,7 +359,7 @@ def test_what_a_chunk_refuses():
         chunk.load_slot("exp_avg", torch.zeros(4), [1.0, 0.0, 1.0])
     with refuses(r"expected 3 numbers, got 2"):
         chunk.load_slot("momentum_buffer", torch.zeros(4), [1.0, 0.0])
-    for bad in (-1.0, math.nan, math.inf, "1"):
+    for bad in (-1.0, math.nan):
         with refuses(r"expected 0 <= steps < 2\*\*53, got"):
             chunk.load_slot("momentum_buffer", torch.zeros(4), [1.0, 0.0, bad])
     assert chunk._values.tolist() == [0.0] * 4
@@ -412,14 +368,6 @@ def test_what_a_chunk_refuses():
     assert chunk.steps() == [1.0, 0.0, 0.0]
     rate = chunk.spec.groups[0]["lr"]
     assert torch.equal(chunk._values, torch.tensor([-rate, -rate, 0.0, 0.0]))
-
-
-def test_an_untrained_chunk_keeps_its_values():
-    chunk = ChunkOptimizer(torch.ones(4), OptimizerSpec.from_body(spec(((0, 4, -1),)), 4))
-    chunk.apply(torch.ones(4), absent=[(1, 2)])
-    assert chunk._values.tolist() == [1.0] * 4
-    empty = ChunkOptimizer(torch.ones(0), OptimizerSpec.from_body(spec(()), 0))
-    empty.apply(torch.ones(0))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
