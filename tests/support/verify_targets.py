@@ -154,10 +154,6 @@ def net_from_outside():
     return made(model=net, loss=lambda model, rows: loss_of(net, rows))
 
 
-def inner_module():
-    return made(loss=lambda model, rows: loss_of(model.module, rows))
-
-
 def called_without_graph():
     def loss(model, rows):
         with torch.no_grad():
@@ -174,29 +170,8 @@ def never_finite():
     return made(model=net)
 
 
-def no_finite_gradient():
-    """The first loss is a number, its gradients are not."""
-    return made(loss=lambda model, rows: (model(rows[0]) * 0).sum().sqrt())
-
-
 def finite_for_two_steps():
     return made(loss=counted(lambda step, model, rows: loss_of(model, rows) * (1.0 if step < 2 else float("nan"))))
-
-
-class Trap(nn.Module):
-    """The untaken side of a ``where`` has a gradient of NaN, of which the loss knows nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.trap = nn.Parameter(torch.zeros(1))
-        self.net = network()
-
-    def forward(self, inputs):
-        return self.net(inputs) + torch.where(torch.tensor(True), 0.0, self.trap.log())
-
-
-def one_nan_gradient():
-    return made(model=Trap())
 
 
 def dying():
@@ -232,28 +207,12 @@ def three_parts():
     return plain()[:3]
 
 
-def a_dict():
-    return {"model": network()}
-
-
-def no_module():
-    return made(model=network)
-
-
 def wrapped_already():
     return made(model=psengine.DistributedDataParallel(network()))
 
 
 def odd_batch():
     return made(batch=lambda step: None)
-
-
-def odd_options():
-    return made(options=["bucket_size"])
-
-
-def vector_loss():
-    return made(loss=lambda model, rows: model(rows[0]))
 
 
 def detached_loss():
