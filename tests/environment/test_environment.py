@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import textwrap
 import threading
 import time
 from contextlib import ExitStack
@@ -117,14 +116,10 @@ def test_adopts_a_group_and_leaves_it(bare):
     ("arguments", "error", "words"),
     [
         ({"backend": "bogus"}, ConfigurationError, "got 'bogus'"),
-        ({"backend": "cpu:gloo,cuda:bogus"}, ConfigurationError, "one of gloo, "),
         ({"timeout": timedelta(0)}, ConfigurationError, "at least a millisecond"),
-        ({"timeout": 5}, ConfigurationError, "got 5"),
         ({"rank": 0}, ConfigurationError, "got rank=0, world_size=None"),
-        ({"rank": 2, "world_size": 2}, ConfigurationError, "got rank=2, world_size=2"),
         ({"init_method": "tcp://h:1"}, ConfigurationError, "needs both where there is no launcher"),
         ({"rank": 0, "world_size": 2}, EnvironmentVariableError, "MASTER_ADDR"),
-        ({"rank": 0, "world_size": 2, "init_method": "tcp://h"}, CollectiveError, "port number missing"),
         ({"rank": 0, "world_size": 2, "init_method": "foo://h:1"}, CollectiveError, "No rendezvous handler for foo://"),
     ],
 )
@@ -195,50 +190,10 @@ def test_the_servers_number_counts_from_the_first_model_on(bare):
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def set_environment(style: str, rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> None:
-    clear()
-    names = {
-        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-        "open mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        "none": (),
-    }[style]
-    os.environ.update(zip(names, map(str, (rank, world_size, rank)), strict=False))
-    os.environ["MASTER_PORT"] = str(port)
-    if style == "torchrun":
-        os.environ["MASTER_ADDR"] = address
-    elif style == "slurm":
-        os.environ.update(SLURM_JOB_ID="1", SLURM_STEP_ID="0", SLURM_STEP_NODELIST="localhost")
-    elif style == "open mpi":
-        os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = str(world_size)
-
-
-def sum_of_ranks(rank: int) -> float:
-    value = torch.tensor([float(rank + 1)])
-    dist.all_reduce(value)
-    return value.item()
-
-
-def init_and_sum(rank: int, world_size: int, style: str, port: int, address: str = "127.0.0.1"):
-    set_environment(style, rank, world_size, port, address)
-    context = init(backend="gloo", timeout=timedelta(seconds=30))
-    assert is_main_process() == context.is_main_process == (rank == 0)
-    total = sum_of_ranks(rank)
-    dist.barrier()
-    return context, total
-
-
-@pytest.mark.parametrize("style", ["torchrun", "slurm", "open mpi"])
-def test_two_processes(style):
-    for rank, (context, total) in enumerate(run_ranks(init_and_sum, 2, style, free_port(), init_group=False)):
-        assert total == 3
-        assert (context.rank, context.local_rank, context.world_size, context.local_world_size) == (rank, rank, 2, 2)
-        assert context.hostname == socket.gethostname()
-
-
 def init_with_host_names(rank: int, world_size: int, port: int, local_ranks: list[int]):
-    set_environment("torchrun", rank, world_size, port)
-    os.environ["LOCAL_RANK"] = str(local_ranks[rank])
+    clear()
+    own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_ranks[rank], "MASTER_PORT": port}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}})
     host = "left" if rank < 2 else "right"
     socket.gethostname = lambda: host
     context = init("gloo", timeout=timedelta(seconds=30))
@@ -251,33 +206,26 @@ def test_ranks_of_a_host_are_counted_where_the_launcher_does_not_say():
     assert results == [("left", 2), ("left", 2), ("right", 1)]
 
 
-def adopt(rank: int, world_size: int, variables: dict[str, str]):
-    set_environment("none", rank, world_size, 1)
+def adopt(rank: int, world_size: int, variables: dict[str, str]) -> Any:
+    clear()
     os.environ.update({name: value.format(rank=rank) for name, value in variables.items()})
     group = dist.group.WORLD
     context = init()
     assert dist.group.WORLD is group
+    assert is_main_process() == context.is_main_process
+    assert (context.local_rank, context.local_world_size) == (rank, 2)
     shutdown()
     assert dist.is_initialized()
-    return context.rank, context.local_rank, context.world_size, context.local_world_size
-
-
-@pytest.mark.parametrize("variables", [{}, {"RANK": "{rank}"}], ids=["no variables", "half of them"])
-def test_adopts_the_users_group(variables):
-    assert run_ranks(adopt, 2, variables) == [(0, 0, 2, 2), (1, 1, 2, 2)]
-
-
-def in_a_group(rank: int, world_size: int) -> Any:
-    """A group that the user made: its rank is the worker, whatever PSENGINE_WORKER says."""
-    clear()
-    os.environ.update(PSENGINE_WORKER="7", PSENGINE_WORKERS="9")
-    context = init()
-    assert is_main_process() == context.is_main_process
     return numbers(context)
 
 
-def test_in_a_group_the_rank_is_the_worker():
-    assert run_ranks(in_a_group, 2) == [(0, 2, 0, 2, True), (1, 2, 1, 2, False)]
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"RANK": "{rank}"}, {"PSENGINE_WORKER": "7", "PSENGINE_WORKERS": "9"}],
+    ids=["no variables", "half of them", "a worker's"],
+)
+def test_adopts_the_users_group_in_which_the_rank_is_the_worker(variables):
+    assert run_ranks(adopt, 2, variables) == [(0, 2, 0, 2, True), (1, 2, 1, 2, False)]
 
 
 def by_arguments(rank: int, world_size: int, init_method: str | None, launcher: dict[str, str]) -> Any:
@@ -396,26 +344,18 @@ def test_a_server_that_cannot_be_reached_is_said_at_once_and_in_the_error(host, 
 # ---- the interpreter's end -------------------------------------------------------------------------------------------
 
 
+# Two ranks that have met; one of them ends in another way than the other expects.
 SCRIPT = """
-    import json, os, signal, sys, time, warnings
-    from datetime import timedelta
-    import torch, torch.distributed as dist
-    from psengine.environment import context as environment
+import os, signal, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from psengine.environment import context as environment
 
-    warnings.filterwarnings("error", category=UserWarning, module="__main__")
-
-    def say(*values):  # in one write, so that ranks do not interleave
-        os.write(1, (json.dumps(values) + "\\n").encode())
-
-    context = environment.init("gloo", timeout=timedelta(seconds=4))
-    total = torch.tensor([float(context.rank + 1)])
-    dist.all_reduce(total)
-    say(context.rank, context.local_rank, context.world_size, context.local_world_size, total.item())
+context = environment.init("gloo", timeout=timedelta(seconds=4))
+total = torch.tensor([float(context.rank + 1)])
+dist.all_reduce(total)
+assert total.item() == 3 and context.local_world_size == 2
 """
-
-
-def script(more: str = "") -> str:
-    return textwrap.dedent(SCRIPT) + textwrap.dedent(more)
 
 
 def script_environment() -> dict[str, str]:
@@ -423,13 +363,10 @@ def script_environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(Path(environment.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 
 
-ENDS_OF_ONE = [
-    ("cpu:gloo", "", False),
-    ("cuda:nccl", "raise RuntimeError('boom')", True),
-]
-
-
-@pytest.mark.parametrize(("backends", "ending", "group_is_left"), ENDS_OF_ONE)
+@pytest.mark.parametrize(
+    ("backends", "ending", "group_is_left"),
+    [("cpu:gloo", "", False), ("cuda:nccl", "raise RuntimeError('boom')", True)],
+)
 def test_end_of_the_interpreter_closes_the_group(backends, ending, group_is_left):
     """Unless an exception ended it and nccl's peers may be waiting within a collective."""
     program = (
@@ -445,28 +382,21 @@ def test_end_of_the_interpreter_closes_the_group(backends, ending, group_is_left
         assert run.stdout.split() == [str(group_is_left)], run.stderr
 
 
+DIES = "if context.rank == 1: os.kill(os.getpid(), signal.{})\nwork = dist.all_reduce(total, async_op=True)"
+RAISES = "if context.rank == 0: raise RuntimeError('boom')\ntime.sleep(0.3)"
+
+
 @pytest.mark.parametrize(
     ("ending", "exit_codes"),
-    [
-        pytest.param(
-            "if context.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwork = dist.all_reduce(total, async_op=True)",
-            (0, -9),
-            id="dead peer, pending work",
-        ),
-        pytest.param(
-            "if context.rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nwork = dist.all_reduce(total, async_op=True)",
-            (0, -9),
-            id="stopped peer, pending work",
-        ),
-        pytest.param("if context.rank == 0: raise RuntimeError('boom')\ntime.sleep(0.3)", (1, 0), id="exception"),
-    ],
+    [(DIES.format("SIGKILL"), (0, -9)), (DIES.format("SIGSTOP"), (0, -9)), (RAISES, (1, 0))],
+    ids=["dead peer, pending work", "stopped peer, pending work", "exception"],
 )
 def test_end_of_the_interpreter_does_not_hang(ending, exit_codes):
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as programs:
         first, second = (
             programs.enter_context(
-                running_program(script(ending), script_environment() | shared | {"RANK": rank, "LOCAL_RANK": rank})
+                running_program(SCRIPT + ending, script_environment() | shared | {"RANK": rank, "LOCAL_RANK": rank})
             )
             for rank in "01"
         )
