@@ -92,12 +92,6 @@ def test_every_option_exists(path, known):
         assert set(options) <= known[program], program
 
 
-def test_scripts_are_shell():
-    for script in SCRIPTS:
-        done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=10)
-        assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_ports_of_jobs_that_share_a_node_are_apart():
     def port_of(script, number):
         (line,) = re.findall(r"^port=.*$", (DEPLOY / "slurm" / script).read_text(), re.MULTILINE)

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-from support.processes import run_ranks
 from typer.main import get_command
 
 from psengine.cli import main
@@ -21,27 +19,10 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("dep
 DEADLINE_S = 150
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-
-
 def test_the_pages_build_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "dummy", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
-
-
-def run_program(rank: int, world_size: int, source: str) -> float:
-    names: dict[str, object] = {}
-    exec(compile(source, "quickstart.md", "exec"), names)
-    return float(names["mean_loss"])
-
-
-def test_the_program_of_the_quick_start_learns():
-    torch.manual_seed(0)
-    (program,) = blocks(DOCS / "quickstart.md", "python")
-    losses = run_ranks(run_program, 2, program.replace("psengine.shutdown()", ""))
-    assert losses[0] == losses[1] < 0.5
 
 
 def test_the_tables_of_states_on_the_page_are_the_code_s():

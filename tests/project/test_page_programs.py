@@ -56,9 +56,6 @@ def test_the_blocks_of_a_page_are_python(page):
         ast.parse(block)
 
 
-# ------------------------------------------------------------------------------------------------------- checkpoints
-
-
 def train_whole_and_in_parts(rank: int, world_size: int, strategies: list[str], address: str, directory: Path) -> None:
     program, _ = programs("docs/checkpoints.md")
     for strategy in strategies:
@@ -110,9 +107,6 @@ def test_independent_workers_go_on_from_the_servers_snapshot(tmp_path):
             assert server.wait() == 0
 
 
-# --------------------------------------------------------------------------------------------------------- tutorials
-
-
 def train_at_servers(rank: int, world_size: int, address: str) -> tuple[str, str]:
     train, read = blocks("docs/servers/index.md")
     output, names = train_independently(rank, world_size, train, address, 15)
@@ -141,7 +135,15 @@ def test_the_tutorial_of_launching_prints_once():
     assert run_ranks(run_captured, 2, program) == ["a job of 2: last loss 0.0000\n", ""]
 
 
-# --------------------------------------------------------------------------------------------------------- precision
+def mean_loss(rank: int, world_size: int, source: str) -> float:
+    torch.manual_seed(0)
+    return float(run_program(source)["mean_loss"])
+
+
+def test_the_program_of_the_quick_start_learns():
+    (program,) = blocks("docs/quickstart.md")
+    losses = run_ranks(mean_loss, 2, program.replace("psengine.shutdown()", ""))
+    assert losses[0] == losses[1] < 0.5
 
 
 def train_in_float16(
@@ -163,13 +165,9 @@ def test_scaling_accumulating_and_clipping_take_the_same_steps(server, strategie
     assert sync[1][-1] < 0.5 * sync[1][0]
 
 
-# ------------------------------------------------------------------------------------------------------------ README
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        ("--workers", "1"),
         ("--workers", "2", "--strategy", "async"),
         pytest.param(("--workers", "2"), marks=pytest.mark.slow),
         pytest.param(("--workers", "2", "--independent", "--strategy", "async"), marks=pytest.mark.slow),

@@ -39,7 +39,6 @@ def test_specifications_are_parsed(text, name, options):
         ("a:checksum", r"'a:checksum': options are written option=value \(got 'checksum'\)"),
         ("a:x=1,y=2,x=1", r"each option is given once \(got 'x' twice\)"),
         ("a:", r"'a:': options follow the colon \(expected a, or a:option=value, got nothing"),
-        ("a: ,", r"got nothing after the colon"),
     ],
 )
 def test_malformed_options_are_refused(text, message):
@@ -64,13 +63,10 @@ def test_a_value_that_is_refused_comes_with_what_was_expected(text, message):
         resolve_strategy(text)
 
 
-def test_a_number_is_no_name_of_a_job():
+def test_an_option_that_is_text_stays_text_and_a_number_is_none():
+    assert repr(resolve_strategy("async:job=7,servers=none")) == repr(psengine.AsyncServer(job="7"))
     with pytest.raises(ConfigurationError, match=r"'sync-server'.job: \(expected str \| null, got 7\)"):
         psengine.SyncServer(job=7)
-
-
-def test_an_option_that_is_text_stays_text():
-    assert repr(resolve_strategy("async:job=7,servers=none")) == repr(psengine.AsyncServer(job="7"))
 
 
 def test_a_list_reaches_the_option_before_it():
@@ -134,7 +130,6 @@ def test_a_part_gets_the_options_that_the_whole_does_not_name(dishes):
             r"unknown option 'shair' \(expected some of \['filling', 'size'\] of dish 'pie', \['share'\] of filling"
             r" 'apple', got shair=2\)\. Did you mean share\?",
         ),
-        ("pie:share=2", r"expected some of \['filling', 'size'\] of dish 'pie', got share=2\)"),
         ("pie:filling=pear", r"unknown filling \(expected one of \['apple'\], got 'pear'\)"),
         ("pie:filling=apple:share=2", r"expected filling=apple,share=2, got filling=apple:share=2\)"),
         ("pei", r"unknown dish \(expected one of \['pie'\], got 'pei'\)\. Did you mean pie\?"),
