@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import functional as F
 from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run
@@ -54,21 +52,3 @@ def heads_by_turns(run: Run) -> None:
     model = run.wrap(Pieces(), find_unused_parameters=True)
     for step, (x, y) in enumerate(run.training(run.sgd(model), 5)):
         F.cross_entropy(model(x, with_spare=step % 3 == run.rank), y).backward()
-
-
-@row
-def detached_trunk(run: Run) -> None:
-    """The trunk's output is detached in every second step, with find_unused_parameters."""
-
-    class Detaching(Pieces):
-        is_detached = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.tanh(self.body(x))
-            hidden = hidden.detach() if self.is_detached else hidden
-            return self.head(hidden) + self.spare(hidden)
-
-    model = run.wrap(Detaching(), find_unused_parameters=True)
-    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
-        model.module.is_detached = step % 2 == 1
-        classify(model, x, y).backward()

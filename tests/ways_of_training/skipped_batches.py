@@ -78,20 +78,6 @@ def loss_raises(run: Run) -> None:
     train(run, model, step_of)
 
 
-@row
-def backward_raises_before_any_gradient(run: Run) -> None:
-    """A hook of the output raises in backward, before any gradient is there."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        output = model(x)
-        if step == 1:
-            output.register_hook(refuse)
-        F.cross_entropy(output, y).backward()
-
-    train(run, model, step_of)
-
-
 def let_pass(hidden: Tensor) -> None:
     """What a forward does in good steps."""
 
@@ -201,18 +187,5 @@ def backward_of_a_freed_graph(run: Run) -> None:
                 loss.backward()
             except RuntimeError:
                 raise BadBatchError from None
-
-    train(run, model, step_of)
-
-
-@row
-def step_is_interrupted_after_backward(run: Run) -> None:
-    """An exception between backward and the step: the gradients are dropped."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        classify(model, x, y).backward()
-        if step == 1:
-            raise BadBatchError
 
     train(run, model, step_of)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,27 +19,17 @@ SYNC: dict[str, dict[str, Any]] = {
     "batched": {"batched_grad_copy": True},
     "default_buckets": {"bucket_cap_mb": None},
 }
-WITH_TWO_WORKERS = (*SYNC, "sync_server")
-# gloo's ring adds in an order that depends on an element's place in its bucket, and a third is no power of two.
-WITH_THREE_WORKERS = ("three_workers",)
-WITH_ONE_WORKER = ("one_worker",)
-COLUMNS = (*WITH_TWO_WORKERS, *WITH_THREE_WORKERS, *WITH_ONE_WORKER)
-TITLES = {
-    "native": "native DDP",
-    "plain": "plain training",
-    "c10d": "sync over c10d",
-    "shared_memory": "sync in shared memory",
-    "views": "sync, bucket views",
-    "batched": "sync, batched copy",
-    "default_buckets": "sync, default buckets",
-    "three_workers": "sync, three workers",
-    "sync_server": "sync-server",
-    "one_worker": "async, one worker",
-}
+# gloo's ring adds in an order that depends on an element's place in its bucket, and a third is no power of two: hence
+# three workers.
+COLUMNS = (*SYNC, "sync_server", "three_workers", "one_worker")
 
 
 def oracle_of(column: str) -> str:
-    return "plain" if column in WITH_ONE_WORKER else "native"
+    return "plain" if column == "one_worker" else "native"
+
+
+def workers_of(column: str) -> int:
+    return {"one_worker": 1, "three_workers": 3}.get(column, 2)
 
 
 @dataclass(frozen=True)
@@ -58,18 +47,6 @@ class Expected:
     apart_from: tuple[str, ...] = ()
     left_out: bool = False
     reason: str = ""
-
-    def __str__(self) -> str:
-        if self.refused is not None:
-            return f"refused: {self.refused}" + (f" ({self.reason})" if self.reason else "")
-        if self.left_out:
-            return f"left out: {self.reason}"
-        if self.apart_from:
-            return f"same bits, apart from {' and '.join(self.apart_from)}: {self.reason}"
-        return "same bits"
-
-
-SAME_BITS = Expected()
 
 
 def refused(text: str, reason: str = "") -> Expected:
@@ -100,16 +77,8 @@ class Row:
     def name(self) -> str:
         return self.program.__name__
 
-    @property
-    def subject(self) -> str:
-        return self.program.__module__.rpartition(".")[2]
-
-    @property
-    def title(self) -> str:
-        return (inspect.getdoc(self.program) or self.name.replace("_", " ")).splitlines()[0]
-
     def expects(self, column: str) -> Expected:
-        return self.expected.get(column, SAME_BITS)
+        return self.expected.get(column, Expected())
 
 
 ROWS: dict[str, Row] = {}
@@ -132,35 +101,11 @@ def row(
         if "everywhere" in columns:
             columns = {**dict.fromkeys(COLUMNS, columns.pop("everywhere")), **columns}
         if "sync" in columns:
-            columns = {**dict.fromkeys((*SYNC, *WITH_THREE_WORKERS), columns.pop("sync")), **columns}
-        unknown = columns.keys() - TITLES.keys()
+            columns = {**dict.fromkeys((*SYNC, "three_workers"), columns.pop("sync")), **columns}
+        unknown = columns.keys() - {*COLUMNS, "native", "plain"}
         assert not unknown, f"{program.__name__}: no column is called {unknown}"
         assert program.__name__ not in ROWS, f"two rows are called {program.__name__}"
         ROWS[program.__name__] = Row(program, columns, slow, since_torch)
         return program
 
     return enter if program is None else enter(program)
-
-
-def _describe(entry: Row, column: str) -> str:
-    expected = entry.expects(column)
-    if expected == SAME_BITS and entry.expects(oracle_of(column)).refused is not None:
-        return "trains"
-    return str(expected)
-
-
-def as_markdown(rows: dict[str, Row]) -> str:
-    """The table, and below it the number of its rows."""
-    columns = COLUMNS
-    lines = [
-        "| subject | row | " + " | ".join(TITLES[column] for column in columns) + " |",
-        "|---|---|" + "---|" * len(columns),
-    ]
-    for entry in rows.values():
-        notes = " (slow)" if entry.is_slow else ""
-        oracles = [f"; {TITLES[o]}: {entry.expects(o)}" for o in ("native", "plain") if o in entry.expected]
-        cells = [_describe(entry, column).replace("|", "\\|") for column in columns]
-        lines.append(f"| {entry.subject} | {entry.title}{notes}{''.join(oracles)} | " + " | ".join(cells) + " |")
-    same = sum(entry.expects(column) == SAME_BITS for entry in rows.values() for column in columns)
-    lines += ["", f"{len(rows)} rows; {same} of {len(rows) * len(columns)} cells have the same bits."]
-    return "\n".join(lines)
