@@ -61,13 +61,12 @@ TENSORS = [
 
 
 def assert_same(got: Any, expected: Any) -> None:
+    """Same structure, types and values, to the bit."""
     assert type(got) is type(expected), (got, expected)
     if isinstance(expected, dict):
         assert list(got) == list(expected)
-        for key in expected:
-            assert_same(got[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert len(got) == len(expected)
+        got, expected = list(got.values()), list(expected.values())
+    if isinstance(expected, list | tuple):
         for one, other in zip(got, expected, strict=True):
             assert_same(one, other)
     else:
@@ -129,7 +128,6 @@ def exchange(rank: int, world_size: int, collective: str) -> None:
         psengine.broadcast_object(1, from_rank=rank)
     with raises(ReplicaMismatchError, "the call"):
         psengine.broadcast_object(1) if rank == 0 else psengine.mean(1.0)
-    assert psengine.broadcast_object("" if rank == 0 else "x") == ""
 
     started_s = time.monotonic()
     if rank == 1:

@@ -78,7 +78,6 @@ def test_equal_shares_are_torch_s_distributed_sampler(shuffle):
             ours.set_epoch(epoch)
             native.set_epoch(epoch)
             assert list(ours) == list(native)
-            assert list(ours) == list(ours)
 
 
 def test_indices_cover_the_dataset_once_in_proportion():
@@ -124,7 +123,6 @@ def test_an_evaluation_counts_every_sample_once(count):
         ({"shares": [1]}, ConfigurationError, "one number for each rank"),
         ({"shares": [1, 0]}, ConfigurationError, "finite numbers above 0"),
         ({"shares": [1, math.inf]}, ConfigurationError, "got inf for rank 1"),
-        ({"shares": [1, "3"]}, TypeError, "not supported"),
         ({"rank": 2}, ValueError, "rank"),
         ({"dataset": range(1)}, ConfigurationError, "at least 2 in the dataset"),
         ({"dataset": Endless()}, TypeError, "len"),
@@ -133,13 +131,6 @@ def test_an_evaluation_counts_every_sample_once(count):
 def test_what_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         psengine.ProportionalSampler(**{"dataset": range(9), "num_replicas": 2, "rank": 0, **options})
-
-
-def test_batch_sizes():
-    sampler = psengine.ProportionalSampler(range(9), torch.tensor([1, 3]), num_replicas=2, rank=1, drop_last=True)
-    assert [len(batch) for batch in sampler.batches(4)] == [3, 3]
-    with pytest.raises(ConfigurationError):
-        sampler.batches(1)
 
 
 def place_by_group(rank: int, world_size: int) -> tuple[list[int], list[int]]:
@@ -168,8 +159,8 @@ def test_frameworks_see_that_samples_are_dealt_out():
     for sampler in (shares, batches, evaluation):
         assert isinstance(sampler, DistributedSampler)
         assert (sampler.num_replicas, sampler.rank) == (2, 1)
-    assert [(len(sampler), sampler.num_samples, sampler.total_size) for sampler in (shares, evaluation)] == [
-        (6, 6, 9),
-        (4, 4, 9),
-    ]
+    assert [len(sampler) for sampler in (shares, evaluation)] == [6, 4]
+    assert [len(batch) for batch in batches] == [3, 3]
+    with pytest.raises(ConfigurationError):
+        shares.batches(1)
     assert not hasattr(batches, "drop_last")

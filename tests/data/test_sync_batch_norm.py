@@ -240,9 +240,6 @@ def test_without_a_process_group_it_is_plain_batch_normalisation():
         assert torch.equal(tensor, ours.state_dict()[name])
 
 
-# ---- conversion ------------------------------------------------------------------------------------------------
-
-
 def test_conversion_changes_the_class_of_layers():
     group = object()
     plain, shared, own = nn.BatchNorm1d(3, eps=0.1), nn.BatchNorm2d(3), nn.SyncBatchNorm(3, process_group=group)
@@ -254,12 +251,10 @@ def test_conversion_changes_the_class_of_layers():
     assert list(model.state_dict()) == list(state)
     assert type(pickle.loads(pickle.dumps(shared))) is type(copy.deepcopy(shared)) is SyncBatchNorm
 
-
-def test_adoption_changes_torchs_layers_in_place_but_not_their_subclasses():
     class Special(nn.SyncBatchNorm):
         pass
 
-    layers = [nn.SyncBatchNorm(3, process_group=object()), Special(3), nn.BatchNorm1d(3)]
+    layers = [nn.SyncBatchNorm(3, process_group=group), Special(3), nn.BatchNorm1d(3)]
     adopt_sync_batchnorm(nn.Sequential(*layers))
     assert [type(layer) for layer in layers] == [SyncBatchNorm, Special, nn.BatchNorm1d]
 
