@@ -14,8 +14,8 @@ from psengine.tensors.bucket import Bucket
 class FiniteCheck:
     """Collects what packing counted (``Bucket.take_non_finite_counts``) and lets the ranks tell each other.
 
-    Where a strategy's replicas cannot tell each other (``Capabilities.gathers``), the one with the fault raises before
-    the bucket leaves.
+    Where the ranks do not wait for each other (``Capabilities.averages_gradients``), the one with the fault raises
+    before the bucket leaves.
     """
 
     def __init__(self, names: Sequence[str], collective: Collective, *, tells_others: bool) -> None:

@@ -143,7 +143,7 @@ class BucketsInFlight:
                     if result is not None:
                         self._write(packing, result, graph)
                     self.observe("written", bucket)
-                elif misses_gradients and self._strategy.capabilities.defines_gradients:
+                elif misses_gradients and self._strategy.capabilities.averages_gradients:
                     # As among several ranks, an undefined gradient counts as zero.
                     packing.create_missing(graph.unused_positions(bucket.parameter_indices))
             remainder.wait()

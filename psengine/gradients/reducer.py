@@ -119,7 +119,9 @@ class Reducer:
             adopts=converts_parameters,
         )
         finite_check = (
-            FiniteCheck(self.names, collective, tells_others=strategy.capabilities.gathers) if check_finite else None
+            FiniteCheck(self.names, collective, tells_others=strategy.capabilities.averages_gradients)
+            if check_finite
+            else None
         )
         self.in_flight = BucketsInFlight(strategy, collective, finite_check)
         self._ready_counter = ReadyCounter(len(self.parameters))

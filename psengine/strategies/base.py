@@ -36,10 +36,10 @@ class Capabilities:
         keeps_first_layout: buckets stay as they were first laid out. False: the reducer rebuilds them once, in the
             order in which gradients arrive.
         carries_buffers: running statistics travel with the gradients. False: they are broadcast before each forward.
-        gathers: replicas can tell each other facts through their collective.
         workers_step: each worker steps its own optimizers, of any kind and number. False: servers step.
-        defines_gradients: backward leaves zeros where a gradient is undefined, as an average of several gradients does.
-            False: gradients are applied elsewhere, which can leave such a parameter alone.
+        averages_gradients: backward leaves averages over the ranks, for which they wait for each other: zeros where a
+            gradient is undefined, and the error of ``check_finite`` on all ranks. False: gradients are applied
+            elsewhere, which can leave a parameter alone.
         steps_alone: each replica's optimizer has a state of its own. False: they are equal, or there is one.
         counts_absent: inside ``join``, a rank without data counts in every average like any other.
         exchange_name: what a timeline calls the exchange of a bucket.
@@ -48,9 +48,8 @@ class Capabilities:
     needs_process_group: bool = True
     keeps_first_layout: bool = False
     carries_buffers: bool = False
-    gathers: bool = False
     workers_step: bool = True
-    defines_gradients: bool = True
+    averages_gradients: bool = True
     steps_alone: bool = False
     counts_absent: bool = False
     exchange_name: str = "reduce"

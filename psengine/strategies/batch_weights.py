@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Collective
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import is_real_scalar, to_float
 from psengine.tensors.share import NOTHING, Share
@@ -45,38 +46,23 @@ def checked_weight(value: Any) -> float | None:
     return weight
 
 
-class BatchWeights:
-    """The sum of the ranks' weights for one backward. ``collective`` reduces on ``device``."""
+class TotalWeight:
+    """The sum of the ranks' weights for one backward, on its way; every rank makes one.
 
-    def __init__(self, collective: Collective, device: torch.device) -> None:
-        self._collective = collective
-        self._device = device
-        self._weight: float | None = None
-        self._total: torch.Tensor | None = None
-        self._work: Work | None = None
+    Args:
+        weight: of this rank.
+        collective: reduces on ``device``.
+    """
 
-    @property
-    def weight(self) -> float | None:
-        """The weight of this rank in the coming backward; None where all ranks count alike."""
-        return self._weight
+    def __init__(self, weight: float, collective: Collective, device: torch.device) -> None:
+        self.weight = weight
+        self._total = torch.tensor([weight], dtype=torch.float64, device=device)
+        self._work = collective.all_reduce(self._total, what=WHAT)
 
-    def exchange(self, weight: float | None) -> None:
-        """Begin to sum the ranks' weights; before a backward all ranks call it with a weight, or all with None."""
-        if self._work is not None:
-            self._work.wait()  # its forward had no backward
-            self._work = None
-        self._weight, self._total = weight, None
-        if weight is not None:
-            self._total = torch.tensor([weight], dtype=torch.float64, device=self._device)
-            self._work = self._collective.all_reduce(self._total, what=WHAT)
-
+    @cached_property
     def share(self) -> Share:
-        """Return this rank's share: gradients are divided by total / weight, so that the sum over ranks is the average.
-
-        A rank of weight 0 contributes nothing; where all weigh 0, the average is zeros.
+        """The share of this rank, after a wait: gradients are divided by total / weight, so that their sum is the
+        average. A rank of weight 0 contributes nothing; where all weigh 0, the average is zeros.
         """
-        assert self._total is not None, "asked without weights"
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return Share(self._total.item() / self._weight) if self._weight else NOTHING
+        self._work.wait()
+        return Share(self._total.item() / self.weight) if self.weight else NOTHING

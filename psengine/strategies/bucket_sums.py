@@ -1,4 +1,4 @@
-"""Sums one bucket's values over the ranks of a collective, encoded or not.
+"""Sums buckets over the ranks of a collective, encoded or not.
 
 ::
 
@@ -282,3 +282,42 @@ def make_sum(bucket: Bucket, collective: Collective, codec: Codec) -> BucketSum:
     if codec.slice_numel is not None:
         return SlicedPayloads(bucket, collective, codec)
     return GatheredPayloads(bucket, collective, codec)
+
+
+class BucketSums(list[BucketSum]):
+    """How the buckets of a model are summed, by index."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._end_last()
+        for one in self:
+            if one.states:
+                one.begin()
+
+    def _end_last(self) -> None:
+        """Training code skips a step whose gradients are not finite, so of the last backward nothing counted. All ranks
+        have the same sums.
+        """
+        if any(one.is_spoiled for one in self):
+            for one in self:
+                one.give_back()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What this rank left out, by name of the parameter; not to be written."""
+        self._end_last()
+        return {
+            name: residual
+            for one in self
+            if (whole := one.left_out()) is not None
+            for name, residual in zip(one.bucket.names, one.bucket.views_of(whole), strict=True)
+        }
+
+    def reset(self) -> None:
+        """Nothing was left out."""
+        for one in self:
+            one.reset()
+
+    def take(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what ``residuals`` of others with these parameters returned; KeyError where one is missing."""
+        for one in self if residuals else ():
+            one.take_left_out(residuals)

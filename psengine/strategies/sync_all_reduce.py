@@ -13,11 +13,10 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for, resolve_codec
 from psengine.collectives.base import CompletedWork, DeferredWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
-from psengine.strategies.base import Capabilities, Strategy
-from psengine.strategies.batch_weights import BatchWeights
+from psengine.strategies.base import Strategy
+from psengine.strategies.batch_weights import TotalWeight
+from psengine.strategies.bucket_sums import BucketSums, make_sum
 from psengine.strategies.exchange import BucketExchange, CommHook, Step
-from psengine.strategies.exchanges import Exchanges
-from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
@@ -35,20 +34,13 @@ class SyncAllReduce(Strategy):
     """
 
     name = "sync"
-    capabilities = Capabilities(gathers=True)
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
         self._codec = resolve_codec(compress)
         self._hook: CommHook | None = None
-        self._weights: BatchWeights | None = None
+        self._weight: TotalWeight | None = None
         self._scale = 1.0
-        # By index of the bucket.
-        self._exchanges: Exchanges | None = None
-
-    @override
-    def prepare(self, replica: Replica) -> None:
-        super().prepare(replica)
-        self._weights = BatchWeights(replica.collective, replica.device)
+        self._sums = BucketSums()
 
     @override
     def weigh(self, weight: float | None) -> None:
@@ -63,8 +55,9 @@ class SyncAllReduce(Strategy):
                 f" batch_weight, got {weight:g}). Fix: leave out the hook (strategy='sync:compress=bf16' halves what"
                 " travels), or weigh in the hook."
             )
-        assert self._weights is not None, "weighed before it was prepared"
-        self._weights.exchange(weight)
+        if self._weight is not None:
+            _ = self._weight.share  # its forward may have had no backward
+        self._weight = None if weight is None else TotalWeight(weight, self.collective, self.replica.device)
 
     @override
     def begin(self, step: Step) -> Share:
@@ -78,10 +71,9 @@ class SyncAllReduce(Strategy):
         views of their bucket, and multiplies those that it copies.
         """
         self._scale = 1.0
-        if self._exchanges is not None:
-            self._exchanges.begin()
-        if self._weights is not None and self._weights.weight is not None:
-            return self._weights.share()
+        self._sums.begin()
+        if self._weight is not None:
+            return self._weight.share
         if self._hook is not None:
             return WHOLE
         self.collective.connect()
@@ -96,7 +88,7 @@ class SyncAllReduce(Strategy):
         """False for a single replica: its gradients are their own average, unless a hook or a codec changes them, or
         they count nothing.
         """
-        has_no_say = self._weights is not None and self._weights.weight == 0
+        has_no_say = self._weight is not None and self._weight.weight == 0
         changes = self._hook is not None or not self._codec.is_lossless
         return self.collective.world_size > 1 or changes or has_no_say
 
@@ -109,16 +101,15 @@ class SyncAllReduce(Strategy):
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
-        self._exchanges = Exchanges(buckets, self.collective, self._codec, former=self._exchanges)
+        left_out = self._sums.residuals()
+        self._sums = BucketSums(make_sum(bucket, self.collective, self._codec) for bucket in buckets)
+        self._sums.take(left_out)
 
     @override
     def exchange(self, bucket: Bucket) -> BucketExchange:
         if self._hook is not None:
             return self._through_hook(bucket, self._hook)
-        if self._exchanges is None:
-            _ = self.collective  # which says that the strategy was closed
-        assert self._exchanges is not None, "a bucket before lay_out"
-        return self._exchanges[bucket.index].exchange(self._scale)
+        return self._sums[bucket.index].exchange(self._scale)
 
     def _through_hook(self, bucket: Bucket, hook: CommHook) -> BucketExchange:
         future, what = hook(bucket), f"communication hook for {bucket.describe()}"
@@ -133,8 +124,7 @@ class SyncAllReduce(Strategy):
 
     @override
     def give_back(self, bucket: Bucket, unused: Sequence[bool] | None = None) -> None:
-        if self._exchanges is not None:
-            self._exchanges[bucket.index].give_back(unused)
+        self._sums[bucket.index].give_back(unused)
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -144,12 +134,11 @@ class SyncAllReduce(Strategy):
 
     @override
     def residuals(self) -> dict[str, torch.Tensor]:
-        return {} if self._exchanges is None else self._exchanges.residuals()
+        return self._sums.residuals()
 
     @override
     def take_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        if self._exchanges is not None:
-            self._exchanges.take(residuals)
+        self._sums.take(residuals)
 
     @override
     def register_comm_hook(self, hook: CommHook) -> None:
@@ -166,8 +155,7 @@ class SyncAllReduce(Strategy):
     @override
     def close(self) -> None:
         super().close()
-        self._weights = None
-        self._exchanges = None
+        self._weight, self._sums = None, BucketSums()
 
 
 def tensor_of_future(value: Any) -> torch.Tensor:

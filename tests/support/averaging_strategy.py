@@ -22,7 +22,7 @@ class Averaging(Strategy):
     """
 
     name = "averaging"
-    capabilities = Capabilities(keeps_first_layout=True, defines_gradients=False)
+    capabilities = Capabilities(keeps_first_layout=True, averages_gradients=False)
 
     def __init__(self, every: int = 4) -> None:
         self.every = every

@@ -18,8 +18,8 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective
 from psengine.strategies.batch_weights import WHAT
+from psengine.strategies.bucket_sums import BucketSums, make_sum
 from psengine.strategies.exchange import BucketExchange, Driver
-from psengine.strategies.exchanges import Exchanges
 from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.rounds import Part
 from psengine.tensors.bucket import Allocator, Bucket
@@ -55,7 +55,7 @@ class Fragment(Part):
         super().__init__()
         self._buckets = parameter_buckets(parameters, allocate)
         self._collective = collective
-        self._exchanges = Exchanges(self._buckets, collective, codec)
+        self._sums = BucketSums(make_sum(bucket, collective, codec) for bucket in self._buckets)
         self._outer = outer
         self._keep = keep
         self._driver = Driver(self._exchange)
@@ -71,7 +71,7 @@ class Fragment(Part):
         for bucket in self._buckets:
             self._driver.result(bucket)  # what is on its way uses memory of the next exchange
         self._forget_sent()
-        self._exchanges.reset()
+        self._sums.reset()
         super().settle()
 
     def _forget_sent(self) -> None:
@@ -104,7 +104,7 @@ class Fragment(Part):
             self._driver.begin(bucket)
 
     def _exchange(self, bucket: Bucket) -> BucketExchange:
-        return self._exchanges[bucket.index].exchange(1.0)
+        return self._sums[bucket.index].exchange(1.0)
 
     @override
     def arrive(self, *, keeps: bool = True) -> None:
@@ -137,13 +137,13 @@ class Fragment(Part):
 
     def _residuals(self) -> dict[str, torch.Tensor]:
         """Copies of what the codec left out, by name of the parameter."""
-        return _copies(self._exchanges.residuals())
+        return _copies(self._sums.residuals())
 
     @override
     def load(self, state: Mapping[str, Any]) -> None:
         self.settle()
         super().load(state)
-        self._exchanges.take(state["residuals"])
+        self._sums.take(state["residuals"])
         if self.due is not None:
             self._sent = {name: one.to(self._buckets[0].device, copy=True) for name, one in state["sent"].items()}
             self._share, self._former_residuals = Share(state["divisor"]), self._residuals()

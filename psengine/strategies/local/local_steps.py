@@ -48,7 +48,7 @@ class LocalSteps(Rounds):
     capabilities = Capabilities(
         keeps_first_layout=True,
         carries_buffers=True,
-        defines_gradients=False,
+        averages_gradients=False,
         counts_absent=True,
         steps_alone=True,
     )

@@ -76,7 +76,7 @@ class ServerStrategy(Strategy):
         needs_process_group=False,
         keeps_first_layout=True,
         carries_buffers=True,
-        defines_gradients=False,
+        averages_gradients=False,
         counts_absent=True,
         exchange_name="push",
     )
