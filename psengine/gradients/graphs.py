@@ -82,8 +82,8 @@ class EveryParameter:
         """A hook fired: return parameters whose gradients count as ready because they will not arrive."""
         return ()
 
-    def handed_over(self) -> None:
-        """Every bucket of this backward was handed over."""
+    def agree_at_end(self, *, has_data: bool) -> None:
+        """Every bucket of this backward was handed over, on every rank: agree, where that may wait until now."""
 
     def unused_positions(self, indices: Sequence[int]) -> list[bool] | None:
         """For each of these parameters whether no rank used it; None where some rank used each of them."""
@@ -100,9 +100,6 @@ class EveryParameter:
         """The error's text for a parameter whose hook fired again after its gradient was ready."""
         return marked_twice_message(index, self._names[index], has_marked_unused=self.has_marked_unused)
 
-    def shadow_end(self) -> None:
-        """On a rank without data, inside ``join``: take part in the agreement that follows the buckets."""
-
 
 class _UsedParameters(EveryParameter):
     """The used-map of one replica, which ``strategy`` sums over ranks on ``device``."""
@@ -117,15 +114,10 @@ class _UsedParameters(EveryParameter):
         self._work: Work | None = None
         self._unused_everywhere: set[int] = set()
 
-    def _reduce(self) -> None:
-        """Begin summing this rank's map over ranks."""
-        used = torch.frombuffer(bytearray(self.used), dtype=torch.uint8)
+    def _reduce(self, *, has_data: bool = True) -> None:
+        """Begin summing this rank's map over ranks; without data it used nothing. ``settle`` waits for the sum."""
+        used = torch.frombuffer(bytearray(self.used), dtype=torch.uint8) * has_data
         self.summed = used.to(torch.int32).to(self.summed.device)
-        self._work = self._strategy.reduce_usage(self.summed)
-
-    def _shadow(self) -> None:
-        """Begin to take part in other ranks' sum as one that used nothing; ``settle`` waits, after all pushes."""
-        self.summed = torch.zeros_like(self.summed)
         self._work = self._strategy.reduce_usage(self.summed)
 
     def _take_sum(self) -> None:
@@ -223,8 +215,8 @@ class SearchedGraph(_UsedParameters):
         return self._unused_everywhere.issuperset(indices)
 
     @override
-    def handed_over(self) -> None:
-        self._reduce()
+    def agree_at_end(self, *, has_data: bool) -> None:
+        self._reduce(has_data=has_data)
 
     @override
     def settle(self) -> None:
@@ -234,10 +226,6 @@ class SearchedGraph(_UsedParameters):
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         return unfinished_reduction_message(rank, missing, find_unused=True)
-
-    @override
-    def shadow_end(self) -> None:
-        self._shadow()
 
 
 class StaticGraph(_UsedParameters):
@@ -270,7 +258,7 @@ class StaticGraph(_UsedParameters):
     def agree(self, *, has_data: bool) -> None:
         """A rank without data takes part in the exchange of used-maps that ``learn`` begins on the others."""
         if self.is_being_counted and not has_data:
-            self._shadow()
+            self._reduce(has_data=False)
             self._set_counting(False)
 
     @override

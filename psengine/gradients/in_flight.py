@@ -175,7 +175,7 @@ class BucketsInFlight:
                 if not graph.is_unused_everywhere(packing.bucket.parameter_indices):
                     packing.fill_with_zeros()
                     self._driver.begin(packing.bucket)
-            graph.shadow_end()
+            graph.agree_at_end(has_data=False)
             if self._finite_check is not None:
                 self._finite_check.agree(self.packings[0].bucket.device)
             remainder = self._strategy.finish()

@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients.error_texts import (
     DISTRIBUTED_AUTOGRAD_MESSAGE,
@@ -35,6 +34,7 @@ from psengine.gradients.in_flight import BucketsInFlight
 from psengine.gradients.packing import Packing, make_packing
 from psengine.gradients.ready_counter import ReadyCounter
 from psengine.strategies.base import Strategy
+from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.bucket_plan import plan_buckets
 from psengine.tracing.backwards import Backwards
@@ -43,13 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 class Reducer:
-    """Exchanges the gradients of ``parameters`` through ``strategy`` while backward runs.
+    """Exchanges the gradients of a replica's parameters through ``strategy`` while backward runs.
 
     Args:
-        parameters: name to parameter of those that require gradients, without duplicates, in model order.
-        sparse: names of those whose gradients are sparse.
-        strategy: already prepared.
-        collective: the group of replicas.
+        replica: this process's.
+        strategy: already prepared for it.
         initial_limits_bytes: bucket caps before the first rebuild; see ``plan_buckets``.
         rebuild_limits_bytes: bucket caps when buckets are rebuilt in the order gradients arrive.
         find_unused_parameters: walk the graph from the outputs to find parameters that will get no gradient.
@@ -73,11 +71,9 @@ class Reducer:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        sparse: Collection[str],
+        replica: Replica,
         strategy: Strategy,
         *,
-        collective: Collective,
         initial_limits_bytes: Sequence[int],
         rebuild_limits_bytes: Sequence[int],
         find_unused_parameters: bool,
@@ -89,11 +85,11 @@ class Reducer:
         converts_parameters: bool,
         on_error: Callable[[str], None],
     ) -> None:
-        self.parameters = list(parameters.values())
-        self.names = list(parameters)
+        self.parameters = list(replica.parameters.values())
+        self.names = list(replica.parameters)
         self.strategy = strategy
+        self._collective = collective = replica.collective
         self.watched = Backwards(strategy.capabilities.exchange_name, collective.world_size)
-        self._collective = collective
         self._rebuild_limits_bytes = list(rebuild_limits_bytes)
         self._on_error = on_error
         # Models split over several devices run backward, and so the hooks, in one thread per device.
@@ -104,7 +100,7 @@ class Reducer:
         self.iteration = self.completed_steps = 0
         self.has_rebuilt_buckets = False
         self._layout_is_final = strategy.capabilities.keeps_first_layout
-        self._is_sparse = [name in sparse for name in self.names]
+        self._is_sparse = [name in replica.sparse for name in self.names]
         self._make_bucket = functools.partial(
             Bucket,
             parameters=self.parameters,
@@ -165,7 +161,7 @@ class Reducer:
             order: indices of parameters as their gradients arrived; None guesses that they arrive in reverse.
         """
         plans = plan_buckets(self.parameters, limits_bytes, self._is_sparse, order)
-        self.buckets = [
+        self.buckets: list[Bucket] = [
             self._make_bucket(index, plan, sparse=self._is_sparse[plan[0]])
             for index, plan in enumerate(plans[::-1] if order is None else plans)
         ]
@@ -327,42 +323,34 @@ class Reducer:
             self.in_flight.hand_over(packings[self._next_bucket], self.graph)
             self._next_bucket += 1
         if self._next_bucket == len(packings):
-            self.graph.handed_over()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finalize_from_engine)
+            self.graph.agree_at_end(has_data=True)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finalize)
 
     def _delay_all_reduce(self) -> None:
         """The end of a static graph's first backward: the usage of all parameters is known, all buckets go now."""
-        with self._lock:
+        with self._lock, torch.no_grad():
             assert isinstance(self.graph, StaticGraph), "only a static graph delays its first exchange"
             self.graph.learn()
             self._ready_counter.expect(self.graph.counts)
-            with torch.no_grad():
-                for packing in self.in_flight.packings if self.in_flight.is_packing else ():
-                    for position in packing.bucket.eager_runs:
-                        self.in_flight.pack_one(packing, position)
-            for packing in self.in_flight.packings:
-                self.in_flight.hand_over(packing, self.graph)
-            self._next_bucket = len(self.buckets)
-            self._finalize()
+            for index in range(len(self.parameters)):
+                self._mark_ready(index)
+            self.ready_order = []  # that was no order of arrival
 
     # ---- the end of backward -----------------------------------------------------------------------------------
 
-    def _finalize_from_engine(self) -> None:
-        with self._lock:
-            self._finalize()
-
     def _finalize(self) -> None:
         """Wait for every bucket in order and write the results to the gradients."""
-        # Cleared first: after an error the next forward must not report an unfinished reduction instead of it.
-        self._stop_expecting_hooks()
-        try:
-            self.in_flight.land(self.graph, misses_gradients=self._misses_gradients)
-        except NonFiniteGradientError as error:
+        with self._lock:
+            # Cleared first: after an error the next forward must not report an unfinished reduction instead of it.
+            self._stop_expecting_hooks()
+            try:
+                self.in_flight.land(self.graph, misses_gradients=self._misses_gradients)
+            except NonFiniteGradientError as error:
+                self._settle()
+                self._on_error(str(error))
+                raise
             self._settle()
-            self._on_error(str(error))
-            raise
-        self._settle()
-        self.completed_steps += 1
+            self.completed_steps += 1
 
     def _settle(self) -> None:
         if self.graph.finds_unused:

@@ -234,10 +234,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         starts_as_one = may_rebuild and not self.bucket_bytes_cap_list
         try:
             self.reducer = Reducer(
-                replica.parameters,
-                replica.sparse,
+                replica,
                 self.strategy,
-                collective=self._collective,
                 initial_limits_bytes=[sys.maxsize] if starts_as_one else self._bucket_limits_bytes,
                 rebuild_limits_bytes=self._bucket_limits_bytes,
                 find_unused_parameters=self.find_unused_parameters,
@@ -265,7 +263,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._finalizer.atexit = False
 
     def _restart(self, *, init_sync: bool) -> None:
-        """Go on with another reducer, for another strategy or other ranks. Gradients stay what they are."""
+        """Go on with another reducer, for another strategy or other ranks. Gradients and optimizers stay."""
         former = self.reducer
         self._finalizer.detach()
         former._remove_autograd_hooks()
@@ -273,6 +271,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._start(init_sync=init_sync, init_sync_buffers=self.forward_sync_buffers, static_graph=self.static_graph)
         self.reducer.iteration, self.reducer.completed_steps = former.iteration, former.completed_steps
         self.reducer.in_flight.writes_gradients = former.in_flight.writes_gradients
+        for optimizer in list(self._optimizers):
+            optimizer._psengine_strategy = self.strategy  # type: ignore[attr-defined]
+            optimizer._step_supports_amp_scaling = optimizer._psengine_scales_itself  # type: ignore[attr-defined]
+            self.strategy.bind(optimizer)
 
     def _describe_to_strategy(self, *, with_buffers: bool, is_known_equal: bool) -> Replica:
         reducible = reducible_parameters(self.module, self.parameters_to_ignore)

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from psengine.errors import ConfigurationError, PSEngineError, ReductionError
 from psengine.strategies.base import Strategy
 from psengine.strategies.registry import resolve_strategy
 from psengine.strategies.stepping import Stepping
+from psengine.tensors.objects import from_bytes, to_bytes
 from psengine.wrapper import arguments as checks
 
 
@@ -46,10 +46,6 @@ def switch_strategy(model: Any, strategy: str | Strategy) -> None:
         former.abandon()
         model.strategy = following
         model._restart(init_sync=True)
-        for optimizer in optimizers:
-            optimizer._psengine_strategy = following
-            optimizer._step_supports_amp_scaling = optimizer._psengine_scales_itself
-            following.bind(optimizer)
     except BaseException as error:
         stopped = _Stopped(
             f"the change of strategy from {former.name!r} to {following.name!r} failed after the round had ended:"
@@ -130,11 +126,8 @@ def _take_state_of_rank_0(optimizer: torch.optim.Optimizer, collective: Collecti
     """Replicas that are to have equal optimizers go on with the state of rank 0's."""
     if collective.world_size == 1:
         return
-    file = io.BytesIO()
-    if collective.rank == 0:
-        torch.save(torch.optim.Optimizer.state_dict(optimizer)["state"], file)
-    payload = collective.broadcast_bytes(file.getvalue(), 0, device, what="the optimizer's state")
+    own = torch.optim.Optimizer.state_dict(optimizer)
+    state = to_bytes(own["state"]) if collective.rank == 0 else b""
+    state = collective.broadcast_bytes(state, 0, device, what="the optimizer's state")
     if collective.rank != 0:
-        state = torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
-        groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
-        torch.optim.Optimizer.load_state_dict(optimizer, {"state": state, "param_groups": groups})
+        torch.optim.Optimizer.load_state_dict(optimizer, {**own, "state": from_bytes(state)})
