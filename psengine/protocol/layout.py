@@ -2,7 +2,7 @@
 
 parameters   | fc1.weight                  | fc1.bias | fc2.weight      |
 one flat     |______________________________________________________ ...|
-chunks       |  key 0          |  key 1          |  key 2             ...|      at most CHUNK_BYTES each
+chunks       |  key 0          |  key 1          |  key 2             ...|      of about equal size
 segments     | fc1.weight[0:a] | fc1.weight[a:] fc1.bias fc2.weight[0:b] | ...
 """
 

@@ -30,6 +30,8 @@ from simulation.worker import WorkerProcess
 
 # Once nothing fails any more, everything has to end within this time, and no operation may run into its deadline.
 LIVENESS_S = 90.0
+# A few chunks, in every second job.
+CREDIT_BYTES = 200
 TIMEOUT_S = 300.0
 JOBS: dict[str, type[Job]] = {"apply": ApplyingJob, "average": AveragingJob, "merge": MergingJob}
 OPERATOR_S = 0.25
@@ -215,6 +217,7 @@ class Simulation:
             world_size=scenario.workers,
             timeout_s=TIMEOUT_S,
             connect_timeout_s=TIMEOUT_S,
+            credit_bytes=CREDIT_BYTES if scenario.seed % 2 else None,
         )
         shares = slot.rank < scenario.shares
         number, nonce = len(self.all_processes), self._rng.getrandbits(64)

@@ -167,7 +167,7 @@ class Client:
             images.setdefault((kind, tensor.dtype), {})[name] = TensorImage(tensor)
         specs: list[ChunkSpec] = []
         for (kind, dtype), group in images.items():
-            specs += cut_images(kind, group, dtype, len(specs))
+            specs += cut_images(kind, group, dtype, len(specs), servers=len(self._options.addresses))
         named = NamedTensors(specs)
         self._start()
         initial = named.to_send(named_tensors)

@@ -28,6 +28,7 @@ class SessionOptions:
         world_size: workers expected at the start.
         timeout_s: deadline of every request and push.
         connect_timeout_s: deadline of the first answer of each server.
+        credit_bytes: of pushes that may be on their way to a server and unanswered; None: by the number of servers.
         keys: CURVE keys; None speaks in the clear.
         is_embedded: a worker on this host started the server: once nothing listens there, it does not come back.
         uses_local_socket: connect to the Unix socket beside a loopback TCP address, where this user's server has one.
@@ -45,6 +46,7 @@ class SessionOptions:
     world_size: int = 1
     timeout_s: float = 300.0
     connect_timeout_s: float = 30.0
+    credit_bytes: int | None = None
     keys: CurveClientKeys | None = None
     is_embedded: bool = False
     uses_local_socket: bool = True

@@ -16,6 +16,8 @@ from psengine.tensors.bucket import is_non_overlapping_and_dense
 
 # Smaller chunks overlap better with backward and cost more messages; larger ones stall behind each other.
 CHUNK_BYTES = 1024 * 1024
+# With several servers each link carries many streams at once, and a worker waits for the slowest of them (link.py).
+CHUNK_BYTES_OF_SEVERAL_SERVERS = 256 * 1024
 
 # Inner cuts fall on multiples of this many elements, so that no chunk but a tensor's first begins off a cache line.
 ALIGNMENT_NUMEL = 64
@@ -128,11 +130,11 @@ class TensorImage:
 
 
 def cut_images(
-    kind: ChunkKind, images: Mapping[str, TensorImage], dtype: torch.dtype, first_key: int
+    kind: ChunkKind, images: Mapping[str, TensorImage], dtype: torch.dtype, first_key: int, *, servers: int
 ) -> list[ChunkSpec]:
-    """The chunks of tensors of one dtype, in the order given; see ``cut``."""
+    """The chunks, at so many ``servers``, of tensors of one dtype, in the order given; see ``cut``."""
     rows = [(name, tuple(image.tensor.shape), image.strides, image.tensor.numel()) for name, image in images.items()]
-    return cut(kind, rows, dtype, first_key, CHUNK_BYTES)
+    return cut(kind, rows, dtype, first_key, CHUNK_BYTES if servers == 1 else CHUNK_BYTES_OF_SEVERAL_SERVERS)
 
 
 def parts_of(spec: ChunkSpec, images: Mapping[str, TensorImage]) -> list[torch.Tensor]:

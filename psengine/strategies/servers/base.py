@@ -238,7 +238,8 @@ class ServerStrategy(Strategy):
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
-        self._chunks = ChunkedReplica(self.replica, buckets, counts_usage=self.counts_usage)
+        servers = len(self.session.options.addresses)
+        self._chunks = ChunkedReplica(self.replica, buckets, servers=servers, counts_usage=self.counts_usage)
 
     @override
     def join(self) -> None:

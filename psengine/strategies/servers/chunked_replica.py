@@ -34,6 +34,7 @@ class ChunkedReplica:
     Args:
         replica: as given to ``Strategy.prepare``.
         buckets: the reducer's; dense.
+        servers: how many hold the chunks.
         counts_usage: whether to have a chunk for the map of used parameters.
 
     Attributes:
@@ -43,10 +44,11 @@ class ChunkedReplica:
         usage: key of the usage map, None without one.
     """
 
-    def __init__(self, replica: Replica, buckets: Sequence[Bucket], *, counts_usage: bool) -> None:
+    def __init__(self, replica: Replica, buckets: Sequence[Bucket], *, servers: int, counts_usage: bool) -> None:
         self.specs: list[ChunkSpec] = []
         self.of_bucket: list[list[tuple[ChunkSpec, int, int]]] = []
         self._replica = replica
+        self._servers = servers
         self._parameters = list(replica.parameters.values())
         # Where these lie, and what ``assign`` found then.
         self._lie: list[tuple[int, tuple[int, ...]]] = []
@@ -69,7 +71,8 @@ class ChunkedReplica:
             self.specs.extend(cut(ChunkKind.USAGE, [(USAGE_NAME, (count,), (1,), count)], torch.int32, self.usage))
 
     def _add(self, kind: ChunkKind, names: Sequence[str], dtype: torch.dtype) -> list[ChunkSpec]:
-        specs = cut_images(kind, {name: self._images[name] for name in names}, dtype, len(self.specs))
+        images = {name: self._images[name] for name in names}
+        specs = cut_images(kind, images, dtype, len(self.specs), servers=self._servers)
         self.specs.extend(specs)
         return specs
 

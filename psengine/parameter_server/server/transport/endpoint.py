@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,8 @@ SENT_MESSAGES = 8192
 RECEIVED_MESSAGES = 64
 # Smaller frames are not counted: as many as may wait for a peer take 32 MiB.
 COUNTED_BYTES = 4096
-# Of answers that a peer has not read: more than a worker's credit and its requests lead to.
+# Of answers that a peer has not read: more than a worker's credit and its requests lead to. Where a rule decides steps,
+# a worker's answers of a step come all at once: ``owed_bytes`` more.
 UNREAD_BYTES = 128 * 1024 * 1024
 # How long answers may still leave after the end.
 LINGER_MS = 1000
@@ -80,6 +81,7 @@ class Endpoint:
         address: as bound, with the real port.
         local_address: a second address, a Unix socket for this user's clients; "" without one.
         peers: the connections behind the socket.
+        owed_bytes: returns what a peer may be sent at once beside UNREAD_BYTES.
         closed: connections that were closed because their peer did not read.
 
     Raises:
@@ -90,6 +92,7 @@ class Endpoint:
         self, context: zmq.Context[Any], address: str, guard: Authenticator | None = None, *, lease_s: float = 5.0
     ) -> None:
         self._guard = guard
+        self.owed_bytes: Callable[[], int] = int
         self.closed = 0
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -196,7 +199,8 @@ class Endpoint:
         """
         last = frames[-1]
         is_counted = len(last) >= COUNTED_BYTES
-        if is_counted and self._zero_copy.unread_bytes(route) + len(last) > UNREAD_BYTES:
+        more_bytes = self._zero_copy.unread_bytes(route) + len(last) - UNREAD_BYTES if is_counted else 0
+        if more_bytes > 0 and more_bytes > self.owed_bytes():
             self._close(route)
             return
         send = self._socket.send

@@ -185,6 +185,7 @@ class ShardThread(threading.Thread):
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
         self.endpoint = endpoint
+        endpoint.owed_bytes = shard.memory_bytes
         self.coordinators = coordinators
         self.answers = HeldAnswers(endpoint)
         self.segments = ShardSegments()
