@@ -156,7 +156,7 @@ class ServerOptimizer(ServerState):
                 " psengine.DistributedOptimizer was made, each in its group (expected the same ones, in groups of"
                 f" {expected}, got others, in groups of {got}). Fix: give it all of them before, and freeze some until"
                 " they are wanted (requires_grad_(False) after the model was wrapped with find_unused_parameters=True):"
-                " step() leaves alone whose gradient is None. Or use strategy='sync' or 'sync-server', where every"
+                " step() skips those whose gradient is None. Or use strategy='sync' or 'sync-server', where every"
                 " worker steps itself."
             )
         if state is not self._state or len(state) < self._state_count:
