@@ -18,7 +18,7 @@ from torch import nn
 import psengine
 from psengine.errors import ConfigurationError
 from psengine.strategies.local.fragments import cut
-from psengine.strategies.local.schedule import Schedule
+from psengine.strategies.local.options import RoundOptions
 
 STEPS = 14
 MIDWAY = {
@@ -244,11 +244,13 @@ def test_uneven_data_accumulation_and_a_model_loaded_within_a_round(rank, world_
         loss_of(model, rank, step).backward()
         optimizer.step()
     assert not all(map(torch.equal, *gathered(model))), "a part that left early went on by itself"
+    model.switch_strategy("sync")
+    assert all(map(torch.equal, *gathered(model))), "parameters and buffers"
 
 
 def test_a_schedule_and_a_cut():
-    schedule = Schedule(every=6, fragments=3, overlap=1)
-    assert [schedule.leaving(step) for step in range(1, 9)] == [None, 0, None, 1, None, 2, None, 0]
+    options = RoundOptions(every=6, fragments=3, overlap=1)
+    assert [options.leaving(step) for step in range(1, 9)] == [None, 0, None, 1, None, 2, None, 0]
     parameters = dict(make_model().named_parameters())
     for count in (1, 2, 5):
         parts = cut(parameters, count)

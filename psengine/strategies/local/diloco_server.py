@@ -19,11 +19,13 @@ from typing_extensions import Unpack, override
 
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.operation import wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.strategies.local.fragments import parameter_buckets
+from psengine.strategies.local.options import RoundOptions
 from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.rounds import Part, Rounds
-from psengine.strategies.local.schedule import Schedule, checked_options
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
+from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.strategies.servers.pushes import Pushes
 from psengine.strategies.servers.server_optimizer import ServerState
 from psengine.tensors.bucket import Bucket
@@ -65,40 +67,23 @@ class DilocoServer(Rounds, ServerStrategy):
         outer_momentum: float = 0.9,
         **options: Unpack[ServerOptions],
     ) -> None:
-        rounds = checked_options(self.name, {"every": every, "outer_lr": outer_lr, "outer_momentum": outer_momentum})
+        self._rounds = RoundOptions.checked(self.name, every=every, outer_lr=outer_lr, outer_momentum=outer_momentum)
         super().__init__({"name": "merge", "quorum": quorum, "grace": grace}, **options)
         self._codec = only_gradients(self._codec)
-        self._outer_options = rounds["outer_lr"], rounds["outer_momentum"]
-        self._schedule = Schedule(every=every)
 
     # ---- in service --------------------------------------------------------------------------------------------
 
     @override
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Buckets of parameters, in the place of the reducer's, whose memory gradients may be."""
-        assert self._replica is not None, "laid out before it was prepared"
-        super().lay_out(parameter_buckets(self._replica.parameters, self.allocate))
+        super().lay_out(parameter_buckets(self.replica.parameters, self.allocate))
 
     @override
     def _entered(self, state: str) -> None:
         """The servers get the outer optimizer; another worker's, with the same options, is the same."""
-        assert self._replica is not None, "in service"
-        outer = OuterStep(self._replica.parameters, *self._outer_options)
-        trained = self.session.attach_optimizer(self.chunks.specs, outer.optimizer, outer.anchors)
-        pushes = Pushes(self.session, self.chunks, trained)
-        self._outer, self._parts, self._is_settled = outer, [_Merge(self._buckets, pushes, outer)], True
-
-    @property
-    def _outer_step(self) -> OuterStep:
-        _ = self.replica
-        assert self._outer is not None, "made when the worker joined"
-        return self._outer
-
-    @override
-    def _agree(self) -> None:
-        """Worker 0's parameters become the servers', as under "async"."""
-        self._outer_step.settle()
-        self._store()
+        self._outer = OuterStep(self.replica.parameters, self._rounds)
+        self._parts = [_Merge(self.session, self.chunks, self._buckets, self._outer)]
+        self._is_settled = True
 
     @override
     def _end_round(self) -> None:
@@ -111,55 +96,47 @@ class DilocoServer(Rounds, ServerStrategy):
         What this worker did since its own last merge is merged first. Then it abstains, so that no other worker's merge
         waits for it.
         """
-        assert self._replica is not None, "in service"
+        self._begin()
         if self._parts[0].steps:
             self._bring_together()
         self._bring_together()
-        self._replica.collective.barrier().wait()
+        self.collective.barrier().wait()
         with torch.no_grad():
             self.pull_values(self.chunks.specs)
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+class _Merge(Part):
+    """All parameters, which servers merge. Worker 0's are the servers' where a first round begins, or one was loaded:
+    every worker goes on within its own round.
+    """
+
+    def __init__(
+        self, session: WorkerSession, chunks: ChunkedReplica, buckets: Sequence[Bucket], outer: OuterStep
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self._chunks = chunks
+        self._buckets = buckets
+        self._outer = outer
+        specs = session.attach_optimizer(chunks.specs, outer.optimizer, outer.anchors)
+        self._pushes = Pushes(session, chunks, specs)
+        self._server_state = ServerState(outer.optimizer, outer.anchors, session, specs)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """As ``Rounds.state_dict``; the momentum is the servers'."""
-        self._server_state().fetch()
-        return super().state_dict()
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Worker 0's parameters and momentum become the servers'; every worker goes on within its own round."""
-        super().load_state_dict(state)
+    def settle(self) -> None:
+        super().settle()
         self._store()
 
-    def _server_state(self) -> ServerState:
-        """The outer step's state, which the servers keep."""
-        outer = self._outer_step
-        trained = [spec for chunks in self.chunks.of_bucket for spec, _, _ in chunks]
-        return ServerState(outer.optimizer, outer.anchors, self.session, trained)
-
     def _store(self) -> None:
-        """Worker 0's anchors and momentum become the servers'."""
-        if self.session.rank != 0:
+        if self._session.rank != 0:
             return
         stores = []
         for bucket in self._buckets:
-            bucket.pack(self._outer_step.anchors_of(bucket))
-            for spec, start, end in self.chunks.of_bucket[bucket.index]:
-                stores.append(self.session.store(spec.key, bucket.flat[start:end].cpu()))
+            bucket.pack(self._outer.anchors_of(bucket))
+            for spec, start, end in self._chunks.of_bucket[bucket.index]:
+                stores.append(self._session.store(spec.key, bucket.flat[start:end].cpu()))
         wait_all(stores)
-        self._server_state().store()
-
-
-class _Merge(Part):
-    """All parameters, which servers merge."""
-
-    def __init__(self, buckets: Sequence[Bucket], pushes: Pushes, outer: OuterStep) -> None:
-        super().__init__()
-        self._buckets = buckets
-        self._pushes = pushes
-        self._outer = outer
+        self._server_state.store()
 
     @override
     def leave(self) -> None:
@@ -174,3 +151,14 @@ class _Merge(Part):
     def arrive(self, *, keeps: bool = True) -> None:
         self._pushes.wait()
         self._outer.follow()
+
+    @override
+    def state(self) -> dict[str, Any]:
+        """The momentum is the servers'."""
+        self._server_state.fetch()
+        return super().state()
+
+    @override
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self._store()

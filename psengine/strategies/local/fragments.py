@@ -82,7 +82,6 @@ class Fragment(Part):
     @override
     def leave(self) -> None:
         self._share = self._share_of(self.samples)
-        self._former_residuals = self._residuals()
         for bucket in self._buckets:
             sent = bucket.parameters if self._outer is None else self._outer.differences(bucket)
             self._sent |= zip(bucket.names, sent, strict=True)
@@ -98,6 +97,8 @@ class Fragment(Part):
         return Share(self._collective.world_size)
 
     def _send(self) -> None:
+        self._former_residuals = {name: one.clone() for name, one in self._sums.residuals().items()}
+        self._sums.begin()
         self._is_sent = True
         for bucket in self._buckets:
             bucket.pack([self._sent[name] for name in bucket.names], self._share)
@@ -130,23 +131,27 @@ class Fragment(Part):
     def state(self) -> dict[str, Any]:
         """Of what is on its way this rank's own part is saved, which is sent again."""
         if self.due is None:
-            return super().state() | {"residuals": self._residuals()}
-        sent = {name: torch.zeros_like(one) if self._share.is_nothing else one for name, one in self._sent.items()}
-        travelling = {"sent": _copies(sent), "divisor": self._share.divisor}
-        return super().state() | {"residuals": _copies(self._former_residuals)} | travelling
-
-    def _residuals(self) -> dict[str, torch.Tensor]:
-        """Copies of what the codec left out, by name of the parameter."""
-        return _copies(self._sums.residuals())
+            return super().state()
+        sent = {
+            name: torch.zeros_like(one) if self._share.is_nothing else one.clone() for name, one in self._sent.items()
+        }
+        return super().state() | {"sent": sent, "divisor": self._share.divisor}
 
     @override
     def load(self, state: Mapping[str, Any]) -> None:
         self.settle()
         super().load(state)
-        self._sums.take(state["residuals"])
         if self.due is not None:
             self._sent = {name: one.to(self._buckets[0].device, copy=True) for name, one in state["sent"].items()}
-            self._share, self._former_residuals = Share(state["divisor"]), self._residuals()
+            self._share = Share(state["divisor"])
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What the codec left out before what travels, by name of the parameter; not to be written."""
+        return self._former_residuals if self._is_sent else self._sums.residuals()
+
+    def take_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what ``residuals`` returned."""
+        self._sums.take(residuals)
 
 
 class _ParameterBucket(Bucket):
@@ -176,7 +181,3 @@ def cut(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[s
         parts[min(count - 1, int(middle * count / max(1, total)))][name] = parameter
         before += parameter.numel()
     return parts
-
-
-def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -12,8 +12,7 @@ Douillard et al. 2025, arXiv 2501.18512).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from typing_extensions import override
@@ -23,9 +22,9 @@ from psengine.codecs.registry import resolve_codec
 from psengine.strategies.base import Capabilities
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.local.fragments import Fragment, cut
+from psengine.strategies.local.options import RoundOptions
 from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.rounds import Rounds
-from psengine.strategies.local.schedule import Schedule, checked_options
 
 
 class LocalSteps(Rounds):
@@ -52,42 +51,37 @@ class LocalSteps(Rounds):
         counts_absent=True,
         steps_alone=True,
     )
+    _parts: Sequence[Fragment] = ()
 
     def __init__(self, every: int = 16, *, compress: str | Codec | None = None) -> None:
-        self._set_up(compress, every=every)
-
-    def _set_up(self, compress: str | Codec | None, **options: Any) -> None:
-        super().__init__()
-        checked = checked_options(self.name, options)
-        self._options = checked | {"compress": resolve_codec(compress)}
-        self._schedule = Schedule(
-            every=checked["every"], fragments=checked.get("fragments", 1), overlap=checked.get("overlap", 0)
-        )
-
-    def _make_outer(self, parameters: Mapping[str, torch.nn.Parameter]) -> OuterStep | None:
-        """With a codec its error must not be that of parameters: differences travel."""
-        return None if self._options["compress"].is_lossless else OuterStep(parameters)
+        self._rounds = RoundOptions.checked(self.name, every=every)
+        self._codec = resolve_codec(compress)
+        # With a codec, differences travel: its error must not be that of parameters.
+        self._has_outer_step = not self._codec.is_lossless
 
     # ---- in service --------------------------------------------------------------------------------------------
 
     @override
     def prepare(self, replica: Replica) -> None:
         super().prepare(replica)
-        codec, keep = self._options["compress"], self._options.get("keep", 0.0) if self._schedule.overlap else 0.0
-        self._outer = self._make_outer(replica.parameters)
+        self._outer = OuterStep(replica.parameters, self._rounds) if self._has_outer_step else None
+        keep = self._rounds.keep if self._rounds.overlap else 0.0
         self._parts = [
-            Fragment(parameters, replica.collective, codec, self._outer, keep)
-            for parameters in cut(replica.parameters, self._schedule.fragments)
+            Fragment(parameters, replica.collective, self._codec, self._outer, keep)
+            for parameters in cut(replica.parameters, self._rounds.fragments)
         ]
 
     @override
     def join(self) -> None:
-        self._begin()
+        """Rank 0's parameters and buffers overwrite everybody's, and a first round begins."""
+        super().join()
+        self._is_settled = False
+        super()._begin()
 
     @override
-    def _agree(self) -> None:
-        """Rank 0's values are those of all."""
-        super().join()
+    def _begin(self) -> None:
+        if not self._is_settled:
+            self.join()
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 
@@ -100,8 +94,7 @@ class LocalSteps(Rounds):
     @override
     def _end_round(self) -> None:
         """Average the buffers that are floating-point; others become rank 0's."""
-        assert self._replica is not None, "in service"
-        ranks, buffers = self.collective.world_size, [one.detach() for one in self._replica.buffers().values()]
+        ranks, buffers = self.collective.world_size, [one.detach() for one in self.replica.buffers().values()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers if ranks > 1):
             group = [buffer for buffer in buffers if buffer.dtype == dtype]
             if not dtype.is_floating_point:
@@ -119,6 +112,18 @@ class LocalSteps(Rounds):
             self._begin()
             return
         self._bring_together()
+        self._end_round()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def residuals(self) -> dict[str, torch.Tensor]:
+        return {name: one for part in self._parts for name, one in part.residuals().items()}
+
+    @override
+    def take_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        for part in self._parts:
+            part.take_residuals(residuals)
 
 
 class Diloco(LocalSteps):
@@ -153,8 +158,8 @@ class Diloco(LocalSteps):
         outer_momentum: float = 0.9,
         compress: str | Codec | None = None,
     ) -> None:
-        self._set_up(
-            compress,
+        self._rounds = RoundOptions.checked(
+            self.name,
             every=every,
             fragments=fragments,
             overlap=overlap,
@@ -162,7 +167,5 @@ class Diloco(LocalSteps):
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
         )
-
-    @override
-    def _make_outer(self, parameters: Mapping[str, torch.nn.Parameter]) -> OuterStep:
-        return OuterStep(parameters, self._options["outer_lr"], self._options["outer_momentum"])
+        self._codec = resolve_codec(compress)
+        self._has_outer_step = True

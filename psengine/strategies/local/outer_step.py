@@ -14,16 +14,12 @@ from collections.abc import Mapping
 
 import torch
 
+from psengine.strategies.local.options import RoundOptions
 from psengine.tensors.bucket import Bucket
 
 
 class OuterStep:
-    """Anchors of ``parameters``, and the optimizer that moves them; the default options average parameters.
-
-    Args:
-        parameters: by name.
-        learning_rate: of the outer step.
-        momentum: Nesterov's; 0 is plain SGD.
+    """Anchors of ``parameters``, given by name, and the optimizer that moves them.
 
     Attributes:
         anchors: what replicas agreed on last, by name of the parameter.
@@ -31,13 +27,12 @@ class OuterStep:
     """
 
     @torch.no_grad()
-    def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], learning_rate: float = 1.0, momentum: float = 0.0
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], options: RoundOptions) -> None:
         self._parameters: list[torch.Tensor] = list(parameters.values())
         self.anchors = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        momentum = options.outer_momentum
         self.optimizer = torch.optim.SGD(
-            list(self.anchors.values()), lr=learning_rate, momentum=momentum, nesterov=momentum > 0, foreach=False
+            list(self.anchors.values()), options.outer_lr, momentum, nesterov=momentum > 0, foreach=False
         )
 
     def settle(self) -> None:

@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from psengine.errors import ConfigurationError
 from psengine.strategies.base import StepStrategy
+from psengine.strategies.local.options import RoundOptions
 from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.scaled_step import ScaledStep
-from psengine.strategies.local.schedule import Schedule
 from psengine.strategies.stepping import check_one
 
 
@@ -64,19 +64,15 @@ class Part(ABC):
 
 
 class Rounds(StepStrategy[ScaledStep]):
-    """A strategy in which replicas step by themselves; subclasses say what its parts are, and set ``_schedule``."""
+    """A strategy in which replicas step by themselves; subclasses say what its parts are, and set ``_rounds``."""
 
-    _schedule: Schedule
+    _rounds: RoundOptions
     _parts: Sequence[Part] = ()
     # The step with the average of differences; None where parameters are averaged.
     _outer: OuterStep | None = None
     _steps = 0
-    # Whether replicas are in rounds; else the next step begins a first one, with the parameters of one of them.
+    # Whether replicas are in rounds; else the next step begins a first one.
     _is_settled = False
-
-    @abstractmethod
-    def _agree(self) -> None:
-        """Make the parameters equal on all replicas."""
 
     def _end_round(self) -> None:
         """All parts have left since the last call."""
@@ -117,12 +113,12 @@ class Rounds(StepStrategy[ScaledStep]):
 
     @torch.no_grad()
     def _begin(self) -> None:
+        """Begin a first round, where the model was loaded without this strategy's state."""
         if not self._is_settled:
-            self._agree()
-            for part in self._parts:
-                part.settle()
             if self._outer is not None:
                 self._outer.settle()
+            for part in self._parts:
+                part.settle()
             self._steps, self._is_settled = 0, True
 
     @torch.no_grad()
@@ -130,18 +126,18 @@ class Rounds(StepStrategy[ScaledStep]):
         self._steps += 1
         for part in self._parts:
             part.steps += 1
-        leaving = self._schedule.leaving(self._steps)
+        leaving = self._rounds.leaving(self._steps)
         if leaving is not None:
             self._leave(self._parts[leaving])
         for part in self._parts:
             if part.due == self._steps:
                 self._arrive(part)
-        if self._steps % self._schedule.every == 0:
+        if self._steps % self._rounds.every == 0:
             self._end_round()
 
     def _leave(self, part: Part) -> None:
         part.leave()
-        part.steps, part.samples, part.due = 0, None, self._steps + self._schedule.overlap
+        part.steps, part.samples, part.due = 0, None, self._steps + self._rounds.overlap
 
     def _arrive(self, part: Part, *, keeps: bool = True) -> None:
         part.due = None
@@ -164,35 +160,35 @@ class Rounds(StepStrategy[ScaledStep]):
     def state_dict(self) -> dict[str, Any]:
         """How far the round is, what replicas agreed on last, the outer step's momentum, and what travels."""
         return {
+            "residuals": super().state_dict(),
             "steps": self._steps,
             "parts": [part.state() for part in self._parts],
             "outer": {} if self._outer is None else self._outer.state(),
-            "exchange": super().state_dict(),
         }
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        expected = {"steps", "parts", "outer", "exchange"}
+        expected = {"residuals", "steps", "parts", "outer"}
         if set(state) != expected or len(state["parts"]) != len(self._parts):
             raise ConfigurationError(
                 f"the saved state is not one of {self!r} (expected {sorted(expected)} with {len(self._parts)} parts,"
                 f" got {sorted(state)} with {len(state.get('parts', ()))})"
             )
-        super().load_state_dict(state["exchange"])
         try:
             with torch.no_grad():
-                for part, saved in zip(self._parts, state["parts"], strict=True):
-                    part.load(saved)
                 if self._outer is not None:
                     self._outer.load(state["outer"])
+                for part, saved in zip(self._parts, state["parts"], strict=True):
+                    part.load(saved)
         except KeyError as error:
             raise ConfigurationError(
                 f"the saved state is not one of {self!r} (expected what it keeps of each parameter, got nothing for"
                 f" {error}). Fix: use the same options, or leave out the strategy's state."
             ) from error
+        super().load_state_dict(state["residuals"])
         self._steps, self._is_settled = state["steps"], True
 
     @override
     def restart(self) -> None:
-        """At the next step the parameters of one replica become those of all, and a first round begins."""
+        """At the next step a first round begins."""
         self._is_settled = False
