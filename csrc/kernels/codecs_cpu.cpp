@@ -1,34 +1,22 @@
-// The operators of codecs on the CPU: checks, threads, and which values "topk" takes.
+// The operators of codecs on the CPU: threads, and which values "topk" takes.
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "kernels/codecs.h"
+#include "kernels/checks.h"
 
 namespace psengine {
 namespace {
 
-using torch::stable::Tensor;
-using Optional = std::optional<Tensor>;
-
 // Waking the other threads costs as much as this many values.
 constexpr int64_t kParallelNumel = 128 * 1024;
 constexpr int64_t kNumelPerThread = 64 * 1024;
-
-const float* floats_of(const Optional& tensor) {
-  return tensor.has_value() ? static_cast<const float*>(tensor->const_data_ptr()) : nullptr;
-}
-
-float* floats_of_mutable(const Optional& tensor) {
-  return tensor.has_value() ? static_cast<float*>(tensor->mutable_data_ptr()) : nullptr;
-}
 
 // Calls visit(first element, number of elements) for runs of whole blocks, from several threads where there are many.
 template <class Visit>
@@ -43,29 +31,22 @@ void each_run(int64_t numel, int64_t block_numel, const Visit& visit) {
   });
 }
 
-void encode_blocks_(const Tensor& payload, const Tensor& values, const Optional& residual, const Optional& next,
-                    int64_t number) {
-  const BlockForm form = check_blocks(payload, values, number);
-  check_residual("residual", residual, values);
-  check_residual("next", next, values);
-  uint8_t* const bytes = static_cast<uint8_t*>(payload.mutable_data_ptr());
-  const float* const from = static_cast<const float*>(values.const_data_ptr());
-  const float* const left = floats_of(residual);
-  float* const kept = floats_of_mutable(next);
-  each_run(values.numel(), form.numel, [&](int64_t first, int64_t count) {
-    kernels().encode_blocks(form.format, bytes + first / form.numel * form.bytes, from + first,
-                            left == nullptr ? nullptr : left + first, kept == nullptr ? nullptr : kept + first,
-                            size_t(count));
-    if (kept != nullptr) finish_streaming();
+void encode_blocks_(const Tensor& payload, const Tensor& values, const OptionalTensor& residual,
+                    const OptionalTensor& next, int64_t format) {
+  const Encoding e = check_encoding(payload, values, residual, next, format);
+  each_run(e.numel, e.form.numel, [&](int64_t first, int64_t count) {
+    kernels().encode_blocks(e.form.format, e.payload + first / e.form.numel * e.form.bytes, e.values + first,
+                            e.residual == nullptr ? nullptr : e.residual + first,
+                            e.next == nullptr ? nullptr : e.next + first, size_t(count));
+    if (e.next != nullptr) finish_streaming();
   });
 }
 
-void decode_blocks_(const Tensor& into, const Tensor& payload, int64_t number, bool adds) {
-  const BlockForm form = check_blocks(payload, into, number);
-  const uint8_t* const bytes = static_cast<const uint8_t*>(payload.const_data_ptr());
-  float* const to = static_cast<float*>(into.mutable_data_ptr());
-  each_run(into.numel(), form.numel, [&](int64_t first, int64_t count) {
-    kernels().decode_blocks(form.format, to + first, bytes + first / form.numel * form.bytes, size_t(count), adds);
+void decode_blocks_(const Tensor& into, const Tensor& payload, int64_t format, bool adds) {
+  const Decoding d = check_decoding(into, payload, format, adds);
+  each_run(d.numel, d.form.numel, [&](int64_t first, int64_t count) {
+    kernels().decode_blocks(d.form.format, d.into + first, d.payload + first / d.form.numel * d.form.bytes,
+                            size_t(count), adds);
   });
 }
 
@@ -158,21 +139,6 @@ void choose_among(const uint32_t* places, const float* values, size_t count, siz
   }
 }
 
-// Chooses all candidates, which are all values that are not zero, and the first zeros.
-void choose_zeros_too(const Corrected& corrected, const uint32_t* places, const float* values, size_t count,
-                      size_t wanted, Chosen* chosen) {
-  size_t candidate = 0;
-  for (size_t i = 0; chosen->count < wanted; ++i) {
-    if (candidate < count && places[candidate] == i) {
-      chosen->add(i, values[candidate++]);
-    } else if (chosen->count + count - candidate < wanted) {
-      chosen->add(i, corrected[i]);  // a zero with its sign
-    } else if (candidate < count) {
-      i = places[candidate] - 1;
-    }
-  }
-}
-
 // Without candidates, because the sample misled, or residual and `kept` are the same memory.
 void choose_among_all(const Corrected& corrected, size_t wanted, Chosen* chosen) {
   const uint32_t smallest = nth_largest_of_all(corrected, wanted - 1);
@@ -189,18 +155,13 @@ void choose_among_all(const Corrected& corrected, size_t wanted, Chosen* chosen)
   }
 }
 
-void encode_largest_(const Tensor& places, const Tensor& found, const Tensor& values, const Optional& residual,
-                     const Optional& next) {
-  check_floats("values", values);
-  check_floats("found", found);
-  check_places(places, found, values);
-  check_residual("residual", residual, values);
-  check_residual("next", next, values);
-  const size_t numel = size_t(values.numel()), wanted = size_t(found.numel());
+void encode_largest_(const Tensor& places, const Tensor& found, const Tensor& values, const OptionalTensor& residual,
+                     const OptionalTensor& next) {
+  const Selection selection = check_selection(places, found, values, residual, next);
+  const size_t numel = selection.numel, wanted = selection.wanted;
   if (wanted == 0) return;
-  const Corrected corrected{static_cast<const float*>(values.const_data_ptr()), floats_of(residual), numel};
-  Chosen chosen{static_cast<int32_t*>(places.mutable_data_ptr()), static_cast<float*>(found.mutable_data_ptr()),
-                floats_of_mutable(next)};
+  const Corrected corrected{selection.values, selection.residual, numel};
+  Chosen chosen{selection.places, selection.found, selection.next};
   // A second attempt would add the residual twice.
   if (corrected.residual != nullptr && corrected.residual == chosen.kept)
     return choose_among_all(corrected, wanted, &chosen);
@@ -208,13 +169,11 @@ void encode_largest_(const Tensor& places, const Tensor& found, const Tensor& va
   const size_t capacity = std::min(numel, 4 * wanted + 4096 + numel / 64);
   std::unique_ptr<uint32_t[]> candidate_places(new uint32_t[capacity]);
   std::unique_ptr<float[]> candidates(new float[capacity]);
-  const uint32_t threshold = sampled_threshold(corrected, wanted);
-  const size_t count = kernels().collect_large(corrected.values, corrected.residual, chosen.kept, numel, threshold,
-                                               candidate_places.get(), candidates.get(), capacity);
+  const size_t count = kernels().collect_large(corrected.values, corrected.residual, chosen.kept, numel,
+                                               sampled_threshold(corrected, wanted), candidate_places.get(),
+                                               candidates.get(), capacity);
   if (wanted <= count && count <= capacity)
     return choose_among(candidate_places.get(), candidates.get(), count, wanted, &chosen);
-  if (count < wanted && threshold == 1)
-    return choose_zeros_too(corrected, candidate_places.get(), candidates.get(), count, wanted, &chosen);
   choose_among_all(corrected, wanted, &chosen);
 }
 

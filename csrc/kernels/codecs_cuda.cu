@@ -5,20 +5,11 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <optional>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include "kernels/codecs.h"
+#include "kernels/cuda.h"
 
 namespace psengine {
 namespace {
-
-using torch::stable::Tensor;
-using Optional = std::optional<Tensor>;
 
 constexpr unsigned kWholeWarp = 0xffffffff;
 constexpr int kFp4Warps = 8;  // of a block of threads
@@ -30,34 +21,19 @@ constexpr uint32_t kSign = 0x80000000;
 constexpr float kSmallestLargest = 127 * 1.17549435e-38f;
 constexpr float kRounder = 12582912.0f;
 
-struct Encoding {
-  uint8_t* payload;
-  const float* values;
-  const float* residual;  // or null
-  float* next;            // or null
-  int64_t numel;
+// What is encoded; 0 behind the last value.
+__device__ float value_at(const Encoding& encoding, int64_t i) {
+  if (i >= encoding.numel) return 0.0f;
+  return encoding.residual == nullptr ? encoding.values[i] : __fadd_rn(encoding.values[i], encoding.residual[i]);
+}
 
-  // What is encoded; 0 behind the last value.
-  __device__ float at(int64_t i) const {
-    if (i >= numel) return 0.0f;
-    return residual == nullptr ? values[i] : __fadd_rn(values[i], residual[i]);
-  }
+__device__ void keep(const Encoding& encoding, int64_t i, float left_out) {
+  if (encoding.next != nullptr && i < encoding.numel) encoding.next[i] = left_out;
+}
 
-  __device__ void keep(int64_t i, float left_out) const {
-    if (next != nullptr && i < numel) next[i] = left_out;
-  }
-};
-
-struct Decoding {
-  float* into;
-  const uint8_t* payload;
-  int64_t numel;
-  bool adds;
-
-  __device__ void write(int64_t i, float value) const {
-    if (i < numel) into[i] = adds ? __fadd_rn(into[i], value) : value;
-  }
-};
+__device__ void write(const Decoding& decoding, int64_t i, float value) {
+  if (i < decoding.numel) decoding.into[i] = decoding.adds ? __fadd_rn(decoding.into[i], value) : value;
+}
 
 __device__ uint32_t magnitude_of(float value) { return __float_as_uint(value) & ~kSign; }
 
@@ -83,7 +59,7 @@ __device__ float read_scale(const uint8_t* from) {
 __global__ void encode_int8(Encoding encoding) {
   __shared__ uint32_t largest_of[8];
   const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
-  const float value = encoding.at(i);
+  const float value = value_at(encoding, i);
   const uint32_t of_warp = largest_of_warp(magnitude_of(value));
   if (threadIdx.x % 32 == 0) largest_of[threadIdx.x / 32] = of_warp;
   __syncthreads();
@@ -100,13 +76,13 @@ __global__ void encode_int8(Encoding encoding) {
   if (threadIdx.x == 0) write_scale(block, scale);
   block[4 + threadIdx.x] = uint8_t(__float_as_uint(rounded));
   const float decoded = __fmul_rn(__fsub_rn(rounded, kRounder), scale);
-  encoding.keep(i, is_finite ? __fsub_rn(value, decoded) : 0.0f);
+  keep(encoding, i, is_finite ? __fsub_rn(value, decoded) : 0.0f);
 }
 
 __global__ void decode_int8(Decoding decoding) {
   const uint8_t* const block = decoding.payload + int64_t(blockIdx.x) * 260;
   const float code = float(int8_t(block[4 + threadIdx.x]));
-  decoding.write(int64_t(blockIdx.x) * 256 + threadIdx.x, __fmul_rn(code, read_scale(block)));
+  write(decoding, int64_t(blockIdx.x) * 256 + threadIdx.x, __fmul_rn(code, read_scale(block)));
 }
 
 // ---- fp4: a warp
@@ -116,7 +92,7 @@ __global__ void encode_fp4(Encoding encoding) {
   const int64_t first = block_index * 32;
   if (first >= encoding.numel) return;  // the whole warp
   const int lane = threadIdx.x % 32;
-  const float value = encoding.at(first + lane);
+  const float value = value_at(encoding, first + lane);
   const uint32_t bits = largest_of_warp(magnitude_of(value));
   const bool is_finite = bits <= kLargest;
   const int32_t wanted = int32_t(bits >> 23) - 2 + ((bits & 0x7fffff) > 0x400000);
@@ -136,7 +112,7 @@ __global__ void encode_fp4(Encoding encoding) {
   if (lane < 16) block[1 + lane] = uint8_t(code | upper << 4);
   const float decoded =
       __fmul_rn(__fsub_rn(rounded, __uint_as_float(rounder)), __uint_as_float(exponent << 23));
-  encoding.keep(first + lane, is_finite ? __fsub_rn(value, __uint_as_float(__float_as_uint(decoded) | sign)) : 0.0f);
+  keep(encoding, first + lane, is_finite ? __fsub_rn(value, __uint_as_float(__float_as_uint(decoded) | sign)) : 0.0f);
 }
 
 __global__ void decode_fp4(Decoding decoding) {
@@ -151,7 +127,7 @@ __global__ void decode_fp4(Decoding decoding) {
   // Twice the magnitude of E2M1: 0 1 2 3 4 6 8 12.
   const uint32_t halves = index + (index > 4 ? index - 4 : 0) + (index > 6 ? 2 : 0);
   const float magnitude = __fmul_rn(__fmul_rn(float(halves), 0.5f), __uint_as_float(scale));
-  decoding.write(block_index * 32 + lane, __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28));
+  write(decoding, block_index * 32 + lane, __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28));
 }
 
 // ---- onebit: 512 threads
@@ -160,7 +136,7 @@ __global__ void encode_onebit(Encoding encoding) {
   __shared__ float magnitudes[512];
   __shared__ float shared_scale;
   const int64_t first = int64_t(blockIdx.x) * 512;
-  const float value = encoding.at(first + threadIdx.x);
+  const float value = value_at(encoding, first + threadIdx.x);
   magnitudes[threadIdx.x] = __uint_as_float(magnitude_of(value));
   __syncthreads();
   if (threadIdx.x < 32) {  // sixteen lanes, and then their halves, as on the CPU
@@ -180,59 +156,36 @@ __global__ void encode_onebit(Encoding encoding) {
   const uint32_t signs = __ballot_sync(kWholeWarp, sign != 0);
   if (threadIdx.x % 8 == 0) block[4 + threadIdx.x / 8] = uint8_t(signs >> (threadIdx.x % 32));
   const float decoded = __uint_as_float(__float_as_uint(scale) | sign);
-  encoding.keep(first + threadIdx.x, isfinite(scale) ? __fsub_rn(value, decoded) : 0.0f);
+  keep(encoding, first + threadIdx.x, isfinite(scale) ? __fsub_rn(value, decoded) : 0.0f);
 }
 
 __global__ void decode_onebit(Decoding decoding) {
   const uint8_t* const block = decoding.payload + int64_t(blockIdx.x) * 68;
   const uint32_t is_negative = block[4 + threadIdx.x / 8] >> (threadIdx.x % 8) & 1;
   const float value = __uint_as_float(__float_as_uint(read_scale(block)) ^ is_negative << 31);
-  decoding.write(int64_t(blockIdx.x) * 512 + threadIdx.x, value);
+  write(decoding, int64_t(blockIdx.x) * 512 + threadIdx.x, value);
 }
 
-// ---- the operators
+// ---- launches
 
-// Launches a kernel of `form` on the current stream of the tensors' device.
-template <class Argument>
-void launch(const BlockForm& form, const Tensor& values, void (*int8)(Argument), void (*fp4)(Argument),
-            void (*onebit)(Argument), const Argument& argument) {
-  if (argument.numel == 0) return;
-  const int32_t device_index = values.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device_index);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-  const bool is_fp4 = form.format == BlockFormat::fp4;
-  const int64_t per_launch_block = is_fp4 ? form.numel * kFp4Warps : form.numel;
-  const unsigned grid = unsigned((argument.numel + per_launch_block - 1) / per_launch_block);
-  (is_fp4 ? fp4 : form.format == BlockFormat::int8 ? int8 : onebit)
-      <<<grid, unsigned(per_launch_block), 0, static_cast<cudaStream_t>(stream)>>>(argument);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void encode_blocks_(const Tensor& payload, const Tensor& values, const Optional& residual, const Optional& next,
-                    int64_t number) {
-  const BlockForm form = check_blocks(payload, values, number);
-  check_residual("residual", residual, values);
-  check_residual("next", next, values);
-  const Encoding encoding{static_cast<uint8_t*>(payload.mutable_data_ptr()),
-                          static_cast<const float*>(values.const_data_ptr()),
-                          residual.has_value() ? static_cast<const float*>(residual->const_data_ptr()) : nullptr,
-                          next.has_value() ? static_cast<float*>(next->mutable_data_ptr()) : nullptr,
-                          values.numel()};
-  launch<Encoding>(form, values, encode_int8, encode_fp4, encode_onebit, encoding);
-}
-
-void decode_blocks_(const Tensor& into, const Tensor& payload, int64_t number, bool adds) {
-  const BlockForm form = check_blocks(payload, into, number);
-  const Decoding decoding{static_cast<float*>(into.mutable_data_ptr()),
-                          static_cast<const uint8_t*>(payload.const_data_ptr()), into.numel(), adds};
-  launch<Decoding>(form, into, decode_int8, decode_fp4, decode_onebit, decoding);
+// A block of threads for a block of values; fp4: a warp.
+template <class Operand>
+void launch_form(const Operand& operand, void (*int8)(Operand), void (*fp4)(Operand), void (*onebit)(Operand),
+                 cudaStream_t stream) {
+  const bool is_fp4 = operand.form.format == BlockFormat::fp4;
+  const int64_t numel = is_fp4 ? operand.form.numel * kFp4Warps : operand.form.numel;
+  launch(is_fp4 ? fp4 : operand.form.format == BlockFormat::int8 ? int8 : onebit, (operand.numel + numel - 1) / numel,
+         static_cast<int>(numel), stream, operand);
 }
 
 }  // namespace
-}  // namespace psengine
 
-STABLE_TORCH_LIBRARY_IMPL(psengine, CUDA, m) {
-  m.impl("encode_blocks_", TORCH_BOX(&psengine::encode_blocks_));
-  m.impl("decode_blocks_", TORCH_BOX(&psengine::decode_blocks_));
+void encode_blocks(const Encoding& encoding, cudaStream_t stream) {
+  launch_form(encoding, encode_int8, encode_fp4, encode_onebit, stream);
 }
+
+void decode_blocks(const Decoding& decoding, cudaStream_t stream) {
+  launch_form(decoding, decode_int8, decode_fp4, decode_onebit, stream);
+}
+
+}  // namespace psengine

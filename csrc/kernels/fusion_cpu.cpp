@@ -1,7 +1,7 @@
 // The fused operators on the CPU.
 //
 // Work is cut into blocks of kBlock elements of one tensor.
-#include "kernels/fusion.h"
+#include "kernels/checks.h"
 
 #include <algorithm>
 #include <cstring>
@@ -12,7 +12,6 @@
 namespace psengine {
 namespace {
 
-using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
 constexpr int64_t kBlock = 4096;
@@ -77,14 +76,12 @@ void copy_strided(const Part& part, char* packed, int64_t begin, int64_t count, 
 // One direction of one call.
 struct Pass {
   const Fusion& fusion;
-  const Kernels& kernels;
   Direction direction;
   double scale;
   bool may_stream;
 
   Pass(const Fusion& of, Direction to, double by, bool is_counting)
       : fusion(of),
-        kernels(psengine::kernels()),
         direction(to),
         scale(by),
         may_stream(!is_counting && of.flat_kind == ScalarKind::float32 &&
@@ -93,20 +90,15 @@ struct Pass {
 
   // Elements [begin, begin + count) of a part.
   void run(const Part& part, int64_t begin, int64_t count, int64_t* non_finite_count) const {
-    const size_t part_bytes = element_bytes(part.kind);
-    char* const flat = fusion.flat + (part.flat_offset + begin) * int64_t(element_bytes(fusion.flat_kind));
+    char* const flat = fusion.place_of(part) + begin * int64_t(element_bytes(fusion.flat_kind));
     if (part.sizes.empty()) {
-      convert(flat, part.data + begin * int64_t(part_bytes), part.kind, count, non_finite_count);
-      return;
+      char* const memory = part.data + begin * int64_t(element_bytes(part.kind));
+      return convert(flat, memory, part.kind, count, may_stream && part.kind == ScalarKind::float32, non_finite_count);
     }
     alignas(64) char staged[kBlock * sizeof(double)];
-    if (direction == Direction::pack) {
-      copy_strided(part, staged, begin, count, direction);
-      convert(flat, staged, part.kind, count, non_finite_count);
-    } else {
-      kernels.convert(staged, part.kind, flat, fusion.flat_kind, size_t(count), scale, non_finite_count);
-      copy_strided(part, staged, begin, count, direction);
-    }
+    if (direction == Direction::pack) copy_strided(part, staged, begin, count, direction);
+    convert(flat, staged, part.kind, count, /*streams=*/false, non_finite_count);
+    if (direction == Direction::unpack) copy_strided(part, staged, begin, count, direction);
   }
 
   void run_block(const Part& part, int64_t block, int64_t* non_finite_count) const {
@@ -115,24 +107,21 @@ struct Pass {
   }
 
  private:
-  void convert(char* flat, char* memory, ScalarKind kind, int64_t count, int64_t* non_finite_count) const {
-    if (may_stream && kind == ScalarKind::float32) {
-      float* const in_flat = reinterpret_cast<float*>(flat);
-      float* const in_tensor = reinterpret_cast<float*>(memory);
-      const bool is_packing = direction == Direction::pack;
-      kernels.stream(is_packing ? in_flat : in_tensor, is_packing ? in_tensor : in_flat, size_t(count), scale);
-    } else if (direction == Direction::pack) {
-      kernels.convert(flat, fusion.flat_kind, memory, kind, size_t(count), scale, non_finite_count);
+  void convert(char* flat, char* memory, ScalarKind kind, int64_t count, bool streams,
+               int64_t* non_finite_count) const {
+    const bool is_packing = direction == Direction::pack;
+    char* const to = is_packing ? flat : memory;
+    const char* const from = is_packing ? memory : flat;
+    if (streams) {
+      kernels().stream(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), size_t(count), scale);
     } else {
-      kernels.convert(memory, kind, flat, fusion.flat_kind, size_t(count), scale, non_finite_count);
+      kernels().convert(to, is_packing ? fusion.flat_kind : kind, from, is_packing ? kind : fusion.flat_kind,
+                        size_t(count), scale, non_finite_count);
     }
   }
 };
 
-bool is_worth_threads(const Fusion& fusion) {
-  return fusion.flat_numel * int64_t(element_bytes(fusion.flat_kind)) >= kParallelBytes &&
-         torch::stable::get_num_threads() > 1;
-}
+bool is_worth_threads(int64_t bytes) { return bytes >= kParallelBytes && torch::stable::get_num_threads() > 1; }
 
 // Calls visit(part's index, block of the part) from several threads.
 template <class Visit>
@@ -149,72 +138,54 @@ void each_block_in_parallel(const std::vector<Part>& parts, const Visit& visit) 
   });
 }
 
-void move(const Fusion& fusion, Direction direction, double scale) {
-  const Pass pass(fusion, direction, scale, /*is_counting=*/false);
-  if (is_worth_threads(fusion)) {
-    each_block_in_parallel(fusion.parts, [&](size_t i, int64_t block) {
-      pass.run_block(fusion.parts[i], block, nullptr);
-    });
-    return;
-  }
-  for (const Part& part : fusion.parts) {
-    if (part.sizes.empty()) {
+// counts: one for each part, becomes how many of the values written are not finite; null: nothing is counted.
+void move(const Fusion& fusion, Direction direction, double scale, int64_t* counts = nullptr) {
+  const Pass pass(fusion, direction, scale, counts != nullptr);
+  if (counts != nullptr) std::fill_n(counts, fusion.parts.size(), 0);
+  const auto run_block = [&](size_t i, int64_t block) {
+    int64_t count = 0;
+    pass.run_block(fusion.parts[i], block, counts == nullptr ? nullptr : &count);
+    if (count > 0) __atomic_fetch_add(&counts[i], count, __ATOMIC_RELAXED);
+  };
+  if (is_worth_threads(fusion.flat_numel * int64_t(element_bytes(fusion.flat_kind))))
+    return each_block_in_parallel(fusion.parts, run_block);
+  for (size_t i = 0; i < fusion.parts.size(); ++i) {
+    const Part& part = fusion.parts[i];
+    if (part.sizes.empty() && counts == nullptr) {
       if (part.numel > 0) pass.run(part, 0, part.numel, nullptr);
     } else {
-      for (int64_t block = 0; block < blocks_of(part.numel); ++block) pass.run_block(part, block, nullptr);
+      for (int64_t block = 0; block < blocks_of(part.numel); ++block) run_block(i, block);
     }
   }
   if (pass.may_stream) finish_streaming();
 }
 
-Tensor pack_and_count(const Fusion& fusion, const Tensor& flat, double scale) {
-  const Pass pass(fusion, Direction::pack, scale, /*is_counting=*/true);
-  Tensor counted = torch::stable::new_empty(flat, {int64_t(fusion.parts.size())}, torch::headeronly::ScalarType::Long);
-  int64_t* const counts = static_cast<int64_t*>(counted.mutable_data_ptr());
-  std::fill_n(counts, fusion.parts.size(), 0);
-  if (is_worth_threads(fusion)) {
-    each_block_in_parallel(fusion.parts, [&](size_t i, int64_t block) {
-      int64_t count = 0;
-      pass.run_block(fusion.parts[i], block, &count);
-      if (count > 0) __atomic_fetch_add(&counts[i], count, __ATOMIC_RELAXED);
-    });
-    return counted;
-  }
-  for (size_t i = 0; i < fusion.parts.size(); ++i) {
-    for (int64_t block = 0; block < blocks_of(fusion.parts[i].numel); ++block) {
-      int64_t count = 0;
-      pass.run_block(fusion.parts[i], block, &count);
-      counts[i] += count;
-    }
-  }
-  return counted;
-}
-
-void pack_(const Tensor& flat, const Tensors& tensors, double scale, const std::optional<Tensor>& layout) {
+void pack_(const Tensor& flat, const Tensors& tensors, double scale, const OptionalTensor& layout) {
   move(check_fusion(flat, tensors, layout, Direction::pack), Direction::pack, scale);
 }
 
-void unpack_(const Tensors& tensors, const Tensor& flat, double scale, const std::optional<Tensor>& layout) {
+void unpack_(const Tensors& tensors, const Tensor& flat, double scale, const OptionalTensor& layout) {
   move(check_fusion(flat, tensors, layout, Direction::unpack), Direction::unpack, scale);
 }
 
-Tensor pack_counting_(const Tensor& flat, const Tensors& tensors, double scale, const std::optional<Tensor>& layout) {
-  return pack_and_count(check_fusion(flat, tensors, layout, Direction::pack), flat, scale);
+Tensor pack_counting_(const Tensor& flat, const Tensors& tensors, double scale, const OptionalTensor& layout) {
+  const Fusion fusion = check_fusion(flat, tensors, layout, Direction::pack);
+  Tensor counts = torch::stable::new_empty(flat, {int64_t(tensors.size())}, torch::headeronly::ScalarType::Long);
+  move(fusion, Direction::pack, scale, static_cast<int64_t*>(counts.mutable_data_ptr()));
+  return counts;
 }
 
 void accumulate_(const Tensor& destination, const Tensor& source, double scale) {
-  const Accumulation accumulation = check_accumulation(destination, source);
+  const Accumulation a = check_accumulation(destination, source);
+  const int64_t to_bytes = int64_t(element_bytes(a.destination_kind)), from_bytes = int64_t(element_bytes(a.source_kind));
   const auto run = [&](int64_t begin, int64_t end) {
-    kernels().accumulate(accumulation.destination + begin * int64_t(element_bytes(accumulation.destination_kind)),
-                         accumulation.destination_kind,
-                         accumulation.source + begin * int64_t(element_bytes(accumulation.source_kind)),
-                         accumulation.source_kind, size_t(end - begin), scale);
+    kernels().accumulate(a.destination + begin * to_bytes, a.destination_kind, a.source + begin * from_bytes,
+                         a.source_kind, size_t(end - begin), scale);
   };
-  if (accumulation.numel * int64_t(element_bytes(accumulation.destination_kind)) >= kParallelBytes &&
-      torch::stable::get_num_threads() > 1) {
-    torch::stable::parallel_for(0, accumulation.numel, kBlock * kBlocksPerThread, run);
-  } else if (accumulation.numel > 0) {
-    run(0, accumulation.numel);
+  if (is_worth_threads(a.numel * to_bytes)) {
+    torch::stable::parallel_for(0, a.numel, kBlock * kBlocksPerThread, run);
+  } else if (a.numel > 0) {
+    run(0, a.numel);
   }
 }
 

@@ -1,4 +1,11 @@
-// The fused passes on CUDA: one launch for as many tensors as fit into a kernel's arguments (see fusion_cuda.h).
+// The fused passes on CUDA: one launch for as many tensors as fit into a kernel's arguments.
+//
+//   tensors          |---- 0 ----|- 1 -|2|------- 3 -------|
+//   chunks (blocks)  | 0 | 1 | 2 |3| 4 |5| 6 | 7 | 8 |  9  |
+//   first_chunks       0           3    5 6                    found by bisection in the block
+//
+// A batch is the argument of one launch: addresses travel by value in the kernel's arguments, because a gradient has
+// another address at every step and a copy of a table of addresses would have to be waited for or captured.
 //
 // The bits are those of `convert` and `accumulate` in kernels.h, except for the payloads of NaNs. Products and sums are
 // written as __fmul_rn and __fadd_rn (__dmul_rn, __dadd_rn), which the compiler never contracts; --use_fast_math must
@@ -7,29 +14,141 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <optional>
+#include <cstddef>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include "kernels/fusion.h"
-#include "kernels/fusion_cuda.h"
+#include "kernels/cuda.h"
 
 namespace psengine {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+// ---- one launch's work
+
+constexpr int kThreads = 256;        // of a block
+constexpr int kPacksPerThread = 4;   // loaded before the first is stored; more: fewer blocks at a time on a processor
+constexpr int kPackBytes = 16;       // the widest access there is
+constexpr int kMaximumDimensions = 8;
+
+// element_bytes() of the floating kinds, also for device code.
+__host__ __device__ constexpr size_t floating_bytes(ScalarKind kind) {
+  return kind == ScalarKind::float64 ? 8 : kind == ScalarKind::float32 ? 4 : 2;
+}
+
+// Elements that a thread moves with one access: 16 bytes of the wider kind, so that both sides stay coalesced.
+__host__ __device__ constexpr int pack_numel(size_t source_bytes, size_t destination_bytes) {
+  return kPackBytes / static_cast<int>(source_bytes > destination_bytes ? source_bytes : destination_bytes);
+}
+
+// Elements of a block's work: 4,096 where the wider kind is float32.
+__host__ __device__ constexpr uint32_t chunk_numel(size_t source_bytes, size_t destination_bytes) {
+  return kThreads * kPacksPerThread * static_cast<uint32_t>(pack_numel(source_bytes, destination_bytes));
+}
+
+// A tensor whose memory is in the order of its place in the flat tensor.
+struct Item {
+  char* flat;    // where its place begins
+  char* tensor;  // its first element
+  int64_t numel;
+};
+
+// Any other. Innermost dimension of the place first, and none of size 1.
+struct StridedItem {
+  char* flat;
+  char* tensor;
+  int64_t numel;
+  int64_t dimensions;
+  int64_t sizes[kMaximumDimensions];
+  int64_t strides[kMaximumDimensions];  // elements
+};
+
+struct BatchHeader {
+  double scale;
+  int64_t* partial_counts;     // one for each chunk of the batch; the next batch, later on the stream, uses them again
+  int64_t* non_finite_counts;  // one for each tensor of the whole call
+  ScalarKind flat_kind;
+  bool to_flat;
+  int32_t item_count;
+  uint32_t chunk_count;
+};
+
+template <class ItemType, int item_capacity>
+struct Batch {
+  static constexpr int capacity = item_capacity;
+  using item_type = ItemType;
+
+  BatchHeader header;
+  uint32_t first_chunks[capacity];
+  uint32_t labels[capacity];  // index of the tensor in the call << 2 | its kind (the four floating kinds come first)
+  ItemType items[capacity];
+};
+
+// Kernel arguments are copied at each launch, so a few tensors take a small batch. The most is 32,764 bytes since CUDA
+// 12.1 (https://developer.nvidia.com/blog/cuda-12-1-supports-large-kernel-parameters/).
+using SmallBatch = Batch<Item, 126>;
+using LargeBatch = Batch<Item, 1021>;
+using StridedBatch = Batch<StridedItem, 22>;
+static_assert(sizeof(LargeBatch) <= 32764 && sizeof(StridedBatch) <= 4096);
+
+__host__ __device__ constexpr uint32_t label_of(uint32_t index, ScalarKind kind) {
+  return index << 2 | static_cast<uint32_t>(kind);
+}
+__host__ __device__ constexpr uint32_t index_of(uint32_t label) { return label >> 2; }
+__host__ __device__ constexpr ScalarKind kind_of(uint32_t label) { return static_cast<ScalarKind>(label & 3); }
+
+// The item to which a chunk belongs: the last one that begins at or before it. Items without chunks are never found.
+__host__ __device__ inline int32_t find_item(const uint32_t* first_chunks, int32_t item_count, uint32_t chunk) {
+  int32_t low = 0;
+  int32_t high = item_count;  // first_chunks[low] <= chunk < first_chunks[high]
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    if (first_chunks[middle] <= chunk) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// A chunk's elements: `head` one by one, `packs` packs, and the rest one by one again.
+struct Split {
+  uint32_t head;
+  uint32_t packs;
+};
+
+// Packs must be aligned on both sides. Where no element is, all are head.
+__host__ __device__ inline Split split_of(uintptr_t source, size_t source_bytes, uintptr_t destination,
+                                           size_t destination_bytes, uint32_t numel) {
+  const uint32_t pack = static_cast<uint32_t>(pack_numel(source_bytes, destination_bytes));
+  const uint32_t source_lead = static_cast<uint32_t>(source / source_bytes) % pack;
+  const uint32_t destination_lead = static_cast<uint32_t>(destination / destination_bytes) % pack;
+  if (source_lead != destination_lead) return {numel, 0};
+  const uint32_t head = (pack - source_lead) % pack;
+  if (head >= numel) return {numel, 0};
+  return {head, (numel - head) / pack};
+}
+
+// Where the tensor keeps the element that stands at `position` of its place, in elements from the first.
+__device__ inline int64_t strided_offset(const StridedItem& item, int64_t position) {
+  int64_t offset = 0;
+  if (item.numel <= INT32_MAX) {  // dividing 64-bit numbers takes several times as long
+    uint32_t rest = static_cast<uint32_t>(position);
+    for (int64_t d = 0; d < item.dimensions; ++d) {
+      const uint32_t size = static_cast<uint32_t>(item.sizes[d]);
+      offset += static_cast<int64_t>(rest % size) * item.strides[d];
+      rest /= size;
+    }
+  } else {
+    for (int64_t d = 0; d < item.dimensions; ++d) {
+      offset += position % item.sizes[d] * item.strides[d];
+      position /= item.sizes[d];
+    }
+  }
+  return offset;
+}
 
 enum class Mode { convert, convert_and_count, accumulate };
 
@@ -269,7 +388,7 @@ __device__ __forceinline__ Count sum_of_block(Count count) {
 
 // One block a chunk.
 template <Mode mode, class BatchType>
-__global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__ BatchType batch) {
+__global__ void __launch_bounds__(kThreads) write_kernel(const BatchType __grid_constant__ batch) {
   const BatchHeader& header = batch.header;
   const uint32_t chunk = blockIdx.x;
   const int32_t number = find_item(batch.first_chunks, header.item_count, chunk);
@@ -289,7 +408,7 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
 
 // One block a tensor: the sum of its chunks' counts.
 template <class BatchType>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ BatchType batch) {
+__global__ void __launch_bounds__(kThreads) combine_kernel(const BatchType __grid_constant__ batch) {
   const BatchHeader& header = batch.header;
   const int32_t number = static_cast<int32_t>(blockIdx.x);
   const uint32_t end = number + 1 < header.item_count ? batch.first_chunks[number + 1] : header.chunk_count;
@@ -303,23 +422,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 
 // ---- launches
 
-cudaStream_t current_stream(int32_t device_index) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-  return static_cast<cudaStream_t>(stream);
+int64_t chunk_count_of(int64_t numel, ScalarKind tensor_kind, ScalarKind flat_kind) {
+  const int64_t whole = chunk_numel(floating_bytes(tensor_kind), floating_bytes(flat_kind));
+  return numel / whole + (numel % whole != 0);
 }
-
-// A toolkit before 12.1 does not compile more than 4 KB of arguments.
-#if CUDART_VERSION >= 12010
-// As torch decides it for its own _foreach_ kernels.
-bool takes_large_arguments(int32_t device_index) {
-  int driver_version = 0;
-  STD_CUDA_CHECK(cudaDriverGetVersion(&driver_version));
-  int capability_major = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&capability_major, cudaDevAttrComputeCapabilityMajor, device_index));
-  return driver_version >= 12010 && capability_major >= 7;
-}
-#endif
 
 // Fills batches and launches each that is full.
 template <Mode mode, class BatchType>
@@ -327,194 +433,106 @@ class Launches {
  public:
   Launches(const BatchHeader& header, cudaStream_t stream) : stream_(stream) { batch_.header = header; }
 
-  void add(const typename BatchType::item_type& item, uint32_t label, int64_t chunk_count) {
-    if (!has_room(batch_, chunk_count)) flush();
-    append(batch_, item, label, chunk_count);
+  void add(const typename BatchType::item_type& item, uint32_t index, ScalarKind kind) {
+    BatchHeader& header = batch_.header;
+    const int64_t chunks = chunk_count_of(item.numel, kind, header.flat_kind);
+    // A grid has at most 2^31 - 1 blocks.
+    if (header.item_count == BatchType::capacity || header.chunk_count + chunks > INT32_MAX) flush();
+    batch_.first_chunks[header.item_count] = header.chunk_count;
+    batch_.labels[header.item_count] = label_of(index, kind);
+    batch_.items[header.item_count] = item;
+    header.item_count += 1;
+    header.chunk_count += static_cast<uint32_t>(chunks);
   }
 
   void flush() {
     BatchHeader& header = batch_.header;
-    if (header.chunk_count > 0) {
-      write_kernel<mode, BatchType><<<header.chunk_count, kThreads, 0, stream_>>>(batch_);
-      STD_CUDA_KERNEL_LAUNCH_CHECK();
-    }
-    if constexpr (mode == Mode::convert_and_count) {
-      if (header.item_count > 0) {
-        combine_kernel<BatchType><<<header.item_count, kThreads, 0, stream_>>>(batch_);
-        STD_CUDA_KERNEL_LAUNCH_CHECK();
-      }
-      header.partial_counts += header.chunk_count;
-    }
+    launch(write_kernel<mode, BatchType>, header.chunk_count, kThreads, stream_, batch_);
+    if constexpr (mode == Mode::convert_and_count)
+      launch(combine_kernel<BatchType>, header.item_count, kThreads, stream_, batch_);
     header.item_count = 0;
     header.chunk_count = 0;
   }
-
-  // Where the next batch's counts begin.
-  int64_t* partial_counts() const { return batch_.header.partial_counts; }
 
  private:
   BatchType batch_;  // its unused items stay uninitialised
   cudaStream_t stream_;
 };
 
-int64_t chunk_count_of(int64_t numel, ScalarKind tensor_kind, ScalarKind flat_kind) {
-  const int64_t whole = chunk_numel(floating_bytes(tensor_kind), floating_bytes(flat_kind));
-  return numel / whole + (numel % whole != 0);
+bool is_dense(const Part& part) { return part.sizes.empty() || part.numel == 0; }
+
+StridedItem strided_item(const Fusion& fusion, size_t index) {
+  const Part& part = fusion.parts[index];
+  const size_t dimensions = part.sizes.size();
+  // Thrown as checks.cpp throws.
+  if (dimensions > kMaximumDimensions)
+    throw std::runtime_error("tensor " + std::to_string(index) + " must have fewer dimensions on CUDA (expected at most " +
+                             std::to_string(kMaximumDimensions) + " that no common stride merges, got " +
+                             std::to_string(dimensions) + "); pass its contiguous()");
+  StridedItem item{};
+  item.flat = fusion.place_of(part);
+  item.tensor = part.data;
+  item.numel = part.numel;
+  item.dimensions = static_cast<int64_t>(dimensions);
+  for (size_t d = 0; d < dimensions; ++d) {
+    item.sizes[d] = part.sizes[dimensions - 1 - d];
+    item.strides[d] = part.strides[dimensions - 1 - d];
+  }
+  return item;
 }
 
-// A fusion with its strided tensors taken apart.
-struct Plan {
-  std::vector<size_t> dense;                            // indices of parts
-  std::vector<std::pair<size_t, StridedItem>> strided;  // each with the index of its part
-  int64_t chunk_count = 0;
-};
-
-// Throws std::runtime_error as check_fusion does: STD_TORCH_CHECK would put the source file in front of the message.
-Plan plan_of(const Fusion& fusion) {
-  if (fusion.parts.size() > kMaximumIndex) {
-    throw std::runtime_error("too many tensors in one call (expected at most " + std::to_string(kMaximumIndex) +
-                             ", got " + std::to_string(fusion.parts.size()) + ")");
+template <Mode mode, class DenseBatch>
+void write_parts(const Fusion& fusion, const BatchHeader& header, cudaStream_t stream) {
+  Launches<mode, DenseBatch> dense(header, stream);
+  for (size_t i = 0; i < fusion.parts.size(); ++i) {
+    const Part& part = fusion.parts[i];
+    if (is_dense(part)) dense.add({fusion.place_of(part), part.data, part.numel}, static_cast<uint32_t>(i), part.kind);
   }
-  Plan plan;
-  plan.dense.reserve(fusion.parts.size());
-  for (size_t index = 0; index < fusion.parts.size(); ++index) {
-    const Part& part = fusion.parts[index];
-    plan.chunk_count += chunk_count_of(part.numel, part.kind, fusion.flat_kind);
-    const size_t dimensions = part.sizes.size();
-    if (dimensions == 0 || part.numel == 0) {
-      plan.dense.push_back(index);
-      continue;
-    }
-    if (dimensions > kMaximumDimensions) {
-      throw std::runtime_error("tensor " + std::to_string(index) +
-                               " must have fewer dimensions on CUDA (expected at most " +
-                               std::to_string(kMaximumDimensions) + " that no common stride merges, got " +
-                               std::to_string(dimensions) + "); pass its contiguous()");
-    }
-    StridedItem item{};
-    item.flat = fusion.flat + part.flat_offset * static_cast<int64_t>(floating_bytes(fusion.flat_kind));
-    item.tensor = part.data;
-    item.numel = part.numel;
-    item.dimensions = static_cast<int64_t>(dimensions);
-    for (size_t d = 0; d < dimensions; ++d) {
-      item.sizes[d] = part.sizes[dimensions - 1 - d];
-      item.strides[d] = part.strides[dimensions - 1 - d];
-    }
-    plan.strided.emplace_back(index, item);
+  dense.flush();
+  Launches<mode, StridedBatch> strided(header, stream);
+  for (size_t i = 0; i < fusion.parts.size(); ++i) {
+    const Part& part = fusion.parts[i];
+    if (!is_dense(part)) strided.add(strided_item(fusion, i), static_cast<uint32_t>(i), part.kind);
   }
-  return plan;
-}
-
-template <Mode mode, class BatchType>
-void launch_dense(const Fusion& fusion, const Plan& plan, BatchHeader& header, cudaStream_t stream) {
-  Launches<mode, BatchType> launches(header, stream);
-  for (const size_t index : plan.dense) {
-    const Part& part = fusion.parts[index];
-    char* flat = fusion.flat + part.flat_offset * static_cast<int64_t>(floating_bytes(fusion.flat_kind));
-    launches.add({flat, part.data, part.numel}, label_of(static_cast<uint32_t>(index), part.kind),
-                 chunk_count_of(part.numel, part.kind, fusion.flat_kind));
-  }
-  launches.flush();
-  header.partial_counts = launches.partial_counts();
+  strided.flush();
 }
 
 template <Mode mode>
-void launch_all(const Fusion& fusion, const Plan& plan, BatchHeader header, int32_t device_index) {
-  const cudaStream_t stream = current_stream(device_index);
-  const auto launch_dense_parts = [&] {
-#if CUDART_VERSION >= 12010
-    if (plan.dense.size() > SmallBatch::capacity && takes_large_arguments(device_index)) {
-      return launch_dense<mode, LargeBatch>(fusion, plan, header, stream);
-    }
-#endif
-    return launch_dense<mode, SmallBatch>(fusion, plan, header, stream);
-  };
-  launch_dense_parts();
-  Launches<mode, StridedBatch> launches(header, stream);
-  for (const auto& [index, item] : plan.strided) {
-    const Part& part = fusion.parts[index];
-    launches.add(item, label_of(static_cast<uint32_t>(index), part.kind),
-                 chunk_count_of(part.numel, part.kind, fusion.flat_kind));
-  }
-  launches.flush();
+void write_all(const Fusion& fusion, const BatchHeader& header, cudaStream_t stream) {
+  if (fusion.parts.size() > SmallBatch::capacity) return write_parts<mode, LargeBatch>(fusion, header, stream);
+  write_parts<mode, SmallBatch>(fusion, header, stream);
 }
 
-BatchHeader header_of(const Fusion& fusion, Direction direction, double scale) {
+}  // namespace
+
+int64_t chunk_count(const Fusion& fusion) {
+  int64_t count = 0;
+  for (const Part& part : fusion.parts) count += chunk_count_of(part.numel, part.kind, fusion.flat_kind);
+  return count;
+}
+
+void write_fusion(const Fusion& fusion, Direction direction, double scale, int64_t* partial_counts, int64_t* counts,
+                  cudaStream_t stream) {
   BatchHeader header{};
   header.scale = scale;
+  header.partial_counts = partial_counts;
+  header.non_finite_counts = counts;
   header.flat_kind = fusion.flat_kind;
   header.to_flat = direction == Direction::pack;
-  return header;
+  if (counts != nullptr) return write_all<Mode::convert_and_count>(fusion, header, stream);
+  write_all<Mode::convert>(fusion, header, stream);
 }
 
-Tensor empty_on(const Tensor& like, int64_t numel, ScalarType type) {
-  return torch::stable::empty(IntHeaderOnlyArrayRef(&numel, 1), type, std::nullopt, like.device());
-}
-
-void convert(const Tensor& flat, const std::vector<Tensor>& tensors, double scale, const std::optional<Tensor>& layout,
-             Direction direction) {
-  const Fusion fusion = check_fusion(flat, tensors, layout, direction);
-  const Plan plan = plan_of(fusion);
-  const int32_t device_index = flat.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device_index);
-  launch_all<Mode::convert>(fusion, plan, header_of(fusion, direction, scale), device_index);
-}
-
-Tensor convert_and_count(const Tensor& flat, const std::vector<Tensor>& tensors, double scale,
-                         const std::optional<Tensor>& layout, Direction direction) {
-  const Fusion fusion = check_fusion(flat, tensors, layout, direction);
-  const Plan plan = plan_of(fusion);
-  const int32_t device_index = flat.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device_index);
-  Tensor non_finite_counts = empty_on(flat, static_cast<int64_t>(tensors.size()), ScalarType::Long);
-  // Freed on return, while kernels may still run: the allocator gives it out again only to later work on this stream.
-  const Tensor partial_counts = empty_on(flat, plan.chunk_count, ScalarType::Long);
-  BatchHeader header = header_of(fusion, direction, scale);
-  header.partial_counts = static_cast<int64_t*>(partial_counts.mutable_data_ptr());
-  header.non_finite_counts = static_cast<int64_t*>(non_finite_counts.mutable_data_ptr());
-  launch_all<Mode::convert_and_count>(fusion, plan, header, device_index);
-  return non_finite_counts;
-}
-
-// ---- ops
-
-void pack_(const Tensor& flat, const std::vector<Tensor>& tensors, double scale, const std::optional<Tensor>& layout) {
-  convert(flat, tensors, scale, layout, Direction::pack);
-}
-
-void unpack_(const std::vector<Tensor>& tensors, const Tensor& flat, double scale,
-             const std::optional<Tensor>& layout) {
-  convert(flat, tensors, scale, layout, Direction::unpack);
-}
-
-Tensor pack_counting_(const Tensor& flat, const std::vector<Tensor>& tensors, double scale,
-                      const std::optional<Tensor>& layout) {
-  return convert_and_count(flat, tensors, scale, layout, Direction::pack);
-}
-
-void accumulate_(const Tensor& destination, const Tensor& source, double scale) {
-  const Accumulation accumulation = check_accumulation(destination, source);
-  if (accumulation.numel == 0) return;
-  const int32_t device_index = destination.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device_index);
+void accumulate(const Accumulation& accumulation, double scale, cudaStream_t stream) {
   // A pack of one tensor that adds.
   BatchHeader header{};
   header.scale = scale;
   header.flat_kind = accumulation.destination_kind;
   header.to_flat = true;
-  Launches<Mode::accumulate, SingleBatch> launches(header, current_stream(device_index));
-  launches.add({accumulation.destination, const_cast<char*>(accumulation.source), accumulation.numel},
-               label_of(0, accumulation.source_kind),
-               chunk_count_of(accumulation.numel, accumulation.source_kind, accumulation.destination_kind));
+  Launches<Mode::accumulate, SmallBatch> launches(header, stream);
+  launches.add({accumulation.destination, const_cast<char*>(accumulation.source), accumulation.numel}, 0,
+               accumulation.source_kind);
   launches.flush();
 }
 
-}  // namespace
 }  // namespace psengine
-
-STABLE_TORCH_LIBRARY_IMPL(psengine, CUDA, m) {
-  m.impl("pack_", TORCH_BOX(&psengine::pack_));
-  m.impl("unpack_", TORCH_BOX(&psengine::unpack_));
-  m.impl("pack_counting_", TORCH_BOX(&psengine::pack_counting_));
-  m.impl("accumulate_", TORCH_BOX(&psengine::accumulate_));
-}

@@ -56,15 +56,6 @@ const Kernels& kernels() {
   return *table;
 }
 
-const Kernels* kernels_named(const char* name) {
-  if (std::strcmp(name, "baseline") == 0) return &baseline_kernels;
-#if PSENGINE_X86
-  if (std::strcmp(name, "avx2") == 0) return has_avx2() ? &avx2_kernels : nullptr;
-  if (std::strcmp(name, "avx512") == 0) return has_avx512() ? &avx512_kernels : nullptr;
-#endif
-  return nullptr;
-}
-
 void finish_streaming() {
 #if PSENGINE_X86
   _mm_sfence();
@@ -72,7 +63,12 @@ void finish_streaming() {
 }
 
 bool use_kernels(const char* name) {
-  const Kernels* table = kernels_named(name);
+  const Kernels* table = nullptr;
+  if (std::strcmp(name, "baseline") == 0) table = &baseline_kernels;
+#if PSENGINE_X86
+  if (std::strcmp(name, "avx2") == 0 && has_avx2()) table = &avx2_kernels;
+  if (std::strcmp(name, "avx512") == 0 && has_avx512()) table = &avx512_kernels;
+#endif
   if (table == nullptr) return false;
   in_use.store(table, std::memory_order_release);
   return true;

@@ -1,8 +1,8 @@
 // Elementwise kernels over contiguous memory: one table of functions per instruction set, chosen at run time.
 //
 // kernels.inl and step.inl hold the code once; kernels_<instruction set>.cpp compile it. Every table computes the same
-// bits, except for NaN payloads: the order of each sum is fixed, and multiplications
-// are never fused with additions. SGD's step differs: it has the bits of torch on that instruction set.
+// bits, except for NaN payloads: the order of each sum is fixed, and multiplications are never fused with additions. SGD's
+// step differs: it has the bits of torch on that instruction set.
 #pragma once
 
 #include <cstddef>
@@ -97,10 +97,8 @@ void finish_streaming();
 // The table for this processor.
 const Kernels& kernels();
 
-// A table by name ("baseline", "avx2", "avx512"); null where it was not compiled or this processor cannot run it.
-const Kernels* kernels_named(const char* name);
-
-// Let kernels() be the table of this name from now on, for tests; false, and nothing changes, where there is none.
+// Let kernels() be the table of this name ("baseline", "avx2", "avx512") from now on, for tests; false, and nothing
+// changes, where it was not compiled or this processor cannot run it.
 bool use_kernels(const char* name);
 
 }  // namespace psengine

@@ -1,5 +1,5 @@
 // The kernels, once. kernels_<instruction set>.cpp includes this inside `namespace psengine { namespace {`, after every
-// header and after the pragma that names the instruction set, and then defines its table from the names at the end.
+// header and after the pragma that names the instruction set, and then defines its table: PSENGINE_TABLE at the end.
 //
 // Two rules keep code for a newer processor from running on an older one: everything here has internal linkage, and
 // nothing here uses a template or an inline function of the standard library, whose one copy in the whole program might
@@ -34,17 +34,19 @@ constexpr bool is_half = is_same<T, Half>;
 template <class T>
 constexpr bool is_16_bit = is_same<T, Half> || is_same<T, BFloat16>;
 
-template <bool Wide>
-struct Choose {
-  using type = float;
+template <bool condition, class Then, class Else>
+struct SelectType {
+  using type = Then;
 };
-template <>
-struct Choose<true> {
-  using type = double;
+template <class Then, class Else>
+struct SelectType<false, Then, Else> {
+  using type = Else;
 };
+template <bool condition, class Then, class Else>
+using Select = typename SelectType<condition, Then, Else>::type;
 // What products and sums of these kinds are taken in.
 template <class A, class B>
-using Work = typename Choose<is_double<A> || is_double<B>>::type;
+using Work = Select<is_double<A> || is_double<B>, double, float>;
 
 // Blocks of this many elements are staged in the first-level cache.
 constexpr size_t kStage = 1024;
@@ -212,22 +214,9 @@ inline bool is_non_finite(double value) {
 }
 
 template <class T>
-struct BitsOf {
-  using type = uint16_t;
-};
-template <>
-struct BitsOf<float> {
-  using type = uint32_t;
-};
-template <>
-struct BitsOf<double> {
-  using type = uint64_t;
-};
-
-template <class T>
 int64_t count_non_finite(const T* values, size_t numel) {
   // Most blocks have none; vectors say so faster than they count.
-  typename BitsOf<T>::type found = 0;
+  Select<sizeof(T) == 8, uint64_t, Select<sizeof(T) == 4, uint32_t, uint16_t>> found = 0;
   PSENGINE_LOOP
   for (size_t i = 0; i < numel; ++i) found |= is_non_finite(values[i]);
   if (found == 0) return 0;
@@ -443,32 +432,11 @@ void add_scaled(float* __restrict sum, const Half* __restrict source, size_t num
   for (size_t i = 0; i < numel; ++i) sum[i] += addend[i];
 }
 
-template <class T>
-struct SumStage {
-  using type = T;
-};
-template <>
-struct SumStage<Half> {
-  using type = float;
-};
-template <>
-struct SumStage<BFloat16> {
-  using type = float;
-};
-
-inline void round_block(Half* destination, const float* source, size_t numel) {
-  narrow_block(destination, source, numel);
-}
-
-inline void round_block(BFloat16* destination, const float* source, size_t numel) {
+inline void narrow_block(BFloat16* destination, const float* source, size_t numel) {
   for (size_t i = 0; i < numel; ++i) destination[i] = narrow<BFloat16>(source[i]);
 }
 
-inline void widen_rounded(float* destination, const Half* source, size_t numel) {
-  widen_block(destination, source, numel);
-}
-
-inline void widen_rounded(float* destination, const BFloat16* source, size_t numel) {
+inline void widen_block(float* destination, const BFloat16* source, size_t numel) {
   for (size_t i = 0; i < numel; ++i) destination[i] = widen(source[i]);
 }
 
@@ -476,7 +444,7 @@ inline void widen_rounded(float* destination, const BFloat16* source, size_t num
 template <bool rounds_each, class T>
 void sum_staged(T* const* destinations, size_t destination_count, const T* const* sources, size_t source_count,
                 size_t numel, double scale) {
-  using Stage = typename SumStage<T>::type;
+  using Stage = Select<is_16_bit<T>, float, T>;
   Stage sum[kStage];
   T rounded[kStage];
   for (size_t begin = 0; begin < numel; begin += kStage) {
@@ -485,15 +453,15 @@ void sum_staged(T* const* destinations, size_t destination_count, const T* const
       add_scaled(sum, sources[k] + begin, count, Stage(scale), k == 0);
       if constexpr (rounds_each) {
         if (k > 0 && k + 1 < source_count) {
-          round_block(rounded, sum, count);
-          widen_rounded(sum, rounded, count);
+          narrow_block(rounded, sum, count);
+          widen_block(sum, rounded, count);
         }
       }
     }
     const void* result = sum;
     if constexpr (is_16_bit<T>) {
       result = rounded;
-      round_block(rounded, sum, count);
+      narrow_block(rounded, sum, count);
     }
     for (size_t k = 0; k < destination_count; ++k)
       __builtin_memcpy(destinations[k] + begin, result, count * sizeof(T));
@@ -535,86 +503,64 @@ void sum_kind(void* const* destinations, size_t destination_count, const void* c
 
 // ---- by kind: what the table holds
 
-// The branch for the integer kinds is not reached: callers check kinds.
-template <class D>
-void convert_from(void* destination, const void* source, ScalarKind source_kind, size_t numel, double scale,
-                  int64_t* non_finite_count) {
-  switch (source_kind) {
+template <class T>
+struct Kind {
+  using type = T;
+};
+
+// visit(Kind<T>()) for the floating kind; the integer kinds are not reached: callers check kinds.
+template <class Visit>
+inline void with_floating(ScalarKind kind, const Visit& visit) {
+  switch (kind) {
     case ScalarKind::float32:
-      return convert_pair<D, float>(destination, source, numel, scale, non_finite_count);
+      return visit(Kind<float>());
     case ScalarKind::float64:
-      return convert_pair<D, double>(destination, source, numel, scale, non_finite_count);
+      return visit(Kind<double>());
     case ScalarKind::float16:
-      return convert_pair<D, Half>(destination, source, numel, scale, non_finite_count);
+      return visit(Kind<Half>());
     case ScalarKind::bfloat16:
-      return convert_pair<D, BFloat16>(destination, source, numel, scale, non_finite_count);
+      return visit(Kind<BFloat16>());
     default:
       __builtin_trap();
   }
+}
+
+template <class Visit>
+inline void with_any(ScalarKind kind, const Visit& visit) {
+  if (kind == ScalarKind::int32) return visit(Kind<int32_t>());
+  if (kind == ScalarKind::int64) return visit(Kind<int64_t>());
+  with_floating(kind, visit);
 }
 
 void convert(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind, size_t numel,
              double scale, int64_t* non_finite_count) {
-  switch (destination_kind) {
-    case ScalarKind::float32:
-      return convert_from<float>(destination, source, source_kind, numel, scale, non_finite_count);
-    case ScalarKind::float64:
-      return convert_from<double>(destination, source, source_kind, numel, scale, non_finite_count);
-    case ScalarKind::float16:
-      return convert_from<Half>(destination, source, source_kind, numel, scale, non_finite_count);
-    case ScalarKind::bfloat16:
-      return convert_from<BFloat16>(destination, source, source_kind, numel, scale, non_finite_count);
-    default:
-      __builtin_trap();
-  }
-}
-
-template <class D>
-void accumulate_from(void* destination, const void* source, ScalarKind source_kind, size_t numel, double scale) {
-  switch (source_kind) {
-    case ScalarKind::float32:
-      return accumulate_pair<D, float>(destination, source, numel, scale);
-    case ScalarKind::float64:
-      return accumulate_pair<D, double>(destination, source, numel, scale);
-    case ScalarKind::float16:
-      return accumulate_pair<D, Half>(destination, source, numel, scale);
-    case ScalarKind::bfloat16:
-      return accumulate_pair<D, BFloat16>(destination, source, numel, scale);
-    default:
-      __builtin_trap();
-  }
+  with_floating(destination_kind, [&](auto to) {
+    with_floating(source_kind, [&](auto from) {
+      convert_pair<typename decltype(to)::type, typename decltype(from)::type>(destination, source, numel, scale,
+                                                                               non_finite_count);
+    });
+  });
 }
 
 void accumulate(void* destination, ScalarKind destination_kind, const void* source, ScalarKind source_kind,
                 size_t numel, double scale) {
-  switch (destination_kind) {
-    case ScalarKind::float32:
-      return accumulate_from<float>(destination, source, source_kind, numel, scale);
-    case ScalarKind::float64:
-      return accumulate_from<double>(destination, source, source_kind, numel, scale);
-    case ScalarKind::float16:
-      return accumulate_from<Half>(destination, source, source_kind, numel, scale);
-    case ScalarKind::bfloat16:
-      return accumulate_from<BFloat16>(destination, source, source_kind, numel, scale);
-    default:
-      __builtin_trap();
-  }
+  with_floating(destination_kind, [&](auto to) {
+    with_floating(source_kind, [&](auto from) {
+      accumulate_pair<typename decltype(to)::type, typename decltype(from)::type>(destination, source, numel, scale);
+    });
+  });
 }
 
 void sum(void* const* destinations, size_t destination_count, const void* const* sources, size_t source_count,
          ScalarKind kind, size_t numel, double scale, bool carries_float32) {
-  switch (kind) {
-    case ScalarKind::float32:
-      return sum_kind<float>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
-    case ScalarKind::float64:
-      return sum_kind<double>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
-    case ScalarKind::float16:
-      return sum_kind<Half>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
-    case ScalarKind::bfloat16:
-      return sum_kind<BFloat16>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
-    case ScalarKind::int32:
-      return sum_kind<int32_t>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
-    case ScalarKind::int64:
-      return sum_kind<int64_t>(destinations, destination_count, sources, source_count, numel, scale, carries_float32);
-  }
+  with_any(kind, [&](auto of) {
+    sum_kind<typename decltype(of)::type>(destinations, destination_count, sources, source_count, numel, scale,
+                                          carries_float32);
+  });
 }
+
+#include "kernels/step.inl"
+#include "kernels/codecs.inl"
+
+#define PSENGINE_TABLE(name) \
+  {name, convert, accumulate, sum, stream, all_finite, step_sgd, encode_blocks, decode_blocks, collect_large}

@@ -20,13 +20,10 @@
 namespace psengine {
 namespace {
 #include "kernels/kernels.inl"
-#include "kernels/step.inl"
-#include "kernels/codecs.inl"
 }  // namespace
 
 extern const Kernels avx2_kernels;
-const Kernels avx2_kernels = {"avx2", convert, accumulate, sum, stream, all_finite, step_sgd,
-                                 encode_blocks, decode_blocks, collect_large};
+const Kernels avx2_kernels = PSENGINE_TABLE("avx2");
 
 }  // namespace psengine
 

@@ -21,13 +21,10 @@
 namespace psengine {
 namespace {
 #include "kernels/kernels.inl"
-#include "kernels/step.inl"
-#include "kernels/codecs.inl"
 }  // namespace
 
 extern const Kernels avx512_kernels;
-const Kernels avx512_kernels = {"avx512", convert, accumulate, sum, stream, all_finite, step_sgd,
-                                 encode_blocks, decode_blocks, collect_large};
+const Kernels avx512_kernels = PSENGINE_TABLE("avx512");
 
 }  // namespace psengine
 

@@ -13,12 +13,9 @@
 namespace psengine {
 namespace {
 #include "kernels/kernels.inl"
-#include "kernels/step.inl"
-#include "kernels/codecs.inl"
 }  // namespace
 
 extern const Kernels baseline_kernels;
-const Kernels baseline_kernels = {"baseline", convert, accumulate, sum, stream, all_finite, step_sgd,
-                                 encode_blocks, decode_blocks, collect_large};
+const Kernels baseline_kernels = PSENGINE_TABLE("baseline");
 
 }  // namespace psengine

@@ -34,18 +34,12 @@ bool all_finite_run(const T* values, size_t numel) {
 }
 
 bool all_finite(const void* values, ScalarKind kind, size_t numel) {
-  switch (kind) {
-    case ScalarKind::float32:
-      return all_finite_run(static_cast<const float*>(values), numel);
-    case ScalarKind::float64:
-      return all_finite_run(static_cast<const double*>(values), numel);
-    case ScalarKind::float16:
-      return all_finite_run(static_cast<const Half*>(values), numel);
-    case ScalarKind::bfloat16:
-      return all_finite_run(static_cast<const BFloat16*>(values), numel);
-    default:
-      return true;
-  }
+  if (kind == ScalarKind::int32 || kind == ScalarKind::int64) return true;
+  bool result = false;
+  with_floating(kind, [&](auto of) {
+    result = all_finite_run(static_cast<const typename decltype(of)::type*>(values), numel);
+  });
+  return result;
 }
 
 // ---- SGD

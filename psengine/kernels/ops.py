@@ -89,10 +89,10 @@ def pack_(
 def unpack_(
     tensors: Sequence[torch.Tensor], flat: torch.Tensor, scale: float = 1.0, layout: torch.Tensor | None = None
 ) -> None:
-    """Write every place of ``flat``, times ``scale``, to its tensor; the tensors are mutated. See ``pack_``.
+    """Write every place of ``flat``, times ``scale``, to its tensor; tensors are mutated, and lie apart. See ``pack_``.
 
     Raises:
-        RuntimeError: the tensors do not fit together, or dense ones share memory.
+        RuntimeError: the tensors do not fit together.
     """
     if _is_native(flat):
         _unpack(tensors, flat, scale, layout)

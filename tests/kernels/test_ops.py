@@ -369,17 +369,12 @@ def bad_calls():
         "flat among sources": (
             "pack",
             (shared[:10], [shared[5:15]]),
-            r"tensor 0 and flat must not share memory, because flat",
+            r"tensor 0 and flat must not share memory",
         ),
         "flat among targets": (
             "unpack",
             ([torch.zeros(4), shared[9:15]], shared[:10]),
-            r"tensor 1 and flat must not share memory, because the tensor",
-        ),
-        "targets overlap": (
-            "unpack",
-            ([shared[:4], torch.zeros(2), shared[3:7]], flat_of()),
-            r"tensor 0 and tensor 2 must not share memory, because both are written \(got addresses \[0x\w+, 0x",
+            r"tensor 1 and flat must not share memory",
         ),
         "expanded target": (
             "unpack",
@@ -407,7 +402,6 @@ def bad_calls():
             (torch.zeros(4, 2), torch.zeros(2, 4).t()),
             r"strides \[2, 1\] and \[1, 4\] of sizes \[4, 2\]",
         ),
-        "shared": ("accumulate", (shared[:4], shared[2:6]), r"must not share memory \(got addresses"),
     }
 
 

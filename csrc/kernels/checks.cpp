@@ -1,5 +1,4 @@
-// The checks that every device's kernels share; see fusion.h.
-#include "kernels/fusion.h"
+#include "kernels/checks.h"
 
 #include <algorithm>
 #include <sstream>
@@ -9,14 +8,14 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 namespace psengine {
 namespace {
 
-using torch::stable::Tensor;
+using torch::headeronly::ScalarType;
 
-// Messages are thrown as they are: STD_TORCH_CHECK would put the source file in front. psengine/kernels/ops.py raises
-// the same.
+// Messages are thrown as they are: STD_TORCH_CHECK would put the source file in front.
 template <class... Values>
 [[noreturn]] void fail(const Values&... values) {
   std::ostringstream message;
@@ -67,13 +66,14 @@ Facts facts_of(const Tensor& tensor, bool is_written) {
   return facts;
 }
 
+bool is_on_device_of(const Facts& facts, const Facts& other) {
+  return facts.device_type == other.device_type && facts.device_index == other.device_index;
+}
+
 std::string device_name(const Facts& facts) {
-  std::string name = facts.device_type == aoti_torch_device_type_cpu()    ? "cpu"
-                     : facts.device_type == aoti_torch_device_type_cuda() ? "cuda"
-                     : facts.device_type == aoti_torch_device_type_meta() ? "meta"
-                                                                          : "type " + std::to_string(facts.device_type);
-  if (facts.device_type != aoti_torch_device_type_cpu()) name += ":" + std::to_string(facts.device_index);
-  return name;
+  if (facts.device_type == aoti_torch_device_type_cpu()) return "cpu";
+  const bool is_cuda = facts.device_type == aoti_torch_device_type_cuda();
+  return (is_cuda ? "cuda:" : "type " + std::to_string(facts.device_type) + ":") + std::to_string(facts.device_index);
 }
 
 std::string list(const int64_t* values, int64_t count) {
@@ -82,35 +82,23 @@ std::string list(const int64_t* values, int64_t count) {
   return text + "]";
 }
 
-// The dtypes' numbers are libtorch's to choose, so they are asked for: once a call.
-struct KindTable {
-  int32_t float32 = aoti_torch_dtype_float32();
-  int32_t float64 = aoti_torch_dtype_float64();
-  int32_t float16 = aoti_torch_dtype_float16();
-  int32_t bfloat16 = aoti_torch_dtype_bfloat16();
+// The dtypes' numbers are libtorch's to choose, so they are asked for.
+bool find_kind(int32_t dtype, ScalarKind* kind) {
+  static const int32_t numbers[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float64(), aoti_torch_dtype_float16(),
+                                    aoti_torch_dtype_bfloat16()};  // in ScalarKind's order
+  const int32_t* const found = std::find(std::begin(numbers), std::end(numbers), dtype);
+  *kind = ScalarKind(found - numbers);
+  return found != std::end(numbers);
+}
 
-  bool find(int32_t dtype, ScalarKind* kind) const {
-    if (dtype == float32) {
-      *kind = ScalarKind::float32;
-    } else if (dtype == bfloat16) {
-      *kind = ScalarKind::bfloat16;
-    } else if (dtype == float16) {
-      *kind = ScalarKind::float16;
-    } else if (dtype == float64) {
-      *kind = ScalarKind::float64;
-    } else {
-      return false;
-    }
-    return true;
-  }
+template <class... Name>
+ScalarKind kind_of(const Facts& facts, const Name&... name) {
+  ScalarKind kind;
+  if (!find_kind(facts.dtype, &kind)) fail(name..., ": dtype is not covered (expected a 16-, 32- or 64-bit float)");
+  return kind;
+}
 
-  // ops.py then turns to the reference, which covers every dtype.
-  ScalarKind kind_of(int32_t dtype, const std::string& who) const {
-    ScalarKind kind;
-    if (!find(dtype, &kind)) fail(who, ": dtype is not covered (expected a 16-, 32- or 64-bit float)");
-    return kind;
-  }
-};
+// ---- order of memory
 
 bool is_row_major(const Facts& facts) {
   int64_t expected = 1;
@@ -171,31 +159,11 @@ void plan_walk(const Facts& facts, const int64_t* place_strides, Part* part) {
     }
   }
   if (merged == 0 || (merged == 1 && dimensions[0].stride == 1)) return;
-  part->sizes.reserve(merged);
-  part->strides.reserve(merged);
   for (int64_t i = 0; i < merged; ++i) {
     part->sizes.push_back(dimensions[i].size);
     part->strides.push_back(dimensions[i].stride);
   }
 }
-
-// The memory from a part's first element to behind its last.
-struct Span {
-  const char* begin;
-  const char* end;
-  size_t index;
-};
-
-Span span_of(const Part& part, size_t index) {
-  int64_t last = part.numel - 1;
-  if (!part.sizes.empty()) {
-    last = 0;
-    for (size_t i = 0; i < part.sizes.size(); ++i) last += (part.sizes[i] - 1) * part.strides[i];
-  }
-  return {part.data, part.data + (last + 1) * int64_t(element_bytes(part.kind)), index};
-}
-
-bool share_memory(const Span& a, const Span& b) { return a.begin < b.end && b.begin < a.end; }
 
 // Whether two indices of a strided part may be the same element: some stride is within what the shorter ones span.
 bool overlaps_itself(const Part& part) {
@@ -210,33 +178,17 @@ bool overlaps_itself(const Part& part) {
   return false;
 }
 
-std::string span_name(const Span& span) {
-  std::ostringstream text;
-  text << "[" << static_cast<const void*>(span.begin) << ", " << static_cast<const void*>(span.end) << ")";
-  return text.str();
-}
-
-// Targets must not share memory. Strided ones are trusted: the columns of a matrix lie between each other's elements.
-void check_targets_apart(const Fusion& fusion) {
-  std::vector<Span> spans;
-  spans.reserve(fusion.parts.size());
-  for (size_t i = 0; i < fusion.parts.size(); ++i)
-    if (fusion.parts[i].numel > 0 && fusion.parts[i].sizes.empty()) spans.push_back(span_of(fusion.parts[i], i));
-  const auto by_begin = [](const Span& a, const Span& b) { return a.begin < b.begin; };
-  if (!std::is_sorted(spans.begin(), spans.end(), by_begin)) std::sort(spans.begin(), spans.end(), by_begin);
-  for (size_t i = 1; i < spans.size(); ++i) {
-    if (!share_memory(spans[i - 1], spans[i])) continue;
-    const Span& a = spans[i - 1].index < spans[i].index ? spans[i - 1] : spans[i];
-    const Span& b = spans[i - 1].index < spans[i].index ? spans[i] : spans[i - 1];
-    fail("tensor ", a.index, " and tensor ", b.index,
-         " must not share memory, because both are written (got addresses ", span_name(a), " and ", span_name(b), ")");
-  }
+bool lies_in_flat(const Part& part, const Fusion& fusion) {
+  int64_t last = part.sizes.empty() ? part.numel - 1 : 0;
+  for (size_t i = 0; i < part.sizes.size(); ++i) last += (part.sizes[i] - 1) * part.strides[i];
+  const char* const end = part.data + (last + 1) * int64_t(element_bytes(part.kind));
+  return part.data < fusion.flat + fusion.flat_numel * int64_t(element_bytes(fusion.flat_kind)) && fusion.flat < end;
 }
 
 // Reads the numbers of ops.layout_of() in turn.
 class LayoutReader {
  public:
-  explicit LayoutReader(const std::optional<Tensor>& layout) {
+  explicit LayoutReader(const OptionalTensor& layout) {
     if (!layout.has_value()) return;
     const Facts facts = facts_of(*layout, /*is_written=*/false);
     if (facts.dtype != aoti_torch_dtype_int64() || facts.device_type != aoti_torch_device_type_cpu() ||
@@ -269,11 +221,47 @@ class LayoutReader {
   int64_t rest_ = 0;
 };
 
+// ---- codecs
+
+void check_flat(const char* name, const Tensor& tensor, ScalarType type, const char* type_name) {
+  if (tensor.dim() != 1 || (tensor.numel() > 1 && tensor.stride(0) != 1) || tensor.scalar_type() != type)
+    fail(name, " must be 1-D, contiguous and of ", type_name);
+}
+
+// Of `numel` elements, on the values' device.
+void check_beside(const char* name, const Tensor& tensor, int64_t numel, const Tensor& values) {
+  if (tensor.device() != values.device()) fail(name, " must be on the values' device");
+  if (tensor.numel() != numel)
+    fail(name, " must fit the values (expected ", numel, " elements, got ", tensor.numel(), ")");
+}
+
+const float* check_values(const Tensor& values) {
+  check_flat("values", values, ScalarType::Float, "float32");
+  return static_cast<const float*>(values.const_data_ptr());
+}
+
+float* check_residual(const char* name, const OptionalTensor& residual, const Tensor& values) {
+  if (!residual.has_value()) return nullptr;
+  check_flat(name, *residual, ScalarType::Float, "float32");
+  check_beside(name, *residual, values.numel(), values);
+  return static_cast<float*>(residual->mutable_data_ptr());
+}
+
+BlockForm check_payload(const Tensor& payload, const Tensor& values, int64_t format) {
+  constexpr BlockForm kForms[] = {{BlockFormat::int8, 256, 4 + 256},
+                                  {BlockFormat::fp4, 32, 1 + 16},
+                                  {BlockFormat::onebit, 512, 4 + 64}};
+  if (format < 0 || format > 2) fail("format must be 0 to 2 (got ", format, ")");
+  const BlockForm form = kForms[format];
+  check_flat("payload", payload, ScalarType::Byte, "uint8");
+  check_beside("payload", payload, (values.numel() + form.numel - 1) / form.numel * form.bytes, values);
+  return form;
+}
+
 }  // namespace
 
-Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, const std::optional<Tensor>& layout,
+Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, const OptionalTensor& layout,
                     Direction direction) {
-  const KindTable kinds;
   const bool is_packing = direction == Direction::pack;
   const Facts flat_facts = facts_of(flat, is_packing);
   if (flat_facts.dim != 1 || !is_row_major(flat_facts))
@@ -283,22 +271,21 @@ Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, cons
   Fusion fusion;
   fusion.flat = flat_facts.data;
   fusion.flat_numel = flat_facts.numel;
-  fusion.flat_kind = kinds.kind_of(flat_facts.dtype, "flat");
+  fusion.flat_kind = kind_of(flat_facts, "flat");
   fusion.parts.resize(tensors.size());
   LayoutReader places(layout);
-  const Span flat_span{fusion.flat, fusion.flat + flat_facts.numel * int64_t(element_bytes(fusion.flat_kind)), 0};
   int64_t offset = 0;
-  const Part* in_flat = nullptr;
+  std::vector<int64_t> row_major_strides;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Facts facts = facts_of(tensors[i], !is_packing);
-    Part& part = fusion.parts[i];
-    if (facts.device_type != flat_facts.device_type || facts.device_index != flat_facts.device_index)
+    if (!is_on_device_of(facts, flat_facts))
       fail("tensor ", i, " must be on flat's device (expected ", device_name(flat_facts), ", got ", device_name(facts),
            ")");
-    if (!kinds.find(facts.dtype, &part.kind)) kinds.kind_of(facts.dtype, "tensor " + std::to_string(i));
+    Part& part = fusion.parts[i];
     part.data = facts.data;
     part.flat_offset = offset;
     part.numel = facts.numel;
+    part.kind = kind_of(facts, "tensor ", i);
     offset += facts.numel;
 
     const int64_t* place_strides = places.is_given() ? places.next_strides(facts, i) : nullptr;
@@ -309,7 +296,7 @@ Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, cons
              " and strides ", list(place_strides, facts.dim), ")");
       plan_walk(facts, place_strides, &part);
     } else if (!is_row_major(facts) && !is_dense(facts, facts.strides)) {
-      std::vector<int64_t> row_major_strides(size_t(facts.dim));
+      row_major_strides.resize(size_t(facts.dim));
       int64_t stride = 1;
       for (int64_t d = facts.dim - 1; d >= 0; stride *= facts.sizes[d--]) row_major_strides[size_t(d)] = stride;
       plan_walk(facts, row_major_strides.data(), &part);
@@ -317,48 +304,67 @@ Fusion check_fusion(const Tensor& flat, const std::vector<Tensor>& tensors, cons
     if (!is_packing && overlaps_itself(part))
       fail("tensor ", i, " must not overlap itself, because it is written (got sizes ", list(facts.sizes, facts.dim),
            " and strides ", list(facts.strides, facts.dim), ")");
-    if (in_flat == nullptr && share_memory(span_of(part, i), flat_span)) in_flat = &part;
+    if (lies_in_flat(part, fusion)) fail("tensor ", i, " and flat must not share memory");
   }
   places.expect_end();
   if (offset != flat_facts.numel)
     fail("tensors must fill flat (expected ", flat_facts.numel, " elements, got ", offset, " in ", tensors.size(),
          " tensors)");
-  if (in_flat != nullptr) {
-    const size_t index = size_t(in_flat - fusion.parts.data());
-    fail("tensor ", index, " and flat must not share memory, because ", is_packing ? "flat" : "the tensor",
-         " is written (got addresses ", span_name(span_of(*in_flat, index)), " and ", span_name(flat_span), ")");
-  }
-  if (!is_packing) check_targets_apart(fusion);
   return fusion;
 }
 
 Accumulation check_accumulation(const Tensor& destination, const Tensor& source) {
-  const KindTable kinds;
   const Facts to = facts_of(destination, /*is_written=*/true);
   const Facts from = facts_of(source, /*is_written=*/false);
-  if (to.device_type != from.device_type || to.device_index != from.device_index)
+  if (!is_on_device_of(from, to))
     fail("source must be on destination's device (expected ", device_name(to), ", got ", device_name(from), ")");
-  Accumulation accumulation{to.data, from.data, to.numel, kinds.kind_of(to.dtype, "destination"),
-                            kinds.kind_of(from.dtype, "source")};
   if (to.dim != from.dim || !std::equal(to.sizes, to.sizes + to.dim, from.sizes))
     fail("source must have destination's shape (expected ", list(to.sizes, to.dim), ", got ",
          list(from.sizes, from.dim), ")");
-  if (to.numel == 0) return accumulation;
-  bool has_same_order = is_dense(to, to.strides);
-  for (int64_t i = 0; i < to.dim; ++i)
+  bool has_same_order = to.numel == 0 || is_dense(to, to.strides);
+  for (int64_t i = 0; i < to.dim && to.numel > 0; ++i)
     has_same_order = has_same_order && (to.sizes[i] == 1 || to.strides[i] == from.strides[i]);
   if (!has_same_order)
     fail("destination and source must be dense in the same order (got strides ", list(to.strides, to.dim), " and ",
          list(from.strides, from.dim), " of sizes ", list(to.sizes, to.dim), ")");
-  const auto span = [&](const char* data, ScalarKind kind) {
-    return Span{data, data + to.numel * int64_t(element_bytes(kind)), 0};
-  };
-  const Span to_span = span(to.data, accumulation.destination_kind);
-  const Span from_span = span(from.data, accumulation.source_kind);
-  if (share_memory(to_span, from_span))
-    fail("destination and source must not share memory (got addresses ", span_name(to_span), " and ",
-         span_name(from_span), ")");
-  return accumulation;
+  return {to.data, from.data, to.numel, kind_of(to, "destination"), kind_of(from, "source")};
+}
+
+Encoding check_encoding(const Tensor& payload, const Tensor& values, const OptionalTensor& residual,
+                        const OptionalTensor& next, int64_t format) {
+  const float* const from = check_values(values);
+  const BlockForm form = check_payload(payload, values, format);
+  return {form,
+          static_cast<uint8_t*>(payload.mutable_data_ptr()),
+          from,
+          check_residual("residual", residual, values),
+          check_residual("next", next, values),
+          values.numel()};
+}
+
+Decoding check_decoding(const Tensor& into, const Tensor& payload, int64_t format, bool adds) {
+  check_values(into);
+  const BlockForm form = check_payload(payload, into, format);
+  return {form, static_cast<float*>(into.mutable_data_ptr()), static_cast<const uint8_t*>(payload.const_data_ptr()),
+          into.numel(), adds};
+}
+
+Selection check_selection(const Tensor& places, const Tensor& found, const Tensor& values,
+                          const OptionalTensor& residual, const OptionalTensor& next) {
+  const float* const from = check_values(values);
+  check_flat("places", places, ScalarType::Int, "int32");
+  check_flat("found", found, ScalarType::Float, "float32");
+  check_beside("found", found, found.numel(), values);
+  check_beside("places", places, found.numel(), values);
+  if (found.numel() > values.numel() || values.numel() > INT32_MAX)
+    fail("found must hold no more than the values (expected at most ", values.numel(), ", got ", found.numel(), ")");
+  return {static_cast<int32_t*>(places.mutable_data_ptr()),
+          static_cast<float*>(found.mutable_data_ptr()),
+          from,
+          check_residual("residual", residual, values),
+          check_residual("next", next, values),
+          size_t(values.numel()),
+          size_t(found.numel())};
 }
 
 }  // namespace psengine
