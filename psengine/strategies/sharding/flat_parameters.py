@@ -61,6 +61,7 @@ class FlatParameters:
 
     Attributes:
         pieces: by parameter, its pieces in order.
+        own: those of this rank.
 
     Raises:
         SharedMemoryUnavailableError: a rank has no memory left.
@@ -89,6 +90,10 @@ class FlatParameters:
                 self._place(members, memory, start_byte, flat)
                 self._flats.append(flat)
                 start_byte += flat.nbytes
+        self.own = {
+            parameter: [piece for piece in pieces if piece.owner == collective.rank]
+            for parameter, pieces in self.pieces.items()
+        }
         self._addresses = [parameter.data_ptr() for parameter in parameters.values()]
         self.end_step()
 

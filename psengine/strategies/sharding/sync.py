@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec
 from psengine.errors import ConfigurationError, ReductionError
+from psengine.specification import specified
 from psengine.strategies.exchange import Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.sharding.flat_parameters import FlatParameters, Piece
@@ -55,13 +56,15 @@ class SyncShardedOptimizer(SyncAllReduce):
     def _forget(self) -> None:
         self._flat: FlatParameters | None = None
         self._optimizer: Any = None
-        # The optimizer's state of this rank's pieces, between steps; by the pieces' values.
-        self._state: dict[torch.Tensor, dict[str, Any]] = {}
 
     @property
     @override
     def agreed_options(self) -> dict[str, str]:
         return super().agreed_options | {"shard_optimizer": "true"}
+
+    @override
+    def __repr__(self) -> str:
+        return specified(self.name, {"shard_optimizer": True} | self._given)
 
     # ---- in service --------------------------------------------------------------------------------------------
 
@@ -138,14 +141,12 @@ class SyncShardedOptimizer(SyncAllReduce):
         check_one(bound, "sync:shard_optimizer=true")
         _check_elementwise(optimizer)
         self.collective.connect()
-        assert self._replica is not None, "prepared"
-        verify_replicas(self.collective, {}, {}, self._replica.device, _agreed_options(optimizer))
-        self._flat = FlatParameters(self._replica.parameters, self.collective)
+        verify_replicas(self.collective, {}, {}, self.replica.device, _agreed_options(optimizer))
+        self._flat = FlatParameters(self.replica.parameters, self.collective)
         self._optimizer = optimizer
-        self.store_optimizer_state(optimizer)
 
     def _placed(self) -> FlatParameters:
-        _ = self.collective  # a closed strategy raises
+        _ = self.replica  # a closed strategy raises
         if self._flat is None:
             raise ReductionError(
                 "the model's strategy was closed or moved to another group since psengine.DistributedOptimizer was"
@@ -157,70 +158,61 @@ class SyncShardedOptimizer(SyncAllReduce):
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's range; return when all parameters are stepped. All ranks call it."""
         flat = self._placed()
-
         unhooked_step = _unhooked_step_of(self._optimizer)
 
         def step_range() -> None:
             flat.check()
             flat.begin_step()
-            with self._pieces_in_place(flat.pieces):
+            with self._pieces_in_place(flat.own):
                 unhooked_step(self._optimizer)
             flat.end_step()
 
         return take_step(self._optimizer, closure, step_range)
 
     @contextmanager
-    def _pieces_in_place(self, pieces: dict[torch.Tensor, list[Piece]]) -> Iterator[None]:
+    def _pieces_in_place(self, own: Mapping[torch.Tensor, Sequence[Piece]]) -> Iterator[None]:
         """Let the optimizer have this rank's pieces for parameters, with their gradients and their state."""
-        optimizer, rank = self._optimizer, self.collective.rank
-        self._drop_copies()  # those that state_dict() left there
-        own = [piece for parameter in pieces for piece in pieces[parameter] if piece.owner == rank]
-        for piece in own:
-            if piece.parameter.grad is not None:
-                piece.values.grad = piece.part_of(piece.parameter.grad)
-        wholes = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [values for whole in group["params"] for values in _own_values(whole, pieces, rank)]
-        optimizer.state.update(self._state)
+        self._cut_state()
+        for parameter, pieces in own.items():
+            if parameter.grad is not None:
+                for piece in pieces:
+                    piece.values.grad = piece.part_of(parameter.grad)
+        groups = self._optimizer.param_groups
+        wholes = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [part for whole in group["params"] for part in _own_values(whole, own)]
         try:
             yield
         finally:
-            for group, whole in zip(optimizer.param_groups, wholes, strict=True):
+            for group, whole in zip(groups, wholes, strict=True):
                 group["params"] = whole
-            for piece in own:
-                piece.values.grad = None
-                if piece.values in optimizer.state:
-                    self._state[piece.values] = optimizer.state.pop(piece.values)
+            for pieces in own.values():
+                for piece in pieces:
+                    piece.values.grad = None
 
-    def _drop_copies(self) -> None:
-        """Empty ``optimizer.state``, but for parameters whose gradients are not exchanged."""
-        for parameter in self._placed().pieces:
-            self._optimizer.state.pop(parameter, None)
+    def _cut_state(self) -> None:
+        """Give this rank's pieces their parts of state that is whole, as ``load_state_dict`` leaves it."""
+        state = self._optimizer.state
+        for parameter, pieces in self._placed().own.items():
+            entry = state.pop(parameter, None)
+            if entry:  # who looks into a defaultdict leaves an empty one
+                for piece in pieces:
+                    state[piece.values] = {name: _part_of(value, piece) for name, value in entry.items()}
 
     @override
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Overwrite ``optimizer.state`` by a copy of all ranks' state; all ranks call it."""
-        collective = self.collective
-        all_pieces = [piece for pieces in self._placed().pieces.values() for piece in pieces]
-        self._drop_copies()
+        """Let ``optimizer.state`` be whole until the next step, put together of all ranks'; all ranks call it."""
+        flat, collective, state = self._placed(), self.collective, optimizer.state
+        self._cut_state()
+        own = [state.pop(piece.values, None) for pieces in flat.own.values() for piece in pieces]
         for rank in range(collective.world_size):
-            pieces = [piece for piece in all_pieces if piece.owner == rank]
-            found = to_bytes([self._state.get(piece.values) for piece in pieces]) if rank == collective.rank else b""
             what = "optimizer state (every rank calls optimizer.state_dict())"
-            payload = collective.broadcast_bytes(found, rank, torch.device("cpu"), what=what)
-            for piece, entry in zip(pieces, from_bytes(payload), strict=True):
+            content = to_bytes(own) if rank == collective.rank else b""
+            entries = from_bytes(collective.broadcast_bytes(content, rank, torch.device("cpu"), what=what))
+            pieces = [piece for parameter in flat.pieces.values() for piece in parameter if piece.owner == rank]
+            for piece, entry in zip(pieces, entries, strict=True):
                 if entry is not None:
-                    _write(entry, piece, optimizer.state[piece.parameter])
-
-    @override
-    def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take this rank's pieces of ``optimizer.state``, which is whole, and empty it."""
-        self._state = {}
-        for parameter, pieces in self._placed().pieces.items():
-            entry = optimizer.state.pop(parameter, None)
-            for piece in pieces:
-                if entry is not None and piece.owner == self.collective.rank:
-                    self._state[piece.values] = {name: _part_of(value, piece) for name, value in entry.items()}
+                    _write(entry, piece, state[piece.parameter])
 
 
 def _unhooked_step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
@@ -233,13 +225,9 @@ def _unhooked_step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
     return found
 
 
-def _own_values(whole: Any, pieces: dict[torch.Tensor, list[Piece]], rank: int) -> Iterator[torch.Tensor]:
-    """What ``rank`` steps of a parameter: all of one whose gradient is not exchanged, as under "sync"."""
-    if whole not in pieces:
-        yield whole
-    for piece in pieces.get(whole, ()):
-        if piece.owner == rank:
-            yield piece.values
+def _own_values(whole: torch.Tensor, own: Mapping[torch.Tensor, Sequence[Piece]]) -> Sequence[torch.Tensor]:
+    """What this rank steps of a parameter: all of one whose gradient is not exchanged, as under "sync"."""
+    return [piece.values for piece in own[whole]] if whole in own else [whole]
 
 
 def _part_of(value: Any, piece: Piece) -> Any:
