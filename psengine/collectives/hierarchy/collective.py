@@ -24,16 +24,18 @@ begins an operation, makes progress or waits.
 from __future__ import annotations
 
 import collections
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from psengine.collectives.base import Work
-from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.c10d import C10dCollective, all_to_all_of
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.hierarchy.levels import Levels
-from psengine.collectives.hierarchy.stages import LAST, Sum
-from psengine.collectives.operands import check_flat, real
+from psengine.collectives.operands import check_flat, flat_bytes, real
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError
@@ -42,6 +44,101 @@ from psengine.kernels import native
 # Tensors go through the stages in pieces, so that links are busy while hosts add: whole buckets of 25 MB, which leave
 # links idle between the stages, take a fifth longer (benchmarks/cluster, 2 x 2 ranks at 1 Gbit/s).
 PIECE_BYTES = 4 * 1024 * 1024
+STAGES = 4
+# 16-bit sums are carried in these.
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def stages(levels: Levels, flat: torch.Tensor, scale: float, what: str, number: int) -> Iterator[Any]:
+    """An all-reduce: begin the next stage, and yield its work, or None where this rank or this sum has none.
+
+    Args:
+        levels: the channels.
+        flat: contiguous, of real numbers; gets the sum.
+        scale: of each addend.
+        what: its name in errors.
+        number: the same on every rank.
+    """
+    if levels.sums is not None:
+        yield levels.sums.all_reduce(flat, scale, what=what)
+    else:
+        if scale != 1.0:
+            flat.mul_(scale)
+        yield None
+    hosts, lanes = len(levels.hosts), levels.lanes
+    if flat.numel() == 0 or hosts == 1:
+        return
+
+    # A lane's slice has a part for each host. Parts at the tensor's end are shorter, or empty.
+    part_numel = -(-flat.numel() // (lanes * hosts))
+    slices = [flat[lane * part_numel * hosts : (lane + 1) * part_numel * hosts] for lane in range(lanes)]
+    if levels.trades is None or levels.collects is None:
+        yield None
+        yield None
+    else:
+        own = slices[levels.place]
+        sizes = [max(0, min(part_numel, own.numel() - host * part_numel)) for host in range(hosts)]
+        received = [sizes[levels.host]] * hosts
+        traded = own.new_empty(sum(received))
+        exchange = all_to_all_of(levels.trades)
+        begin = levels.everybody.begin
+        yield begin(lambda: [exchange(traded, own, received, sizes)], what, own.device, operation=number)
+
+        # gloo gathers equal parts.
+        is_whole = own.numel() == part_numel * hosts
+        gathered = own if is_whole else own.new_empty(part_numel * hosts)
+        part = _added(traded.view(hosts, -1))
+        if not is_whole:
+            part = torch.cat([part, part.new_zeros(part_numel - part.numel())])
+        parts = list(flat_bytes(gathered).view(hosts, -1).unbind())
+        collects = levels.collects
+        yield begin(lambda: [collects.allgather([parts], [flat_bytes(part)])], what, own.device, operation=number)
+        if not is_whole:
+            own.copy_(gathered[: own.numel()])
+
+    work: Work | None = None
+    if levels.spreads is not None:
+        for lane, values in enumerate(slices):
+            if values.numel() > 0:
+                # They complete in the order of calls, so the last one stands for all.
+                work = levels.spreads.broadcast([values], lane, what=what)
+    yield work
+
+
+def _added(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of the hosts' rows, in the order of hosts."""
+    total = rows[0].to(_WIDE.get(rows.dtype, rows.dtype), copy=True)
+    for row in rows[1:]:
+        total.add_(row)
+    return total.to(rows.dtype)
+
+
+class Sum(Work):
+    """An all-reduce on its way through the stages.
+
+    Attributes:
+        stage: how many are over.
+        work: of the one that it is in, or None.
+    """
+
+    def __init__(self, collective: HierarchicalCollective, number: int, on_the_way: Iterator[Any]) -> None:
+        self.number = number
+        self.stage = 0
+        self._collective = collective
+        self._stages = on_the_way
+        self.work = next(on_the_way)
+
+    @override
+    def wait(self) -> None:
+        self._collective.complete(self)
+
+    def advance(self, before: int) -> None:
+        """Go through the stages that are over, at most to stage ``before``, where the operation before this one is."""
+        while self.stage < before and (self.work is None or self.work.is_done()):
+            if self.work is not None:
+                self.work.wait()
+            self.stage += 1
+            self.work = next(self._stages, None)
 
 
 class HierarchicalCollective(Forwarding):
@@ -75,8 +172,7 @@ class HierarchicalCollective(Forwarding):
     @property
     @override
     def has_ended(self) -> bool:
-        levels = self._levels
-        return self._has_ended or (levels is not None and levels.has_ended)
+        return self._has_ended or (self._levels is not None and self._levels.has_ended)
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -97,40 +193,43 @@ class HierarchicalCollective(Forwarding):
         self.connect()
         assert self._levels is not None
         values, number = real(flat.detach()).view(-1), self.inner.count()
-        for piece in values.split(max(1, PIECE_BYTES // values.element_size())):
-            try:
-                begun = Sum(self._levels, piece, scale, what, number, self._complete)
-            except CollectiveError:
-                self.close()
-                raise
-            self._under_way.append(begun)
+        with self._closing_after_a_failure():
+            for piece in values.split(max(1, PIECE_BYTES // values.element_size())):
+                begun = Sum(self, number, stages(self._levels, piece, scale, what, number))
+                self._under_way.append(begun)
         self.progress()
         return begun  # which ends after the others
 
     @override
     def progress(self) -> None:
         """Begin every stage that can begin. An operation enters a stage after those that were called before it."""
-        before = LAST
-        try:
+        before = STAGES
+        with self._closing_after_a_failure():
             for begun in self._under_way:
                 begun.advance(before)
                 before = begun.stage
+        while self._under_way and self._under_way[0].stage == STAGES:
+            self._under_way.popleft()
+
+    def complete(self, last: Sum) -> None:
+        """Wait for ``last`` and the operations before it."""
+        assert self._levels is not None
+        while last.stage != STAGES:
+            first = self._under_way[0]
+            for memory in self._levels.memories:
+                memory.number = first.number
+            if first.work is not None:
+                with self._closing_after_a_failure():
+                    first.work.wait()
+            self.progress()
+
+    @contextlib.contextmanager
+    def _closing_after_a_failure(self) -> Iterator[None]:
+        try:
+            yield
         except CollectiveError:
             self.close()
             raise
-        while self._under_way and self._under_way[0].stage == LAST:
-            self._under_way.popleft()
-
-    def _complete(self, last: Sum) -> None:
-        """Wait for ``last`` and the operations before it."""
-        while last.stage != LAST:
-            first = self._under_way[0]
-            try:
-                first.wait_for_stage()
-            except CollectiveError:
-                self.close()
-                raise
-            self.progress()
 
     @override
     def close(self) -> None:

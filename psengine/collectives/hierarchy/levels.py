@@ -128,10 +128,13 @@ class Levels:
         return group
 
     @property
+    def memories(self) -> list[HostMemory]:
+        return [memory for memory in (self.sums, self.spreads) if memory is not None]
+
+    @property
     def has_ended(self) -> bool:
-        return any(memory is not None and memory.has_ended for memory in (self.sums, self.spreads))
+        return any(memory.has_ended for memory in self.memories)
 
     def close(self) -> None:
-        for memory in (self.sums, self.spreads):
-            if memory is not None:
-                memory.close()
+        for memory in self.memories:
+            memory.close()
