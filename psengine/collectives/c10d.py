@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.collectives.liveness import PATIENCE_S, Liveness
-from psengine.collectives.operands import check_flat, check_parts, coalesce, copy_out, flat_bytes, real
+from psengine.collectives.operands import check_flat, check_parts, copying, flat_bytes, plain, real
 from psengine.errors import CollectiveError, PeerLostError
 from psengine.tracing.stall_inspector import inspector, stall_after_s
 from psengine.tracing.timeline import span
@@ -83,7 +83,7 @@ class C10dCollective(Collective):
         what = f"all-gather of {what}"
         check_parts(self, what, output, tensor)
         parts = list(flat_bytes(output.detach()).view(self.world_size, -1).unbind())
-        payload = flat_bytes(tensor.detach().contiguous().resolve_conj().resolve_neg())
+        payload = flat_bytes(plain(tensor))
         return self.begin(lambda: [self.process_group.allgather([parts], [payload])], what, tensor.device)
 
     @override
@@ -100,34 +100,23 @@ class C10dCollective(Collective):
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
-        """Tensors of one dtype and device travel together, in messages of at most 250 MB, one after the other, so that
-        their copies do not take as much memory as the tensors.
-        """
-        if self.world_size == 1:
+        """A message for each tensor, of its own memory where that holds its elements in order."""
+        if self.world_size == 1 or not tensors:
             return CompletedWork()
-        what = f"broadcast of {what} from rank {source_rank}"
         options = dist.BroadcastOptions()
         options.rootRank = source_rank
-        work: Work = CompletedWork()
-        for group in coalesce(tensors):
-            work.wait()
-            is_alone = len(group) == 1 and group[0].is_contiguous()
-            payload = group[0] if is_alone else torch.cat([t.reshape(-1) for t in group])
-            has_news = not is_alone and self.rank != source_rank
-            work = self.begin(
-                functools.partial(self._broadcast_one, payload, options),
-                what,
-                payload.device,
-                finish=functools.partial(copy_out, payload, group) if has_news else None,
-            )
-        return work
+        payloads = [plain(tensor) for tensor in tensors]
+        is_on_host = any(payload.is_cpu for payload in payloads)
+        return self.begin(
+            lambda: [self.process_group.broadcast([flat_bytes(payload)], options) for payload in payloads],
+            f"broadcast of {what} from rank {source_rank}",
+            None if is_on_host else payloads[0].device,
+            finish=None if self.rank == source_rank else copying(tensors, payloads),
+        )
 
     @override
     def barrier(self) -> Work:
         return self.begin(lambda: [self.process_group.barrier()], "barrier", None)
-
-    def _broadcast_one(self, payload: torch.Tensor, options: dist.BroadcastOptions) -> list[dist.Work]:
-        return [self.process_group.broadcast([flat_bytes(payload)], options)]
 
     def begin(
         self,

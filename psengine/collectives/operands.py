@@ -9,20 +9,10 @@ import torch
 from psengine.collectives.base import Collective
 from psengine.errors import CollectiveError
 
-# Native DDP's coalescing size for broadcasts (torch/nn/parallel/distributed.py, broadcast_bucket_size).
-BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie on the CPU one after another, as they are."""
-    is_dense = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_dense and not tensor.is_conj() and not tensor.is_neg()
-
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense CPU tensor, detached: its own memory where that holds its elements in order, else a copy."""
-    tensor = tensor.detach()
-    return tensor if is_plain(tensor) else tensor.contiguous().resolve_conj().resolve_neg()
+    """The dense tensor, detached: its own memory where that holds its elements in order, else a copy."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,25 +69,3 @@ def copying(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> 
             place.copy_(result)
 
     return copy
-
-
-def coalesce(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors, real and detached, by dtype and device into messages of at most ``BROADCAST_BUCKET_BYTES``."""
-    groups: list[list[torch.Tensor]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
-    for tensor in tensors:
-        part = real(tensor.detach())
-        size_bytes = part.numel() * part.element_size()
-        group, group_bytes = open_groups.get((part.dtype, part.device), ([], 0))
-        if not group or group_bytes + size_bytes > BROADCAST_BUCKET_BYTES:
-            group, group_bytes = [], 0
-            groups.append(group)
-        group.append(part)
-        open_groups[part.dtype, part.device] = (group, group_bytes + size_bytes)
-    return groups
-
-
-def copy_out(payload: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Copy a message's content to the tensors of its group."""
-    parts = payload.split([t.numel() for t in tensors])
-    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])

@@ -25,7 +25,6 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import distributed as native
 
 from psengine.collectives.base import Collective
-from psengine.collectives.operands import BROADCAST_BUCKET_BYTES
 from psengine.collectives.registry import resolve_collective
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
 from psengine.environment.uncaught import install_hook
@@ -174,7 +173,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.use_side_stream_for_tensor_copies = read_variable("PYTORCH_DDP_USE_SIDE_STREAM") in (None, "1")
-        self.broadcast_bucket_size = BROADCAST_BUCKET_BYTES  # read by code written for native DDP
+        self.broadcast_bucket_size = 250 * 1024 * 1024  # read by code written for native DDP
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._accum_grad_hooks: list[Any] = []
         self._has_rebuilt_buckets = False

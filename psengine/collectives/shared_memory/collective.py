@@ -188,7 +188,7 @@ class SharedMemoryCollective(Forwarding):
         kind = SCALAR_KINDS.get(flat.dtype)
         if kind is None or self._group is None or (scale != 1.0 and not flat.is_floating_point()):
             return None
-        # What operands.is_plain asks of a real tensor, without a call.
+        # What operands.plain sees to.
         is_plain = flat.is_cpu and flat.layout is torch.strided and flat.is_contiguous() and not flat.is_neg()
         return kind if is_plain else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +25,6 @@ SLOT_BYTES = 512 * 1024
 SLOT_BYTES_WHERE_CORES_ARE_SHARED = 1024 * 1024
 # csrc/shared_memory/layout.h, kSmallBytes
 SLOT_BYTES_PER_RANK = 16 * 1024
-# Less is not worth other bits than native DDP's.
-WORTH_ADVICE = 0.9
 
 
 class Place(NamedTuple):
@@ -125,7 +122,6 @@ def join_host_group(meeting: Collective, order: str) -> Any:
     _check_orders([place.order for place in met.places])
     if len(met.hosts) > 1:
         reason = _reason_against(met.places) or f"ranks {met.hosts[1][0]} and 0 cannot open each other's memory"
-        reason += advice_for(met.hosts)
         raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
     has_core_for_each = met.places[0].cores >= meeting.world_size
     slot_bytes = SLOT_BYTES if has_core_for_each else SLOT_BYTES_WHERE_CORES_ARE_SHARED
@@ -143,22 +139,6 @@ def join_host_group(meeting: Collective, order: str) -> Any:
     group = share_file(meeting, size_bytes, join)
     succeed_together(meeting, lambda: native.extension.shared_memory_watch_peers(group))
     return group
-
-
-def advice_for(hosts: Sequence[Sequence[int]]) -> str:
-    """A sentence where another collective would send clearly fewer bytes between hosts; empty where it would not."""
-    world_size = sum(map(len, hosts))
-    host_of = {rank: number for number, host in enumerate(hosts) for rank in host}
-    # A ring all-reduce of n bytes sends 2 n (W - 1) / W over each of its links; these are the links that leave a host.
-    leaving = max(sum(host_of[rank] != host_of[(rank + 1) % world_size] for rank in host) for host in hosts)
-    ring = leaving * (world_size - 1) / world_size
-    ratio = (len(hosts) - 1) / len(hosts) / ring if ring else 1.0
-    if ratio > WORTH_ADVICE:
-        return ""
-    return (
-        f". These are {world_size} ranks on {len(hosts)} hosts: collective='hierarchical' sends {ratio:.2f} of the"
-        " bytes between hosts, and adds in another order than native DDP"
-    )
 
 
 def _check_orders(chosen: list[int]) -> None:
