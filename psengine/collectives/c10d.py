@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -54,8 +55,7 @@ class C10dCollective(Collective):
         self._backends = _backends(group)
         self._is_gloo = "gloo" in self._backends
         self._latest_works: collections.deque[list[dist.Work]] = collections.deque(maxlen=LATEST_WORKS)
-        after_s = stall_after_s()
-        self._stall_after_s = after_s if self.world_size > 1 else 0.0  # one rank never waits
+        self.stall_after_s = stall_after_s()
         self._begun = 0
         self.liveness = _start_liveness(group, self.timeout_s)
 
@@ -137,7 +137,7 @@ class C10dCollective(Collective):
         operation = self.count() if operation is None else operation
         # NCCL orders streams and keeps deadlines itself; everything else, gloo on CUDA tensors too, blocks the host.
         is_stream_ordered = device is not None and device.type != "cpu" and not self._is_gloo
-        return C10dWork(self, works, what, operation, is_stream_ordered=is_stream_ordered, finish=finish)
+        return C10dWork(self, works, what, operation, is_stream_ordered, finish)
 
     def count(self) -> int:
         """The number of a new operation. All ranks count alike, so that a stalled wait can tell who is behind."""
@@ -173,7 +173,7 @@ class C10dCollective(Collective):
             PeerLostError, CollectiveError: ranks are missing, or the deadline passed.
         """
         deadline = time.monotonic() + self.timeout_s
-        with inspector.watch(self.liveness, f"{what}, operation {operation}", self._stall_after_s):
+        with inspector.watch(self.liveness, f"{what}, operation {operation}", self.stall_after_s):
             while not wait_for_s(min(WAIT_SLICE_S, self.timeout_s)):
                 if time.monotonic() >= deadline:
                     raise self.diagnose(TimeoutError(f"no result within {self.timeout_s:g} s"), what)
@@ -218,40 +218,40 @@ class _AlarmError(RuntimeError):
     """Another rank reported a failure; nothing failed here."""
 
 
+@dataclass(eq=False)
 class C10dWork(Work):
-    """c10d works whose wait has a deadline, looks for other ranks' alarms, and names missing ranks."""
+    """c10d works whose wait has a deadline, looks for other ranks' alarms, and names missing ranks.
 
-    def __init__(
-        self,
-        collective: C10dCollective,
-        works: Sequence[dist.Work],
-        what: str,
-        operation: int,
-        *,
-        is_stream_ordered: bool,
-        finish: Callable[[], object] | None = None,
-    ) -> None:
-        self._collective = collective
-        self._works = works
-        self._what = what
-        self._operation = operation
-        self._is_stream_ordered = is_stream_ordered
-        self._finish = finish
+    Attributes:
+        collective: which began them.
+        works: torch's.
+        what: their name in errors.
+        operation: their number, for the stall inspector.
+        is_stream_ordered: the wait is queued on the current stream instead of blocking the host.
+        finish: called once, by the wait.
+    """
+
+    collective: C10dCollective
+    works: Sequence[dist.Work]
+    what: str
+    operation: int
+    is_stream_ordered: bool
+    finish: Callable[[], object] | None
 
     def is_done(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     @override
     def wait(self) -> None:
-        with span(self._what, category="collective"):
-            for work in self._works:
-                if self._is_stream_ordered:
+        with span(self.what, category="collective"):
+            for work in self.works:
+                if self.is_stream_ordered:
                     self._wait_once(work, None)
                 else:
                     wait_for_s = functools.partial(self._wait_once, work)
-                    self._collective.watch(wait_for_s, work.is_completed, self._what, self._operation)
-            finish, self._finish = self._finish, None
+                    self.collective.watch(wait_for_s, work.is_completed, self.what, self.operation)
+            finish, self.finish = self.finish, None
             if finish is not None:
                 finish()
 
@@ -266,7 +266,7 @@ class C10dWork(Work):
             # A timed-out wait leaves the operation running; only a completed one has failed.
             if timeout_s is not None and not work.is_completed():
                 return False
-            raise self._collective.diagnose(error, self._what) from error
+            raise self.collective.diagnose(error, self.what) from error
         return True
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,11 @@ from psengine.specification import Registry
 COLLECTIVES: Registry[Collective] = Registry("collective", ("process_group", "device"))
 
 CPU = torch.device("cpu")
+Made = TypeVar("Made", bound=Collective)
 
 # By process group, by name. Weak: the store of a destroyed group holds the rendezvous port, on which the next
 # init_process_group() would fail.
-_collectives: weakref.WeakKeyDictionary[Any, dict[str, Collective]] = weakref.WeakKeyDictionary()
+_collectives: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()  # making one collective may ask for another
 
 
@@ -61,9 +62,7 @@ def _auto(process_group: Any, device: torch.device) -> Collective:
 
 
 def _c10d(process_group: Any, device: torch.device) -> C10dCollective:
-    c10d = collective_of(process_group, "c10d", lambda: C10dCollective(process_group))
-    assert isinstance(c10d, C10dCollective)
-    return c10d
+    return collective_of(process_group, "c10d", lambda: C10dCollective(process_group))
 
 
 def _shared_memory(process_group: Any, device: torch.device, *, order: str = "ring") -> Collective:
@@ -81,7 +80,6 @@ def _shared_memory_of(process_group: Any, order: str, *, is_required: bool) -> S
     inner = _c10d(process_group, CPU)
     name = f"shared memory, {order} order"
     shared = collective_of(process_group, name, lambda: SharedMemoryCollective(inner, order, is_required=False))
-    assert isinstance(shared, SharedMemoryCollective)
     shared.is_required |= is_required
     return shared
 
@@ -98,7 +96,7 @@ register_collective("shared_memory", _shared_memory)
 register_collective("hierarchical", _hierarchical)
 
 
-def collective_of(process_group: Any, name: str, make: Callable[[], Collective]) -> Collective:
+def collective_of(process_group: Any, name: str, make: Callable[[], Made]) -> Made:
     """Return the collective ``name`` of ``process_group``; ``make`` it where there is none that still works.
 
     It is closed when the group is destroyed and no longer referred to. ``make``'s result must not keep the group alive.
@@ -111,7 +109,8 @@ def collective_of(process_group: Any, name: str, make: Callable[[], Collective])
         collective = by_name.get(name)
         if collective is None or collective.has_ended:
             collective = by_name[name] = make()
-        return collective
+        made: Made = collective
+        return made
 
 
 def _close(by_name: dict[str, Collective]) -> None:

@@ -26,6 +26,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, SharedMemoryUnavailableError
 from psengine.kernels import native
 from psengine.specification import did_you_mean
-from psengine.tracing.stall_inspector import inspector, stall_after_s
+from psengine.tracing.stall_inspector import inspector
 from psengine.tracing.timeline import is_profiling, profiled, recorder, span
 
 logger = logging.getLogger(__name__)
@@ -106,8 +107,6 @@ class SharedMemoryCollective(Forwarding):
         super().__init__(inner)
         self._order = order
         self.is_required = is_required
-        after_s = stall_after_s()
-        self._stall_after_s = after_s if self.world_size > 1 else 0.0  # one rank never waits
         self._extension: Any = native.extension
         self._group: Any = None
         self._is_unavailable = False
@@ -128,7 +127,7 @@ class SharedMemoryCollective(Forwarding):
         if self._group is None:
             return None
         whole_bytes = max(size_bytes, 1)
-        return share_file(self, whole_bytes, lambda descriptor, _: map_file(descriptor, whole_bytes), has_pages=True)
+        return share_file(self, whole_bytes, lambda descriptor, _: map_file(descriptor, whole_bytes))
 
     @property
     @override
@@ -357,9 +356,13 @@ class SharedMemoryCollective(Forwarding):
         """Wait until ``operation`` is complete. Passing the deadline ends the whole group."""
         failure = None
         try:
-            with span(what, category="collective"):
-                if has_spun or not self._extension.shared_memory_spin(self._group, operation):
-                    failure = self._sleep(operation, what, timeout_s)
+            if recorder.is_on:
+                with span(what, category="collective"):
+                    failure = self._spin_and_sleep(operation, what, timeout_s)
+            elif has_spun:
+                failure = self._sleep(operation, what, timeout_s)
+            else:
+                failure = self._spin_and_sleep(operation, what, timeout_s)
         except CollectiveError:
             self.close()  # the others need not wait for this rank
             raise
@@ -372,10 +375,14 @@ class SharedMemoryCollective(Forwarding):
         if min(self._outstanding, default=operation) < operation:
             self._forget(operation)
 
+    def _spin_and_sleep(self, operation: int, what: str, timeout_s: float) -> Failure | None:
+        is_complete = self._extension.shared_memory_spin(self._group, operation)
+        return None if is_complete else self._sleep(operation, what, timeout_s)
+
     def _sleep(self, operation: int, what: str, timeout_s: float) -> Failure | None:
         """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so."""
-        position, after_s = f"{what}, operation {operation}", self._stall_after_s
-        with inspector.watch(self.inner.liveness, position, after_s, self.late_ranks):
+        position = f"{what}, operation {operation}"
+        with inspector.watch(self.inner.liveness, position, self.inner.stall_after_s, self.late_ranks):
             return self._wait(operation, timeout_s, is_slice=False)
 
     def _wait(self, operation: int, timeout_s: float, *, is_slice: bool) -> Failure | None:
@@ -414,37 +421,35 @@ class SharedMemoryCollective(Forwarding):
         )
 
 
+@dataclass(eq=False)
 class SharedMemoryWork(Work):
     """An operation in shared memory.
 
-    Args:
+    Attributes:
         collective: runs the operation.
         operation: its number.
         what: its name in errors.
         finish: copy results to their places; called once, in order, when the operation is over.
     """
 
-    def __init__(
-        self, collective: SharedMemoryCollective, operation: int, what: str, finish: Sequence[Callable[[], None]]
-    ) -> None:
-        self._collective = collective
-        self._operation = operation
-        self._what = what
-        self._finish = finish
+    collective: SharedMemoryCollective
+    operation: int
+    what: str
+    finish: Sequence[Callable[[], None]]
 
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once; advances operations."""
-        return self._collective.completed() >= self._operation
+        return self.collective.completed() >= self.operation
 
     @override
     def wait(self, timeout_s: float | None = None) -> None:
         """``timeout_s`` overrides the collective's deadline. Passing it ends the whole group."""
-        timeout_s = self._collective.timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.collective.timeout_s if timeout_s is None else timeout_s
         if is_profiling():
-            with profiled(f"wait for {self._what}"):
-                self._collective.finish(self._operation, self._what, timeout_s)
+            with profiled(f"wait for {self.what}"):
+                self.collective.finish(self.operation, self.what, timeout_s)
         else:
-            self._collective.finish(self._operation, self._what, timeout_s)
-        finish, self._finish = self._finish, ()
+            self.collective.finish(self.operation, self.what, timeout_s)
+        finish, self.finish = self.finish, ()
         for copy in finish:
             copy()

@@ -38,28 +38,27 @@ def make_token() -> int:
     return secrets.randbits(63)
 
 
-def make_file(kind: str, size_bytes: int, token: int | None = None, *, has_pages: bool = False) -> int:
+def make_file(kind: str, size_bytes: int, token: int | None = None) -> int:
     """Make a file of zeros, with ``token`` behind them, and return its descriptor.
+
+    A file with a token takes its memory now, so that a machine without it raises here; another when it is written.
 
     Args:
         kind: stands in /proc/<process>/maps.
         size_bytes: without the token.
         token: None for a file that is never looked for with ``open_file``.
-        has_pages: take the memory now, so that a machine without it raises here; else when it is first written.
 
     Raises:
         OSError: there is no memory, no file descriptor, or no memfd.
     """
     import fcntl  # not on Windows, where ranks share no memory
 
-    whole_bytes = size_bytes + (TOKEN_BYTES if token is not None else 0)
     descriptor = os.memfd_create(NAME + kind, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        if has_pages:
-            os.posix_fallocate(descriptor, 0, whole_bytes)
+        if token is None:
+            os.ftruncate(descriptor, size_bytes)
         else:
-            os.ftruncate(descriptor, whole_bytes)
-        if token is not None:
+            os.posix_fallocate(descriptor, 0, size_bytes + TOKEN_BYTES)
             os.pwrite(descriptor, token.to_bytes(TOKEN_BYTES, "little"), size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -103,14 +102,13 @@ def address_of(memory: mmap.mmap) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
 
 
-def share_file(ranks: Collective, size_bytes: int, use: Callable[[int, int], Made], *, has_pages: bool = False) -> Made:
+def share_file(ranks: Collective, size_bytes: int, use: Callable[[int, int], Made]) -> Made:
     """Make one file for all ranks, and return what ``use`` returns; all ranks call it, and all succeed or raise.
 
     Args:
         ranks: share a host, a user and a process namespace.
         size_bytes: the same on every rank.
         use: called with a descriptor of the file, which it closes, and with the file's token.
-        has_pages: see ``make_file``.
 
     Raises:
         SharedMemoryUnavailableError: rank 0 cannot make it, or some rank cannot use it.
@@ -119,7 +117,7 @@ def share_file(ranks: Collective, size_bytes: int, use: Callable[[int, int], Mad
     error: OSError | None = None
     if ranks.rank == 0:
         try:
-            own = make_file("common", size_bytes, token, has_pages=has_pages)
+            own = make_file("common", size_bytes, token)
         except OSError as failure:
             error = failure
     try:

@@ -11,6 +11,7 @@ a future, one thread per group waits for operations in the order they began. It 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -53,10 +54,7 @@ class GroupWork(dist.Work):
         self._until_done = threading.Lock()  # held until then; an Event takes longer to make than a small operation
         self._until_done.acquire()
         self._error: Exception | None = None
-        # Made when asked for, because that takes longer than a small operation.
-        self._signalling = threading.RLock()
-        self._signal: torch.futures.Future[None] | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._signals: list[torch.futures.Future[None]] = []  # of those who asked for a future
 
     def complete(self) -> None:
         """Work on the operation until it is done or has failed; raises only interrupts."""
@@ -73,12 +71,12 @@ class GroupWork(dist.Work):
             self._operation = self._finish = None
             self._is_done = True
             self._until_done.release()
-        self._tell_future()
+        self._tell_futures()
 
-    def _tell_future(self) -> None:
-        with self._signalling:
-            if self._signal is not None and not self._signal.done():
-                self._signal.set_result(None)
+    def _tell_futures(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._signals.pop().set_result(None)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True when the result may be read.
@@ -104,14 +102,13 @@ class GroupWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the result's tensors; failed, it raises a ``RuntimeError`` with the text of the error."""
-        with self._signalling:
-            if self._future is None:
-                # Future.set_exception hides the error from C++, where native DDP waits; a failed callback does not.
-                self._signal = torch.futures.Future()
-                self._future = self._signal.then(lambda _: self._outcome())
-                if self._is_done:
-                    self._tell_future()
-            return self._future
+        # Future.set_exception hides the error from C++, where native DDP waits; a failed callback does not.
+        signal: torch.futures.Future[None] = torch.futures.Future()
+        future = signal.then(lambda _: self._outcome())
+        self._signals.append(signal)
+        if self._is_done:
+            self._tell_futures()
+        return future
 
     def _outcome(self) -> list[torch.Tensor]:
         if self._error is not None:
