@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -40,6 +41,25 @@ MAX_REJOINS = 8
 _LACKS_STATE = (ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY)
 
 
+@dataclass(eq=False)
+class _Exchange:
+    """A chunk in the backward under way.
+
+    Attributes:
+        key: of the chunk.
+        payload: the values to send.
+        landing: memory for the answer.
+        begins_step: whether a step of the protocol begins here, because all before it was waited for.
+        push: the last one; another after a rejoin.
+    """
+
+    key: int
+    payload: torch.Tensor
+    landing: torch.Tensor
+    begins_step: bool
+    push: Push
+
+
 class SyncServer(ServerStrategy):
     """Average each bucket over all workers at parameter servers; staleness 0, each worker steps its own optimizer.
 
@@ -55,11 +75,7 @@ class SyncServer(ServerStrategy):
     name = "sync-server"
     counts_usage = True
 
-    def __init__(
-        self,
-        quorum: int | None = None,
-        **options: Unpack[ServerOptions],
-    ) -> None:
+    def __init__(self, quorum: int | None = None, **options: Unpack[ServerOptions]) -> None:
         super().__init__({"name": "average", "quorum": quorum}, **options)
 
     def _forget(self) -> None:
@@ -69,17 +85,14 @@ class SyncServer(ServerStrategy):
         self._results: list[torch.Tensor] = []
         # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
         self._copies_payloads = False
-        # The backward under way: its exchanges in order (chunk, values to send, memory for the answer), the push of
-        # each, and before which exchanges a step of the protocol begins. The usage map is exchanged twice where buckets
-        # that nobody uses are skipped.
+        # The backward under way. The usage map is exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
         self._sits_out = False
         self._is_mixed = False  # parameters are in part this worker's, in part another's
-        self._exchanges: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._pushes: list[Push] = []
-        self._step_starts: set[int] = set()
+        self._exchanges: list[_Exchange] = []
+        self._ends_step = False  # what was exchanged is waited for
         # What was waited for: bucket, its exchanges, rejoins until then.
-        self._returned: list[tuple[Bucket, range, int]] = []
+        self._returned: list[tuple[Bucket, list[_Exchange], int]] = []
         self.rejoins = 0  # of this worker in the step under way
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
@@ -137,8 +150,7 @@ class SyncServer(ServerStrategy):
         self._is_open = True
         self._sits_out = False
         self.optimizers.forget_arrived(self.completed_steps)
-        self._exchanges, self._pushes, self._step_starts, self._returned = [], [], set(), []
-        self.rejoins = 0
+        self._exchanges, self._returned, self._ends_step, self.rejoins = [], [], False, 0
         self.session.serve_joiner(self._deposit_state)
 
     @override
@@ -146,43 +158,43 @@ class SyncServer(ServerStrategy):
         payload, result = self._payloads[bucket.index], self._results[bucket.index]
         if payload is not bucket.flat:
             payload.copy_(bucket.flat)
-        first = len(self._exchanges)
-        for spec, start, end in self.chunks.of_bucket[bucket.index]:
+        exchanges = [
             self._exchange(spec.key, payload[start:end], result[start:end])
-        indices = range(first, len(self._exchanges))
-        yield DeferredWork(partial(self._await_exchanges, indices))
-        self._returned.append((bucket, indices, self.rejoins))
-        return self._average(bucket, indices)
+            for spec, start, end in self.chunks.of_bucket[bucket.index]
+        ]
+        yield DeferredWork(partial(self._wait, exchanges))
+        self._returned.append((bucket, exchanges, self.rejoins))
+        return self._average(bucket, exchanges)
 
     @override
     def superseded(self) -> list[tuple[Bucket, torch.Tensor]]:
         """Averages that were returned before this worker's last rejoin."""
         return [
-            (bucket, self._average(bucket, indices))
-            for bucket, indices, rejoins in self._returned
+            (bucket, self._average(bucket, exchanges))
+            for bucket, exchanges, rejoins in self._returned
             if rejoins < self.rejoins
         ]
 
-    def _average(self, bucket: Bucket, indices: range) -> torch.Tensor:
+    def _average(self, bucket: Bucket, exchanges: Sequence[_Exchange]) -> torch.Tensor:
         """What these exchanges ended with: in the servers' memory if it lies there in one piece, to be read until the
         next step, else in this worker's.
         """
-        pushes = self._pushes[indices.start : indices.stop]
-        taken = [push.take() for push in pushes]
+        taken = [one.push.take() for one in exchanges]
         average = neighbours(taken)
         if average is None:
             average = self._results[bucket.index]
-            for push, values in zip(pushes, taken, strict=True):
+            for one, values in zip(exchanges, taken, strict=True):
                 if values is not None:
-                    push.destinations[0].copy_(values)
+                    one.landing.copy_(values)
         return average if average.device == bucket.device else bucket.flat.copy_(average)
 
-    def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> None:
+    def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> _Exchange:
         self._open_step()
         if self._copies_payloads:
             payload = payload.clone()
-        self._exchanges.append((key, payload, landing))
-        self._pushes.append(self._push(*self._exchanges[-1]))
+        self._exchanges.append(_Exchange(key, payload, landing, self._ends_step, self._push(key, payload, landing)))
+        self._ends_step = False
+        return self._exchanges[-1]
 
     def _push(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> Push:
         is_gradient = key in self._gradient_keys
@@ -197,25 +209,25 @@ class SyncServer(ServerStrategy):
         self._exchange(self.chunks.usage, used.cpu().contiguous().clone(), landing)
 
         def take_sum() -> None:
-            self._await_exchanges()  # all of them: then none is repeated later, and map and averages are of one step
+            self._wait()  # all of them: then none is repeated later, and map and averages are of one step
             used.copy_(landing)
 
         return DeferredWork(take_sum)
 
-    def _await_exchanges(self, indices: range | None = None) -> None:
+    def _wait(self, exchanges: Sequence[_Exchange] | None = None) -> None:
         """Wait for these exchanges of the step under way; None: for all of them.
 
         The first wait ends the protocol's step, as at every worker. A fenced worker rejoins and sits the backward out,
         because its gradients belong to former weights. It takes part in a later one, with every bucket (``rejoins`` has
         grown).
         """
-        self._step_starts.add(len(self._exchanges))
+        self._ends_step = True
+        exchanges = self._exchanges if exchanges is None else exchanges
         try:
             while True:
-                pushes = self._pushes if indices is None else self._pushes[indices.start : indices.stop]
                 try:
                     with self.session.telemetry.blocked():
-                        wait_all(pushes)
+                        wait_all([one.push for one in exchanges])
                     return
                 except FencedError as error:
                     self._rejoin(error)
@@ -237,7 +249,7 @@ class SyncServer(ServerStrategy):
         self.session.end_step()
 
         def end_step() -> None:
-            self._await_exchanges()
+            self._wait()
             self.chunks.assign([self.chunks.specs[key] for key in landings], list(landings.values()))
             self._is_open = False
             self.completed_steps += 1
@@ -301,11 +313,10 @@ class SyncServer(ServerStrategy):
                 " state is left. Fix: start the job again from a checkpoint.",
                 ErrorCode.STATE_LOST,
             )
-        self._pushes = []
-        for index, exchange in enumerate(self._exchanges):
-            if index in self._step_starts:
-                wait_all(self._pushes)  # the same steps as the other workers'
-            self._pushes.append(self._push(*exchange))
+        for number, one in enumerate(self._exchanges):
+            if one.begins_step:
+                wait_all([before.push for before in self._exchanges[:number]])  # the same steps as other workers'
+            one.push = self._push(one.key, one.payload, one.landing)
 
     def _take_state(self) -> None:
         pieces = self.session.pull_blob(STATE_BLOB)
