@@ -137,7 +137,7 @@ def awkward_tensors(rank: int, world_size: int) -> None:
     }
     shift = (n - 1) / 2
     assert_identical(metrics.mean(strided), {k: v - rank + shift for k, v in strided.items()})
-    assert_identical(metrics.gather(strided)["turned"], [base.t() - rank + r for r in range(n)])
+    assert_identical(metrics.gather(strided)["transposed"], [base.t() - rank + r for r in range(n)])
     conjugate = torch.tensor([1 + 2j]).conj()
     negative = torch.tensor([1 + 2j]).conj().imag
     assert conjugate.is_conj()
