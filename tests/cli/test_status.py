@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from rich.console import Console
+from support.processes import free_port
 from support.server_process import running_server
 from support.statuses import TIMES, departed, shard, worker
 from support.worker_sessions import entered
@@ -56,12 +56,6 @@ def training_client(address, *, steps=3):
         yield client
 
 
-def free_address():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-
-
 def test_jobs_of_both_kinds(capsys, monkeypatch):
     with running_server(shards=2) as server:
         monkeypatch.setenv("PSENGINE_SERVERS", server.addresses[0])
@@ -98,7 +92,7 @@ def test_jobs_of_both_kinds(capsys, monkeypatch):
 
 
 def test_a_server_that_is_away_is_named_and_the_others_are_shown(capsys):
-    dead = free_address()
+    dead = f"tcp://127.0.0.1:{free_port()}"
     with running_server() as server, training_client(server.addresses[0]):
         code, found = status_of(capsys, "--server-address", f"{dead},{server.addresses[0]}", "--timeout-s", "2")
         assert (code, found["healthy"]) == (1, False)
@@ -142,9 +136,6 @@ def test_what_a_server_says_moves_no_cursor_and_is_no_markup(capsys, monkeypatch
     out = capsys.readouterr().out
     assert SHOWN in out
     assert all(line.isprintable() for line in out.split("\n"))
-
-
-# ---- tables --------------------------------------------------------------------------------------------------------
 
 
 def overview(facts=None, **changes):
@@ -202,9 +193,6 @@ def test_what_is_a_problem():
     lost = shard(worker(0), lost="job 'demo' is lost")
     assert merge([ServerReport(address="tcp://a:1", shards=(lost,))]).problems == ["job 'demo' is lost"]
     assert "a shard of it does not work" in overview(ServerFacts(healthy=False)).problems[0]
-
-
-# ---- again and again -------------------------------------------------------------------------------------------------
 
 
 def test_watching_without_a_terminal_is_one_view_below_the_other():
