@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from oracles.codec_values import REFERENCE_VALUES, WithFeedback
-from support.top_one_codec import TopOne
-from support.trial_codecs import register
+from support.top_one_codec import TopOne, register
 
 import psengine
 from psengine.codecs.base import Codec, CodecState

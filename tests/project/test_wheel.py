@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import select
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -47,33 +45,12 @@ def fresh_environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def on_a_terminal(command: list[str | Path]) -> tuple[str, str]:
-    """Run a command whose stdout is a pipe on a terminal of its own; return stdout, and what the terminal got."""
-    reading, writing = os.pipe()
-    process_id, terminal = pty.fork()
-    if process_id == 0:
-        os.dup2(writing, 1)
-        os.execve(command[0], list(map(str, command)), without_path())
-    os.close(writing)
-    texts = {reading: b"", terminal: b""}
-    deadline = time.monotonic() + DEADLINE_S
-    open_ends = set(texts)
-    try:
-        while open_ends:
-            assert time.monotonic() < deadline, texts
-            for end in select.select(list(open_ends), [], [], 1.0)[0]:
-                try:
-                    part = os.read(end, 65536)
-                except OSError:  # Linux: the terminal's other end is closed
-                    part = b""
-                texts[end] += part
-                if not part:
-                    open_ends.discard(end)
-        assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 0, texts
-    finally:
-        os.close(reading)
-        os.close(terminal)
-    return texts[reading].decode(), texts[terminal].decode()
+def on_a_terminal(command: list[str | Path], folder: Path) -> tuple[str, str]:
+    """Run a command whose stdout is a file on a terminal of its own, script(1)'s; stdout, and what the terminal got."""
+    line = f"{shlex.join(map(str, command))} > {folder}/stdout"
+    script = ["script", "--quiet", "--return", "--command", line, f"{folder}/terminal"]
+    subprocess.run(script, env=without_path(), check=True, stdin=subprocess.DEVNULL, timeout=DEADLINE_S)
+    return (folder / "stdout").read_text(), (folder / "terminal").read_text()
 
 
 @pytest.mark.slow
@@ -85,7 +62,7 @@ def test_pip_finds_the_torch_beside_an_isolated_build_and_says_what_a_build_with
     stale.mkdir(parents=True)
     (stale / "_native.abi3.so").write_bytes(b"of an earlier build")
     install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", sources]
-    printed, shown = on_a_terminal(install)
+    printed, shown = on_a_terminal(install, tmp_path)
     fix = "pip install --force-reinstall --no-deps ."
     assert "warning: psengine is built without its native extension: the build found no torch" in shown
     assert fix in shown
@@ -96,7 +73,7 @@ def test_pip_finds_the_torch_beside_an_isolated_build_and_says_what_a_build_with
 
     # Its headers and libraries are what a build needs.
     (site_packages / "torch").symlink_to(Path(sysconfig.get_path("platlib"), "torch"))
-    printed, shown = on_a_terminal(install)
+    printed, shown = on_a_terminal(install, tmp_path)
     assert "without" not in printed + shown
     assert "abi3-linux" in printed
     assert not (site_packages / REASON).exists()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from oracles.rules import LocalRule, RuleOptions
-from support import trial_codecs
+from support import top_one_codec
 from support.averaging_strategy import Averaging
 from support.expectations import raises
 from support.marks import slow
@@ -119,7 +119,7 @@ ORACLES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[int]]] = {
     "diloco-server:every=4": (taking_outer_steps, [1, 2]),
 }
 psengine.register_strategy("averaging", Averaging)
-trial_codecs.register()
+top_one_codec.register()
 # How far averages may be from the mean: without a codec one rounding for each product and each sum.
 TOLERANCES = {
     **dict.fromkeys(ORACLES, 1e-6),
@@ -136,7 +136,7 @@ STRATEGIES_AND_WORKERS = [(name, workers) for name, (_, sizes) in ORACLES.items(
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server(sabotage=trial_codecs.register) as running:
+    with running_server(sabotage=top_one_codec.register) as running:
         yield running
 
 

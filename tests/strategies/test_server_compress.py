@@ -15,8 +15,7 @@ import pytest
 import torch
 from support.server_process import running_server
 from support.shard_world import APPLY, AVERAGE, spec
-from support.top_one_codec import TopOne
-from support.trial_codecs import register
+from support.top_one_codec import TopOne, register
 
 import psengine
 from psengine.codecs.base import Codec
@@ -90,7 +89,7 @@ def test_a_server_without_the_codec_says_what_to_do(server):
 
 
 def test_a_server_imports_plugins(tmp_path):
-    (tmp_path / "my_codecs.py").write_text("from support import trial_codecs\n\ntrial_codecs.register()\n")
+    (tmp_path / "my_codecs.py").write_text("from support import top_one_codec\n\ntop_one_codec.register()\n")
     address = f"ipc://{tmp_path}/socket"
     command = [sys.executable, "-m", "psengine.cli.server", "--bind", address, "--plugins"]
     path = os.pathsep.join([str(tmp_path), str(TESTS), str(TESTS.parent)])

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from support.process_table import send_signal
 from support.processes import forkserver
-from support.signals import send_signal
 
 
 class WorkerFailedError(AssertionError):

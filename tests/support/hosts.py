@@ -21,15 +21,13 @@ bridge, with that delay and at ``rate``: the kernels that tests run on lack nete
 ``Host.mend`` mends it; packets are lost between, and nobody is told.
 
 Nothing outlives the test. The processes that hold the namespaces end with their input, so also when the test is killed;
-the kernel then ends every process on the hosts and removes mounts and links. What a killed test has written to its
-folder of /tmp is removed by the next one that makes hosts.
+the kernel then ends every process on the hosts and removes mounts and links.
 
 Several tests at once do not meet: each has a bridge of its own, and addresses that only its own hosts use.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import shutil
@@ -39,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +49,7 @@ from support.process_table import children_of
 from support.running import DEADLINE_S, Running
 
 ROOT = Path(__file__).parents[2]
-MAX_HOSTS = 200
 _GRACE_S = 1.0
-_FOLDERS = "psengine-hosts-"
-# Younger folders may not be locked yet.
-_STALE_S = 60.0
 _PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2", "tc": "iproute2"}
 # A host's first process. Its arguments: the host's name, the table of all hosts, folders of /tmp that it sees.
 _FIRST_PROCESS = """set -e
@@ -241,7 +235,6 @@ def emulated_hosts(
     rate: str | None = None,
     round_trip_s: float = 0.0,
     shared: Sequence[Path] = (),
-    name: str = "node",
 ) -> Iterator[list[Host]]:
     """Make ``count`` hosts, called ``node-0``, ``node-1`` ...; all ends with the block.
 
@@ -250,24 +243,21 @@ def emulated_hosts(
         rate: of each host's link, in each direction, as tc(8) spells it: "100mbit"; None does not limit it.
         round_trip_s: how long a small packet and its answer take; needs a rate of at most 100 Mbit/s.
         shared: folders below /tmp that hosts see too, such as a test's ``tmp_path``. Folders elsewhere are seen anyway.
-        name: what hosts' names begin with.
 
     Raises:
-        ValueError: an argument is out of range.
         RuntimeError: this machine lacks something, see ``missing_for_hosts``; or a host or link did not start.
     """
-    if not 1 <= count <= MAX_HOSTS:
-        raise ValueError(f"expected 1 to {MAX_HOSTS} hosts, got {count}")
+    assert 1 <= count <= 200, count
     mbit_per_s = relayed_mbit_per_s(rate, round_trip_s)
     if (missing := missing_for_hosts()) is not None:
         raise RuntimeError(missing)
-    addresses = {f"{name}-{index}": f"10.77.0.{index + 1}" for index in range(count)}
+    addresses = {f"node-{index}": f"10.77.0.{index + 1}" for index in range(count)}
     table = "".join(f"{address} {host}\n" for host, address in {"localhost": "127.0.0.1", **addresses}.items())
     # The repository and the interpreter, where they lie in /tmp.
     folders = _below_tmp([ROOT, Path(sys.prefix), Path(sys.base_prefix), *shared])
     every = ["--net", "--uts", "--ipc", "--mount", "--propagation=private", "--pid", "--mount-proc"]
     with ExitStack() as stack:
-        directory = stack.enter_context(_own_folder())
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psengine-hosts-")))
         pids = []
         for host in addresses:
             pids.append(
@@ -284,28 +274,6 @@ def emulated_hosts(
             hosts.append(Host(host, address, pids[index], directory, functools.partial(link, index)))
             stack.callback(hosts[-1]._close)
         yield hosts
-
-
-@contextmanager
-def _own_folder() -> Iterator[Path]:
-    """A folder of /tmp until the end of the block, locked; those of killed processes are removed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-        with suppress(OSError), _locked(left):
-            if time.time() - left.stat().st_mtime > _STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_FOLDERS) as folder, _locked(Path(folder)):
-        yield Path(folder)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Raises BlockingIOError where another process has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _below_tmp(folders: Sequence[Path]) -> list[str]:

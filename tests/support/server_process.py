@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from psengine.environment.local_sockets import way_to
+from support.process_table import send_signal
 from support.processes import forkserver
-from support.signals import send_signal
 
 START_DEADLINE_S = 30.0
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
+import psengine
 from psengine import Codec
 from psengine.codecs.base import CodecState, PayloadSpec
+from psengine.codecs.registry import CODECS
 from psengine.errors import ProtocolError
 
 
@@ -40,3 +42,9 @@ class TopOne(Codec):
             raise ProtocolError(f"a payload of 'top1' names a place (expected 0 to {into.numel() - 1}, got {place})")
         into.zero_()
         into[int(place)] = payload[1]
+
+
+def register() -> None:
+    """Register it in this process, a rank's or a server's, as a user's module would; a second time does nothing."""
+    if TopOne.name not in CODECS:
+        psengine.register_codec(TopOne.name, TopOne)
