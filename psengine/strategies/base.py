@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from typing_extensions import override
@@ -23,7 +23,14 @@ from psengine.strategies.stepping import Stepping, check_one
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.share import WHOLE, Share
 
-Stepper = TypeVar("Stepper")
+
+class BoundOptimizer(Protocol):
+    """What steps in the stead of ``optimizer``."""
+
+    optimizer: torch.optim.Optimizer
+
+
+Stepper = TypeVar("Stepper", bound=BoundOptimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +180,11 @@ class StepStrategy(Strategy, Generic[Stepper]):
             )
         return self.stepper
 
+    @override
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.stepper is not None:
+            check_one((self.stepper.optimizer, optimizer), self.name)
+
     @property
     @override
     def needs_packing(self) -> bool:
@@ -187,3 +199,8 @@ class StepStrategy(Strategy, Generic[Stepper]):
     def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_one(optimizers, self.name)
         super().check_ready(replica, optimizers)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.stepper = None

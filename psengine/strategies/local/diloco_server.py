@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from typing_extensions import Unpack, override
 
 from psengine.parameter_server.chunk_codecs import only_gradients
@@ -101,8 +100,7 @@ class DilocoServer(Rounds, ServerStrategy):
             self._bring_together()
         self._bring_together()
         self.collective.barrier().wait()
-        with torch.no_grad():
-            self.pull_values(self.chunks.specs)
+        self.pull_values()
 
 
 class _Merge(Part):

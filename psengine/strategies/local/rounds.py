@@ -25,7 +25,6 @@ from psengine.strategies.base import StepStrategy
 from psengine.strategies.local.options import RoundOptions
 from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.scaled_step import ScaledStep
-from psengine.strategies.stepping import check_one
 
 
 class Part(ABC):
@@ -84,14 +83,13 @@ class Rounds(StepStrategy[ScaledStep]):
         Raises:
             ConfigurationError: a second optimizer.
         """
-        if self.stepper is None:
-            self.stepper = ScaledStep(optimizer)
-        check_one((self.stepper.optimizer, optimizer), self.name)
+        super().bind(optimizer)
+        self.stepper = ScaledStep(optimizer)
 
     @override
     def close(self) -> None:
         super().close()
-        self.stepper, self._outer, self._parts, self._is_settled = None, None, (), False
+        self._outer, self._parts, self._is_settled = None, (), False
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 

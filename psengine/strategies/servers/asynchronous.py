@@ -25,11 +25,9 @@ from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.strategies.base import StepStrategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
-from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.strategies.servers.pushes import Pushes
 from psengine.strategies.servers.server_optimizer import ServerOptimizer
 from psengine.strategies.step_hooks import take_step
-from psengine.strategies.stepping import check_one
 from psengine.tracing.timeline import span
 
 logger = logging.getLogger(__name__)
@@ -61,8 +59,11 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     name = "async"
     capabilities = replace(ServerStrategy.capabilities, workers_step=False)
 
-    # Made when the worker joins, the others when an optimizer is bound.
-    _written: WrittenWeights
+    # Whether the job began with this worker's model.
+    _gave_values: bool
+    # The writes to parameters that were there when these were as the servers sent them.
+    _known_writes: tuple[int, int]
+    # Made when an optimizer is bound.
     _pushes: Pushes
     _progress: Progress
 
@@ -88,19 +89,10 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
                 " too, such as 2"
             )
 
-    def _forget(self) -> None:
-        super()._forget()
-        self.stepper = None
-        # Whether the job began with this worker's model.
-        self._gave_values = False
-
+    @override
     def _entered(self, state: str) -> None:
-        assert self._replica is not None
         self._gave_values = state == "initialised"
-        if not self._gave_values:
-            # Bytes that landed are writes: older graphs and other models may depend on the old values.
-            torch.autograd.graph.increment_version(self._replica.state.values())
-        self._written = WrittenWeights(self.session, self.chunks, self._replica.parameters)
+        self._known_writes = self._count_writes()
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
@@ -112,12 +104,10 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             ConfigurationError: the servers cannot run this optimizer.
             ServerRefusedError: the job's other workers use another one.
         """
-        if self.stepper is not None:
-            check_one((self.stepper.optimizer, optimizer), self.name)
-        assert self._replica is not None
-        parameters = self._replica.parameters
+        super().bind(optimizer)
+        parameters = self.replica.parameters
         trained = self.session.attach_optimizer(self.chunks.specs, optimizer, parameters)
-        self.stepper = ServerOptimizer(optimizer, parameters, self.session, trained, self.name)
+        self.stepper = ServerOptimizer(optimizer, parameters, self.session, trained)
         self._pushes = Pushes(self.session, self.chunks, trained)
         self._progress = Progress(self.session, self._pushes)
         if optimizer.state and self._gave_values:
@@ -142,7 +132,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
 
         def push_and_pull() -> None:
             bound.check()
-            self._written.store_edited()
+            self._store_written()
             groups = wire_groups(bound.optimizer)
             for bucket in self._buckets:
                 gradients = [parameter.grad for parameter in bucket.parameters]
@@ -152,11 +142,30 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
                 self._pushes.push(bucket, missing=missing, groups=groups)
             self._pushes.push_buffers()
             self._pushes.wait()
-            self._written.note()
+            self._known_writes = self._count_writes()
             self.completed_steps += 1
             self._progress.step_ended(groups[0])
 
         return take_step(bound.optimizer, closure, push_and_pull)
+
+    def _count_writes(self) -> tuple[int, int]:
+        """Changes with every write that torch counts, and when a parameter is given other memory."""
+        parameters = self.replica.parameters.values()
+        return sum(p._version for p in parameters), hash(tuple(p.data_ptr() for p in parameters))
+
+    def _store_written(self) -> None:
+        """After a write (``load_state_dict``), send worker 0's values to the servers; those of others are lost."""
+        if self._count_writes() == self._known_writes:
+            return
+        if self.session.rank != 0:
+            logger.warning(
+                "parameters were written on worker %d; the servers' weights count, and overwrite them with this step."
+                " Only worker 0's writes (load_state_dict) reach the servers.",
+                self.session.rank,
+            )
+            return
+        logger.warning("parameters were written on worker 0; they become the servers' weights")
+        wait_all([self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs])
 
     # ---- another strategy follows ------------------------------------------------------------------------------
 
@@ -170,10 +179,8 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     @override
     def conclude(self) -> None:
         """All workers that share a process group have what the servers have after the last push of each."""
-        assert self._replica is not None, "in service"
-        self._replica.collective.barrier().wait()
-        with torch.no_grad():
-            self.pull_values(self.chunks.specs)
+        self.collective.barrier().wait()
+        self.pull_values()
 
     # ---- the optimizer's state ---------------------------------------------------------------------------------
 
@@ -240,38 +247,3 @@ class Progress:
         began, now = median(self._losses[:FIRST_STEPS]), median(self._losses[-LAST_STEPS:])
         has_fallen = now < began - LEAST_FALL * abs(began)
         return "" if has_fallen else f"the loss began at {began:.4g} and is {now:.4g}"
-
-
-class WrittenWeights:
-    """Notices writes to parameters whose values the servers keep."""
-
-    def __init__(
-        self, session: WorkerSession, chunks: ChunkedReplica, parameters: Mapping[str, torch.nn.Parameter]
-    ) -> None:
-        self._session = session
-        self._chunks = chunks
-        self._parameters = list(parameters.values())
-        self.note()
-
-    def note(self) -> None:
-        """The parameters are as the servers sent them."""
-        self._noted = self._count_writes()
-
-    def _count_writes(self) -> tuple[int, int]:
-        """Changes with every write that torch counts, and when a parameter is given other memory."""
-        return sum(p._version for p in self._parameters), hash(tuple(p.data_ptr() for p in self._parameters))
-
-    def store_edited(self) -> None:
-        """After a write (``load_state_dict``), send worker 0's values to the servers; those of others are lost."""
-        if self._count_writes() == self._noted:
-            return
-        if self._session.rank != 0:
-            logger.warning(
-                "parameters were written on worker %d; the servers' weights count, and overwrite them with this step."
-                " Only worker 0's writes (load_state_dict) reach the servers.",
-                self._session.rank,
-            )
-        else:
-            logger.warning("parameters were written on worker 0; they become the servers' weights")
-            wait_all([self._session.store(spec.key, self._chunks.values(spec)) for spec in self._chunks.specs])
-        self.note()

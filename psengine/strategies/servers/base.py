@@ -9,7 +9,7 @@ close       say goodbye; stop the server that this process started
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -26,7 +26,6 @@ from psengine.parameter_server.client.operation import wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.bodies import AnyRule, convert
-from psengine.protocol.layout import ChunkSpec
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.chunked_replica import ChunkedReplica
@@ -265,16 +264,19 @@ class ServerStrategy(Strategy):
 
     def _receive(self, state: str) -> None:
         """The servers have values that count."""
-        self.pull_values(self.chunks.specs)
+        self.pull_values()
 
     def _entered(self, state: str) -> None:
         """Values equal the servers'; ``state`` is what ``WorkerSession.enter`` returned."""
 
-    def pull_values(self, specs: Iterable[ChunkSpec]) -> None:
+    @torch.no_grad()
+    def pull_values(self) -> None:
         """Overwrite this replica's tensors by the servers' values."""
-        specs = list(specs)
+        specs = self.chunks.specs
         wait_all([self.session.pull(spec.key, self.chunks.parts(spec)) for spec in specs])
         self.chunks.write_back(specs)
+        # Bytes that landed are writes: older graphs and other models may depend on the old values.
+        torch.autograd.graph.increment_version(self.replica.state.values())
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

@@ -98,12 +98,7 @@ class ServerState:
 
 
 class ServerOptimizer(ServerState):
-    """The distributed ``optimizer``, whose step never runs here, as the servers were told of it.
-
-    Args:
-        optimizer, parameters, session, specs: see ``ServerState``.
-        strategy: its name, for messages.
-    """
+    """The distributed ``optimizer``, whose step never runs here, as the servers were told of it."""
 
     def __init__(
         self,
@@ -111,10 +106,8 @@ class ServerOptimizer(ServerState):
         parameters: Mapping[str, torch.Tensor],
         session: WorkerSession,
         specs: Sequence[ChunkSpec],
-        strategy: str,
     ) -> None:
         super().__init__(optimizer, parameters, session, specs)
-        self._strategy = strategy
         self._groups = self._group_ids()
         known = {id(parameter) for parameter in parameters.values()}
         self._untrained = [
@@ -152,7 +145,7 @@ class ServerOptimizer(ServerState):
         if groups != self._groups:
             expected, got = ([len(group) for group in known] for known in (self._groups, groups))
             raise ConfigurationError(
-                f"strategy {self._strategy!r} trains the parameters that the optimizer had when"
+                "strategy 'async' trains the parameters that the optimizer had when"
                 " psengine.DistributedOptimizer was made, each in its group (expected the same ones, in groups of"
                 f" {expected}, got others, in groups of {got}). Fix: give it all of them before, and freeze some until"
                 " they are wanted (requires_grad_(False) after the model was wrapped with find_unused_parameters=True):"
@@ -178,7 +171,7 @@ class ServerOptimizer(ServerState):
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:  # for torch's fused kernels, which divide by it
             raise ConfigurationError(
-                f"strategy {self._strategy!r} does not divide gradients by optimizer.grad_scale (expected it unset, got"
+                "strategy 'async' does not divide gradients by optimizer.grad_scale (expected it unset, got"
                 f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
             )
 

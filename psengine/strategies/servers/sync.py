@@ -304,7 +304,7 @@ class SyncServer(ServerStrategy):
         if self.session.rejoin() == "joined":
             self._sits_out = self._is_mixed = True
             with torch.no_grad():
-                self.pull_values(self.chunks.specs)
+                self.pull_values()
             self._take_state()
             self._is_mixed = self.session.job_connection.fenced is not None
         elif self._is_mixed:
