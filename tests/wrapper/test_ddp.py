@@ -10,7 +10,6 @@ import time
 import unittest
 import weakref
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,12 +17,14 @@ import torch
 import torch.distributed as dist
 from support.expectations import raises
 from support.native_twins import Net, assert_same_gradients, pair, seeded
-from support.processes import in_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as Native
+from torch.utils.checkpoint import checkpoint
 
 import psengine
+from psengine.tracing.backward_timer import ALWAYS_SAMPLED_ITERATIONS
 
 
 @in_ranks(2)
@@ -95,77 +96,39 @@ def test_a_second_backward_that_exchanges_nothing_is_pointed_out(rank, world_siz
     assert not all(torch.equal(gradient, other) for other in psengine.gather(gradient)), "nothing stayed local"
 
 
-# ---- buffers ---------------------------------------------------------------------------------------------------
-
-
-def buffers(rank: int, world_size: int) -> dict[str, Any]:
-    found = {}
-    for sync in (True, False):
-        model = nn.BatchNorm1d(2)
-        model.register_buffer("flag", torch.tensor([rank == 0]))
-        model.register_buffer("wide", torch.full((3,), complex(rank, 1)))
-        ddp = psengine.DistributedDataParallel(model, forward_sync_buffers=sync)
-        assert ddp.broadcast_buffers is sync
-        for step in range(2):
-            model.flag = torch.tensor([rank == 0, step == 1])  # reassigned, and changed in shape
-            ddp(torch.randn(8, 2) + rank)
-        with torch.no_grad():
-            ddp.eval()
-            ddp(torch.randn(1, 2))
-        found[sync] = {k: v.clone() for k, v in model.state_dict().items()}
-    return found
-
-
 # ---- errors ----------------------------------------------------------------------------------------------------
 
 
 @in_ranks(1)
 def test_constructor_errors(rank, world_size):
-    wrap = psengine.DistributedDataParallel
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    group = dist.new_group()
-    with raises(RuntimeError, "doesn't have any parameter that requires a gradient"):
-        wrap(frozen)
-    with raises(RuntimeError, "doesn't have any parameter"):
-        wrap(nn.Module())
-    with raises(RuntimeError, "wrapped already", "Wrap model.module"):
-        wrap(wrap(nn.Linear(2, 2)))
-    with raises(RuntimeError, "wrapped already"):
-        wrap(Native(nn.Linear(2, 2)))
-    with raises(RuntimeError, "wraps a torch.nn.Module (got int)"):
-        wrap(3)
-    with raises(ValueError, "can only be None or contain a single element", "[0, 1]"):
-        wrap(nn.Linear(2, 2), device_ids=[0, 1])
-    with raises(ValueError, "device_ids and output_device arguments only work with"):
-        wrap(nn.Linear(2, 2), device_ids=[0])
-    with raises(ValueError, "same type of devices"):
-        wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
-    with raises(RuntimeError, "uninitialized parameters"):
-        wrap(nn.LazyLinear(2))
-    with raises(RuntimeError, "Cannot specify both process_group and device_mesh"):
-        wrap(nn.Linear(2, 2), process_group=group, device_mesh=object())
-    with raises(ValueError, "unknown strategy", "got 'gossip'"):
-        wrap(nn.Linear(2, 2), strategy="gossip")
-    with raises(ValueError, "unknown collective"):
-        wrap(nn.Linear(2, 2), collective="pigeon")
-    with raises(ValueError, "bucket caps"):
-        wrap(nn.Linear(2, 2), bucket_cap_mb=-3)
-    layer = nn.Linear(2, 2)
-    with raises(ValueError, "need to be set at the same time"):
-        wrap(layer, delay_all_reduce_named_params=[("weight", layer.weight)])
+    layer, group = nn.Linear(2, 2), dist.new_group()
     delayed = {"delay_all_reduce_named_params": [("weight", layer.weight)], "param_to_hook_all_reduce": layer.bias}
-    with raises(ValueError, "check_finite=True looks at buckets", "got ['weight']"):
-        wrap(layer, check_finite=True, **delayed)
-    ddp = wrap(nn.Linear(2, 2))
-    ddp(torch.ones(1, 2)).sum().backward()
+    wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2))
+    for error, texts, module, options in (
+        (RuntimeError, ("doesn't have any parameter",), nn.Module(), {}),
+        (RuntimeError, ("wrapped already", "Wrap model.module"), wrapped, {}),
+        (RuntimeError, ("wrapped already",), Native(nn.Linear(2, 2)), {}),
+        (RuntimeError, ("wraps a torch.nn.Module (got int)",), 3, {}),
+        (ValueError, ("can only be None or contain a single element", "[0, 1]"), layer, {"device_ids": [0, 1]}),
+        (ValueError, ("device_ids and output_device arguments only work with",), layer, {"device_ids": [0]}),
+        (ValueError, ("same type of devices",), nn.Sequential(layer, nn.Linear(2, 2, device="meta")), {}),
+        (RuntimeError, ("Cannot specify both process_group and",), layer, {"process_group": group, "device_mesh": 1}),
+        (ValueError, ("unknown strategy", "got 'gossip'"), layer, {"strategy": "gossip"}),
+        (ValueError, ("unknown collective",), layer, {"collective": "pigeon"}),
+        (ValueError, ("bucket caps",), layer, {"bucket_cap_mb": -3}),
+        (ValueError, ("be set at the same time",), layer, {"param_to_hook_all_reduce": layer.bias}),
+        (ValueError, ("looks at buckets", "got ['weight']"), layer, {"check_finite": True, **delayed}),
+    ):
+        with raises(error, *texts):
+            psengine.DistributedDataParallel(module, **options)
+    wrapped(torch.ones(1, 2)).sum().backward()
     with raises(RuntimeError, "should be called before training loop starts"):
-        ddp._set_static_graph()
+        wrapped._set_static_graph()
     with raises(ValueError, "should be equal or greater than 1"):
-        ddp._set_ddp_runtime_logging_sample_rate(0)
-    for error_type in (TypeError, psengine.PSEngineError):
-        with raises(error_type, "must be callable"):
-            ddp.register_comm_hook(None, 3)
-    assert "must be callable" in ddp._get_ddp_logging_data()["error"]
+        wrapped._set_ddp_runtime_logging_sample_rate(0)
+    with raises(TypeError, "must be callable"):
+        wrapped.register_comm_hook(None, 3)
+    assert "must be callable" in wrapped._get_ddp_logging_data()["error"]
 
 
 def test_no_process_group_says_what_to_call():
@@ -367,3 +330,86 @@ def test_static_graph_refuses_outputs_it_cannot_watch(rank, world_size):
     ddp = psengine.DistributedDataParallel(Model(3, 3), static_graph=True)
     with raises(RuntimeError, "static_graph=True must see backward begin", "Output"):
         ddp(torch.ones(1, 3))
+
+
+# ---- past the iterations that are timed, where hooks only count --------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Two towers, of which the second may run twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, reuses=False):
+        first, second = self.first(x), self.second(x)
+        if reuses:
+            second = checkpoint(self.second, checkpoint(self.second, first, use_reentrant=True), use_reentrant=True)
+        return first + second
+
+
+@in_ranks(2)
+def test_a_gradient_that_comes_twice_is_an_error_later_too(rank, world_size):
+    for options, text in (({}, "mark a variable ready only once"), ({"static_graph": True}, "graph has changed")):
+        ddp = psengine.DistributedDataParallel(seeded(Towers), **options)
+        for _ in range(ALWAYS_SAMPLED_ITERATIONS + 2):
+            ddp(torch.ones(2, 3)).sum().backward()
+        with raises(RuntimeError, text, "second."):
+            ddp(torch.ones(2, 3), reuses=True).sum().backward()
+
+
+@in_ranks(1)
+def test_a_single_replica_packs_nothing_for_views_either(rank, world_size):
+    ddp = psengine.DistributedDataParallel(seeded(Net), gradient_as_bucket_view=True)
+    for _ in range(ALWAYS_SAMPLED_ITERATIONS + 2):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 4), use_spare=True).sum().backward()
+        buckets = {bucket.flat.untyped_storage().data_ptr() for bucket in ddp.reducer.buckets}
+        assert buckets.isdisjoint(p.grad.untyped_storage().data_ptr() for p in ddp.parameters())
+
+
+# ---- uneven inputs, where native DDP aborts the process ----------------------------------------------------------
+
+
+def with_buffers():
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+class Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y) if x.sum() > 0 else y
+
+
+OURS_ONLY = {
+    "unused, reduction skipped": (
+        Optional,
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-5},
+    ),
+    "static graph": (with_buffers, {"static_graph": True, "bucket_cap_mb": 1e-5}),
+}
+
+
+def uneven_without_oracle(rank: int, world_size: int, case: str) -> list[torch.Tensor]:
+    build, options = OURS_ONLY[case]
+    model = psengine.DistributedDataParallel(seeded(build), **options)
+    with model.join():
+        for _ in range(4 * rank):  # rank 0 has no batch at all
+            model.zero_grad()
+            model(torch.ones(4, 3)).pow(2).sum().backward()
+    return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("case", OURS_ONLY)
+def test_uneven_inputs_where_native_aborts(case):
+    _, second = run_ranks(uneven_without_oracle, 2, case)
+    build, _ = OURS_ONLY[case]
+    reference = seeded(build)
+    (reference(torch.ones(4, 3)).pow(2).sum() / 2).backward()
+    for p, gradient in zip(reference.parameters(), second, strict=True):
+        assert torch.allclose(torch.zeros_like(p) if p.grad is None else p.grad, gradient, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Several optimizers of one model, where workers step: native DDP's numbers, and all of their states for a joiner."""
+"""Several optimizers of one model, where workers step: all of their states for a joiner."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from support.processes import run_ranks
 from support.server_process import running_server
 from support.waiting import eventually
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
 from psengine.errors import ServerError
 from psengine.strategies.servers.worker_state import unpack
-
-STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -69,28 +66,6 @@ def play(wrapped: Any, optimizers: list[torch.optim.Optimizer], rank: int, turns
         wrapped(*((noise, real), (noise,))[turn % 2]).backward()
         for optimizer in (optimizers[2:], optimizers[:2])[turn % 2]:
             optimizer.step()
-
-
-def against_native(rank: int, world_size: int, address: str) -> None:
-    os.environ["PSENGINE_SERVERS"] = address
-    results = []
-    for wrap, bind in (
-        (lambda m: Native(m, find_unused_parameters=True), lambda optimizer, _: optimizer),
-        (
-            lambda m: psengine.DistributedDataParallel(m, find_unused_parameters=True, strategy="sync-server"),
-            psengine.DistributedOptimizer,
-        ),
-    ):
-        torch.manual_seed(0)
-        gan = Gan()
-        wrapped = wrap(gan)
-        play(wrapped, [bind(optimizer, wrapped) for optimizer in optimizers_of(gan)], rank, range(2 * STEPS))
-        results.append(values_of(gan))
-    assert all(map(torch.equal, *results))
-
-
-def test_several_optimizers_train_over_servers_as_over_native_ddp(server):
-    run_ranks(against_native, 2, server.addresses[0])
 
 
 def late_joiner(rank: int, world_size: int, address: str, has_begun: Path) -> Any:
