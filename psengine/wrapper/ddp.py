@@ -16,6 +16,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -216,7 +217,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if static_graph:
             self._set_static_graph()  # native DDP's: what it says of other arguments
         if self._use_python_reducer:
-            self._set_up_python_reducer()
+            # Under compiled autograd, dynamo traces one functional all-reduce per parameter instead of our buckets.
+            torch._inductor.config._fuse_ddp_communication = True
+            torch._inductor.config._fuse_ddp_bucket_size = self.bucket_bytes_cap // MIB_BYTES
+            self._register_accum_grad_hook()
 
     # ---- construction ------------------------------------------------------------------------------------------
 
@@ -289,12 +293,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             is_known_equal=is_known_equal,
         )
 
-    def _set_up_python_reducer(self) -> None:
-        """Under compiled autograd, dynamo traces one functional all-reduce per parameter instead of our buckets."""
-        torch._inductor.config._fuse_ddp_communication = True
-        torch._inductor.config._fuse_ddp_bucket_size = self.bucket_bytes_cap // MIB_BYTES
-        self._register_accum_grad_hook()
-
     # ---- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -304,20 +302,15 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if recorder.is_on:
             recorder.settled_ns()
             recorded = span("forward" if torch.is_grad_enabled() else "forward without gradients")
-        if is_profiling():
-            with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-                output = self._run(inputs, kwargs)
-        else:
-            output = self._run(inputs, kwargs)
+        name = "DistributedDataParallel.forward"
+        with torch.autograd.profiler.record_function(name) if is_profiling() else nullcontext():
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
         if recorded is not None and not self._delay_all_reduce_all_params:
             # What is accumulated, or evaluated, before the next exchange belongs to that one.
             is_exchanged = torch.is_grad_enabled() and self.require_backward_grad_sync
             end_forward(recorded, self.reducer.iteration + (not is_exchanged), (inputs, kwargs), output)
         return output
-
-    def _run(self, inputs: Any, kwargs: Any) -> Any:
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # Native DDP's own version would import torch._dynamo, which takes seconds.
