@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,6 @@ from simulation.job import Job
 from simulation.payloads import NUMEL, decoded
 from simulation.reference import OPTIMIZERS, State, Values, compensated, layout, numbers, step
 from simulation.violation import require
-
-if TYPE_CHECKING:
-    from simulation.server import ServerProcess
-    from simulation.worker import WorkerProcess
-    from simulation.world import Simulation
 
 TOLERANCE = 1e-9
 
@@ -62,7 +57,7 @@ class Chunk:
 class ApplyingJob(Job):
     """See the module's text."""
 
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world) -> None:
         super().__init__(world)
         scenario = self.scenario
         coded = scenario.codec.partition(":")[0]
@@ -106,7 +101,7 @@ class ApplyingJob(Job):
 
     # ---- a worker ----------------------------------------------------------------------------------------------
 
-    def program(self, process: WorkerProcess) -> Flow[None]:
+    def program(self, process) -> Flow[None]:
         """Train."""
         rank = process.rank
         weights = yield from self._enter(process)
@@ -119,7 +114,7 @@ class ApplyingJob(Job):
                 self._check_answer(process, push, weights[push.key])
             self.steps_done[rank] += 1
 
-    def _enter(self, process: WorkerProcess) -> Flow[list[torch.Tensor]]:
+    def _enter(self, process) -> Flow[list[torch.Tensor]]:
         weights = [torch.from_numpy(self._initial(spec.key)) for spec in self.specs]
         yield from process.enter(self.specs, lambda spec: weights[spec.key])
         process.has_state = True
@@ -136,12 +131,12 @@ class ApplyingJob(Job):
         values = numbers(self.specs[key].numel, self.scenario.seed, "initial", key)
         return values.astype(str(self._dtype).removeprefix("torch."))
 
-    def _gradient(self, process: WorkerProcess, key: int) -> tuple[torch.Tensor | None, float | None]:
+    def _gradient(self, process, key: int) -> tuple[torch.Tensor | None, float | None]:
         """A push's values and weight."""
         values = numbers(self.specs[key].numel, self.scenario.seed, process.number, self.steps_done[process.rank], key)
         return torch.from_numpy(values).to(self._dtype), None
 
-    def _push(self, process: WorkerProcess, key: int, landing: torch.Tensor) -> Any:
+    def _push(self, process, key: int, landing: torch.Tensor) -> Any:
         process.check_lent(key)
         values, weight = self._gradient(process, key)
         values = None if values is None else process.packed(key, values)
@@ -152,7 +147,7 @@ class ApplyingJob(Job):
         self._check_residual(process, push, values)
         return push
 
-    def _check_residual(self, process: WorkerProcess, push: Any, values: torch.Tensor | None) -> None:
+    def _check_residual(self, process, push: Any, values: torch.Tensor | None) -> None:
         """What a payload leaves out is in the next one."""
         residual = process.session.residual(push.key)
         if residual is None or values is None:
@@ -164,7 +159,7 @@ class ApplyingJob(Job):
         require(is_same, "worker {} has another residual of chunk {} than it left out", process.rank, push.key)
         self._residuals[place] = residual.numpy().copy()
 
-    def _check_answer(self, process: WorkerProcess, push: Any, landing: torch.Tensor) -> None:
+    def _check_answer(self, process, push: Any, landing: torch.Tensor) -> None:
         refused = push.wait().body.get("refused")
         process.land(push, landing)
         self.answered += 1
@@ -186,7 +181,7 @@ class ApplyingJob(Job):
         elif self._is_whole:
             self._check_whole(process, key, landing, answer)
 
-    def _check_whole(self, process: WorkerProcess, key: int, landing: torch.Tensor, answer: Message) -> None:
+    def _check_whole(self, process, key: int, landing: torch.Tensor, answer: Message) -> None:
         """A worker got a state that existed."""
         chunk = self.chunks[key]
         if answer.epoch != chunk.epoch:
@@ -197,7 +192,7 @@ class ApplyingJob(Job):
 
     # ---- the shards --------------------------------------------------------------------------------------------
 
-    def applied(self, server: ServerProcess, shard: Any, message: Message, outgoing: list[Any]) -> None:
+    def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
         """See ``Job``."""
         kind = message.type
         process = self.world.process_of(message.worker, message.incarnation)
@@ -218,7 +213,7 @@ class ApplyingJob(Job):
             if one.message.type is MessageType.UPDATED:
                 self._check_updated(server, shard, one.message)
 
-    def _begin(self, server: ServerProcess, key: int, version: int, values: Values) -> None:
+    def _begin(self, server, key: int, version: int, values: Values) -> None:
         """A job's chunk has its first values."""
         is_initial = version == 0 and np.array_equal(values, self._initial(key))
         require(is_initial, "chunk {} begins with version {} and other values", key, version)
@@ -229,7 +224,7 @@ class ApplyingJob(Job):
         for taken in self.taken.values():
             taken.discard(key)
 
-    def _note_push(self, process: WorkerProcess, push: Message) -> None:
+    def _note_push(self, process, push: Message) -> None:
         """A shard has taken a push: the same bytes each time."""
         chunk, update = self.chunks[push.key], (process.number, push.sequence)
         values = None if push.payload is None else self._decoded(push)
@@ -243,9 +238,7 @@ class ApplyingJob(Job):
     def _decoded(self, push: Message) -> Values:
         return decoded(self.scenario.codec, push.payload, self.specs[push.key].numel)
 
-    def _take(
-        self, server: ServerProcess, shard: Any, key: int, version: int, values: Values, push: Message | None
-    ) -> None:
+    def _take(self, server, shard: Any, key: int, version: int, values: Values, push: Message | None) -> None:
         """A chunk has a new version: that of this push."""
         chunk = self.chunks[key]
         is_next = push is not None and push.key == key and push.payload is not None and version == chunk.version + 1
@@ -275,7 +268,7 @@ class ApplyingJob(Job):
         rate = 1.0 / (max(0, staleness) + 1) if self.scenario.scales else 1.0
         return step(self.optimizer, before.state, gradient, rate)
 
-    def _check_updated(self, server: ServerProcess, shard: Any, message: Message) -> None:
+    def _check_updated(self, server, shard: Any, message: Message) -> None:
         key, chunk = message.key, self.chunks[message.key]
         process = self.world.process_of(message.worker, message.incarnation)
         if process is None:
@@ -316,7 +309,7 @@ class ApplyingJob(Job):
 
     # ---- restarts ----------------------------------------------------------------------------------------------
 
-    def heard(self, process: WorkerProcess, shard: int, message: Message) -> None:
+    def heard(self, process, shard: int, message: Message) -> None:
         """See ``Job``: note which version it was told; what a restart took from that is lost once."""
         kind, place = message.type, (process.number, message.key)
         if kind is MessageType.UPDATED and message.sequence > self._answered.get(place, 0):
@@ -334,7 +327,7 @@ class ApplyingJob(Job):
                 if version < min(seen):
                     self._seen.update((place, min(self._seen[place], version)) for place in places)
 
-    def coordinated(self, server: ServerProcess, message: Message | None, outgoing: list[Any]) -> None:
+    def coordinated(self, server, message: Message | None, outgoing: list[Any]) -> None:
         """See ``Job``: the first worker that tells of a shard's new life says what is lost."""
         if message is None or message.type is not MessageType.COMMIT or message.body["what"] != "life":
             return
@@ -352,7 +345,7 @@ class ApplyingJob(Job):
             where = "worker {} says that {} updates are lost, and {} are"
             require(message.body.get("lost", 0) == lost, where, process.rank, message.body.get("lost", 0), lost)
 
-    def server_started(self, server: ServerProcess) -> None:
+    def server_started(self, server) -> None:
         """A life begins: what it lost is allowed by its tier."""
         restored: dict[int, int] = {}
         for shard in server.shards:
@@ -374,7 +367,7 @@ class ApplyingJob(Job):
             is_there = restored.get(key, -1) >= version
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
 
-    def told(self, server: ServerProcess, message: Message) -> None:
+    def told(self, server, message: Message) -> None:
         """See ``Job``."""
         if self.scenario.keeps_log and message.epoch == self.chunks[message.key].epoch:
             promised = self._promised[server.index]
@@ -384,7 +377,7 @@ class ApplyingJob(Job):
         """See ``Job``."""
         return {key: version for key, version, _ in inspection.chunks(shard)}
 
-    def durable(self, server: ServerProcess, note: dict[int, int]) -> None:
+    def durable(self, server, note: dict[int, int]) -> None:
         """See ``Job``."""
         if not self.scenario.keeps_log:
             self._promised[server.index] = dict(note)

@@ -17,7 +17,7 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,10 +30,6 @@ from psengine.protocol.messages import ErrorCode
 from simulation.job import Job
 from simulation.reference import Values, average, layout, numbers
 from simulation.violation import require
-
-if TYPE_CHECKING:
-    from simulation.worker import WorkerProcess
-    from simulation.world import Simulation
 
 SIZES = np.array([1.0, 1e-8, 1.0, 1e8, 1e16])
 CODED_NUMEL, CODED_VALUE = 256, 12.0  # divisible by the numbers of workers
@@ -69,13 +65,13 @@ class Finished:
     base: bytes
     contributors: tuple[int, ...]
     averages: list[Values]
-    holders: dict[WorkerProcess, float] = field(default_factory=dict)
+    holders: dict[Any, float] = field(default_factory=dict)
 
 
 class AveragingJob(Job):
     """See the module's text."""
 
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world) -> None:
         super().__init__(world)
         scenario = self.scenario
         self._numel = CODED_NUMEL if scenario.codec else len(SIZES)
@@ -83,7 +79,7 @@ class AveragingJob(Job):
         self.specs = layout(scenario.chunks, self._numel, self._dtype)
         self.rule: dict[str, Any] = {"name": "average", "quorum": scenario.quorum}
         self._finished: dict[int, Finished] = {}
-        self._leads: dict[WorkerProcess, int] = {}  # the life of the lead in which this process completed a step last
+        self._leads: dict[Any, int] = {}  # the life of the lead in which this process completed a step last
         # (step, rank) -> the models that its processes have contributed from, and how often.
         self._given: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         self._gave: Counter[tuple[int, int]] = Counter()
@@ -94,7 +90,7 @@ class AveragingJob(Job):
 
     # ---- a worker; follows strategies/servers/sync.py ---------------------------------------------------------------
 
-    def program(self, process: WorkerProcess) -> Flow[None]:
+    def program(self, process) -> Flow[None]:
         """Train."""
         replica = Replica([torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs])
         begun_s = list[float]()
@@ -118,7 +114,7 @@ class AveragingJob(Job):
             yield from self._step(process, replica)
             process.has_state = True  # before its first step it is one of those that need another's
 
-    def _receive(self, process: WorkerProcess, replica: Replica, state: str) -> Flow[None]:
+    def _receive(self, process, replica: Replica, state: str) -> Flow[None]:
         for attempt in range(1 + MAX_REJOINS):
             try:
                 if attempt:
@@ -130,14 +126,14 @@ class AveragingJob(Job):
             else:
                 return
 
-    def _take_values(self, process: WorkerProcess, replica: Replica, *, whole: bool) -> Flow[None]:
+    def _take_values(self, process, replica: Replica, *, whole: bool) -> Flow[None]:
         yield [process.session.pull(spec.key, [replica.values[spec.key]]) for spec in self.specs]
         if whole:
             blob = process.session.pull_piece(STATE_BLOB, 0)
             yield [blob]
             replica.step = struct.unpack("<q", bytes(blob.wait().payload.numpy()))[0]
 
-    def _step(self, process: WorkerProcess, replica: Replica) -> Flow[None]:
+    def _step(self, process, replica: Replica) -> Flow[None]:
         rejoins, sits_out, is_out = 0, False, False
         landings = [torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs]
         while True:
@@ -175,12 +171,12 @@ class AveragingJob(Job):
             value.sub_(landing)
         replica.step += 1
 
-    def _deposit(self, process: WorkerProcess, replica: Replica) -> Iterator[Any]:
+    def _deposit(self, process, replica: Replica) -> Iterator[Any]:
         blob = torch.frombuffer(bytearray(struct.pack("<q", replica.step)), dtype=torch.uint8)
         yield [process.session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
         yield process.session.store_blob(STATE_BLOB, [blob])
 
-    def _push(self, process: WorkerProcess, replica: Replica, key: int, landing: torch.Tensor, sits_out: bool) -> Any:
+    def _push(self, process, replica: Replica, key: int, landing: torch.Tensor, sits_out: bool) -> Any:
         process.check_lent(key)
         if sits_out:
             return process.session.push(key, None, [landing])
@@ -216,13 +212,11 @@ class AveragingJob(Job):
             or not (process.is_dead or views.was_out(process, since_s))
         )
 
-    def _is_remembered(self, process: WorkerProcess) -> bool:
+    def _is_remembered(self, process) -> bool:
         """Only under "log" is it known after the lead's restart that a job has ended: a zombie goes on alone."""
         return self.scenario.keeps_log or self._leads[process] == self.world.network.servers[0].epoch
 
-    def _complete(
-        self, process: WorkerProcess, replica: Replica, averages: list[Values], *, is_in: bool | None
-    ) -> None:
+    def _complete(self, process, replica: Replica, averages: list[Values], *, is_in: bool | None) -> None:
         step, base, rank = replica.step + 1, replica.base, process.rank
         known = self._finished.get(step)
         if known is not None and (known.base != base or not _are_equal(known.averages, averages)):

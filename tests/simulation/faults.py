@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from simulation import inspection
 from simulation.network import DOWN, UP, Cut
 from simulation.scenario import WAITS_S, Fault
-
-if TYPE_CHECKING:
-    from simulation.server import ServerProcess
-    from simulation.world import Simulation
 
 
 class Faults:
@@ -22,7 +16,7 @@ class Faults:
             None.
     """
 
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world) -> None:
         self._world = world
         self._open = len(world.scenario.faults)
         self.calm_s: float | None = None if self._open else 0.0
@@ -62,7 +56,7 @@ class Faults:
             self._waiting.remove(fault)
             self._begin(fault)
 
-    def coordinated(self, server: ServerProcess) -> None:
+    def coordinated(self, server) -> None:
         """A coordinator has taken a message."""
         if self._waiting and (state := inspection.coordinator_state(server)):
             self.noticed(state)
@@ -91,7 +85,7 @@ class Faults:
             self.calm_s = self._world.clock.now_s
 
 
-def _break(world: Simulation, fault: Fault) -> None:
+def _break(world, fault: Fault) -> None:
     found = world.network.between(fault.rank, fault.server)
     for one in found if fault.detail < 0.3 else found[int(fault.detail * len(found)) :][:1]:
         first = fault.detail > 0.6
@@ -99,7 +93,7 @@ def _break(world: Simulation, fault: Fault) -> None:
         world.network.drop(one, worker_s=times[0], server_s=times[1])
 
 
-def _cut(world: Simulation, fault: Fault) -> None:
+def _cut(world, fault: Fault) -> None:
     choice = int(fault.detail * 100)
     directions = ((UP,), (DOWN,), (UP, DOWN), (UP, DOWN))[choice % 4]
     cut = Cut(None if fault.detail > 0.8 else fault.rank, None if fault.detail < 0.2 else fault.server, directions)
@@ -109,7 +103,7 @@ def _cut(world: Simulation, fault: Fault) -> None:
     world.clock.after(fault.lasts_s, lambda: world.network.end(cut, loses=choice % 3 == 0))
 
 
-def _slow(world: Simulation, fault: Fault) -> None:
+def _slow(world, fault: Fault) -> None:
     """What is sent in the first half of the time takes the other half."""
     found = world.network.between(fault.rank, fault.server)
     found = found if fault.detail < 0.3 else found[int(fault.detail * len(found)) :][:1]
@@ -123,7 +117,7 @@ def _slow(world: Simulation, fault: Fault) -> None:
     world.clock.after(fault.lasts_s / 2, mend)
 
 
-def _kill_worker(world: Simulation, fault: Fault) -> None:
+def _kill_worker(world, fault: Fault) -> None:
     slot = world.slots[fault.rank]
     if slot.process is not None and not slot.process.is_dead:
         # With its machine, or alone: then its kernel says so at once.
@@ -131,14 +125,14 @@ def _kill_worker(world: Simulation, fault: Fault) -> None:
         slot.rest_s = fault.lasts_s
 
 
-def _stop_worker(world: Simulation, fault: Fault) -> None:
+def _stop_worker(world, fault: Fault) -> None:
     process = world.slots[fault.rank].process
     if process is not None and not process.is_dead:
         process.stop()
         world.clock.after(fault.lasts_s, process.resume)
 
 
-def _zombie(world: Simulation, fault: Fault) -> None:
+def _zombie(world, fault: Fault) -> None:
     slot = world.slots[fault.rank]
     process = slot.process
     if process is not None and not process.is_dead and not process.is_stopped:
@@ -148,26 +142,18 @@ def _zombie(world: Simulation, fault: Fault) -> None:
         slot.process, slot.rest_s = None, 0.2 * fault.detail
 
 
-def _kill_server(world: Simulation, fault: Fault) -> None:
+def _kill_server(world, fault: Fault) -> None:
     world.kill_server(fault.server, fault.lasts_s, loses_power=fault.detail < 0.5)
 
 
-def _kill_lead(world: Simulation, fault: Fault) -> None:
-    world.kill_server(0, fault.lasts_s, loses_power=fault.detail < 0.5)
-
-
-def _stop_server(world: Simulation, fault: Fault) -> None:
+def _stop_server(world, fault: Fault) -> None:
     server = world.network.servers[fault.server]
     if server.is_up:
         server.pause()
         world.clock.after(fault.lasts_s, server.resume)
 
 
-def _evict(world: Simulation, fault: Fault) -> None:
-    world.network.servers[0].evict(fault.rank)
-
-
-def _bad_disk(world: Simulation, fault: Fault) -> None:
+def _bad_disk(world, fault: Fault) -> None:
     disk = world.disks[fault.server].files.state
     disk.problem = fault.kind
 
@@ -179,7 +165,7 @@ def _bad_disk(world: Simulation, fault: Fault) -> None:
     world.clock.after(fault.lasts_s, mend)
 
 
-def _flip_bits(world: Simulation, fault: Fault) -> None:
+def _flip_bits(world, fault: Fault) -> None:
     may_lose, note = world.disks[fault.server].flip_bit(has_log=world.scenario.keeps_log)
     if may_lose:
         world.job.damaged(fault.server, note)
@@ -194,9 +180,9 @@ _BEGIN = {
     "stop worker": _stop_worker,
     "zombie": _zombie,
     "kill server": _kill_server,
-    "kill lead": _kill_lead,
+    "kill lead": lambda world, fault: _kill_server(world, fault._replace(server=0)),
     "stop server": _stop_server,
-    "evict": _evict,
+    "evict": lambda world, fault: world.network.servers[0].evict(fault.rank),
     "fsync fails": _bad_disk,
     "disk full": _bad_disk,
     "bits flip": _flip_bits,

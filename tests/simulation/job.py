@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psengine.parameter_server.client.flow import Flow
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import Message
-
-if TYPE_CHECKING:
-    from simulation.server import ServerProcess
-    from simulation.worker import WorkerProcess
-    from simulation.world import Simulation
 
 
 class Job:
@@ -28,7 +23,7 @@ class Job:
     specs: list[ChunkSpec]
     rule: dict[str, Any]
 
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world) -> None:
         self.world, self.scenario = world, world.scenario
         self.answered = 0
         self.excused: set[int] = set()
@@ -41,30 +36,30 @@ class Job:
     def begin_anew(self) -> None:
         """All workers begin their training once more."""
 
-    def program(self, process: WorkerProcess) -> Flow[None]:
+    def program(self, process) -> Flow[None]:
         """What a worker does, from its start until it may leave."""
         raise NotImplementedError
 
-    def server_started(self, server: ServerProcess) -> None:
+    def server_started(self, server) -> None:
         """A life begins; what it restored is in its shards."""
 
-    def applied(self, server: ServerProcess, shard: Any, message: Message, outgoing: list[Any]) -> None:
+    def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
         """A shard has taken a message."""
 
-    def coordinated(self, server: ServerProcess, message: Message | None, outgoing: list[Any]) -> None:
+    def coordinated(self, server, message: Message | None, outgoing: list[Any]) -> None:
         """A coordinator has taken a message; None: time has passed."""
 
-    def told(self, server: ServerProcess, message: Message) -> None:
+    def told(self, server, message: Message) -> None:
         """An answer leaves a server."""
 
-    def heard(self, process: WorkerProcess, shard: int, message: Message) -> None:
+    def heard(self, process, shard: int, message: Message) -> None:
         """A worker is about to take what this shard said."""
 
     def captured(self, shard: Any) -> dict[int, int]:
         """What a snapshot will have of this shard, captured now: versions by chunk."""
         return {}
 
-    def durable(self, server: ServerProcess, note: dict[int, int]) -> None:
+    def durable(self, server, note: dict[int, int]) -> None:
         """That snapshot is on the disk."""
 
     def damaged(self, server: int, note: dict[int, int] | None) -> None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from simulation import inspection
 from simulation.violation import require
-
-if TYPE_CHECKING:
-    from simulation.world import Simulation
 
 # Beside the lease, what was restarted and what others compute.
 SLACK_S = 2.0
@@ -23,7 +18,7 @@ class Liveness:
             or a fault began or ended.
     """
 
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world) -> None:
         self._world = world
         self.unrest_s = 0.0
         scenario = world.scenario

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from psengine.parameter_server.server.log.disk import FULL_ERRORS
 from psengine.parameter_server.server.log.log import ShardLog
-
-if TYPE_CHECKING:
-    from simulation.server import ServerProcess, SimulatedThread
 
 LONGEST_SYNC_S = 0.05
 RETRY_S = 1.0
@@ -29,8 +25,8 @@ class SimulatedLog:
 
     def __init__(
         self,
-        server: ServerProcess,
-        thread: SimulatedThread,
+        server,
+        thread,
         log: ShardLog,
         rng: random.Random,
         fails: Callable[[], None],

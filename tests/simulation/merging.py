@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +17,6 @@ from simulation.applying import ApplyingJob, Version
 from simulation.reference import State, Values, average, numbers
 from simulation.violation import require
 
-if TYPE_CHECKING:
-    from simulation.server import ServerProcess
-    from simulation.worker import WorkerProcess
-    from simulation.world import Simulation
-
 WEIGHTS = (1.0, 1.0, 2.0, 8.0)  # powers of two: products with them are exact
 ABSTAINS = 0.1
 Updates = frozenset[tuple[int, int]]
@@ -30,7 +25,7 @@ Updates = frozenset[tuple[int, int]]
 class MergingJob(ApplyingJob):
     """See the module's text; the program is that of ``ApplyingJob``."""
 
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world) -> None:
         super().__init__(world)
         self.optimizer = "merge"
         self.rule = {"name": "merge", "quorum": self.scenario.quorum, "grace": self.scenario.grace}
@@ -45,7 +40,7 @@ class MergingJob(ApplyingJob):
         self._committed: dict[tuple[int, int], int] = {}
         self._idle: set[tuple[int, int]] = set()
 
-    def _gradient(self, process: WorkerProcess, key: int) -> tuple[torch.Tensor | None, float | None]:
+    def _gradient(self, process, key: int) -> tuple[torch.Tensor | None, float | None]:
         step = self.steps_done[process.rank]
         draw = numbers(2, self.scenario.seed, process.number, step) + 0.5
         if draw[0] < ABSTAINS:
@@ -55,7 +50,7 @@ class MergingJob(ApplyingJob):
 
     # ---- the coordinator ---------------------------------------------------------------------------------------
 
-    def coordinated(self, server: ServerProcess, message: Message | None, outgoing: list[Any]) -> None:
+    def coordinated(self, server, message: Message | None, outgoing: list[Any]) -> None:
         """See ``Job``: note what it decides."""
         super().coordinated(server, message, outgoing)
         if message is not None and message.type is MessageType.COMMIT and message.body["what"] == "step":
@@ -89,7 +84,7 @@ class MergingJob(ApplyingJob):
         is_quorum = is_again or len(ranks) >= min(self.scenario.quorum, len(able))
         require(is_quorum, "merge {} has workers {} of {}", release.number, ranks, sorted(able))
 
-    def _process(self, rank: int, step: int) -> WorkerProcess | None:
+    def _process(self, rank: int, step: int) -> Any:
         """Who brought a step: a process that is gone where the rank's next one begins with a later step."""
         incarnation, first_step = self.world.views.members.get(rank, (0, 0))
         if step >= first_step or self._committed.get((rank, incarnation), 0) >= step:
@@ -103,7 +98,7 @@ class MergingJob(ApplyingJob):
 
     # ---- the shards --------------------------------------------------------------------------------------------
 
-    def _note_push(self, process: WorkerProcess, push: Message) -> None:
+    def _note_push(self, process, push: Message) -> None:
         super()._note_push(process, push)
         self._weights[process.number, push.sequence] = push.body.get("weight", 1.0)
         if not self.scenario.keeps_log:  # a shard that went back to a snapshot has the later one of a worker's
@@ -117,28 +112,26 @@ class MergingJob(ApplyingJob):
         is_lost = (key, *update) in self._lost and not self.scenario.keeps_log
         return is_lost and any(update in updates for updates in self._decided.values())
 
-    def applied(self, server: ServerProcess, shard: Any, message: Message, outgoing: list[Any]) -> None:
+    def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
         """See ``Job``."""
         self._told.update(release.number for release in _releases_in(message))
         super().applied(server, shard, message, outgoing)
         for key, _, _ in inspection.chunks(shard):
             self._last[server.epoch, key] = inspection.last_merge(shard, key)
 
-    def server_started(self, server: ServerProcess) -> None:
+    def server_started(self, server) -> None:
         """See ``Job``."""
         super().server_started(server)
         for shard in server.shards:
             for key, _, _ in inspection.chunks(shard):
                 self._last[server.epoch, key] = inspection.last_merge(shard, key)
 
-    def _begin(self, server: ServerProcess, key: int, version: int, values: Values) -> None:
+    def _begin(self, server, key: int, version: int, values: Values) -> None:
         super()._begin(server, key, version, values)
         self._decided.clear()
         self._merged.clear()
 
-    def _take(
-        self, server: ServerProcess, shard: Any, key: int, version: int, values: Values, push: Message | None
-    ) -> None:
+    def _take(self, server, shard: Any, key: int, version: int, values: Values, push: Message | None) -> None:
         """A chunk has a new version: that of one merge, or of several that waited for each other."""
         chunk, first, last = self.chunks[key], self._last.get((server.epoch, key), 0), inspection.last_merge(shard, key)
         numbers = sorted(number for number in self._decided if first < number <= last)

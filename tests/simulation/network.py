@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from psengine.protocol.messages import MessageType
 from simulation.clock import Clock
@@ -25,27 +25,11 @@ HANDSHAKE_S = 2.0
 RETRY_S = 0.05
 
 
-class Peer(Protocol):
-    """A worker's process, which has sockets."""
-
-    rank: int
-    is_dead: bool
-
-    def opened(self, socket: Socket) -> None:
-        """The socket is connected."""
-
-    def lost(self, socket: Socket) -> None:
-        """The socket has no connection (any more), and gets none."""
-
-    def receive(self, socket: Socket, frames: list[bytes]) -> None:
-        """A message came."""
-
-
 @dataclass(eq=False)
 class Socket:
     """A worker's end: of one connection, or of an attempt."""
 
-    peer: Peer
+    peer: Any
     channel: Any
     server: int
     shard: int

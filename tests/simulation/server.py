@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
@@ -26,10 +26,6 @@ from psengine.protocol.messages import Message, MessageType
 from simulation.network import DOWN, TYPE_OFFSET, Connection, copied
 from simulation.segments import PART
 from simulation.violation import Violation
-
-if TYPE_CHECKING:
-    from simulation.snapshots import Snapshots
-    from simulation.world import Simulation
 
 # What the wall clock of a server shows at the simulated time 0.
 WALL_S = 1.7e9
@@ -50,11 +46,11 @@ class ServerProcess:
         connections: by routing id.
     """
 
-    def __init__(self, world: Simulation, index: int, addresses: list[str], wrong_s: float) -> None:
+    def __init__(self, world, index: int, addresses: list[str], wrong_s: float) -> None:
         self.world, self.clock, self.index = world, world.clock, index
         self.is_up, self.is_paused = True, False
         self.connections: dict[bytes, Connection] = {}
-        self.snapshots: Snapshots | None = None
+        self.snapshots = None
         self._waiting: list[tuple[Connection, list[bytes]]] = []
         scenario, clock = world.scenario, world.clock
         rng = random.Random(f"server {scenario.seed} {index} {clock.now_s}")
@@ -232,7 +228,7 @@ class _Endpoint:
         self._server.transmit(route, frames)
 
 
-def shard_thread_time(world: Simulation) -> ExitStack:
+def shard_thread_time(world) -> ExitStack:
     """Inside, threads of shards have the simulated time."""
     clock, stack = world.clock, ExitStack()
     time = SimpleNamespace(monotonic=lambda: clock.now_s, perf_counter=lambda: clock.now_s)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.durability.restoring import Recovered, place_into, recover
@@ -21,10 +21,6 @@ from psengine.parameter_server.server.snapshots.generations import Generations
 from simulation.disk import Killed, SimulatedDisk
 from simulation.logs import SimulatedLog
 from simulation.violation import require
-
-if TYPE_CHECKING:
-    from simulation.job import Job
-    from simulation.server import ServerProcess, SimulatedThread
 
 LONGEST_CAPTURE_S = 0.02
 LONGEST_WRITE_S = 0.3
@@ -97,9 +93,7 @@ class Snapshots:
         interval_s: from the end of one to the next.
     """
 
-    def __init__(
-        self, server: ServerProcess, disk: ServerDisk, job: Job, interval_s: float, rng: random.Random
-    ) -> None:
+    def __init__(self, server, disk: ServerDisk, job, interval_s: float, rng: random.Random) -> None:
         self.server, self.disk, self.job = server, disk, job
         self.store = Generations(disk.files)
         self._interval_s, self._rng = interval_s, rng
@@ -174,11 +168,11 @@ class Snapshots:
     def _begin(self) -> _Captured:
         return _Captured(ServerState([[] for _ in self.server.shards]), self._changes())
 
-    def _capture_alive(self, captured: _Captured, thread: SimulatedThread) -> None:
+    def _capture_alive(self, captured: _Captured, thread) -> None:
         if self.server.is_up:
             self._capture(captured, thread)
 
-    def _capture(self, captured: _Captured, thread: SimulatedThread) -> None:
+    def _capture(self, captured: _Captured, thread) -> None:
         """A shard's part."""
         index = thread.shard.index
         if thread.coordinators is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -77,13 +76,6 @@ BEHAVIOURS = {
     "a disk is full": _with(LOG, Fault("disk full", 0.5, 4.0, server=1), Fault("kill server", 3.0, 0.5, server=1)),
     "an fsync fails": _with(LOG, Fault("fsync fails", 1.0, 1.0)),
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)

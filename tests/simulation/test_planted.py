@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from simulation.planted import PLANTED, seeds_until_found
@@ -19,13 +17,6 @@ QUICK = (
     "a log goes on after an fsync that failed",
     "a torn record is taken for damage",
 )
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def test_there_are_enough_to_say_something():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 
 import pytest
@@ -25,7 +24,7 @@ def test_seeds_keep_every_promise_and_do_the_same_twice():
     assert coverage.answered > 10 * SEEDS
 
 
-def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters(quiet):
+def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters():
     breaks = Fault("break", 1.4, 0.2, 0, 0, 0.1, "PUSH")
     harmless = Fault("stop worker", 0.5, 0.3, 1, 0, 0.1)
     scenario = Scenario(seed=1, workers=2, steps=8, chunks=1, max_staleness=0, faults=(harmless, breaks))
@@ -35,15 +34,7 @@ def test_a_broken_promise_is_found_and_shrinks_to_the_fault_that_matters(quiet):
         assert shrink(scenario).faults == (breaks,)
 
 
-@pytest.fixture
-def quiet():
-    """No records: pytest would keep what they refer to."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-def test_a_run_keeps_no_descriptor_open(quiet):
+def test_a_run_keeps_no_descriptor_open():
     """A process of the runner runs some hundred thousand seeds."""
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

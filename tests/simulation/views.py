@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psengine.protocol.messages import Message, MessageType
 from psengine.protocol.views import View, view_of
 from simulation import inspection
 from simulation.violation import require
-
-if TYPE_CHECKING:
-    from simulation.server import ServerProcess
-    from simulation.worker import WorkerProcess
-    from simulation.world import Simulation
 
 
 class Views:
@@ -22,7 +17,7 @@ class Views:
         members: of the newest view: (incarnation, first step) by rank.
     """
 
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world) -> None:
         self._world = world
         self.members: dict[int, tuple[int, int]] = {}
         self._last: dict[int, int] = {}  # by rank, the incarnation that was in a view last
@@ -31,12 +26,12 @@ class Views:
         self._out_s: dict[int, float] = {}  # by incarnation, when it was dropped from a view
         self._held: dict[tuple[int, int], tuple[int, int]] = {}  # (life of a server, shard) -> its view
         self._epochs: set[int] = set()
-        self._processes: dict[tuple[int, int], WorkerProcess] = {}  # (rank, incarnation)
+        self._processes: dict[tuple[int, int], Any] = {}  # (rank, incarnation)
         self._newest: dict[int, tuple[int, int]] = {}  # rank -> its newest process, and that one's incarnation
 
     # ---- processes ---------------------------------------------------------------------------------------------
 
-    def welcomed(self, process: WorkerProcess, message: Message) -> None:
+    def welcomed(self, process, message: Message) -> None:
         """A process got an incarnation, or said HELLO again."""
         incarnation = message.incarnation
         if message.body["state"] == "reserved" or not incarnation:
@@ -51,26 +46,26 @@ class Views:
             require(incarnation > newest, "worker {} got incarnation {} after {}", message.worker, incarnation, newest)
             self._newest[message.worker] = process.number, incarnation
 
-    def process(self, rank: int, incarnation: int) -> WorkerProcess | None:
+    def process(self, rank: int, incarnation: int) -> Any:
         """Who has this incarnation."""
         return self._processes.get((rank, incarnation))
 
-    def member(self, rank: int) -> WorkerProcess | None:
+    def member(self, rank: int) -> Any:
         """Who takes part with this rank, or did last."""
         return self._processes.get((rank, self._last.get(rank, 0)))
 
-    def has(self, process: WorkerProcess) -> bool:
+    def has(self, process) -> bool:
         """Whether this process takes part, as the coordinator knows it, or the newest view while there is none."""
         lead = self._world.network.servers[0]
         state = inspection.worker_state(lead, process.rank, process.incarnation) if lead.is_up else ""
         return state != "gone" and self.process(process.rank, self.members.get(process.rank, (0, 0))[0]) is process
 
-    def was_out(self, process: WorkerProcess, since_s: float) -> bool:
+    def was_out(self, process, since_s: float) -> bool:
         """Whether this process has been put out after that time."""
         incarnations = [number for (_, number), one in self._processes.items() if one is process]
         return any(self._out_s.get(number, -1.0) >= since_s for number in incarnations)
 
-    def is_out(self, process: WorkerProcess) -> bool:
+    def is_out(self, process) -> bool:
         """Whether this process was put out, and did not come back."""
         present = {incarnation for incarnation, _ in self.members.values()}
         return process.incarnation in self._out_s and process.incarnation not in present
@@ -83,21 +78,21 @@ class Views:
 
     # ---- servers -----------------------------------------------------------------------------------------------
 
-    def server_started(self, server: ServerProcess) -> None:
+    def server_started(self, server) -> None:
         """A life begins."""
         for shard in server.shards:
             epoch = shard.epoch
             require(epoch not in self._epochs or shard.index, "epoch {} is not the first of its number", epoch)
             self._epochs.add(epoch)
 
-    def applied(self, server: ServerProcess, shard: Any) -> None:
+    def applied(self, server, shard: Any) -> None:
         """A shard has taken a message."""
         number, place = inspection.view_number(shard), (server.epoch, shard.index)
         known = self._held.get(place, (0, 0))
         require(number >= known, "shard {} went from view {} to {}", shard.index, known, number)
         self._held[place] = number
 
-    def coordinated(self, server: ServerProcess, outgoing: list[Any]) -> None:
+    def coordinated(self, server, outgoing: list[Any]) -> None:
         """The coordinators of a server say this."""
         for one in outgoing:
             if one.message.type is MessageType.VIEW:

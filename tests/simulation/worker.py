@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,9 +26,6 @@ from simulation.network import UP, Socket, copied, place_of
 from simulation.segments import SimulatedSegments
 from simulation.stepped_flow import SteppedFlow
 from simulation.violation import require
-
-if TYPE_CHECKING:
-    from simulation.world import Simulation
 
 
 class WorkerProcess:
@@ -50,9 +47,7 @@ class WorkerProcess:
 
     is_own_thread = False
 
-    def __init__(
-        self, world: Simulation, number: int, rank: int, options: SessionOptions, nonce: int, *, shares: bool
-    ) -> None:
+    def __init__(self, world, number: int, rank: int, options: SessionOptions, nonce: int, *, shares: bool) -> None:
         self.world, self.clock, self.number, self.rank = world, world.clock, number, rank
         self.is_dead = self.is_stopped = self.has_finished = self.has_state = False
         self.error: PSEngineError | None = None
