@@ -1,8 +1,7 @@
 """Fuzz ``decode``: whatever the frames, it returns a message that can be sent again unchanged, or raises ProtocolError.
 
-    python tests/fuzz/fuzz_frames.py --minutes 5           # seeded random mutations of the vectors; needs no packages
+    python tests/fuzz/fuzz_frames.py --minutes 5           # seeded random mutations of the vectors
     python tests/fuzz/fuzz_frames.py --minutes 5 --seed 7  # others
-    pip install atheris && python tests/fuzz/fuzz_frames.py --minutes 60      # guided by coverage
 
 A failure prints the frames in hex, to be added to tests/protocol/protocol_vectors.json or a test.
 """
@@ -10,7 +9,6 @@ A failure prints the frames in hex, to be added to tests/protocol/protocol_vecto
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import random
 import struct
@@ -131,30 +129,12 @@ def run_seeded(minutes, seed):
     return 0
 
 
-def run_atheris(minutes):
-    import atheris
-
-    def one(data):
-        provider = atheris.FuzzedDataProvider(data)
-        sizes = [provider.ConsumeIntInRange(0, 2000) for _ in range(provider.ConsumeIntInRange(0, 3))]
-        frames = [provider.ConsumeBytes(size) for size in sizes]
-        if frames and len(frames[0]) != HEADER_BYTES and provider.ConsumeBool():
-            frames[0] = SEEDS[len(data) % len(SEEDS)][0]
-        check(fit(frames))
-
-    atheris.instrument_all()
-    atheris.Setup([sys.argv[0], f"-max_total_time={int(60 * minutes)}"], one)
-    atheris.Fuzz()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     warnings.simplefilter("error")
-    if importlib.util.find_spec("atheris"):
-        return run_atheris(arguments.minutes)
     return run_seeded(arguments.minutes, arguments.seed)
 
 

@@ -63,6 +63,12 @@ class TestWhatAWorkerSays:
         telemetry.report(samples=4)
         assert (telemetry.to_body()["loss"], telemetry.to_body()["samples"]) == (said, 7)
 
+    def test_a_loss_that_cannot_be_read_is_left_out_and_said_once(self, caplog):
+        telemetry = Telemetry(time.monotonic)
+        for _ in range(3):
+            telemetry.report(loss=torch.empty((), device="meta"), samples=2)
+        assert (telemetry.to_body()["samples"], caplog.text.count("loss")) == (6, 1)
+
 
 # ---- everything together: two ranks, two shards, real sockets --------------------------------------------------------
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
-import time
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import psengine
-from psengine.tracing.telemetry import Telemetry
 
 # ---- forwards that are interrupted -------------------------------------------------------------------------------
 
@@ -75,23 +70,15 @@ def test_a_forward_that_was_interrupted_fails_no_later_step(tmp_path):
 # ---- timelines ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class HalfMade:
-    """An output whose second field is only there later."""
-
-    loss: torch.Tensor
-    later: Any = field(init=False)
-
-
 class Unusual(nn.Module):
-    """Takes a nested tensor, which has no shape, and returns what cannot be looked through."""
+    """Takes a nested tensor, which has no shape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
-        return HalfMade(sum(self.layer(row).sum() for row in x.unbind()))
+        return sum(self.layer(row).sum() for row in x.unbind())
 
 
 def _train_unusual(steps: int) -> list[torch.Tensor]:
@@ -100,7 +87,7 @@ def _train_unusual(steps: int) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])).loss.backward()
+        model(torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])).backward()
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -132,19 +119,3 @@ def folder_is_gone(rank: int, world_size: int, path: str) -> None:
 def test_a_timeline_that_cannot_be_written_ends_no_training(tmp_path):
     (tmp_path / "runs").mkdir()
     run_ranks(folder_is_gone, 2, str(tmp_path / "runs" / "timeline.json"))
-
-
-# ---- what a worker reports ---------------------------------------------------------------------------------------
-
-
-def test_a_loss_that_cannot_be_read_is_left_out(caplog):
-    telemetry = Telemetry(time.monotonic)
-    telemetry.report(loss=1.5)
-    assert telemetry.to_body()["loss"] == 1.5
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            telemetry.report(loss=torch.empty((), device="meta"), samples=2)
-            assert telemetry.to_body()["samples"] > 0
-    assert len([record for record in caplog.records if "loss" in record.message]) == 1
-    telemetry.report(loss=2.5)
-    assert telemetry.to_body()["loss"] == 2.5

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def test_parts_are_merged_in_the_order_of_ranks(tmp_path):
     assert [process["rank"] for process in merged["otherData"]["processes"]] == [2, 10]
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"traceEvents": [1], "otherData": {"processes": []}}'])
+@pytest.mark.parametrize("content", [None, "{", '{"traceEvents": [1], "otherData": {"processes": []}}'])
 def test_what_is_no_part_is_refused_by_name(tmp_path, content):
     path = tmp_path / "out.json.rank0"
     if content is not None:
@@ -191,24 +190,15 @@ def test_the_environment_turns_it_on(tmp_path, monkeypatch, steps):
         assert [e["args"]["step"] for e in _spans(part, name="backward")] == ([1, 2] if steps else [1, 2, 3, 4])
 
 
-def _wrap(rank, world_size):
-    with contextlib.suppress(psengine.EnvironmentVariableError):
-        _model()
-        return "wrapped"
-    return "refused"
+def _wrap_refused(rank, world_size, path):
+    for name, value in (("PSENGINE_TIMELINE", "/no/such/folder/out.json"), ("PSENGINE_TIMELINE_STEPS", "-1")):
+        os.environ.update({"PSENGINE_TIMELINE": path, name: value})
+        with pytest.raises(psengine.EnvironmentVariableError):
+            _model()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("PSENGINE_TIMELINE", "/no/such/folder/out.json"),
-        ("PSENGINE_TIMELINE_STEPS", "-1"),
-    ],
-)
-def test_wrong_values_of_the_environment_are_refused(tmp_path, monkeypatch, name, value):
-    monkeypatch.setenv("PSENGINE_TIMELINE", str(tmp_path / "out.json"))
-    monkeypatch.setenv(name, value)
-    assert run_ranks(_wrap, 1) == ["refused"]
+def test_wrong_values_of_the_environment_are_refused(tmp_path):
+    run_ranks(_wrap_refused, 1, str(tmp_path / "out.json"))
 
 
 def _train_with_server(rank, world_size, path, strategy):
@@ -257,6 +247,6 @@ def test_a_full_timeline_stops_and_says_so(tmp_path, monkeypatch, caplog):
         for _ in range(5):
             with span("mine"):
                 pass
-    trace = json.loads(Path(tmp_path / "out.json").read_text())
+    trace = json.loads((tmp_path / "out.json").read_text())
     assert len(_spans(trace)) == 3
     assert "full after 3 spans" in caplog.text
