@@ -36,21 +36,20 @@ ONES = torch.ones(4)
 def test_who_is_in_no_view_changes_nothing(kind):
     world, (member,) = world_of(1, [spec()], rule=APPLY, values={0: ONES})
     before = world.shard.changes
-    fields = {"key": 0, "payload": ONES} if kind not in (MessageType.WAITS, MessageType.CONFIGURE) else {"key": 0}
-    if kind is MessageType.REGISTER:
-        fields["body"] = {"kind": "parameter", "segments": spec().to_body()["segments"]}
-    if kind is MessageType.CONFIGURE:
-        fields["body"] = {"optimizer": "SGD", "groups": [SGD], "runs": [[0, 4, 0]]}
-    sender = Message(kind, job_number("demo"), sequence=1, dtype=torch.float32, numel=4, **fields)
-    if "payload" not in fields:
-        sender.dtype, sender.numel = None, 0
+    bodies = {
+        MessageType.REGISTER: {"kind": "parameter", "segments": spec().to_body()["segments"]},
+        MessageType.CONFIGURE: {"optimizer": "SGD", "groups": [SGD], "runs": [[0, 4, 0]]},
+    }
+    message = Message(kind, job_number("demo"), sequence=1, key=0, body=bodies.get(kind, {}), view=1)
+    if kind not in (MessageType.WAITS, MessageType.CONFIGURE):
+        message.dtype, message.numel, message.payload = torch.float32, 4, ONES
     for worker, incarnation, code in (
         (0xFFFFFFFF, 0, ErrorCode.BAD_MESSAGE),
         (0, member.incarnation + 1, ErrorCode.FENCED),
         (5, 55, ErrorCode.FENCED),
     ):
-        sender.worker, sender.incarnation, sender.view = worker, incarnation, 1
-        ((_, answer),) = world.deliver(b"stranger", sender)
+        message.worker, message.incarnation = worker, incarnation
+        ((_, answer),) = world.deliver(b"stranger", message)
         assert codes([answer]) == [code]
     assert world.shard.changes == before
 

@@ -46,10 +46,7 @@ def peer(context: zmq.Context[Any], endpoint: Endpoint) -> Iterator[zmq.Socket[b
 
 
 def heard(endpoint: Endpoint) -> Received:
-    received: list[Received | None] = []
-    eventually(lambda: received.append(endpoint.receive()) or received[-1] is not None)
-    assert received[-1] is not None
-    return received[-1]
+    return eventually(endpoint.receive)
 
 
 def test_a_peer_that_never_reads_is_closed_and_its_memory_is_free(endpoint, peer):
