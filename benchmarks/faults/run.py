@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks"), str(Path(__file__).parent)]
 
 from attacks.averaging_kills import run_sync  # noqa: E402
-from attacks.kill_loop import Counters, run_async, run_forgetful  # noqa: E402
+from attacks.kill_loop import Counters, run_async  # noqa: E402
 from harness.command_line import at_least, parser_of, some_of  # noqa: E402
 from harness.record import Record  # noqa: E402
 from harness.tables import Table  # noqa: E402
@@ -22,7 +22,7 @@ from harness.tables import Table  # noqa: E402
 QUESTION = "What is lost or doubled when things go wrong?"
 COLUMNS = ["fault", *(field.name.replace("_", " ") for field in fields(Counters))]
 # Where the weights are, and what the servers keep of them; "workers": under sync-server they are in the workers.
-TIERS = ("memory", "snapshot", "log", "workers")
+TIERS = ("snapshot", "log", "workers")
 DURABLE = ("snapshot", "log")
 
 
@@ -36,12 +36,8 @@ def kills(options: Namespace, of: str, worker_share: float) -> Table:
     for tier in options.tiers:
         if tier == "workers":
             found = run_sync(options.rounds, options.seed, worker_share=worker_share, most_s=options.most_s)
-        elif tier in DURABLE:
-            found = run_async(options.rounds, options.seed, worker_share, tier, options.most_s)
-        elif worker_share == 0.0:
-            found = run_forgetful(options.rounds, options.seed, options.most_s)
         else:
-            continue  # what a killed worker leaves does not depend on the disk
+            found = run_async(options.rounds, options.seed, worker_share, tier, options.most_s)
         strategy = "sync-server" if tier == "workers" else f"async, {tier}"
         rows.append(row(f"{strategy}: {of} killed", found))
     return Table("", COLUMNS, rows)

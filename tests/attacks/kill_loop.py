@@ -125,11 +125,11 @@ class _LossLog(logging.Handler):
         return lost
 
 
-def push_for_ever(reports: Reports, addresses: Sequence[str]) -> None:
+def push_for_ever(reports: Reports, addresses: Sequence[str], rule: dict[str, Any]) -> None:
     """Step until told to "pause", which is answered by what was acknowledged, and on with "go"; "end" leaves."""
     losses = _LossLog()
     logging.getLogger("psengine.parameter_server.client").addHandler(losses)
-    session, rank = enter(addresses, APPLY)
+    session, rank = enter(addresses, rule)
     body = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, WORKERS, 0]]}
     wait_all([session.configure(key, body) for key in range(CHUNKS)])
     gradient = torch.zeros(WORKERS)
@@ -178,10 +178,11 @@ class AsyncTrial:
         tier: str,
         end: Callable[[ServerProcess], None] = ServerProcess.kill,
         servers: int = SERVERS,
+        max_staleness: int | None = None,
     ) -> None:
         self.counters = Counters()
         self._chooser = chooser
-        self._end = end
+        self._end, self._rule = end, APPLY | {"max_staleness": max_staleness}
         kept = {"snapshot_interval_s": 0.15, "durability": tier}
         self._servers = Servers(
             context.enter_context(ExitStack()),
@@ -198,7 +199,7 @@ class AsyncTrial:
         self._await_generation()
 
     def _start(self, rank: int) -> Worker:
-        return self._members.start(push_for_ever, self._servers.addresses, rank=rank)
+        return self._members.start(push_for_ever, self._servers.addresses, self._rule, rank=rank)
 
     def _await_generation(self) -> None:
         """Until a snapshot that began after now is durable at each server."""
@@ -297,36 +298,20 @@ class AsyncTrial:
 
 
 def run_async(
-    tries: int, seed: int, worker_share: float = 0.3, tier: str = "snapshot", most_s: float = float("inf")
+    tries: int,
+    seed: int,
+    worker_share: float = 0.3,
+    tier: str = "snapshot",
+    most_s: float = float("inf"),
+    max_staleness: int | None = None,
 ) -> Counters:
     """``tries`` kills of servers, whose durability is ``tier``, and workers under "async"; fewer in ``most_s``."""
     chooser = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
-        trial = AsyncTrial(context, Path(directory), chooser, tier)
+        trial = AsyncTrial(context, Path(directory), chooser, tier, max_staleness=max_staleness)
         for _ in until(most_s, range(tries)):
             if chooser.random() < worker_share:
                 trial.kill_worker()
             else:
                 trial.kill_server()
         return trial.counters
-
-
-def run_forgetful(tries: int, seed: int, most_s: float = float("inf")) -> Counters:
-    """``tries`` kills of a server that keeps nothing: every worker must end with an error that says so."""
-    chooser = random.Random(seed)
-    counters = Counters()
-    for _ in until(most_s, range(tries)):
-        with ExitStack() as context:
-            servers = Servers(context, lambda _: {})
-            members = context.enter_context(worker_processes())
-            workers = [members.start(push_for_ever, servers.addresses, rank=rank) for rank in range(WORKERS)]
-            for worker in workers:
-                worker.wait_for("step")
-            time.sleep(chooser.uniform(0.0, 0.4))
-            servers.kill(chooser.randrange(SERVERS))
-            counters.tries += 1
-            for worker in workers:
-                told = worker.wait_for("failed", PATIENCE_S)[0]
-                counters.lost += CHUNKS * last_step(worker)
-                counters.unreported += 0 if "'job' is lost" in told else CHUNKS * last_step(worker)
-    return counters

@@ -5,16 +5,22 @@ from __future__ import annotations
 import pytest
 from attacks.averaging_kills import run_sync
 from attacks.kill_loop import Counters, run_async
+from support.marks import slow
 
 
-def test_async_accounts_for_every_update():
+def test_async_accounts_for_every_update_of_a_killed_server():
     found = run_async(tries=1, seed=1, worker_share=0.0)
     assert found == Counters(tries=1, survived=1, lost=found.lost)
     assert found.lost > 0
 
 
+@pytest.mark.parametrize("max_staleness", [2, slow(None)])
+def test_async_workers_killed_lose_and_double_nothing_and_hold_nobody_up(max_staleness):
+    found = run_async(tries=1, seed=2, worker_share=1.0, max_staleness=max_staleness)
+    assert found == Counters(tries=1, survived=1)
+
+
 @pytest.mark.slow
-def test_killed_workers_and_averages_lose_and_double_nothing():
-    """This seed of "sync-server" kills the server when two workers have the last average and the third has not."""
-    assert run_async(tries=1, seed=2, worker_share=1.0) == Counters(tries=1, survived=1)
+def test_sync_server_gives_every_step_one_result():
+    """This seed kills the server when two workers have the last average and the third has not."""
     assert run_sync(tries=1, seed=4, worker_share=0.0) == Counters(tries=1, survived=1)

@@ -105,18 +105,6 @@ def begin(kind: Callable[..., Any], address: str, world_size: int, options: Any,
     return rank, strategy, wrapped, psengine.DistributedOptimizer(make_optimizer(wrapped.parameters()), wrapped)
 
 
-def noted_pushes(strategy: Any) -> list[Any]:
-    """Those that it makes from now on."""
-    pushes, push = [], strategy.session.push
-
-    def note(*arguments: Any, **keywords: Any) -> Any:
-        pushes.append(push(*arguments, **keywords))
-        return pushes[-1]
-
-    strategy.session.push = note
-    return pushes
-
-
 def train_sync(
     reports: Reports,
     address: str,
@@ -425,88 +413,6 @@ def test_a_server_that_is_gone_for_good_is_named():
         assert words in text
 
 
-# ---- workers of async ------------------------------------------------------------------------------------------------
-
-
-def train_async(
-    reports: Reports,
-    address: str,
-    steps: int,
-    world_size: int = 1,
-    pause_s: float = 0.0,
-    prepare: Callable[[Any], None] = lambda strategy: None,
-    options: dict[str, Any] | None = None,
-) -> list[str | None]:
-    """Take ``steps`` steps; of each push why it was refused, None where it was not. It says the weights it begins with.
-
-    All are answered before the next step.
-    """
-    rank, strategy, wrapped, optimizer = begin(psengine.AsyncServer, address, world_size, options)
-    reports.say("entered", state_of(wrapped.module))
-    prepare(strategy)
-    pushes, refusals = noted_pushes(strategy), []
-    for step in itertools.count(1):
-        x, y = batch(rank, step - 1)
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        optimizer.step()
-        parameters = {spec.key for spec in strategy.chunks.specs if spec.kind.value == "parameter"}
-        refusals += [one.wait().body.get("refused") for one in pushes if one.key in parameters]
-        pushes.clear()
-        reports.say("step", step)
-        time.sleep(pause_s)
-        steps = reports.told() or steps
-        if step >= steps:
-            break
-    strategy.close()
-    return refusals
-
-
-# ---- async: workers killed, stopped, restarted -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bound", [slow(None), 0, slow(2)])
-def test_async_goes_on_without_a_worker_that_was_killed(server, bound):
-    steps, train = 40, functools.partial(train_async, options={"max_staleness": bound})
-    with worker_processes() as workers:
-        survivors = [workers.start(train, server.addresses[0], steps, 3, 0.005, rank=rank) for rank in (0, 2)]
-        victim = workers.start(train, server.addresses[0], steps, 3, 0.005, DieInStep(10, 2), rank=1)
-        _, died_s = victim.wait_for("step", at_least=10)
-        assert_goes_on(survivors, died_s)
-        for survivor in survivors:
-            survivor.result()
-        done = steps_of(victim)
-    assert done == 10
-    versions = [(shard["version_min"], shard["version_max"]) for shard in server.job("default")]
-    # Each chunk saw every survivor's updates once, and of the victim's eleventh step what had left.
-    for lowest, highest in versions:
-        assert 2 * steps + done <= lowest <= highest <= 2 * steps + done + 1
-
-
-def test_async_restarted_worker_begins_with_the_servers_weights(server):
-    with worker_processes() as workers:
-        train = functools.partial(train_async, options={"max_staleness": 3})
-        arguments = (train, server.addresses[0], ENDLESS, 2, 0.01)
-        survivor = workers.start(*arguments, rank=0)
-        first_life = workers.start(*arguments, rank=1)
-        first_life.wait_for("step", at_least=10)
-        first_life.kill()
-        begun_s = time.monotonic()
-        second_life = workers.start(*arguments, rank=1)
-        begun, entered_s = second_life.wait_for("entered")
-        assert entered_s - begun_s < REJOIN_S
-        assert not torch.equal(begun["first.weight"], build(1).first.weight)
-        assert not torch.equal(begun["first.weight"], build(0).first.weight)
-        second_life.wait_for("step", at_least=5)
-        # The new life numbers its pushes anew, and each counts.
-        for worker in (survivor, second_life):
-            worker.go(-1)
-        results_of([survivor, second_life])
-    versions = {v for shard in server.job("default") for v in (shard["version_min"], shard["version_max"])}
-    total = steps_of(survivor) + steps_of(first_life) + steps_of(second_life)
-    assert total <= min(versions) <= max(versions) <= total + 1
-
-
 def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path):
     """It was started again with a copy from before: its workers know better."""
     options = {"bind": f"ipc://{tmp_path}/socket", "lease_s": LEASE_S, "durability": "log"}
@@ -541,7 +447,13 @@ def train_diloco(reports: Reports, addresses: str, world_size: int, pause_s: flo
     """Until it is told to end; by the number of each merge that it took part in, the parameters."""
     kind = functools.partial(psengine.DilocoServer, quorum=world_size, every=2)
     rank, strategy, wrapped, optimizer = begin(kind, addresses, world_size, {})
-    pushes = noted_pushes(strategy)
+    pushes, push = [], strategy.session.push
+
+    def note(*arguments: Any, **keywords: Any) -> Any:
+        pushes.append(push(*arguments, **keywords))
+        return pushes[-1]
+
+    strategy.session.push = note
     merges: dict[int, State] = {}
     for step in itertools.count():
         x, y = batch(rank, step)

@@ -82,23 +82,24 @@ def run_batch(first: int, count: int) -> Coverage:
 # ---- who starts them -------------------------------------------------------------------------------------------------
 
 
-def run_seeds(first: int, count: int, jobs: int) -> Coverage:
-    """Run ``count`` seeds; a seed whose two runs differ counts as a failure."""
+def run_seeds(first: int, count: int, jobs: int, again: int | None = None) -> Coverage:
+    """Run ``count`` seeds, the first ``again`` of them (all) twice; that two runs differ counts as a failure."""
+    counts = count, count if again is None else again
     coverage, futures = Coverage(), list[Future[Coverage]]()
     with ExitStack() as stack:
-        for hash_seed in HASH_SEEDS:
+        for hash_seed, number in zip(HASH_SEEDS, counts, strict=True):
             pool = ProcessPoolExecutor(max(1, jobs // 2), get_context("spawn"), _begin)
             stack.callback(pool.shutdown, cancel_futures=True)
             with mock.patch.dict(os.environ, PYTHONHASHSEED=hash_seed, OMP_NUM_THREADS="1"):
-                for start in range(first, first + count, BATCH):
-                    futures.append(pool.submit(run_batch, start, min(BATCH, first + count - start)))
+                for start in range(first, first + number, BATCH):
+                    futures.append(pool.submit(run_batch, start, min(BATCH, first + number - start)))
         for future in as_completed(futures):
             coverage.add(future.result())
             if len(coverage.failures) >= MAX_FAILURES:
                 return coverage
-    for seed, pair in coverage.digests.items():
-        if len(pair) != 2 or pair[0] != pair[1]:
-            coverage.failures.setdefault(seed, f"two runs differ: {pair}")
+    for seed, found in coverage.digests.items():
+        if len(found) != (2 if seed < first + counts[1] else 1) or len(set(found)) > 1:
+            coverage.failures.setdefault(seed, f"two runs differ: {found}")
     return coverage
 
 

@@ -33,7 +33,6 @@ OPTIMIZERS = {
 }
 RULES = {
     "async": APPLY,
-    "stale": APPLY | {"max_staleness": 1},
     "inverse": APPLY | {"staleness_scaling": "inverse"},
     "compensated": APPLY | {"max_staleness": 2, "delay_compensation": 0.5},
     "adaptive": APPLY | {"delay_compensation": 0.5, "compensation_decay": 0.9},
