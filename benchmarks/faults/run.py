@@ -13,7 +13,6 @@ from typing import Any
 _ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(_ROOT / "tests"), str(_ROOT / "benchmarks"), str(Path(__file__).parent)]
 
-from attacks.averaging_kills import run_sync  # noqa: E402
 from attacks.kill_loop import Counters, run_async  # noqa: E402
 from harness.command_line import at_least, parser_of, some_of  # noqa: E402
 from harness.record import Record  # noqa: E402
@@ -21,9 +20,7 @@ from harness.tables import Table  # noqa: E402
 
 QUESTION = "What is lost or doubled when things go wrong?"
 COLUMNS = ["fault", *(field.name.replace("_", " ") for field in fields(Counters))]
-# Where the weights are, and what the servers keep of them; "workers": under sync-server they are in the workers.
-TIERS = ("snapshot", "log", "workers")
-DURABLE = ("snapshot", "log")
+TIERS = ("snapshot", "log")
 
 
 def row(name: str, counters: Counters) -> list[Any]:
@@ -34,12 +31,8 @@ def row(name: str, counters: Counters) -> list[Any]:
 def kills(options: Namespace, of: str, worker_share: float) -> Table:
     rows = []
     for tier in options.tiers:
-        if tier == "workers":
-            found = run_sync(options.rounds, options.seed, worker_share=worker_share, most_s=options.most_s)
-        else:
-            found = run_async(options.rounds, options.seed, worker_share, tier, options.most_s)
-        strategy = "sync-server" if tier == "workers" else f"async, {tier}"
-        rows.append(row(f"{strategy}: {of} killed", found))
+        found = run_async(options.rounds, options.seed, worker_share, tier, options.most_s)
+        rows.append(row(f"async, {tier}: {of} killed", found))
     return Table("", COLUMNS, rows)
 
 
@@ -57,7 +50,6 @@ def power(options: Namespace) -> Table:
     rows = [
         row(f"async, {tier}: power cut", cut_power(options.rounds, options.seed, tier, options.most_s))
         for tier in options.tiers
-        if tier in DURABLE
     ]
     return Table("", COLUMNS, rows)
 

@@ -4,8 +4,8 @@
            ── all workers take a step ── they pause ── what they had acknowledged, what is there, what was reported
 
 Worker r pushes a one in element r of every chunk, and servers subtract it (SGD with rate 1), so that each element of
-the weights counts one worker's updates: those that are there are read, not inferred. ``averaging_kills`` does the same
-under "sync-server". ``benchmarks/faults/run.py`` prints a table of it.
+the weights counts one worker's updates: those that are there are read, not inferred. ``benchmarks/faults/run.py``
+prints a table of it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class Counters:
         unreported: how many of them no worker's log had, but for ``UNTOLD``.
         uncounted: by how much the coordinator's own count was too low, likewise.
         doubled: updates that were there more often than they were pushed.
-        two_results: averages of one step and chunk that differed between two workers.
     """
 
     tries: int = 0
@@ -64,7 +63,6 @@ class Counters:
     unreported: int = 0
     uncounted: int = 0
     doubled: int = 0
-    two_results: int = 0
 
     def __add__(self, other: Counters) -> Counters:
         mine, its = asdict(self), asdict(other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from attacks.averaging_kills import run_sync
 from attacks.kill_loop import Counters, run_async
 from support.marks import slow
 
@@ -18,9 +17,3 @@ def test_async_accounts_for_every_update_of_a_killed_server():
 def test_async_workers_killed_lose_and_double_nothing_and_hold_nobody_up(max_staleness):
     found = run_async(tries=1, seed=2, worker_share=1.0, max_staleness=max_staleness)
     assert found == Counters(tries=1, survived=1)
-
-
-@pytest.mark.slow
-def test_sync_server_gives_every_step_one_result():
-    """This seed kills the server when two workers have the last average and the third has not."""
-    assert run_sync(tries=1, seed=4, worker_share=0.0) == Counters(tries=1, survived=1)

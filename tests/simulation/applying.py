@@ -96,7 +96,6 @@ class ApplyingJob(Job):
         self._views: dict[tuple[int, int], tuple[int, int]] = {}  # (chunk, process) -> the view of its last answer
 
     def begin_anew(self) -> None:
-        """See ``Job``."""
         self.steps_done.clear()
 
     # ---- a worker ----------------------------------------------------------------------------------------------
@@ -193,7 +192,6 @@ class ApplyingJob(Job):
     # ---- the shards --------------------------------------------------------------------------------------------
 
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
-        """See ``Job``."""
         kind = message.type
         process = self.world.process_of(message.worker, message.incarnation)
         is_refused = any(one.message.type is MessageType.ERROR for one in outgoing)
@@ -310,7 +308,7 @@ class ApplyingJob(Job):
     # ---- restarts ----------------------------------------------------------------------------------------------
 
     def heard(self, process, shard: int, message: Message) -> None:
-        """See ``Job``: note which version it was told; what a restart took from that is lost once."""
+        """note which version it was told; what a restart took from that is lost once."""
         kind, place = message.type, (process.number, message.key)
         if kind is MessageType.UPDATED and message.sequence > self._answered.get(place, 0):
             self._answered[place] = message.sequence  # a repeated answer is nobody's
@@ -328,7 +326,7 @@ class ApplyingJob(Job):
                     self._seen.update((place, min(self._seen[place], version)) for place in places)
 
     def coordinated(self, server, message: Message | None, outgoing: list[Any]) -> None:
-        """See ``Job``: the first worker that tells of a shard's new life says what is lost."""
+        """the first worker that tells of a shard's new life says what is lost."""
         if message is None or message.type is not MessageType.COMMIT or message.body["what"] != "life":
             return
         process = self.world.process_of(message.worker, message.incarnation)
@@ -368,21 +366,17 @@ class ApplyingJob(Job):
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
 
     def told(self, server, message: Message) -> None:
-        """See ``Job``."""
         if self.scenario.keeps_log and message.epoch == self.chunks[message.key].epoch:
             promised = self._promised[server.index]
             promised[message.key] = max(promised.get(message.key, 0), message.version)
 
     def captured(self, shard: Any) -> dict[int, int]:
-        """See ``Job``."""
         return {key: version for key, version, _ in inspection.chunks(shard)}
 
     def durable(self, server, note: dict[int, int]) -> None:
-        """See ``Job``."""
         if not self.scenario.keeps_log:
             self._promised[server.index] = dict(note)
 
     def damaged(self, server: int, note: dict[int, int] | None) -> None:
-        """See ``Job``."""
         super().damaged(server, note)
         self._promised[server] = dict(note or {})

@@ -85,7 +85,6 @@ class AveragingJob(Job):
         self._gave: Counter[tuple[int, int]] = Counter()
 
     def begin_anew(self) -> None:
-        """See ``Job``."""
         self._finished.clear()
 
     # ---- a worker; follows strategies/servers/sync.py ---------------------------------------------------------------

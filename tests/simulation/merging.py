@@ -51,7 +51,7 @@ class MergingJob(ApplyingJob):
     # ---- the coordinator ---------------------------------------------------------------------------------------
 
     def coordinated(self, server, message: Message | None, outgoing: list[Any]) -> None:
-        """See ``Job``: note what it decides."""
+        """note what it decides."""
         super().coordinated(server, message, outgoing)
         if message is not None and message.type is MessageType.COMMIT and message.body["what"] == "step":
             worker, step = (message.worker, message.incarnation), message.body["step"]
@@ -113,14 +113,12 @@ class MergingJob(ApplyingJob):
         return is_lost and any(update in updates for updates in self._decided.values())
 
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
-        """See ``Job``."""
         self._told.update(release.number for release in _releases_in(message))
         super().applied(server, shard, message, outgoing)
         for key, _, _ in inspection.chunks(shard):
             self._last[server.epoch, key] = inspection.last_merge(shard, key)
 
     def server_started(self, server) -> None:
-        """See ``Job``."""
         super().server_started(server)
         for shard in server.shards:
             for key, _, _ in inspection.chunks(shard):

@@ -359,6 +359,8 @@ def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_pat
             reader.rank = NOBODY
             assert reader.request("RESUME", body={}).type.name == "RESUMED"
             assert reader.request("STATUS").type.name == "STATUS_REPORT"
+            assert reader.request("ECHO", payload=torch.ones(3)).type.name == "ECHOED"
+        assert peer.request("HEARTBEAT", body={"completed": 0}).type.name == "OK"
         flag.unlink()
         answer = peer.receive(10.0)
         assert (answer.type.name, answer.version) == ("UPDATED", 2)
