@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from attacks.kill_loop import LEASE_S, Servers
 from attacks.throttled_relay import throttled_relay
 from support.fault_workers import Reports, Worker, end_myself, expect_workers, results_of, worker_processes
 from support.marks import slow
@@ -34,7 +35,6 @@ from torch.nn import functional as F
 import psengine
 from psengine.errors import ServerRefusedError
 
-LEASE_S = 1.0
 # What the promises add to a lease, and what a rejoining worker may take.
 GRACE_S = 2.0
 REJOIN_S = 5.0
@@ -281,39 +281,21 @@ def test_a_restarted_worker_gets_weights_buffers_and_momenta(server, waits_for_e
 # ---- 3: servers are killed and restarted -----------------------------------------------------------------------------
 
 
-class Servers:
-    """Two servers with two shards each, the lead first; each is killed and started again on its own address."""
-
-    def __init__(self, context: ExitStack, directory: Path, tier: str = "memory") -> None:
-        self._context = context
-        self._options: list[dict[str, Any]] = []
-        for name in ("lead", "other"):
-            options: dict[str, Any] = {"bind": f"ipc://{directory}/{name}", "shards": 2, "lease_s": LEASE_S}
-            if tier != "memory":
-                options |= {"snapshot_dir": directory / f"kept-{name}", "snapshot_interval_s": 0.3, "durability": tier}
-            self._options.append(options)
-        self.running = [context.enter_context(running_server(**options)) for options in self._options]
-        self.addresses = ",".join(server.addresses[0] for server in self.running)
-
-    def restart(self, index: int) -> None:
-        """SIGKILL, and another process at once."""
-        self.running[index].kill()
-        self.running[index] = self._context.enter_context(running_server(**self._options[index]))
-
-
 @pytest.mark.parametrize("tier", ["memory", slow("snapshot"), "log"])
 def test_sync_server_equals_the_undisturbed_run_where_servers_are_killed(tmp_path, tier):
     chooser = random.Random(tier)
     steps = 40
     with ExitStack() as context:
-        servers = Servers(context, tmp_path, tier)
+        kept = {"snapshot_interval_s": 0.3, "durability": tier}
+        options = [{} if tier == "memory" else kept | {"snapshot_dir": tmp_path / f"kept-{n}"} for n in range(2)]
+        servers = Servers(context, options.__getitem__)
         workers = context.enter_context(worker_processes())
         train = functools.partial(train_sync, gradient_as_bucket_view=tier != "memory")
-        members = [workers.start(train, servers.addresses, steps, 3, 0.005, rank=rank) for rank in range(3)]
+        members = [workers.start(train, ",".join(servers.addresses), steps, 3, 0.005, rank=rank) for rank in range(3)]
         for number, index in enumerate((0, 1, 0)):
             members[number].wait_for("step", at_least=(number + 1) * steps // 5)
             time.sleep(chooser.random() * 0.02)
-            servers.restart(index)
+            servers.kill(index)
         results = results_of(members)
     assert_same_end(results)
     assert phases_of(results[0], (0, 1, 2)) == [(0, 1, 2)] * steps
@@ -473,15 +455,15 @@ def train_diloco(reports: Reports, addresses: str, world_size: int, pause_s: flo
     return merges
 
 
-def test_workers_of_a_merge_agree_and_no_merge_waits_for_a_dead_one(tmp_path: Path):
+def test_workers_of_a_merge_agree_and_no_merge_waits_for_a_dead_one():
     with ExitStack() as context:
-        servers = Servers(context, tmp_path)
+        arguments = train_diloco, ",".join(Servers(context, lambda number: {}).addresses), 3, 0.01
         workers = context.enter_context(worker_processes())
-        first, victim, third = (workers.start(train_diloco, servers.addresses, 3, 0.01, rank=rank) for rank in range(3))
+        first, victim, third = (workers.start(*arguments, rank=rank) for rank in range(3))
         victim.wait_for("step", at_least=5)
         victim.kill()
         assert_goes_on([first, third], time.monotonic())
-        again = workers.start(train_diloco, servers.addresses, 3, 0.01, rank=1)
+        again = workers.start(*arguments, rank=1)
         again.wait_for("step", at_least=5)
         for worker in (first, third, again):
             worker.go()

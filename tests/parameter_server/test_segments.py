@@ -191,28 +191,6 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_half_gradient():
             survivor.close()
 
 
-@pytest.mark.parametrize("reads_in_place", [True, False])
-def test_servers_that_are_killed_at_any_moment_change_no_bit(reads_in_place):
-    with ExitStack() as stack:
-        server = stack.enter_context(running_server())
-        address = server.addresses[0]
-        sessions = stack.enter_context(crew(address, 2, SPECS, job="restarts"))
-        for step in range(12):
-            options = {"reads_in_place": reads_in_place}
-            pushes = [one for rank, each in enumerate(sessions) for one in push_all(each, rank, step, [], **options)]
-            if step in (3, 7):
-                time.sleep(random.uniform(0.0, 0.003))
-                server.kill()
-                server = stack.enter_context(running_server(bind=address))
-            wait_all(pushes)
-            read = [push.destinations[0] if (values := push.take()) is None else values for push in pushes]
-            for spec, mine, theirs in zip(SPECS, gradient(0, step), gradient(1, step), strict=True):
-                expected = mine if spec.kind is ChunkKind.BUFFER else (mine + theirs) / 2
-                landed = read[spec.key], read[spec.key + len(SPECS)]
-                assert all(torch.equal(one, expected) for one in landed), (step, spec.key)
-        assert [sharing(session) for session in sessions] == [1, 1]
-
-
 def test_memory_that_is_shared_is_packed_in_and_the_answer_read_without_a_copy(monkeypatch):
     with running_server() as server, entered(server.addresses[0], 0, SPECS[:1]) as session:
         flat, result = session.segments.allocate(SPECS[0].numel, torch.float32), torch.zeros(SPECS[0].numel)

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-import xxhash
 from fuzz.fuzz_frames import IN_HEADER, check, mutate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,22 +97,6 @@ def test_vectors(vector):
     decoded = decode(frames)
     same(decoded, message)
     assert check(frames)
-
-
-def test_the_header_lies_as_documented():
-    header = FRAMES["push"][0]
-    assert HEADER_BYTES == len(header) == 96
-
-    def at(start, end):
-        return int.from_bytes(header[start:end], "little")
-
-    assert header[:4] == b"PSEN"
-    assert (at(4, 6), header[6], header[7]) == (6, 12, 0b100)
-    assert (at(8, 16), at(16, 24), at(24, 32)) == (xxhash.xxh3_64_intdigest(b"demo"), 7, 3)
-    assert (at(32, 36), at(36, 40)) == (1, 0)
-    assert (at(40, 48), at(48, 56), at(56, 64)) == (5, 1, 41)  # incarnation, sequence, version
-    assert (at(64, 72), at(72, 80), at(80, 84), header[84], header[85:88]) == (2, 8, 0, 1, b"\0\0\0")
-    assert at(88, 96) == 0
 
 
 uint64 = st.integers(0, 2**64 - 1)

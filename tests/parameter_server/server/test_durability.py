@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -335,18 +336,21 @@ def acknowledged(peer, *steps):
         assert (answer.type.name, answer.version) == ("UPDATED", step)
 
 
-def fill_up():
-    def write(descriptor, pieces, offset):
-        if os.path.exists(flag):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, pieces, offset)
+def fail(name, number, flag):
+    """``os``'s function fails as long as there is this file."""
 
-    real, os.pwritev, flag = os.pwritev, write, os.environ["FULL"]
+    def failing(*arguments):
+        if os.path.exists(flag):
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    real = getattr(os, name)
+    setattr(os, name, failing)
 
 
 def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_path):
     flag = tmp_path / "full"
-    options = {"environment": {"FULL": str(flag)}, "sabotage": fill_up}
+    options = {"sabotage": partial(fail, "pwritev", errno.ENOSPC, str(flag))}
     with logging_server(tmp_path / "s", **options) as one, Peer(one.addresses[0]) as peer:
         peer.make_job(torch.zeros(10))
         acknowledged(peer, 1)
@@ -367,18 +371,9 @@ def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_pat
         eventually(lambda: not one.status()["logs"][0]["is_full"])
 
 
-def fail_syncs():
-    def fail(descriptor):
-        if os.path.exists(flag):
-            raise OSError(5, "Input/output error")
-        real(descriptor)
-
-    real, os.fdatasync, flag = os.fdatasync, fail, os.environ["FAIL_SYNCS"]
-
-
 def test_a_log_that_fails_ends_the_server_and_acknowledges_nothing(tmp_path):
     flag = tmp_path / "fail"
-    options = {"environment": {"FAIL_SYNCS": str(flag)}, "sabotage": fail_syncs}
+    options = {"sabotage": partial(fail, "fdatasync", errno.EIO, str(flag))}
     with logging_server(tmp_path / "s", **options) as one, Peer(one.addresses[0]) as peer:
         peer.make_job(torch.zeros(10))
         acknowledged(peer, 1)
