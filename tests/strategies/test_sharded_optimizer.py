@@ -22,7 +22,7 @@ SHARDED = "sync:shard_optimizer=true"
 
 
 class Net(nn.Module):
-    """Large and small parameters, odd sizes, other strides, one that is frozen and one that is used now and then."""
+    """Large and small parameters, odd sizes, other strides, one that is empty, one frozen, one used now and then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,13 @@ class Net(nn.Module):
         self.head = nn.Linear(211, 3)
         self.spare = nn.Linear(211, 3, bias=False)
         self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
         self.frozen = nn.Parameter(torch.ones(7), requires_grad=False)
 
     def forward(self, x: torch.Tensor, use_spare: bool = False) -> torch.Tensor:
         hidden = self.body(self.convolution(x).flatten(1))
         out = self.head(hidden) + (self.spare(hidden) if use_spare else 0)
-        return (out * self.scale).float()
+        return (out * self.scale + self.empty.sum()).float()
 
 
 def make_net() -> Net:

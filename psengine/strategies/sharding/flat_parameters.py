@@ -143,9 +143,9 @@ class FlatParameters:
             if parameter.data_ptr() != address:
                 raise ReductionError(
                     f"rank {self._collective.rank}: parameter {name!r} was given other memory (parameter.data = ...,"
-                    " a conversion of the module, or mixed_precision) since psengine.DistributedOptimizer was made, and"
-                    " a sharded optimizer steps the memory from before. Fix: write values in place,"
-                    " parameter.data.copy_(...); or convert the module before it is wrapped; or use torch.autocast."
+                    " or a conversion of the module) since psengine.DistributedOptimizer was made, and a sharded"
+                    " optimizer steps the memory from before. Fix: write values in place, parameter.data.copy_(...);"
+                    " or convert the module before it is wrapped."
                 )
 
     def begin_step(self) -> None:
