@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -59,12 +60,12 @@ class Fragment(Part):
         self._outer = outer
         self._keep = keep
         self._driver = Driver(self._exchange)
-        self._is_sent = False
-        # What left and has not arrived, by name; what it counts; and the residuals before. A rank that saves has them
-        # at hand. To wait for the average would begin a codec's second operation here alone.
+        # What left and has not arrived, by name; what it counts; and the residuals before it was sent, None where it is
+        # not. A rank that saves has them at hand: to wait for the average would begin a codec's second operation here
+        # alone.
         self._sent: dict[str, torch.Tensor] = {}
         self._share = WHOLE
-        self._former_residuals: dict[str, torch.Tensor] = {}
+        self._former_residuals: dict[str, torch.Tensor] | None = None
 
     @override
     def settle(self) -> None:
@@ -75,7 +76,7 @@ class Fragment(Part):
         super().settle()
 
     def _forget_sent(self) -> None:
-        self._is_sent, self._sent, self._former_residuals = False, {}, {}
+        self._sent, self._former_residuals = {}, None
 
     # ---- the exchange ------------------------------------------------------------------------------------------
 
@@ -99,7 +100,6 @@ class Fragment(Part):
     def _send(self) -> None:
         self._former_residuals = {name: one.clone() for name, one in self._sums.residuals().items()}
         self._sums.begin()
-        self._is_sent = True
         for bucket in self._buckets:
             bucket.pack([self._sent[name] for name in bucket.names], self._share)
             self._driver.begin(bucket)
@@ -109,7 +109,7 @@ class Fragment(Part):
 
     @override
     def arrive(self, *, keeps: bool = True) -> None:
-        if not self._is_sent:  # it left before the training was saved
+        if self._former_residuals is None:  # it left before the training was saved
             self._send()
         for bucket in self._buckets:
             average = self._driver.result(bucket)
@@ -132,10 +132,8 @@ class Fragment(Part):
         """Of what is on its way this rank's own part is saved, which is sent again."""
         if self.due is None:
             return super().state()
-        sent = {
-            name: torch.zeros_like(one) if self._share.is_nothing else one.clone() for name, one in self._sent.items()
-        }
-        return super().state() | {"sent": sent, "divisor": self._share.divisor}
+        sent = {name: one.clone() for name, one in self._sent.items()}
+        return super().state() | {"sent": sent, "share": asdict(self._share)}
 
     @override
     def load(self, state: Mapping[str, Any]) -> None:
@@ -143,11 +141,11 @@ class Fragment(Part):
         super().load(state)
         if self.due is not None:
             self._sent = {name: one.to(self._buckets[0].device, copy=True) for name, one in state["sent"].items()}
-            self._share = Share(state["divisor"])
+            self._share = Share(**state["share"])
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What the codec left out before what travels, by name of the parameter; not to be written."""
-        return self._former_residuals if self._is_sent else self._sums.residuals()
+        return self._sums.residuals() if self._former_residuals is None else self._former_residuals
 
     def take_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on with what ``residuals`` returned."""

@@ -74,14 +74,12 @@ class LocalSteps(Rounds):
     @override
     def join(self) -> None:
         """Rank 0's parameters and buffers overwrite everybody's, and a first round begins."""
-        super().join()
-        self._is_settled = False
-        super()._begin()
+        self._settle()
 
     @override
-    def _begin(self) -> None:
-        if not self._is_settled:
-            self.join()
+    def _settle(self) -> None:
+        super().join()
+        super()._settle()
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 
@@ -109,7 +107,7 @@ class LocalSteps(Rounds):
     def conclude(self) -> None:
         """End the round under way: all fragments are exchanged now."""
         if not self._is_settled:  # the model was just loaded
-            self._begin()
+            self._settle()
             return
         self._bring_together()
         self._end_round()

@@ -109,15 +109,19 @@ class Rounds(StepStrategy[ScaledStep]):
         self._count_step()
         return result
 
-    @torch.no_grad()
     def _begin(self) -> None:
-        """Begin a first round, where the model was loaded without this strategy's state."""
+        """Begin a first round where the model was loaded without this strategy's state."""
         if not self._is_settled:
-            if self._outer is not None:
-                self._outer.settle()
-            for part in self._parts:
-                part.settle()
-            self._steps, self._is_settled = 0, True
+            self._settle()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Begin a first round."""
+        if self._outer is not None:
+            self._outer.settle()
+        for part in self._parts:
+            part.settle()
+        self._steps, self._is_settled = 0, True
 
     @torch.no_grad()
     def _count_step(self) -> None:
