@@ -104,10 +104,9 @@ CASES: list[tuple[Callable[[], nn.Module], str, torch.dtype, dict[str, Any], dic
 ]
 
 
-def train_beside_one_process(rank: int, world_size: int, collective: str) -> None:
-    cases = CASES if world_size == 2 else CASES[::3]
+def train_beside_one_process(rank: int, world_size: int, cases: list[Any], **more: Any) -> None:
     for build, optimizer_name, dtype, options, tolerance in cases:
-        model = DistributedDataParallel(seeded(build, dtype), collective=collective, **options)
+        model = DistributedDataParallel(seeded(build, dtype), **options, **more)
         reference = seeded(build, dtype)
         pairs = [(m, OPTIMIZERS[optimizer_name](m.parameters())) for m in (model, reference)]
         for step in range(4):
@@ -120,11 +119,17 @@ def train_beside_one_process(rank: int, world_size: int, collective: str) -> Non
                 optimizer.step()
         for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
             assert torch.allclose(p, q, **tolerance), (build.__name__, options, name, (p - q).abs().max())
+        model.leave()
+
+
+def over_collective(rank: int, world_size: int, collective: str) -> None:
+    cases = CASES if world_size == 2 else CASES[::3]
+    train_beside_one_process(rank, world_size, cases, collective=collective)
 
 
 @pytest.mark.parametrize(("collective", "world_size"), [("auto", 2), ("c10d", 4)])
 def test_uneven_batches_train_like_one_process(collective, world_size):
-    run_ranks(train_beside_one_process, world_size, collective)
+    run_ranks(over_collective, world_size, collective)
 
 
 def unused_parameters(rank: int, world_size: int, collective: str, skips: bool) -> None:
@@ -257,32 +262,9 @@ def test_what_is_refused():
             psengine.SyncServer().weigh(weight)
 
 
-@pytest.fixture(scope="module")
-def servers():
-    pytest.importorskip("zmq")
-    from support.server_process import running_server
-
-    with running_server() as server:
-        yield server.addresses[0]
-
-
-def over_servers(rank: int, world_size: int, servers: str) -> None:
-    os.environ["PSENGINE_SERVERS"] = servers
-    model = DistributedDataParallel(seeded(Perceptron), strategy="sync-server")
-    reference = seeded(Perceptron)
-    pairs = [(m, OPTIMIZERS["SGD"](m.parameters())) for m in (model, reference)]
-    for step in range(4):  # rank 0's third batch is empty
-        batches = batches_of(step, world_size, torch.float64)
-        model.batch_weight(len(batches[rank][0]))
-        together = tuple(map(torch.cat, zip(*batches, strict=True)))
-        for (m, optimizer), (x, y) in zip(pairs, (batches[rank], together), strict=True):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(m(x), y).backward()
-            optimizer.step()
-    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-        assert torch.allclose(p, q, **FLOAT64)
-    model.leave()
-
+def over_servers(rank: int, world_size: int, address: str) -> None:
+    os.environ["PSENGINE_SERVERS"] = address
+    train_beside_one_process(rank, world_size, CASES[:1], strategy="sync-server")
     model = DistributedDataParallel(seeded(Perceptron), strategy=psengine.AsyncServer(job="applied"))
     model.batch_weight(2)
     with raises(ConfigurationError, "averages nothing", "expected no batch_weight, got 2"):
@@ -290,5 +272,5 @@ def over_servers(rank: int, world_size: int, servers: str) -> None:
     model.leave()
 
 
-def test_servers_average_by_weight_or_refuse(servers):
-    run_ranks(over_servers, 2, servers)
+def test_servers_average_by_weight_or_refuse(server):
+    run_ranks(over_servers, 2, server.addresses[0])
