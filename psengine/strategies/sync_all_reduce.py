@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -114,11 +113,13 @@ class SyncAllReduce(Strategy):
     def _through_hook(self, bucket: Bucket, hook: CommHook) -> BucketExchange:
         future, what = hook(bucket), f"communication hook for {bucket.describe()}"
         yield DeferredWork(functools.partial(self.collective.wait_for, future, what))
-        result = tensor_of_future(future.value())
-        if not bucket.sparse and result.numel() != bucket.numel:
+        value = future.value()
+        result = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+        got = f"{result.numel()} elements" if isinstance(result, torch.Tensor) else type(result).__name__
+        if not isinstance(result, torch.Tensor) or not (bucket.sparse or result.numel() == bucket.numel):
             raise CommunicationHookError(
-                f"a communication hook's future must hold a single tensor shaped like the bucket's buffer (expected"
-                f" {bucket.numel} elements for {bucket.describe()}, got {result.numel()})"
+                "a communication hook's future must hold a single tensor shaped like the bucket's buffer (expected"
+                f" torch.Tensor of {bucket.numel} elements for {bucket.describe()}, got {got})"
             )
         return result
 
@@ -156,15 +157,3 @@ class SyncAllReduce(Strategy):
     def close(self) -> None:
         super().close()
         self._weight, self._sums = None, BucketSums()
-
-
-def tensor_of_future(value: Any) -> torch.Tensor:
-    """The single tensor a communication hook's future must hold: itself, or the only element of a list."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], torch.Tensor):
-        return value[0]
-    raise CommunicationHookError(
-        "a communication hook's future must hold a single tensor shaped like the bucket's buffer"
-        f" (expected torch.Tensor, got {type(value).__name__})"
-    )

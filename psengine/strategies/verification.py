@@ -40,35 +40,32 @@ def verify_replicas(
     """
     if collective.world_size == 1:
         return
-    description = [_describe(parameters), _describe({n: t for n, t in state.items() if n not in parameters})]
+    others = {name: tensor for name, tensor in state.items() if name not in parameters}
+    kinds = {"params": parameters, "buffers and frozen parameters": others}
+    description = {kind: [_describe(*item) for item in tensors.items()] for kind, tensors in kinds.items()}
     # Names are for the message only: native DDP pairs tensors by position.
-    description.append([[f"{key}={value}"] for key, value in options.items()])
-    identity = json.dumps([*([entry[1:] for entry in part] for part in description[:2]), description[2]]).encode()
+    unnamed = [[entry[1:] for entry in entries] for entries in description.values()]
+    identity = json.dumps([dict(options), unnamed]).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(identity).digest()), dtype=torch.int64).to(device)
     digests = [d.tolist() for d in collective.gather(digest, what="model description digest")]
     if all(d == digests[0] for d in digests):
         return
-    payloads = collective.gather_bytes(json.dumps(description).encode(), device, what="model description")
-    descriptions: list[Description] = [json.loads(payload) for payload in payloads]
-    options_by_rank = [[option for (option,) in d[2]] for d in descriptions]
-    if any(given != options_by_rank[0] for given in options_by_rank):
-        shared = set(options_by_rank[0]).intersection(*options_by_rank)
-        chosen = [
-            ",".join(option for option in given if option not in shared) or "the defaults" for given in options_by_rank
-        ]
+    payload = json.dumps([[f"{name}={value}" for name, value in options.items()], description]).encode()
+    found = [json.loads(one) for one in collective.gather_bytes(payload, device, what="model description")]
+    shared = set.intersection(*(set(given) for given, _ in found))
+    chosen = [",".join(option for option in given if option not in shared) for given, _ in found]
+    if any(chosen):
+        texts = [text or "the defaults" for text in chosen]
         raise ReplicaMismatchError(
-            f"all ranks have the same options (expected {chosen[0]} of rank 0 on every rank, got, by rank,"
-            f" {'; '.join(chosen)}; seen on rank {collective.rank}). Fix: give every rank the same ones."
+            f"all ranks have the same options (expected {texts[0]} of rank 0 on every rank, got, by rank,"
+            f" {'; '.join(texts)}; seen on rank {collective.rank}). Fix: give every rank the same ones."
         )
-    for index, kind in enumerate(("params", "buffers and frozen parameters")):
-        difference = _first_difference([d[index] for d in descriptions], kind, collective.rank)
-        if difference:
-            raise ReplicaMismatchError(difference)
-    raise AssertionError("descriptions of different digests are equal")
+    differences = [_first_difference([one[kind] for _, one in found], kind, collective.rank) for kind in kinds]
+    raise ReplicaMismatchError(next(filter(None, differences)))
 
 
-def _describe(tensors: Mapping[str, torch.Tensor]) -> Description:
-    return [[name, list(t.shape), list(t.stride()), str(t.dtype)] for name, t in tensors.items()]
+def _describe(name: str, tensor: torch.Tensor) -> list[Any]:
+    return [name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
 
 
 def _first_difference(descriptions: list[Description], kind: str, this_rank: int) -> str:

@@ -50,7 +50,7 @@ class ChunkedReplica:
         self._replica = replica
         self._servers = servers
         self._parameters = list(replica.parameters.values())
-        # Where these lie, and what ``assign`` found then.
+        # Where these lie, and what ``load`` found then.
         self._lie: list[tuple[int, tuple[int, ...]]] = []
         self._places: dict[int, _Places] = {}
         self._images = {name: TensorImage(parameter) for name, parameter in replica.parameters.items()}
@@ -105,7 +105,7 @@ class ChunkedReplica:
                 self._images[name] = TensorImage(buffer.detach(), image.strides)
 
     def follow_parameters(self) -> None:
-        """Before ``assign``: a parameter may have been given other memory."""
+        """Before ``load``: a parameter may have been given other memory."""
         lie = [(parameter.data_ptr(), parameter.stride()) for parameter in self._parameters]
         if lie != self._lie:
             self._lie = lie
@@ -125,12 +125,8 @@ class ChunkedReplica:
             self._images[name].refresh()
         return torch.cat(self.parts(spec))
 
-    def assign(self, specs: Sequence[ChunkSpec], values: Sequence[torch.Tensor]) -> None:
-        """Overwrite the tensors of chunks by their ``values``: 1-D, on the CPU."""
-        self.write_images(self.load(specs, values))
-
     def load(self, specs: Sequence[ChunkSpec], values: Sequence[torch.Tensor]) -> set[str]:
-        """The first part of ``assign``; returns the names for ``write_images``."""
+        """Overwrite chunks by their ``values``: 1-D, on the CPU. Returns the names for ``write_images``."""
         copied: set[str] = set()
         for spec, flat in zip(specs, values, strict=True):
             places = self._places.get(spec.key)

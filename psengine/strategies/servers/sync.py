@@ -250,7 +250,8 @@ class SyncServer(ServerStrategy):
 
         def end_step() -> None:
             self._wait()
-            self.chunks.assign([self.chunks.specs[key] for key in landings], list(landings.values()))
+            specs = [self.chunks.specs[key] for key in landings]
+            self.chunks.write_images(self.chunks.load(specs, list(landings.values())))
             self._is_open = False
             self.completed_steps += 1
             self.session.telemetry.step_ended()
