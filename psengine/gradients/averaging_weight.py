@@ -27,7 +27,6 @@ class AveragingWeight:
         self.weight: float | None = None
         self.shadows_weights = False
         self._exchange = exchange
-        self._has_weighed = False
         # What the last forward began to exchange.
         self._begun: float | None = None
         self._is_due = False
@@ -48,10 +47,7 @@ class AveragingWeight:
             self.in_join = True
             weight = 0.0 if self.shadows_weights else None
         self._begun = weight
-        # Once a rank has weighed, all take part in this exchange for good.
-        self._has_weighed = self._has_weighed or weight is not None
-        if self._has_weighed:
-            self._exchange.weigh(weight)
+        self._exchange.weigh(weight)
 
     def step(self) -> Step:
         """The backward, whose first gradient is ready.

@@ -25,18 +25,13 @@ Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 EAGER_PACK_BYTES = 64 * 1024
 
 
-def is_non_overlapping_and_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory span exactly once in some order (contiguous, channels_last, permuted)."""
-    return ops.is_dense(tensor.shape, tensor.stride())
-
-
 def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     """The part of ``flat`` from ``offset`` in the layout autograd gives this parameter's gradient.
 
     Dense parameters get their own strides, others row-major ones: the gradient layout contract of
     torch/csrc/autograd/functions/accumulate_grad.h, which makes copies between the two run along memory.
     """
-    if is_non_overlapping_and_dense(parameter):
+    if ops.is_dense(parameter.shape, parameter.stride()):
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
@@ -110,7 +105,6 @@ class Bucket:
         self.eager_runs: dict[int, Run] = {}
         self.runs: list[Run] = []
         self._non_finite: list[tuple[int, torch.Tensor]] = []  # see ``take_non_finite_counts``
-        self._result: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         # Autograd may leave the gradients of these conjugated or negated lazily. It copies others, which resolves them.
         self.may_be_lazy = [i for i, p in enumerate(self.parameters) if p.is_complex() or p.numel() == 1]
         self.flat = self.sparse_zeros() if sparse else allocate(self.numel, self.dtype, self.device)
@@ -124,11 +118,6 @@ class Bucket:
     def facts(self) -> dict[str, Any]:
         """The bucket, as timelines describe it."""
         return {"bucket": self.index, "bytes": self.size_bytes, "parameters": self.names[:4]}
-
-    def facts_of(self, position: int) -> dict[str, Any]:
-        """One of the bucket's parameters, as timelines describe it."""
-        size_bytes = self.parameters[position].nbytes
-        return {"bucket": self.index, "bytes": size_bytes, "parameters": [self.names[position]]}
 
     def describe(self) -> str:
         """The bucket's name in error messages."""
@@ -171,12 +160,8 @@ class Bucket:
         return [view_like(flat, offset, p) for offset, p in zip(self.offsets, self.parameters, strict=True)]
 
     def views_of_result(self, result: torch.Tensor) -> list[torch.Tensor]:
-        """``views_of``, cached: most results are ``flat``, or have the same memory in every step."""
-        if result is self.flat:
-            return self.views
-        if self._result is None or self._result[0] is not result:
-            self._result = (result, self.views_of(result))
-        return self._result[1]
+        """``views_of``; most results are ``flat``."""
+        return self.views if result is self.flat else self.views_of(result)
 
     # ---- there and back ----------------------------------------------------------------------------------------
 

@@ -98,7 +98,9 @@ class _Spans:
             exchange = self._exchanges.pop(bucket.index, None)
             if exchange is not None and moment == "unpack":
                 exchange.close()
-        facts = bucket.facts if position is None else bucket.facts_of(position)
+        facts = bucket.facts
+        if position is not None:
+            facts = {**facts, "bytes": bucket.parameters[position].nbytes, "parameters": [bucket.names[position]]}
         if moment == "exchange":
             self._exchanges[bucket.index] = span(self._exchange_name, facts, step=self._step, track=EXCHANGE)
         elif moment in ("pack", "wait", "unpack"):

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from psengine.errors import ConfigurationError
+from psengine.kernels import ops
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import DTYPE_NUMBERS, MAX_SEGMENTS
-from psengine.tensors.bucket import is_non_overlapping_and_dense
 
 # Smaller chunks overlap better with backward and cost more messages; larger ones stall behind each other.
 CHUNK_BYTES = 1024 * 1024
@@ -94,7 +94,7 @@ class TensorImage:
     def __init__(self, tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> None:
         self.tensor = tensor
         if strides is None:
-            is_dense = is_non_overlapping_and_dense(tensor)
+            is_dense = ops.is_dense(tensor.shape, tensor.stride())
             strides = tuple(tensor.stride()) if is_dense else tuple(torch.empty(tensor.shape).stride())
         self.strides = strides
         self._copy: torch.Tensor | None = None
