@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.server_process import running_server
 from support.waiting import eventually
-from support.worker_sessions import all_entered
+from support.worker_sessions import crew
 
 from psengine.errors import (
     ConfigurationError,
@@ -63,19 +63,11 @@ def exchange(session, value):
     return session.push(0, torch.full((NUMEL,), float(value)), [torch.empty(NUMEL)]).wait()
 
 
-@contextmanager
-def pair(server, job):
-    """Two workers of an averaging job."""
-    first, second = all_entered(server.addresses, 2, layout(), job=job)
-    with first, second:
-        yield first, second
-
-
 # ---- exchanges -----------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_without_a_weight_among_weighted_ones_is_told(server, job):
-    with pair(server, job) as (a, b), ThreadPoolExecutor(1) as pool:
+    with crew(server.addresses, 2, layout(), job=job) as (a, b), ThreadPoolExecutor(1) as pool:
         first = pool.submit(exchange, a, 1)
         exchange(b, 1)
         first.result(20)
@@ -133,20 +125,14 @@ def test_abstaining_and_the_usage_of_a_blob(server, job):
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-def test_another_model_is_named(server, job):
-    with worker(server.addresses, job) as first:
+def test_another_model_and_a_taken_rank_are_refused(server, job):
+    with worker(server.addresses, job) as first, worker(server.addresses, job, 1) as second:
         first.enter(layout(), zeros)
-        with (
-            worker(server.addresses, job, 1) as second,
-            pytest.raises(ReplicaMismatchError, match=r"'weight'.*999.*1000"),
-        ):
+        with pytest.raises(ReplicaMismatchError, match=r"'weight'.*999.*1000"):
             second.enter(layout(999), zeros)
-
-
-def test_a_taken_rank_is_refused(server, job):
-    with worker(server.addresses, job), pytest.raises(ServerRefusedError, match="rank 0") as caught:
-        worker(server.addresses, job).start()
-    assert caught.value.code == "duplicate_rank"
+        with pytest.raises(ServerRefusedError, match="rank 0") as caught:
+            worker(server.addresses, job).start()
+        assert caught.value.code == "duplicate_rank"
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------
@@ -168,7 +154,7 @@ def test_a_worker_that_never_comes_is_named(server, job):
 
 
 def test_who_is_slow_in_a_step_is_named(server, job):
-    with pair(server, job) as (a, _):
+    with crew(server.addresses, 2, layout(), job=job) as (a, _):
         a.job_connection.options = replace(a.options, timeout_s=2.5)
         with pytest.raises(ServerLostError, match=r"push 1 of chunk 0 \(weight\).*waits for workers \[1\]"):
             exchange(a, 1)
@@ -334,11 +320,12 @@ def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
 @contextmanager
 def embedded_pair(**options):
     """An embedded server and its two workers, who have averaged once."""
-    with EmbeddedServer.start() as server:
-        sessions = all_entered(server.addresses, 2, layout(), is_embedded=True, **options)
-        with sessions[0], sessions[1]:
-            wait_all([session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)]) for session in sessions])
-            yield server, *sessions
+    with (
+        EmbeddedServer.start() as server,
+        crew(server.addresses, 2, layout(), is_embedded=True, **options) as sessions,
+    ):
+        wait_all([session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)]) for session in sessions])
+        yield server, *sessions
 
 
 def test_who_waits_for_an_embedded_server_that_ended_learns_it_at_once():

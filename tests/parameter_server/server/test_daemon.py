@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +19,8 @@ from support.command_process import running_server_command
 from support.server_process import AVERAGE_RULE, Peer, ServerFailedError, running_server
 from support.waiting import eventually
 
+from psengine.errors import SnapshotError
+from psengine.parameter_server.server.durability.tier import Durability
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY
 
@@ -125,24 +125,19 @@ def test_exit_codes(arguments, code, words, taken_port):
         assert "Traceback" not in shown
 
 
+def fill_the_disk():
+    def is_full(self):
+        self.end_logs()
+        raise SnapshotError("its disk is full")
+
+    Durability._write_first = is_full
+
+
 def test_a_start_that_fails_before_its_threads_run_says_why(tmp_path):
-    script = """if True:
-        import sys
-        from pathlib import Path
-        from psengine.errors import SnapshotError
-        from psengine.parameter_server.server.daemon import Server
-        from psengine.parameter_server.server.durability.tier import Durability
-        from psengine.parameter_server.server.settings import ServerSettings
-        def is_full(self):
-            self.end_logs()
-            raise SnapshotError("its disk is full")
-        Durability._write_first = is_full
-        place = Path(sys.argv[1])
-        sys.exit(Server(ServerSettings(bind=f"ipc://{place}/s", durability="log", snapshot_dir=place / "d")).run())
-    """
-    ended = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
-    assert ended.returncode == 4, ended.stderr
-    assert "psengine-server ends: its disk is full" in ended.stderr
+    options = {"durability": "log", "snapshot_dir": tmp_path / "d", "sabotage": fill_the_disk}
+    words = r"exit code 4(.|\n)*psengine-server ends: its disk is full"
+    with pytest.raises(ServerFailedError, match=words), running_server(**options):
+        pass
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------
