@@ -582,8 +582,6 @@ class Coordinator(JobMemory):
         worker.advance("went")
         worker.why_gone, worker.prepared = reason, 0
         worker.gone_unix_s = round(self._interfaces.wall_s(), 3)
-        if reason != "left":
-            worker.leaving = None
         self._note(reason, worker, f"{'left' if reason == 'left' else f'was {reason}'}: {why}")
         self.is_changed = True
 
