@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
 from torch import nn
@@ -288,6 +289,24 @@ def test_parameters_in_shared_memory(rank, world_size):
     assert (first == rank).all(), "after leave() each rank has its own again"
     with raises(ReductionError, "serves no model"):
         optimizer.step()
+
+
+@in_ranks(2)
+def test_goes_on_in_another_group_with_whole_state(rank, world_size):
+    values = []
+    for strategy in ("sync", SHARDED):
+        model, optimizer = make_pair("auto", strategy)
+        for step in range(4):
+            if step == 2:
+                optimizer.state_dict()
+                model._update_process_group(dist.new_group([0, 1]))
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        values.append(values_of(model))
+    assert_same(*values)
+    with raises(ReductionError, "has its part of the state only", "Fix: call optimizer.state_dict()"):
+        model._update_process_group(dist.new_group([0, 1]))
 
 
 @in_ranks(1)
