@@ -5,6 +5,8 @@
 #                   make mutants MUTANTS='psengine.parameter_server.server.rules.average*' for one module
 # make simulate     SEEDS=1000000 JOBS=2: whole jobs under simulated faults, each seed twice; tests/simulation/README.md
 # make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
+# make gpu          on a machine with an NVIDIA GPU: build, test and measure the CUDA kernels, in nine minutes at most.
+#                   It runs in the interpreter that has torch, and installs nothing: make PYTHON=python3 gpu
 # make docs         the documentation, in build/docs; warnings are errors
 # make wheel        the source distribution and a wheel for Linux, in dist; the wheel is tried in a fresh environment
 # make test-matrix  the core tests with other versions of Python and torch: docs/versions.md
@@ -29,7 +31,7 @@ PARALLEL := -n 3 --dist loadfile
 DEMO := examples/compare_strategies.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-matrix mutants simulate docs cuda wheel lint format bench clean
+.PHONY: help demo test test-slow test-matrix mutants simulate docs cuda gpu wheel lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,13 +53,17 @@ docs: $(DEV)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
-# csrc/kernels/fusion_cuda.cu at least compiles, wherever there is a compiler for it; setup.py says what is linked.
+# The CUDA sources at least compile, wherever there is a compiler for them; setup.py says what is linked.
+# tests/kernels/test_cuda_on_host.py runs the kernels without a GPU.
 cuda: $(if $(NVCC),build/cuda/.compiled)
-	@$(if $(NVCC),,echo "make: no nvcc on PATH: csrc/kernels/fusion_cuda.cu was not compiled")
+	@$(if $(NVCC),,echo "make: no nvcc on PATH: csrc/kernels/*.cu were not compiled")
 
 build/cuda/.compiled: $(STAMP) $(wildcard csrc/*/*.cu csrc/*/*.h)
 	PSENGINE_CUDA=1 $(BIN)/python setup.py -q build_ext --build-lib build/cuda --build-temp build/cuda
 	@touch $@
+
+gpu:
+	$(PYTHON) release/gpu.py
 
 test-slow: lint
 	$(BIN)/python -m pytest $(PARALLEL)

@@ -23,7 +23,7 @@ def main() -> None:
 
     package = Path(psengine.__file__).parent
     expect(package.is_relative_to(sys.prefix), f"psengine below {sys.prefix}", package)
-    expect(native.has_shared_memory(), "the native extension, with shared memory", native._reason)
+    expect(native.has_shared_memory(), "the native extension, with shared memory", native.reason)
     print(f"psengine {psengine.__version__}, torch {torch.__version__}, {ops.native_kernels()} kernels")
     train_on_two_ranks()
     said = command("psengine", "doctor")

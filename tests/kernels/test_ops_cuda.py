@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from psengine.kernels import ops
+from psengine.kernels import codec_ops, ops
 
 DEVICE = "cuda"
 
@@ -261,3 +261,38 @@ def test_nothing_waits_for_the_device(operator):
         assert not torch.cuda.current_stream().query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- codecs ----
+
+
+@pytest.mark.parametrize("form", [codec_ops.INT8, codec_ops.FP4, codec_ops.ONEBIT], ids=["int8", "fp4", "onebit"])
+@pytest.mark.parametrize("numel", [1, 33, 513, 100_003])
+def test_codecs(form, numel):
+    gradient, residual, into = (values(numel, seed=seed).nan_to_num(0.0, 1.0, -1.0) for seed in range(3))
+    gradient[numel // 2] = torch.nan
+    results = []
+    for device in ("cpu", DEVICE):
+        payload = torch.zeros(form.payload_bytes(numel), dtype=torch.uint8, device=device)
+        kept, total = residual.to(device, copy=True), into.to(device, copy=True)
+        codec_ops.encode_blocks_(payload, gradient.to(device), form, kept, kept)
+        codec_ops.decode_blocks_(total, payload, form, adds=True)
+        results.append((payload, kept, total))
+    (expected_payload, *expected), (payload, *actual) = results
+    assert torch.equal(payload.cpu(), expected_payload)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("numel", [1, 900, 20_000])
+def test_largest(numel):
+    gradient, results = values(numel), []
+    for device in ("cpu", DEVICE):
+        count = max(1, numel // 50)
+        places = torch.empty(count, dtype=torch.int32, device=device)
+        found, kept = torch.empty(count, device=device), torch.zeros(numel, device=device)
+        codec_ops.encode_largest_(places, found, gradient.to(device), kept, kept)
+        results.append((places.cpu(), found.cpu(), kept.cpu()))
+    assert torch.equal(results[1][0], results[0][0])
+    for got, wanted in zip(results[1][1:], results[0][1:], strict=True):
+        assert_same_bits(got, wanted)
