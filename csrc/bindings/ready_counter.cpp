@@ -1,5 +1,5 @@
 // psengine/gradients/ready_counter.py has the same hook in Python, and says what it does.
-#include "bindings/ready_counter.h"
+#include "bindings/methods.h"
 
 #include <cstdint>
 

@@ -1,146 +1,29 @@
 // psengine._native's functions for the shared-memory collective: integers and addresses in, tuples out.
-//
-// Plain functions of CPython's limited interface, not torch operators: a call costs a tenth of a microsecond instead of
-// several, and a small all-reduce takes two.
-
-#include "bindings/shared_memory.h"
-
-#include <cstdint>
-#include <exception>
-#include <limits>
-#include <new>
-#include <stdexcept>
-#include <string>
-#include <type_traits>
-#include <utility>
-#include <vector>
+#include "bindings/arguments.h"
 
 #if defined(__linux__)
 
 #include "shared_memory/group.h"
 
 namespace psengine {
-namespace {
 
 constexpr const char* kCapsuleName = "psengine.SharedMemoryGroup";
 
-struct PythonError {};  // an exception is set
-
-// Run `body` with C++ exceptions turned into Python's.
-template <typename Body>
-PyObject* guarded(Body body) {
-  try {
-    return body();
-  } catch (const PythonError&) {
-    return nullptr;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
-}
-
-// Run `body` without the interpreter's lock, which is taken back before its result or exception goes on.
-//
-// Not a destructor's work: while the interpreter finalizes, CPython before 3.14 ends a daemon thread that asks for the
-// lock by pthread_exit, which unwinds the stack. That must not happen in a destructor (which may not throw, and not at
-// all while another exception is under way) nor meet a catch (...) without a `throw`: both end in std::terminate.
-template <typename Body>
-auto without_interpreter_lock(Body body) {
-  std::exception_ptr error;
-  if constexpr (std::is_void_v<decltype(body())>) {
-    PyThreadState* state = PyEval_SaveThread();
-    try {
-      body();
-    } catch (const std::exception&) {
-      error = std::current_exception();
-    }
-    PyEval_RestoreThread(state);
-    if (error) std::rethrow_exception(error);
-  } else {
-    decltype(body()) result{};
-    without_interpreter_lock([&]() -> void { result = body(); });
-    return result;
-  }
-}
-
-// From Python. Throws PythonError or std::runtime_error.
-template <typename T>
-T from_python(PyObject* value);
-
 template <>
-SharedMemoryGroup& from_python(PyObject* value) {
+inline SharedMemoryGroup& from_python(PyObject* value) {
   void* pointer = PyCapsule_GetPointer(value, kCapsuleName);
   if (pointer == nullptr) throw PythonError();
   return *static_cast<SharedMemoryGroup*>(pointer);
 }
 
 template <>
-uint64_t from_python(PyObject* value) {
-  auto integer = PyLong_AsUnsignedLongLong(value);
-  if (integer == std::numeric_limits<unsigned long long>::max() && PyErr_Occurred()) throw PythonError();
-  return integer;
-}
-
-template <>
-int from_python(PyObject* value) {
-  return static_cast<int>(from_python<uint64_t>(value));
-}
-
-template <>
-char* from_python(PyObject* value) {
-  return reinterpret_cast<char*>(from_python<uint64_t>(value));
-}
-
-template <>
-const char* from_python(PyObject* value) {
-  return from_python<char*>(value);
-}
-
-template <>
-double from_python(PyObject* value) {
-  double real = PyFloat_AsDouble(value);
-  if (real == -1.0 && PyErr_Occurred()) throw PythonError();
-  return real;
-}
-
-template <>
-bool from_python(PyObject* value) {
-  return from_python<uint64_t>(value) != 0;
-}
-
-template <>
-ScalarKind from_python(PyObject* value) {
-  uint64_t kind = from_python<uint64_t>(value);
-  if (kind > static_cast<uint64_t>(ScalarKind::int64)) throw std::runtime_error("unknown kind of element");
-  return static_cast<ScalarKind>(kind);
-}
-
-template <>
-Order from_python(PyObject* value) {
+inline Order from_python(PyObject* value) {
   uint64_t order = from_python<uint64_t>(value);
   if (order > static_cast<uint64_t>(Order::rank)) throw std::runtime_error("unknown order of addition");
   return static_cast<Order>(order);
 }
 
-template <typename... Types, typename Body, size_t... index>
-PyObject* parse_and_call(PyObject* const* values, Body& body, std::index_sequence<index...>) {
-  return body(from_python<Types>(values[index])...);
-}
-
-// Call `body` with the arguments, parsed as `Types`.
-template <typename... Types, typename Body>
-PyObject* with_arguments(PyObject* const* values, Py_ssize_t count, Body body) {
-  return guarded([&]() -> PyObject* {
-    constexpr Py_ssize_t expected = sizeof...(Types);
-    if (count != expected) {
-      PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
-      return nullptr;
-    }
-    return parse_and_call<Types...>(values, body, std::index_sequence_for<Types...>{});
-  });
-}
+namespace {
 
 // A method of the group as a function of Python: (group, arguments) -> None or an integer.
 template <auto method, typename Result, typename... Types>
@@ -220,12 +103,6 @@ PyObject* states(PyObject*, PyObject* const* values, Py_ssize_t count) {
     }
     return list;
   });
-}
-
-using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
-
-PyMethodDef method(const char* name, FastFunction function, const char* documentation) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, documentation};
 }
 
 }  // namespace

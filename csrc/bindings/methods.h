@@ -1,4 +1,4 @@
-// The shared-memory collective's functions for Python.
+// The functions of psengine._native, each table null-terminated.
 #pragma once
 
 #ifndef Py_LIMITED_API  // setup.py passes it
@@ -8,7 +8,8 @@
 
 namespace psengine {
 
-// Null-terminated; psengine._native's method table.
+PyMethodDef* kernel_methods();
+PyMethodDef* ready_counter_methods();
 PyMethodDef* shared_memory_methods();
 
 }  // namespace psengine
