@@ -65,31 +65,25 @@ def variables(found):
     return {entry["name"]: entry.get("value") for entry in found.get("env", [])}
 
 
-def check_types(document):
-    """Kubernetes' own class reads the object and writes the same: no unknown field, no wrong type."""
-    client = pytest.importorskip("kubernetes.client", reason="kubernetes is not installed: pip install kubernetes")
-    assert document["apiVersion"] in BUILT_IN
-    made = getattr(client, f"V1{document['kind']}").from_dict(document)
-    assert client.ApiClient().sanitize_for_serialization(made) == document
-
-
-@pytest.mark.slow  # the client's import alone takes seconds
+@pytest.mark.slow  # the clients' imports alone take seconds
 @pytest.mark.parametrize("name", ["base", *OVERLAY_NAMES])
 def test_kubernetes_takes_the_objects(name):
+    """Its own class reads an object and writes the same: no unknown field, no wrong type."""
+    client = pytest.importorskip("kubernetes.client", reason="kubernetes is not installed: pip install kubernetes")
     objects = objects_of(BASE) if name == "base" else rendered(OVERLAYS / name)
-    assert {each["kind"] for each in objects} == {
-        *("StatefulSet", "Service", "PodDisruptionBudget", "Job", "NetworkPolicy")
-    }
+    kinds = {"StatefulSet", "Service", "PodDisruptionBudget", "Job", "NetworkPolicy"}
+    assert {each["kind"] for each in objects} == kinds
     for each in objects:
-        check_types(each)
+        assert each["apiVersion"] in BUILT_IN
+        made = getattr(client, f"V1{each['kind']}").from_dict(each)
+        assert client.ApiClient().sanitize_for_serialization(made) == each
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ClusterTrainingRuntime", "TrainJob"])
 def test_kubeflow_takes_the_objects(name):
-    models = pytest.importorskip(
-        "kubeflow_trainer_api.models", reason="kubeflow_trainer_api is not installed: pip install kubeflow-trainer-api"
-    )
+    reason = "kubeflow_trainer_api is not installed: pip install kubeflow-trainer-api"
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason=reason)
     document = one(objects_of(KUBEFLOW), name)
     made = getattr(models, f"TrainerV1alpha1{name}").from_dict(document)
     assert json.loads(made.to_json()) == document
@@ -139,16 +133,13 @@ def test_the_parts_of_a_training_fit(name):
 
 def test_a_train_job_fits_its_runtime():
     runtime, job = (one(objects_of(KUBEFLOW), kind) for kind in ("ClusterTrainingRuntime", "TrainJob"))
-    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["template"]["spec"]["template"]["spec"]["enableServiceLinks"] is False
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert node["template"]["spec"]["template"]["spec"]["enableServiceLinks"] is False
     # The names by which Kubeflow finds what a TrainJob changes.
     assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     assert [c["name"] for c in node["template"]["spec"]["template"]["spec"]["containers"]] == ["node"]
 
-
-# ---- the commands ----------------------------------------------------------------------------------------------------
 
 TRAIN = """
 import json, os, sys, time, pathlib
@@ -180,7 +171,6 @@ class Pod:
         self._replaced = replaced
         self._index = index
         self._more = more or {}
-        self._running = []
 
     def here(self, words):
         for old, new in self._replaced.items():
@@ -196,25 +186,15 @@ class Pod:
             own[entry["name"]] = str(self._index) if field else self.here([entry["value"]])[0]
         return own
 
-    def run(self, found, command):
-        done = subprocess.run(
-            self.here(command), env=self.environment(found), capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-
     def initialise(self):
         for found in self._spec["initContainers"]:
-            self.run(found, found["command"])
+            subprocess.run(self.here(found["command"]), env=self.environment(found), check=True, timeout=60)
 
     def start(self, name, folder):
         (found,) = (c for c in self._spec["containers"] if c["name"] == name)
-        log = (folder / f"{name}-{self._index}.log").open("ab")
-        with log:
-            process = subprocess.Popen(
-                self.here([*found["command"], *found.get("args", [])]),
-                env=self.environment(found), cwd=folder, stdout=log, stderr=log,
-            )  # fmt: skip
-        return found, process
+        command = self.here([*found["command"], *found.get("args", [])])
+        with (folder / f"{name}-{self._index}.log").open("ab") as log:
+            return found, subprocess.Popen(command, env=self.environment(found), cwd=folder, stdout=log, stderr=log)
 
 
 @pytest.mark.slow
