@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from support.hosts import Host, emulated_hosts, needs_hosts
-from support.processes import run_ranks
 from support.scheduled_runs import (
     DEADLINE_S,
     TRAINING,
@@ -20,11 +19,11 @@ from support.scheduled_runs import (
     hosts_of,
     lines_of,
     losses_of,
+    native_losses,
     run,
 )
 from support.server_process import running_server
 from support.waiting import eventually
-from torch import nn
 
 # By its own name: pip's package mpich brings an mpirun too.
 OPEN_MPI = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
@@ -41,20 +40,11 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def native_ranks(rank: int, world_size: int) -> list[str]:
-    from support.scheduled_training import model_of, optimizer_of, train_step
-
-    model = model_of()
-    optimizer = optimizer_of(model)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    return [train_step(wrapped, optimizer, rank, step).hex() for step in range(10)]
-
-
 @pytest.mark.parametrize("strategy", ["sync", pytest.param("sync-server", marks=pytest.mark.slow)])
 def test_two_ranks_have_native_ddps_bits(out, strategy):
     done = run([*MPIRUN, "-n", "2", *PYTHON, out], PSENGINE_STRATEGY=strategy)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert losses_of(out) == dict(enumerate(run_ranks(native_ranks, 2)))
+    assert losses_of(out) == native_losses(2)
 
 
 @pytest.mark.slow
@@ -115,7 +105,7 @@ def test_several_hosts_need_the_address_of_rank_0(out, tmp_path, address):
         )
     if address:
         assert ended.code == 0, ended.stdout + ended.stderr
-        assert losses_of(out) == dict(enumerate(run_ranks(native_ranks, 2)))
+        assert losses_of(out) == native_losses(2)
         assert hosts_of(out) == ["node-0", "node-1"]
     else:
         assert ended.code == 1

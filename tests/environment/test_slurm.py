@@ -25,20 +25,6 @@ def cluster(tmp_path_factory):
         yield started
 
 
-@pytest.fixture(scope="module")
-def native(tmp_path_factory):
-    """World size and number of steps to native DDP's losses under torchrun."""
-    known: dict[tuple[int, int], dict[int, list[str]]] = {}
-
-    def losses(world_size: int, steps: int) -> dict[int, list[str]]:
-        if (world_size, steps) not in known:
-            folder = tmp_path_factory.mktemp("torchrun") / "out"
-            known[world_size, steps] = native_losses(folder, world_size, f"--steps={steps}")
-        return known[world_size, steps]
-
-    return losses
-
-
 @pytest.fixture
 def out(tmp_path):
     (tmp_path / "out").mkdir()
@@ -70,9 +56,9 @@ def steps_of(out: Path, worker: int) -> list[int]:
     return [line["step"] for line in lines_of(out).get(worker, [])]
 
 
-def test_a_task_for_each_process(cluster, out, native):
+def test_a_task_for_each_process(cluster, out):
     cluster.run(["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "python", TRAINING, out])
-    assert losses_of(out) == native(4, 10)
+    assert losses_of(out) == native_losses(4)
     assert hosts_of(out) == ["node-1", "node-1", "node-2", "node-2"]
 
 
@@ -84,7 +70,7 @@ REQUEUES = {
 
 
 @pytest.mark.parametrize("how", REQUEUES)
-def test_the_synchronous_script_goes_on_from_its_checkpoint(cluster, out, native, how):
+def test_the_synchronous_script_goes_on_from_its_checkpoint(cluster, out, how):
     command, requeue = REQUEUES[how]
     training = ["--steps=40", "--pause=0.3", "--checkpoint"]
     job = submit(cluster, out, "sync.sbatch", *training, WORKERS_PER_NODE="1", REQUEUE=requeue)
@@ -96,16 +82,17 @@ def test_the_synchronous_script_goes_on_from_its_checkpoint(cluster, out, native
     assert job.end() == "COMPLETED", job.text
     assert job.facts()["Restarts"] == "1"
     assert before[-1] < 39
+    native = native_losses(2, 40)
     for worker, lines in lines_of(out).items():
         # A worker may have reported the interrupted step, which is not in the checkpoint.
-        assert {line["step"]: line["loss"] for line in lines} == dict(enumerate(native(2, 40)[worker]))
+        assert {line["step"]: line["loss"] for line in lines} == dict(enumerate(native[worker]))
 
 
 @pytest.mark.parametrize("how", [submit, wrap], ids=["a heterogeneous job", "the server is the first step"])
-def test_synchronous_training_over_a_server(cluster, out, native, how):
+def test_synchronous_training_over_a_server(cluster, out, how):
     job = how(cluster, out, "async.sbatch", WORKERS_PER_NODE="1", PSENGINE_STRATEGY="sync-server")
     assert job.end() == "COMPLETED", job.text
-    assert losses_of(out) == native(2, 10)
+    assert losses_of(out) == native_losses(2)
     assert hosts_of(out) == (["node-2", "node-3"] if how is submit else ["node-1", "node-2"])
     assert os.stat(out.parent / f"psengine-{job.number}" / "keys" / "server.key").st_mode & 0o077 == 0
 

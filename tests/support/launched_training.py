@@ -1,13 +1,12 @@
 """A small training that cli/test_run.py and cli/test_advise.py launch.
 
-launched_training.py STEPS [SLOW_RANK SECONDS [FOLDER]]
+launched_training.py STEPS [SLOW_RANK SECONDS]
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -22,13 +21,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = psengine.DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
-    for step in range(steps):
+    for _ in range(steps):
         optimizer.zero_grad()
         time.sleep(slow_s if context.rank == slow_rank else 0.002)
         model(torch.ones(8, 4)).sum().backward()
         optimizer.step()
-        if len(sys.argv) > 4 and context.rank == 0:
-            Path(sys.argv[4], "steps").write_text(str(step + 1))
     psengine.shutdown()
 
 

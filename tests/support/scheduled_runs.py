@@ -1,4 +1,4 @@
-"""What ``scheduled_training.py`` wrote, and the same training under torchrun and native DDP."""
+"""What ``scheduled_training.py`` wrote, and the same training under native DDP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from support import scheduled_training
 from support.hosts import ROOT
+from support.processes import run_ranks
 
 TRAINING = Path(__file__).with_name("scheduled_training.py")
 DEADLINE_S = 150.0
@@ -45,13 +47,9 @@ def hosts_of(folder: Path) -> list[str]:
     return [lines[-1]["host"] for _, lines in sorted(lines_of(folder).items())]
 
 
-def native_losses(folder: Path, world_size: int, *arguments: str) -> dict[int, list[str]]:
-    """The losses of the same training by native DDP, started by torchrun on this machine."""
-    folder.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    done = run([*torchrun, TRAINING, folder, "--native", *arguments])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return losses_of(folder)
+def native_losses(world_size: int, steps: int = 10) -> dict[int, list[str]]:
+    """The losses of the same training under native DDP, on this machine."""
+    return dict(enumerate(run_ranks(scheduled_training.native_losses, world_size, steps)))
 
 
 def run(command: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """A training that tests start with srun, mpirun, torchrun and psengine run: every worker's losses, to the bit.
 
-scheduled_training.py FOLDER [--native] [--steps N] [--pause SECONDS] [--checkpoint]
+scheduled_training.py FOLDER [--steps N] [--pause SECONDS] [--checkpoint]
 
 A worker appends a line to FOLDER/workerN.jsonl for each step. ``--checkpoint``: rank 0 saves each step, and a later run
 goes on from there.
@@ -13,7 +13,6 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -47,10 +46,17 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, 
     return loss.item()
 
 
+def native_losses(rank: int, world_size: int, steps: int) -> list[str]:
+    """In a rank: its losses under native DDP."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return [train_step(wrapped, optimizer, rank, step).hex() for step in range(steps)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--native", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--checkpoint", action="store_true")
@@ -58,13 +64,8 @@ def main() -> None:
     torch.set_num_threads(1)
     context = psengine.init()
     module = model_of()
-    model: Any
-    optimizer: Any = optimizer_of(module)
-    if options.native:
-        model = nn.parallel.DistributedDataParallel(module)
-    else:
-        model = psengine.DistributedDataParallel(module)
-        optimizer = psengine.DistributedOptimizer(optimizer, model)
+    model = psengine.DistributedDataParallel(module)
+    optimizer = psengine.DistributedOptimizer(optimizer_of(module), model)
     saved, first = options.folder / "checkpoint.pt", int(module.steps.item())
     if options.checkpoint and saved.exists():
         state = torch.load(saved)
