@@ -9,7 +9,7 @@ import psengine
 from psengine.codecs.registry import CODECS
 from psengine.collectives.registry import COLLECTIVES, resolve_collective
 from psengine.errors import ConfigurationError
-from psengine.specification import Registry, Specification
+from psengine.specification import Specification
 from psengine.strategies.registry import PARTS, STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 
@@ -56,11 +56,22 @@ def test_malformed_options_are_refused(text, message):
             "async:servers=localhost:70",
             r"\(expected tcp://host:port or .* got 'localhost:70'\). Did you mean tcp://loc",
         ),
+        ("snyc", r"unknown strategy \(expected one of \['async', .*, got 'snyc'\)\. Did you mean sync\?"),
+        ("sync:compress=pear", r"unknown codec \(expected one of \['bf16', .*, got 'pear'\)"),
+        ("sync:compress=topk:ratio=2", r"expected compress=topk,ratio=2, got compress=topk:ratio=2\)"),
+        (
+            "sync:compress=topk,ratoi=2",
+            r"of strategy 'sync', \['ratio', .* of codec 'topk', got ratoi=2\)\. Did you mean ratio\?",
+        ),
     ],
 )
 def test_a_value_that_is_refused_comes_with_what_was_expected(text, message):
     with pytest.raises(ConfigurationError, match=message):
         resolve_strategy(text)
+
+
+def test_a_codec_gets_the_options_that_the_strategy_does_not_name():
+    assert repr(resolve_strategy("sync:compress=topk,ratio=0.5")) == "sync:compress=topk:ratio=0.5"
 
 
 def test_an_option_that_is_text_stays_text_and_a_number_is_none():
@@ -95,50 +106,6 @@ def test_no_option_has_two_owners():
     assert not of_codecs & of_strategies
     assert not set(PARTS) & of_codecs
     assert all(option in of_strategies for option in PARTS)
-
-
-class Ingredient:
-    def __init__(self, *, share: float = 1.0) -> None:
-        self.share = share
-
-
-class Dish:
-    def __init__(self, filling: Ingredient | None = None, *, size: int = 1) -> None:
-        self.filling, self.size = filling, size
-
-
-@pytest.fixture
-def dishes() -> tuple[Registry[Dish], Registry[Ingredient]]:
-    whole: Registry[Dish] = Registry("dish")
-    whole.register("pie", Dish)
-    part: Registry[Ingredient] = Registry("filling")
-    part.register("apple", Ingredient)
-    return whole, part
-
-
-def test_a_part_gets_the_options_that_the_whole_does_not_name(dishes):
-    whole, part = dishes
-    pie = whole.read("pie:filling=apple,share=0.5,size=3", {"filling": part})()
-    assert (pie.size, pie.filling.share) == (3, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "pie:filling=apple,shair=2",
-            r"unknown option 'shair' \(expected some of \['filling', 'size'\] of dish 'pie', \['share'\] of filling"
-            r" 'apple', got shair=2\)\. Did you mean share\?",
-        ),
-        ("pie:filling=pear", r"unknown filling \(expected one of \['apple'\], got 'pear'\)"),
-        ("pie:filling=apple:share=2", r"expected filling=apple,share=2, got filling=apple:share=2\)"),
-        ("pei", r"unknown dish \(expected one of \['pie'\], got 'pei'\)\. Did you mean pie\?"),
-    ],
-)
-def test_unknown_names_list_what_whole_and_part_know(dishes, text, message):
-    whole, part = dishes
-    with pytest.raises(ConfigurationError, match=message):
-        whole.read(text, {"filling": part})
 
 
 def test_registering_refuses_what_users_could_not_write():
