@@ -6,8 +6,7 @@ from ways_of_training.table import ROWS
 
 SUBJECTS = (
     *("wrapping", "outputs", "layers", "buffers", "freezing", "precision", "gradients", "accumulation"),
-    *("recomputation", "skipped_batches", "hooks", "optimizers", "loaders", "objectives", "evaluation", "saving"),
-    "compilation",
+    *("recomputation", "skipped_batches", "hooks", "optimizers", "loops", "saving"),
 )
 
 for subject in SUBJECTS:

@@ -1,6 +1,8 @@
-"""The wrapper's own options."""
+"""The wrapper's own options, and torch.compile around and inside it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,3 +123,26 @@ NOTHING = "a module doesn't have any parameter that requires a gradient"
 def nothing_to_train(run: Run) -> None:
     """A module without parameters that need a gradient."""
     run.wrap(mlp().requires_grad_(False))
+
+
+def train_compiled(run: Run, model: Any, called: Any) -> None:
+    for x, y in run.training(run.sgd(model)):
+        loss = classify(called, x, y)
+        loss.backward()
+        run.note(loss)
+
+
+@row(slow=True)
+def compiled_around_with_autograd(run: Run) -> None:
+    """The wrapped model compiled, backend aot_eager."""
+    torch._dynamo.reset()
+    model = run.wrap(mlp(), bucket_cap_mb=25)
+    train_compiled(run, model, torch.compile(model, backend="aot_eager"))
+
+
+@row(slow=True)
+def compiled_inside(run: Run) -> None:
+    """A compiled module that is wrapped, backend aot_eager."""
+    torch._dynamo.reset()
+    model = run.wrap(torch.compile(mlp(), backend="aot_eager"), bucket_cap_mb=25)
+    train_compiled(run, model, model)

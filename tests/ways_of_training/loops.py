@@ -1,11 +1,12 @@
-"""Where batches come from, and how large they are."""
+"""Loops around steps: where batches come from, evaluation between steps, several models."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from ways_of_training.networks import classify, mlp
-from ways_of_training.run import Run
+from ways_of_training.networks import classify, mlp, train
+from ways_of_training.run import WIDTH, Run
 from ways_of_training.table import apart_from, left_out, refused, row
 
 ALONE = left_out("one worker has nobody whose data could end earlier or later")
@@ -58,3 +59,46 @@ def uneven_inputs_end_together(run: Run) -> None:
     except RuntimeError:
         run.note(1.0)
     dist.barrier()
+
+
+@row
+def adversarial_networks(run: Run) -> None:
+    """GAN: two wrapped models; the critic is frozen while the generator learns."""
+    generator = run.wrap(mlp(8, inputs=4, outputs=WIDTH))
+    critic = run.wrap(mlp(8, outputs=1))
+    of_generator = run.optimizer(torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.9)), generator)
+    of_critic = run.optimizer(torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.9)), critic)
+    for x, _ in run.batches():
+        of_critic.zero_grad()
+        fake = generator(torch.randn(len(x), 4)).detach()
+        (critic(fake).mean() - critic(x).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        critic.requires_grad_(False)
+        loss = -critic(generator(torch.randn(len(x), 4))).mean()
+        loss.backward()
+        critic.requires_grad_(True)
+        of_generator.step()
+        run.note(loss)
+
+
+@row
+def evaluated_with_gradients(run: Run) -> None:
+    """After each step a forward with gradients whose loss nobody differentiates."""
+    model = run.wrap(mlp())
+    for x, y in run.training(run.sgd(model)):
+        classify(model, x, y).backward()
+        model.eval()
+        run.note(classify(model, x, y))
+        model.train()
+
+
+@row
+def first_used_for_evaluation(run: Run) -> None:
+    """The wrapped model's very first forwards are evaluations."""
+    model = run.wrap(mlp())
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            for x, y in run.batches(2):
+                run.note(classify(model, x, y))
+    train(run, model)
