@@ -170,25 +170,24 @@ class Rounds(StepStrategy[ScaledStep]):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        expected = {"residuals", "steps", "parts", "outer"}
-        if set(state) != expected or len(state["parts"]) != len(self._parts):
+        saved_parts = state.get("parts", ())
+        if len(saved_parts) != len(self._parts):
             raise ConfigurationError(
-                f"the saved state is not one of {self!r} (expected {sorted(expected)} with {len(self._parts)} parts,"
-                f" got {sorted(state)} with {len(state.get('parts', ()))})"
+                f"the saved state is not one of {self!r} (expected {len(self._parts)} parts, got {len(saved_parts)})"
             )
         try:
             with torch.no_grad():
                 if self._outer is not None:
                     self._outer.load(state["outer"])
-                for part, saved in zip(self._parts, state["parts"], strict=True):
+                for part, saved in zip(self._parts, saved_parts, strict=True):
                     part.load(saved)
+            super().load_state_dict(state["residuals"])
+            self._steps, self._is_settled = state["steps"], True
         except KeyError as error:
             raise ConfigurationError(
                 f"the saved state is not one of {self!r} (expected what it keeps of each parameter, got nothing for"
                 f" {error}). Fix: use the same options, or leave out the strategy's state."
             ) from error
-        super().load_state_dict(state["residuals"])
-        self._steps, self._is_settled = state["steps"], True
 
     @override
     def restart(self) -> None:

@@ -25,14 +25,18 @@ REFUSALS = {"non_finite": "it holds NaN or infinity", "stale": "computed before 
 class Pushes:
     """The pushes of the step under way.
 
+    Args:
+        session: the worker's.
+        chunks: of its replica.
+        trained: the chunks that hold a trained parameter; others are never pushed.
+
     Attributes:
-        trained: keys of the chunks that hold a trained parameter; others are never pushed.
         refused: how many chunks the servers refused.
         has_non_finite: whether they refused one that is not finite.
     """
 
-    def __init__(self, session: WorkerSession, chunks: ChunkedReplica, trained: Collection[ChunkSpec] = ()) -> None:
-        self.trained = {spec.key for spec in trained}
+    def __init__(self, session: WorkerSession, chunks: ChunkedReplica, trained: Collection[ChunkSpec]) -> None:
+        self._trained = {spec.key for spec in trained}
         self.refused = 0
         self.has_non_finite = False
         # Of all pushes that were applied: their number, and the sum of their staleness.
@@ -78,7 +82,7 @@ class Pushes:
         pushes: list[tuple[ChunkSpec, Push]] = []
         self._pushes.append((bucket, travelling, pushes))
         for spec, start, end in self._chunks.of_bucket[bucket.index]:
-            if spec.key not in self.trained:
+            if spec.key not in self._trained:
                 continue
             absent = [index for index, segment in enumerate(spec.segments) if segment.name in missing]
             values: torch.Tensor | None = payload[start:end]
