@@ -186,19 +186,21 @@ class C10dCollective(Collective):
             raise self.diagnose(store_error, what) from store_error
         if not alarm or is_done():
             return
-        error = self.diagnose(_AlarmError("another rank reported a failure"), what)
+        error = self.diagnose(RuntimeError("another rank reported a failure"), what, begin=False)
         if isinstance(error, PeerLostError):
             raise error
 
-    def diagnose(self, error: BaseException, what: str) -> Exception:
-        """Hold a roll call and return the error that names the missing ranks, else ``CollectiveError``."""
+    def diagnose(self, error: BaseException, what: str, *, begin: bool = True) -> Exception:
+        """Hold a roll call, or answer one where nothing failed here (``begin`` False). Return the error that names the
+        missing ranks, else ``CollectiveError``.
+        """
         if isinstance(error, CollectiveError):
             return error
         failure = f"{what} failed on rank {self.rank} of {self.world_size}: {str(error).strip()}"
         if self.liveness is None:
             return CollectiveError(failure)
         try:
-            missing = self.liveness.missing_ranks(what, begin=not isinstance(error, _AlarmError))
+            missing = self.liveness.missing_ranks(what, begin=begin)
         except Exception as store_error:
             missing = self.liveness.lost_processes()
             failure += (
@@ -212,10 +214,6 @@ class C10dCollective(Collective):
             "Look at the first error in the output of the ranks named above; restart the job from its last checkpoint.",
             missing,
         )
-
-
-class _AlarmError(RuntimeError):
-    """Another rank reported a failure; nothing failed here."""
 
 
 @dataclass(eq=False)

@@ -18,13 +18,13 @@ from psengine.collectives.registry import collective_for, default_group
 from psengine.collectives.shared_memory.host import meet_hosts
 dist.init_process_group("gloo")
 c10d = collective_for(default_group(), "c10d")
-met = meet_hosts(c10d, "rank")
+_, hosts = meet_hosts(c10d, "rank")
 flat = torch.ones(1000)
 collective_for(default_group(), "hierarchical").all_reduce(flat).wait()
 assert (flat == dist.get_world_size()).all()
 collective_for(default_group()).all_reduce(flat, 0.25).wait()
 c10d.liveness.look_up_processes()  # all have written where they are, or they would not have met
-print(met.hosts, c10d.liveness.lost_processes())
+print(hosts, c10d.liveness.lost_processes())
 c10d.barrier().wait()
 """
 # A container with a process table of its own, but this machine's host name, boot id, /dev/shm and network.

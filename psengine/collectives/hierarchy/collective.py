@@ -39,7 +39,6 @@ from psengine.collectives.operands import check_flat, flat_bytes, real
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError
-from psengine.kernels import native
 
 # Tensors go through the stages in pieces, so that links are busy while hosts add: whole buckets of 25 MB, which leave
 # links idle between the stages, take a fifth longer (benchmarks/cluster, 2 x 2 ranks at 1 Gbit/s).
@@ -152,7 +151,7 @@ class HierarchicalCollective(Forwarding):
 
     def __init__(self, inner: C10dCollective) -> None:
         super().__init__(inner)
-        self._segments = SharedSegments() if native.has_shared_memory() else None
+        self._segments = SharedSegments()
         self._levels: Levels | None = None
         self._has_ended = False
         # Begun and not complete, in the order of calls.
@@ -176,9 +175,7 @@ class HierarchicalCollective(Forwarding):
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._segments is None or device.type != "cpu":
-            return super().allocate(numel, dtype, device)
-        return self._segments.allocate(numel, dtype)
+        return self._segments.allocate(numel, dtype, device)
 
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:

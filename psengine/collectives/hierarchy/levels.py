@@ -79,15 +79,14 @@ class Levels:
         trades, collects: the ranks at this place on each host; None where this rank has no lane, or there is one host.
     """
 
-    def __init__(self, everybody: C10dCollective, segments: SharedSegments | None) -> None:
+    def __init__(self, everybody: C10dCollective, segments: SharedSegments) -> None:
         self.everybody = everybody
-        met = meet_hosts(everybody, ORDER)
-        self.hosts = met.hosts
+        places, self.hosts = meet_hosts(everybody, ORDER)
         self.host = next(number for number, host in enumerate(self.hosts) if everybody.rank in host)
         self.own = self.hosts[self.host]
         self.place = self.own.index(everybody.rank)
         self.lanes = min(map(len, self.hosts))
-        prefix = f"psengine/hierarchical/{met.places[0].token:x}"
+        prefix = f"psengine/hierarchical/{places[0].token:x}"
         self.sums: HostMemory | None = None
         self.spreads: HostMemory | None = None
         self.trades: dist.ProcessGroup | None = None

@@ -112,7 +112,7 @@ class SharedMemoryCollective(Forwarding):
         self._is_unavailable = False
         self._has_ended = False
         self._connecting = threading.Lock()
-        self._segments = segments or (SharedSegments() if native.has_shared_memory() else None)
+        self._segments = segments or SharedSegments()
         # By operation, its tensors, kept until the native side is done.
         self._outstanding: dict[int, torch.Tensor | tuple[torch.Tensor, ...]] = {}
 
@@ -151,7 +151,6 @@ class SharedMemoryCollective(Forwarding):
                 self._is_unavailable = True
                 logger.info("%s; going on over torch.distributed", error)
                 return
-            assert self._segments is not None
             self._segments.attach(group)
             self._group = group
             if self.inner.liveness is not None:
@@ -178,9 +177,7 @@ class SharedMemoryCollective(Forwarding):
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory in which ``all_reduce`` needs no copies; for one reduction all ranks use such memory, or none does."""
-        if self._segments is None or self._is_unavailable or device.type != "cpu" or dtype not in SCALAR_KINDS:
-            return super().allocate(numel, dtype, device)
-        return self._segments.allocate(numel, dtype)
+        return (self.inner if self._is_unavailable else self._segments).allocate(numel, dtype, device)
 
     def _kind_at_once(self, flat: torch.Tensor, scale: float) -> int | None:
         """The kind of a tensor that is summed as it is; None where it must be looked at more closely, or refused."""
@@ -216,7 +213,7 @@ class SharedMemoryCollective(Forwarding):
             raise self._failure(f"all-reduce of {what}", error) from error
         if operation != 0:
             self._outstanding[operation] = flat
-            self.finish(operation, f"all-reduce of {what}", self.timeout_s, has_spun=True)
+            self.finish(operation, f"all-reduce of {what}", self.timeout_s)
 
     def reduce_scatter(
         self, output: torch.Tensor, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor"
@@ -352,15 +349,13 @@ class SharedMemoryCollective(Forwarding):
         """What to raise for a call that the native side refused."""
         return CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}")
 
-    def finish(self, operation: int, what: str, timeout_s: float, *, has_spun: bool = False) -> None:
+    def finish(self, operation: int, what: str, timeout_s: float) -> None:
         """Wait until ``operation`` is complete. Passing the deadline ends the whole group."""
         failure = None
         try:
             if recorder.is_on:
                 with span(what, category="collective"):
                     failure = self._spin_and_sleep(operation, what, timeout_s)
-            elif has_spun:
-                failure = self._sleep(operation, what, timeout_s)
             else:
                 failure = self._spin_and_sleep(operation, what, timeout_s)
         except CollectiveError:

@@ -50,20 +50,9 @@ class Place(NamedTuple):
     token: int
 
 
-class Meeting(NamedTuple):
-    """What ranks told each other.
-
-    Attributes:
-        places: by rank.
-        hosts: the ranks of each host, ascending, the host of rank 0 first: those that can open each other's memory.
-    """
-
-    places: list[Place]
-    hosts: tuple[tuple[int, ...], ...]
-
-
-def meet_hosts(meeting: Collective, order: str) -> Meeting:
-    """Find out, by trying, which ranks share memory; two exchanges.
+def meet_hosts(meeting: Collective, order: str) -> tuple[list[Place], tuple[tuple[int, ...], ...]]:
+    """Find out, by trying, which ranks share memory; two exchanges. Return the place of each rank, and the ranks of
+    each host, ascending, the host of rank 0 first: those that can open each other's memory.
 
     Each rank makes an anonymous file with a token in it, and opens those of the others as it would open their buckets.
     Neither a host's name nor its boot id counts: containers of one machine may have those in common and share nothing,
@@ -82,7 +71,7 @@ def meet_hosts(meeting: Collective, order: str) -> Meeting:
     finally:
         if proof >= 0:
             os.close(proof)
-    return Meeting(places, _hosts(places, seen))
+    return places, _hosts(places, seen)
 
 
 def _can_open(place: Place) -> bool:
@@ -118,12 +107,12 @@ def join_host_group(meeting: Collective, order: str) -> Any:
         ConfigurationError: the ranks have chosen different orders.
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
-    met = meet_hosts(meeting, order)
-    _check_orders([place.order for place in met.places])
-    if len(met.hosts) > 1:
-        reason = _reason_against(met.places) or f"ranks {met.hosts[1][0]} and 0 cannot open each other's memory"
+    places, hosts = meet_hosts(meeting, order)
+    _check_orders([place.order for place in places])
+    if len(hosts) > 1:
+        reason = _reason_against(places) or f"ranks {hosts[1][0]} and 0 cannot open each other's memory"
         raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
-    has_core_for_each = met.places[0].cores >= meeting.world_size
+    has_core_for_each = places[0].cores >= meeting.world_size
     slot_bytes = SLOT_BYTES if has_core_for_each else SLOT_BYTES_WHERE_CORES_ARE_SHARED
     slot_bytes = max(slot_bytes, meeting.world_size * SLOT_BYTES_PER_RANK)
 

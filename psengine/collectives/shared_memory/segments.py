@@ -32,14 +32,14 @@ class SharedSegments:
         self._next_byte = 0
         self._lock = threading.Lock()
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised flat tensor.
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised flat tensor; of ordinary memory where ``device`` or this machine has no other.
 
         Raises:
             OSError, RuntimeError: the machine has no memory or file descriptor left to give.
         """
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
+        if numel == 0 or device.type != "cpu" or not native.has_shared_memory():
+            return torch.empty(numel, dtype=dtype, device=device)
         needed_bytes = numel * dtype.itemsize
         with self._lock:
             memory = self._open_segment() if self._open_segment is not None else None

@@ -59,12 +59,4 @@ class _AfterImport(MetaPathFinder):
 def _create(options: Any, backend_options: Any) -> Any:
     from psengine.collectives.torch_backend.process_group import SharedMemoryProcessGroup
 
-    return SharedMemoryProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        options.group_id,
-        options.global_ranks_in_group,
-        backend_options,
-    )
+    return SharedMemoryProcessGroup(options, backend_options)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,51 +50,36 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     """The ranks of one host. Made by ``torch.distributed`` for the backend "psengine"; every rank makes it together.
 
     Args:
-        store: key-value store of this group alone.
-        rank: this process in the group.
-        size: number of ranks.
-        timeout: deadline of every operation.
-        name: the group's name, the same on every rank.
-        global_ranks: of the group's ranks, their ranks in the default group; empty for the default group.
+        options: torch's ``_DistributedBackendOptions``: the group's own store, rank, size, timeout of every operation,
+            name, and of its ranks their ranks in the default group.
         nccl_options: ``ProcessGroupNCCL.Options`` of the user, or None.
 
     Raises:
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        name: Any,
-        global_ranks: Sequence[int] = (),
-        nccl_options: Any = None,
-    ) -> None:
+    def __init__(self, options: Any, nccl_options: Any = None) -> None:
+        store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
         # The constructor with a store makes no object that C++ would ask for Python's methods.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         # For what this group's own operations leave over, and what its ranks meet over.
         self._ordinary = dist.ProcessGroup(store, rank, size)
-        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
-        gloo.options.global_ranks_in_group = list(global_ranks)
-        gloo.options.group_name = name
-        self._gloo = gloo
+        self._gloo = gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        backends: list[tuple[str, Any, Any]] = [("cpu", _BackendType.GLOO, gloo), ("cuda", _BackendType.GLOO, gloo)]
+        if dist.is_nccl_available() and torch.cuda.is_available():
+            nccl_options = nccl_options or dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = timeout
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, nccl_options)
+            backends[1] = ("cuda", _BackendType.NCCL, nccl)
         for group in (self._ordinary, self):
             group._set_default_backend(_BackendType.GLOO)
-            group._register_backend(torch.device("cpu"), _BackendType.GLOO, gloo)
-            group._register_backend(torch.device("cuda"), _BackendType.GLOO, gloo)
-        if dist.is_nccl_available() and torch.cuda.is_available():
-            options = nccl_options or dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            options.global_ranks_in_group = list(global_ranks)
-            options.group_name = name
-            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, options)
-            for group in (self._ordinary, self):
-                group._register_backend(torch.device("cuda"), _BackendType.NCCL, nccl)
-        ordinary_name: Any = f"{name}/ordinary"
-        self._ordinary._set_group_name(ordinary_name)
+            for device, kind, backend in backends:
+                backend.options.global_ranks_in_group = options.global_ranks_in_group
+                backend.options.group_name = options.group_id
+                group._register_backend(torch.device(device), kind, backend)
+        name: Any = f"{options.group_id}/ordinary"
+        self._ordinary._set_group_name(name)
         self._shared = SharedMemoryCollective(C10dCollective(self._ordinary, timeout.total_seconds()))
         try:
             self._shared.connect()
@@ -104,7 +88,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
                 f"backend 'psengine' is for ranks that share a host's memory: {error}. Fix: use backend 'gloo', over"
                 " which psengine.DistributedDataParallel(collective='auto') takes shared memory where it can."
             ) from error
-        self._waiter = Waiter(f"psengine-group-{name}")
+        self._waiter = Waiter(f"psengine-group-{options.group_id}")
         # Also at interpreter exit, because a thread within native code must not outlive the interpreter.
         self._end = weakref.finalize(self, _end_group, self._waiter, self._shared, os.getpid(), DRAIN_S)
 
