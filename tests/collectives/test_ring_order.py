@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,6 +76,37 @@ def compare_with_gloo(rank: int, world_size: int, is_thorough: bool) -> int:
 def test_the_rule_and_shared_memory_have_gloos_bits(world_size: int, is_thorough: bool) -> None:
     compared = run_ranks(compare_with_gloo, world_size, is_thorough, deadline_s=300.0 if is_thorough else 90.0)
     assert min(compared) >= 40
+
+
+def any_bits(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
+    """Numbers of every kind: normal, subnormal, zero, infinite and not numbers, of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    finfo = torch.finfo(dtype)
+    special = [0.0, -0.0, finfo.tiny, -finfo.tiny / 2, finfo.tiny * finfo.eps, finfo.max, -finfo.max]
+    special += [float("inf"), float("-inf"), float("nan")]
+    place = torch.randint(0, numel, (numel // 4,), generator=generator)
+    drawn[place] = torch.tensor(special, dtype=dtype)[torch.randint(0, len(special), place.shape, generator=generator)]
+    near_subnormal = torch.randn(numel // 4, generator=generator, dtype=torch.float64) * finfo.tiny
+    drawn[torch.randint(0, numel, near_subnormal.shape, generator=generator)] = near_subnormal.to(dtype)
+    return drawn
+
+
+@needs_shared_memory
+@in_ranks(3)
+def test_numbers_of_every_kind_have_gloos_bits(rank: int, world_size: int) -> None:
+    """In place, and small. Which NaN a sum gives is the processor's choice (IEEE 754, 6.2.3); that it is one is not."""
+    shared, gloo = (collective_for(default_group(), name) for name in ("shared_memory", "c10d"))
+    for dtype, numel, scale in product(FLOATS, (100_001, 3000), (1.0, 0.5)):
+        data = any_bits(dtype, numel, seed=rank)
+        found, expected = shared.allocate(numel, dtype, CPU).copy_(data), data.clone()
+        shared.all_reduce(found, scale).wait()
+        gloo.all_reduce(expected, scale).wait()
+        is_nan = expected.isnan()
+        assert is_nan.any()
+        assert expected.isinf().any()
+        assert torch.equal(found.isnan(), is_nan)
+        assert is_same(found[~is_nan], expected[~is_nan]), (dtype, numel, scale)
 
 
 @needs_shared_memory
