@@ -177,18 +177,14 @@ class C10dCollective(Collective):
             while not wait_for_s(min(WAIT_SLICE_S, self.timeout_s)):
                 if time.monotonic() >= deadline:
                     raise self.diagnose(TimeoutError(f"no result within {self.timeout_s:g} s"), what)
-                self._look_for_alarm(is_done, what)
-
-    def _look_for_alarm(self, is_done: Callable[[], bool], what: str) -> None:
-        try:
-            alarm = self.liveness is not None and self.liveness.alarm_raised()
-        except Exception as store_error:
-            raise self.diagnose(store_error, what) from store_error
-        if not alarm or is_done():
-            return
-        error = self.diagnose(RuntimeError("another rank reported a failure"), what, begin=False)
-        if isinstance(error, PeerLostError):
-            raise error
+                try:
+                    is_alarmed = self.liveness is not None and self.liveness.alarm_raised()
+                except Exception as store_error:
+                    raise self.diagnose(store_error, what) from store_error
+                if is_alarmed and not is_done():
+                    error = self.diagnose(RuntimeError("another rank reported a failure"), what, begin=False)
+                    if isinstance(error, PeerLostError):
+                        raise error
 
     def diagnose(self, error: BaseException, what: str, *, begin: bool = True) -> Exception:
         """Hold a roll call, or answer one where nothing failed here (``begin`` False). Return the error that names the

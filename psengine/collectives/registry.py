@@ -58,28 +58,26 @@ def _auto(process_group: Any, device: torch.device) -> Collective:
     if device.type != "cpu" or c10d.world_size == 1:
         return c10d
     # Also where this rank lacks the extension: the others learn it when they connect.
-    return _shared_memory_of(process_group, "ring", is_required=False)
+    return _shared_memory_of(process_group, is_required=False)
 
 
 def _c10d(process_group: Any, device: torch.device) -> C10dCollective:
     return collective_of(process_group, "c10d", lambda: C10dCollective(process_group))
 
 
-def _shared_memory(process_group: Any, device: torch.device, *, order: str = "ring") -> Collective:
-    """``order``: see ``SharedMemoryCollective``."""
+def _shared_memory(process_group: Any, device: torch.device) -> Collective:
     if device.type != "cpu":
         raise ConfigurationError(
             f"collective 'shared_memory' exchanges CPU tensors (expected a model on the CPU, got {device}). Use"
             " collective='auto' or 'c10d'."
         )
-    return _shared_memory_of(process_group, order, is_required=True)
+    return _shared_memory_of(process_group, is_required=True)
 
 
-def _shared_memory_of(process_group: Any, order: str, *, is_required: bool) -> SharedMemoryCollective:
+def _shared_memory_of(process_group: Any, *, is_required: bool) -> SharedMemoryCollective:
     """One for "auto" and "shared_memory": ranks connect once."""
     inner = _c10d(process_group, CPU)
-    name = f"shared memory, {order} order"
-    shared = collective_of(process_group, name, lambda: SharedMemoryCollective(inner, order, is_required=False))
+    shared = collective_of(process_group, "shared memory", lambda: SharedMemoryCollective(inner, is_required=False))
     shared.is_required |= is_required
     return shared
 

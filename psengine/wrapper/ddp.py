@@ -94,8 +94,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             ``PSENGINE_STRATEGY``, else "sync".
         collective: what carries "sync": "auto" (shared memory where ranks share a host and the module is on the CPU,
             else torch.distributed), "shared_memory", "c10d" or a ``psengine.Collective``. Shared memory adds in gloo's
-            order; "shared_memory:order=rank" in that of ranks; "hierarchical" inside hosts, then
-            between them. Default: ``PSENGINE_COLLECTIVE``, else "auto".
+            order; "hierarchical" inside hosts, then between them. Default: ``PSENGINE_COLLECTIVE``, else "auto".
         check_finite: raise ``NonFiniteGradientError`` from ``backward()`` on every rank, naming parameter and rank,
             where a gradient is NaN or infinite as it travels, before an average is copied to a gradient. Found while
             packing, and told to the others in one small exchange a step; see docs/native.md.

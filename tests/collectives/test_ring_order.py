@@ -8,13 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracles.ring_order import MAX_SEGMENT_BYTES, add_in_ring_order
-from support.expectations import raises
 from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks
 
 from psengine.collectives.registry import collective_for, default_group
-from psengine.errors import ConfigurationError
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -107,24 +105,3 @@ def test_numbers_of_every_kind_have_gloos_bits(rank: int, world_size: int) -> No
         assert expected.isinf().any()
         assert torch.equal(found.isnan(), is_nan)
         assert is_same(found[~is_nan], expected[~is_nan]), (dtype, numel, scale)
-
-
-@needs_shared_memory
-@in_ranks(3)
-def test_the_order_of_ranks_is_an_option(rank: int, world_size: int) -> None:
-    collective = collective_for(default_group(), "shared_memory:order=rank")
-    for dtype, numel in [(torch.float32, 1001), (torch.bfloat16, 70_001), (torch.float16, 3)]:
-        addends = [addend(rank, numel, dtype) for rank in range(world_size)]
-        wide = [one.float() for one in addends]
-        flat = addends[rank].clone()
-        collective.all_reduce(flat).wait()
-        assert is_same(flat, (wide[0] + wide[1] + wide[2]).to(dtype)), dtype
-    with raises(ConfigurationError, "expected one of ['ring', 'rank'], got 'rnk'). Did you mean rank?"):
-        collective_for(default_group(), "shared_memory:order=rnk")
-    # Whatever comes first, and also where one rank leaves the choice to psengine.
-    disagreeing = collective_for(dist.new_group(), f"shared_memory:order={'rank' if rank == 1 else 'ring'}")
-    with raises(ConfigurationError, "expected order=ring of rank 0 on every rank, got, by rank, ring, rank, ring"):
-        disagreeing.gather(torch.ones(5), what="values")
-    disagreeing = collective_for(dist.new_group(), "shared_memory:order=rank" if rank == 1 else "auto")
-    with raises(ConfigurationError, "got, by rank, ring, rank, ring", "Fix: give every rank the same collective"):
-        disagreeing.connect()

@@ -594,7 +594,7 @@ def try_to_share() -> str:
 
 
 def test_the_reason_names_the_rank_and_what_differs():
-    alike = [shared_host.Place(0, 2, 1, 7, 8, 9, process_id, 5, 0) for process_id in range(65)]
+    alike = [shared_host.Place(2, 1, 7, 8, 9, process_id, 5, 0) for process_id in range(65)]
     assert shared_host._reason_against(alike[:64]) is None
     assert shared_host._reason_against(alike) == "there are too many (expected at most 64, got 65)"
     for key, name in (("host", "host"), ("namespace", "process namespace (container)"), ("user", "user")):

@@ -18,7 +18,7 @@ from psengine.collectives.registry import collective_for, default_group
 from psengine.collectives.shared_memory.host import meet_hosts
 dist.init_process_group("gloo")
 c10d = collective_for(default_group(), "c10d")
-_, hosts = meet_hosts(c10d, "rank")
+_, hosts = meet_hosts(c10d)
 flat = torch.ones(1000)
 collective_for(default_group(), "hierarchical").all_reduce(flat).wait()
 assert (flat == dist.get_world_size()).all()

@@ -10,11 +10,9 @@ from typing_extensions import override
 
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.shared_memory.collective import UNDER_WAY, Failure, SharedMemoryCollective
-from psengine.collectives.shared_memory.host import meet_hosts
+from psengine.collectives.shared_memory.host import BY_RANK, meet_hosts
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
-
-ORDER = "rank"
 
 
 class HostMemory(SharedMemoryCollective):
@@ -38,7 +36,7 @@ class HostMemory(SharedMemoryCollective):
         own: tuple[int, ...],
         everybody: C10dCollective,
     ) -> None:
-        super().__init__(meeting, ORDER, segments)
+        super().__init__(meeting, BY_RANK, segments)
         self.number = 0
         self._own = own
         self._everybody = everybody
@@ -81,7 +79,7 @@ class Levels:
 
     def __init__(self, everybody: C10dCollective, segments: SharedSegments) -> None:
         self.everybody = everybody
-        places, self.hosts = meet_hosts(everybody, ORDER)
+        places, self.hosts = meet_hosts(everybody)
         self.host = next(number for number, host in enumerate(self.hosts) if everybody.rank in host)
         self.own = self.hosts[self.host]
         self.place = self.own.index(everybody.rank)

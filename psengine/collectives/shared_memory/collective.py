@@ -37,11 +37,10 @@ from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
 from psengine.collectives.shared_memory.files import map_file, share_file
-from psengine.collectives.shared_memory.host import ORDERS, join_host_group
+from psengine.collectives.shared_memory.host import RING, join_host_group
 from psengine.collectives.shared_memory.segments import SharedSegments
-from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, SharedMemoryUnavailableError
+from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
 from psengine.kernels import native
-from psengine.specification import did_you_mean
 from psengine.tracing.stall_inspector import inspector
 from psengine.tracing.timeline import is_profiling, profiled, recorder, span
 
@@ -77,9 +76,9 @@ class SharedMemoryCollective(Forwarding):
     Args:
         inner: a collective of the same ranks, over which they connect; for CPU tensors. Its deadline is taken over, and
             it says where ranks wait that are missing.
-        order: in which the ranks' values are added. "ring" is gloo's (csrc/shared_memory/ring.h), with gloo's bits;
-            "rank" is that of ranks, which does not depend on an element's place in its tensor, with 16-bit sums carried
-            in float32. The same on every rank; ``connect`` compares.
+        order: in which the ranks' values are added, the same on every rank. RING is gloo's (csrc/shared_memory/ring.h),
+            with gloo's bits; BY_RANK does not depend on an element's place in its tensor, with 16-bit sums carried in
+            float32.
         segments: the memory that ``allocate`` gives, where some was given before this collective was made.
         is_required: ``connect``, and with it the first operation, raises ``SharedMemoryUnavailableError`` where the
             ranks do not share a host, or cannot open each other's memory. False: that is logged, and all goes over
@@ -94,16 +93,11 @@ class SharedMemoryCollective(Forwarding):
     def __init__(
         self,
         inner: C10dCollective,
-        order: str = "ring",
+        order: int = RING,
         segments: SharedSegments | None = None,
         *,
         is_required: bool = True,
     ) -> None:
-        if order not in tuple(ORDERS):
-            raise ConfigurationError(
-                f"order of collective 'shared_memory' says how the ranks' values are added (expected one of"
-                f" {list(ORDERS)}, got {order!r}){did_you_mean(str(order), ORDERS)}"
-            )
         super().__init__(inner)
         self._order = order
         self.is_required = is_required

@@ -12,11 +12,11 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.collectives.shared_memory.files import make_file, make_token, open_file, share_file, succeed_together
-from psengine.errors import ConfigurationError, SharedMemoryUnavailableError
+from psengine.errors import SharedMemoryUnavailableError
 from psengine.kernels import native
 
 # csrc/shared_memory/ring.h, Order
-ORDERS = {"ring": 0, "rank": 1}
+RING, BY_RANK = 0, 1
 # csrc/shared_memory/group.h, kMaxWorldSize
 MAX_WORLD_SIZE = 64
 # A staging slot: pieces that stay in a core's second-level cache while ranks pass them on. Where ranks share cores each
@@ -31,7 +31,6 @@ class Place(NamedTuple):
     """Where a rank runs, in numbers.
 
     Attributes:
-        order: see ``ORDERS``.
         cores: that it may use.
         extension: 1; 0 without the native extension, 2 without Linux's /proc.
         host, namespace, user: of its processes; what ranks that share memory have in common.
@@ -39,7 +38,6 @@ class Place(NamedTuple):
         proof, token: see ``meet_hosts``.
     """
 
-    order: int
     cores: int
     extension: int
     host: int
@@ -50,7 +48,7 @@ class Place(NamedTuple):
     token: int
 
 
-def meet_hosts(meeting: Collective, order: str) -> tuple[list[Place], tuple[tuple[int, ...], ...]]:
+def meet_hosts(meeting: Collective) -> tuple[list[Place], tuple[tuple[int, ...], ...]]:
     """Find out, by trying, which ranks share memory; two exchanges. Return the place of each rank, and the ranks of
     each host, ascending, the host of rank 0 first: those that can open each other's memory.
 
@@ -64,7 +62,7 @@ def meet_hosts(meeting: Collective, order: str) -> tuple[list[Place], tuple[tupl
         with contextlib.suppress(OSError):
             proof = make_file("proof", 0, token)
     try:
-        own = torch.tensor(Place(ORDERS[order], *_describe_this_process(), proof=proof, token=token))
+        own = torch.tensor(Place(*_describe_this_process(), proof=proof, token=token))
         places = [Place(*row.tolist()) for row in meeting.gather(own, what="who shares this host")]
         sees = torch.tensor([_can_open(place) for place in places])
         seen = [row.tolist() for row in meeting.gather(sees, what="who sees whose memory")]
@@ -97,18 +95,16 @@ def _hosts(places: list[Place], sees: list[list[bool]]) -> tuple[tuple[int, ...]
     return tuple(map(tuple, hosts))
 
 
-def join_host_group(meeting: Collective, order: str) -> Any:
+def join_host_group(meeting: Collective, order: int) -> Any:
     """Join this rank to its group's shared memory and return the native handle; all ranks succeed, or all raise.
 
     Five exchanges over ``meeting``: each rank's host, who sees whom, the control block's place, has everybody joined,
-    does everybody see everybody. ``order``: in which values are added, one of ``ORDERS``.
+    does everybody see everybody. ``order``: in which values are added, RING or BY_RANK.
 
     Raises:
-        ConfigurationError: the ranks have chosen different orders.
         SharedMemoryUnavailableError: the ranks do not share a host, or cannot open each other's memory.
     """
-    places, hosts = meet_hosts(meeting, order)
-    _check_orders([place.order for place in places])
+    places, hosts = meet_hosts(meeting)
     if len(hosts) > 1:
         reason = _reason_against(places) or f"ranks {hosts[1][0]} and 0 cannot open each other's memory"
         raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
@@ -119,7 +115,7 @@ def join_host_group(meeting: Collective, order: str) -> Any:
     def join(descriptor: int, token: int) -> Any:
         try:
             return native.extension.shared_memory_join(
-                descriptor, slot_bytes, meeting.rank, meeting.world_size, token, ORDERS[order]
+                descriptor, slot_bytes, meeting.rank, meeting.world_size, token, order
             )
         finally:
             os.close(descriptor)
@@ -128,16 +124,6 @@ def join_host_group(meeting: Collective, order: str) -> Any:
     group = share_file(meeting, size_bytes, join)
     succeed_together(meeting, lambda: native.extension.shared_memory_watch_peers(group))
     return group
-
-
-def _check_orders(chosen: list[int]) -> None:
-    if len(set(chosen)) > 1:
-        names = [name for number in chosen for name, known in ORDERS.items() if known == number]
-        raise ConfigurationError(
-            f"all ranks add in the same order (expected order={names[0]} of rank 0 on every rank, got, by rank,"
-            f" {', '.join(names)}). Fix: give every rank the same collective, 'shared_memory:order=rank' or"
-            " 'shared_memory'."
-        )
 
 
 def _describe_this_process() -> tuple[int, int, int, int, int, int]:
