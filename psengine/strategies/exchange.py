@@ -63,22 +63,22 @@ class Driver:
 
     def clear(self) -> None:
         """Forget what was begun, after a failure."""
-        # By index of the bucket.
+        # By index of the bucket: what runs, with what it waits for, and the results of what is over.
         self._running: dict[int, tuple[BucketExchange, Work]] = {}
         self._results: dict[int, torch.Tensor | None] = {}
-        self._is_waited_for = False
+        self._intermediate: list[int] = []
 
     def begin(self, bucket: Bucket) -> None:
         """Begin the exchange of ``bucket``, without blocking."""
-        self._is_waited_for = False
-        self._go_on(bucket.index, self._exchange(bucket))
-
-    def _go_on(self, index: int, exchange: BucketExchange) -> None:
+        index, exchange = bucket.index, self._exchange(bucket)
         try:
-            self._running[index] = exchange, next(exchange)
+            work = next(exchange)
         except StopIteration as ended:
-            self._running.pop(index, None)
             self._results[index] = ended.value
+            return
+        self._running[index] = exchange, work
+        if type(work) is Intermediate:  # isinstance of an abstract class costs more than all the rest
+            self._intermediate.append(index)
 
     def result(self, bucket: Bucket) -> torch.Tensor | None:
         """Wait for ``bucket``'s exchange; return what it returned. None where it was not begun.
@@ -86,20 +86,26 @@ class Driver:
         Raises:
             CollectiveError: an exchange failed or passed its deadline; the message names who is missing.
         """
-        if not self._is_waited_for:
-            self._is_waited_for = True
-            for index in list(self._running):
-                # Second operations begin in the order of buckets, so that they travel while results are decoded.
-                while index in self._running and isinstance(self._running[index][1], Intermediate):
-                    self._wait(index)
-        while bucket.index in self._running:
-            self._wait(bucket.index)
+        if self._intermediate:
+            # Second operations begin in the order of buckets, so that they travel while results are decoded.
+            begun, self._intermediate = self._intermediate, []
+            for index in begun:
+                self._run(index, to_end=False)
+        if bucket.index in self._running:
+            self._run(bucket.index, to_end=True)
         return self._results.pop(bucket.index, None)
 
-    def _wait(self, index: int) -> None:
-        exchange, work = self._running[index]
-        work.wait()
-        self._go_on(index, exchange)
+    def _run(self, index: int, *, to_end: bool) -> None:
+        """Go on, to the end or until what is waited for is not intermediate."""
+        exchange, work = self._running.pop(index)
+        while to_end or type(work) is Intermediate:
+            work.wait()
+            try:
+                work = next(exchange)
+            except StopIteration as ended:
+                self._results[index] = ended.value
+                return
+        self._running[index] = exchange, work
 
 
 class Exchange:
