@@ -1,5 +1,6 @@
 """The public names of psengine: ``psengine.X`` is the X of this module, loaded when the first one is used."""
 
+from psengine import errors
 from psengine.codecs.base import Codec, CodecState, PayloadSpec
 from psengine.codecs.registry import register_codec
 from psengine.collectives.base import Collective, DeferredWork, Work
@@ -10,29 +11,7 @@ from psengine.data.metrics import gather, mean, sum
 from psengine.data.samplers import EvaluationSampler, ProportionalSampler
 from psengine.data.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from psengine.environment.context import Context, ask_for_number, init, is_main_process, shutdown
-from psengine.errors import (
-    ArgumentTypeError,
-    AuthenticationError,
-    CollectiveError,
-    CommunicationHookError,
-    ConfigurationError,
-    EnvironmentVariableError,
-    FencedError,
-    MissingExtraError,
-    ModuleError,
-    NonFiniteGradientError,
-    NonFiniteLossError,
-    PeerLostError,
-    ProtocolError,
-    PSEngineError,
-    ReductionError,
-    ReplicaMismatchError,
-    ServerError,
-    ServerLostError,
-    ServerRefusedError,
-    SharedMemoryUnavailableError,
-    SnapshotError,
-)
+from psengine.errors import *  # noqa: F403 - __all__ is there
 from psengine.parameter_server.client.client import Client, connect
 from psengine.parameter_server.client.identity import reserve_worker
 from psengine.strategies.base import Capabilities, Strategy
@@ -53,46 +32,25 @@ from psengine.wrapper.optimizer import DistributedOptimizer
 ask_for_number(reserve_worker)
 
 __all__ = [
-    "ArgumentTypeError",
     "AsyncServer",
-    "AuthenticationError",
     "Capabilities",
     "Client",
     "Codec",
     "CodecState",
     "Collective",
-    "CollectiveError",
-    "CommunicationHookError",
-    "ConfigurationError",
     "Context",
     "DeferredWork",
     "Diloco",
     "DilocoServer",
     "DistributedDataParallel",
     "DistributedOptimizer",
-    "EnvironmentVariableError",
     "EvaluationSampler",
-    "FencedError",
     "Forwarding",
     "Intermediate",
     "LocalSteps",
-    "MissingExtraError",
-    "ModuleError",
-    "NonFiniteGradientError",
-    "NonFiniteLossError",
-    "PSEngineError",
     "PayloadSpec",
-    "PeerLostError",
     "ProportionalSampler",
-    "ProtocolError",
-    "ReductionError",
-    "ReplicaMismatchError",
-    "ServerError",
-    "ServerLostError",
-    "ServerRefusedError",
     "Share",
-    "SharedMemoryUnavailableError",
-    "SnapshotError",
     "Statistics",
     "Step",
     "Strategy",
@@ -118,3 +76,4 @@ __all__ = [
     "sum",
     "timeline",
 ]
+__all__ += errors.__all__

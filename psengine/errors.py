@@ -6,6 +6,30 @@ native DDP raises (``RuntimeError``, ``ValueError``, ``TypeError``), so existing
 
 from __future__ import annotations
 
+__all__ = [
+    "ArgumentTypeError",
+    "AuthenticationError",
+    "CollectiveError",
+    "CommunicationHookError",
+    "ConfigurationError",
+    "EnvironmentVariableError",
+    "FencedError",
+    "MissingExtraError",
+    "ModuleError",
+    "NonFiniteGradientError",
+    "NonFiniteLossError",
+    "PSEngineError",
+    "PeerLostError",
+    "ProtocolError",
+    "ReductionError",
+    "ReplicaMismatchError",
+    "ServerError",
+    "ServerLostError",
+    "ServerRefusedError",
+    "SharedMemoryUnavailableError",
+    "SnapshotError",
+]
+
 
 class PSEngineError(Exception):
     """Base class of every error psengine raises on purpose."""
