@@ -104,11 +104,7 @@ __host__ __device__ inline int32_t find_item(const uint32_t* first_chunks, int32
   int32_t high = item_count;  // first_chunks[low] <= chunk < first_chunks[high]
   while (high - low > 1) {
     const int32_t middle = (low + high) / 2;
-    if (first_chunks[middle] <= chunk) {
-      low = middle;
-    } else {
-      high = middle;
-    }
+    (first_chunks[middle] <= chunk ? low : high) = middle;
   }
   return low;
 }
@@ -277,17 +273,18 @@ __device__ __noinline__ Tally write_chunk(Work work) {
   return tally;
 }
 
-template <Mode mode, typename Source>
-__device__ __forceinline__ Tally write_chunk_to(ScalarKind destination_kind, const Work& work) {
-  switch (destination_kind) {
+// visit(a value of the kind).
+template <class Visit>
+__device__ __forceinline__ auto with_kind(ScalarKind kind, const Visit& visit) {
+  switch (kind) {
     case ScalarKind::float32:
-      return write_chunk<mode, Source, float>(work);
+      return visit(float());
     case ScalarKind::float64:
-      return write_chunk<mode, Source, double>(work);
+      return visit(double());
     case ScalarKind::float16:
-      return write_chunk<mode, Source, __half>(work);
+      return visit(__half());
     default:
-      return write_chunk<mode, Source, __nv_bfloat16>(work);
+      return visit(__nv_bfloat16());
   }
 }
 
@@ -298,48 +295,23 @@ __device__ __forceinline__ Tally write_item(const Item& item, ScalarKind source_
   char* destination = header.to_flat ? item.flat : item.tensor;
   const Work work{source + begin * static_cast<int64_t>(floating_bytes(source_kind)),
                   destination + begin * static_cast<int64_t>(floating_bytes(destination_kind)), numel, header.scale};
-  switch (source_kind) {
-    case ScalarKind::float32:
-      return write_chunk_to<mode, float>(destination_kind, work);
-    case ScalarKind::float64:
-      return write_chunk_to<mode, double>(destination_kind, work);
-    case ScalarKind::float16:
-      return write_chunk_to<mode, __half>(destination_kind, work);
-    default:
-      return write_chunk_to<mode, __nv_bfloat16>(destination_kind, work);
-  }
+  return with_kind(source_kind, [&](auto from) {
+    return with_kind(destination_kind, [&](auto to) { return write_chunk<mode, decltype(from), decltype(to)>(work); });
+  });
 }
 
 // Strided tensors are rare and bound by their scattered accesses, so kinds are looked at for every element.
 __device__ __forceinline__ double load_wide(const char* address, ScalarKind kind) {
-  switch (kind) {
-    case ScalarKind::float32:
-      return *reinterpret_cast<const float*>(address);
-    case ScalarKind::float64:
-      return *reinterpret_cast<const double*>(address);
-    case ScalarKind::float16:
-      return to<double>(*reinterpret_cast<const __half*>(address));
-    default:
-      return to<double>(*reinterpret_cast<const __nv_bfloat16*>(address));
-  }
+  return with_kind(kind, [&](auto of) { return to<double>(*reinterpret_cast<const decltype(of)*>(address)); });
 }
 
 template <Mode mode, typename WideValue>
 __device__ __forceinline__ void store(char* address, ScalarKind kind, WideValue value, Tally& tally) {
-  const auto write = [&](auto narrow) {
-    *reinterpret_cast<decltype(narrow)*>(address) = narrow;
+  with_kind(kind, [&](auto of) {
+    const auto narrow = to<decltype(of)>(value);
+    *reinterpret_cast<decltype(of)*>(address) = narrow;
     if constexpr (mode == Mode::convert_and_count) tally.count(narrow);
-  };
-  switch (kind) {
-    case ScalarKind::float32:
-      return write(to<float>(value));
-    case ScalarKind::float64:
-      return write(to<double>(value));
-    case ScalarKind::float16:
-      return write(to<__half>(value));
-    default:
-      return write(to<__nv_bfloat16>(value));
-  }
+  });
 }
 
 template <Mode mode>
