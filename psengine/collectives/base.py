@@ -167,9 +167,7 @@ class Collective(ABC):
         """
         length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         lengths = [int(found.item()) for found in self.gather(length, what=f"length of {what}")]
-        if max(lengths) == 0:
-            return [b""] * self.world_size
-        padded = _tensor_of(payload.ljust(max(lengths), b"\0"), device)
+        padded = _tensor_of(payload.ljust(max(1, *lengths), b"\0"), device)
         gathered = self.gather(padded, what=what)
         return [_bytes_of(found)[:length] for found, length in zip(gathered, lengths, strict=True)]
 
@@ -177,12 +175,11 @@ class Collective(ABC):
         """Return ``source_rank``'s ``payload``, of any length; other ranks' are ignored. Blocks."""
         length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         self.broadcast([length], source_rank, what=f"length of {what}").wait()
-        if length.item() == 0:
-            return b""
-        is_source = self.rank == source_rank
-        content = _tensor_of(payload if is_source else bytes(int(length.item())), device)
+        size_bytes = int(length.item())
+        sent = payload if self.rank == source_rank else bytes(size_bytes)
+        content = _tensor_of(sent.ljust(1, b"\0"), device)
         self.broadcast([content], source_rank, what=what).wait()
-        return payload if is_source else _bytes_of(content)
+        return _bytes_of(content)[:size_bytes]
 
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
         """Return the value of another exchange's future, such as a communication hook's.
@@ -203,7 +200,4 @@ def _tensor_of(payload: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    # Through a buffer, because torch's own ways from a tensor to bytes need numpy or a Python int for each byte.
-    content = bytearray(tensor.numel())
-    torch.frombuffer(content, dtype=torch.uint8).copy_(tensor)
-    return bytes(content)
+    return tensor.cpu().numpy().tobytes()

@@ -47,7 +47,8 @@ class HostMemory(SharedMemoryCollective):
 
         def wait_for_s(seconds: float) -> bool:
             nonlocal failure
-            failure = self._wait(operation, seconds, is_slice=True)
+            # In slices: after these seconds the status is UNDER_WAY, and the group has not failed.
+            failure = self._extension.shared_memory_wait(self._group, operation, seconds, True)
             return failure is None or failure[0] != UNDER_WAY
 
         self._everybody.watch(wait_for_s, lambda: False, what, self.number)

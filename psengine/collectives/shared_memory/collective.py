@@ -372,11 +372,7 @@ class SharedMemoryCollective(Forwarding):
         """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so."""
         position = f"{what}, operation {operation}"
         with inspector.watch(self.inner.liveness, position, self.inner.stall_after_s, self.late_ranks):
-            return self._wait(operation, timeout_s, is_slice=False)
-
-    def _wait(self, operation: int, timeout_s: float, *, is_slice: bool) -> Failure | None:
-        """``is_slice``: after ``timeout_s`` the status is UNDER_WAY, else the group has failed."""
-        failure: Failure | None = self._extension.shared_memory_wait(self._group, operation, timeout_s, is_slice)
+            failure: Failure | None = self._extension.shared_memory_wait(self._group, operation, timeout_s, False)
         return failure
 
     def _error_of(self, what: str, timeout_s: float, failure: Failure) -> CollectiveError:

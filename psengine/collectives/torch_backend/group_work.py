@@ -45,7 +45,7 @@ class GroupWork(dist.Work):
         finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._operation: SharedMemoryWork | None = operation
+        self._operation: Any = operation
         self._result = list(result)
         self._timeout_s = timeout_s
         self._finish = finish
@@ -62,8 +62,7 @@ class GroupWork(dist.Work):
             if self._is_done:
                 return
             try:
-                if self._operation is not None:
-                    self._operation.wait(self._timeout_s)
+                self._operation.wait(self._timeout_s)
                 if self._finish is not None:
                     self._finish()
             except Exception as error:
