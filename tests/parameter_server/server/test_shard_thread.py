@@ -27,6 +27,7 @@ class World:
         self.answers, self.heard, self.changed = [], [], None
         self.shard = SimpleNamespace(index=0, epoch=5, settings=ShardSettings(), jobs={}, changes=0, apply=self._take)
         coordinators = SimpleNamespace(handle=self._take, tick=lambda now_s: [], take_changed=self._take_changed)
+        coordinators.stood_still = lambda pause_s: None  # this machine may be slow
         self.log = SimpleNamespace(end=0, durable=0, failure="")
         endpoint = Endpoint(context, "tcp://127.0.0.1:*")
         self.thread = ShardThread(self.shard, endpoint, ["tcp://here:1"], coordinators=coordinators, on_admin=print)
