@@ -26,6 +26,7 @@ class World:
     def __init__(self, context):
         self.answers, self.heard, self.changed = [], [], None
         self.shard = SimpleNamespace(index=0, epoch=5, settings=ShardSettings(), jobs={}, changes=0, apply=self._take)
+        self.shard.memory_bytes = lambda: 0
         coordinators = SimpleNamespace(handle=self._take, tick=lambda now_s: [], take_changed=self._take_changed)
         coordinators.stood_still = lambda pause_s: None  # this machine may be slow
         self.log = SimpleNamespace(end=0, durable=0, failure="")
