@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import threading
 import time
@@ -252,14 +253,14 @@ class C10dWork(Work):
     def _wait_once(self, work: dist.Work, timeout_s: float | None) -> bool:
         """Wait; False when ``timeout_s`` passed and the operation is still under way."""
         try:
-            if timeout_s is None:
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=timeout_s))
+            if timeout_s is not None:
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(seconds=timeout_s))
+                # A timed-out wait leaves the operation running. It may complete meanwhile: the next wait says how.
+                if not work.is_completed():
+                    return False
+            work.wait()
         except RuntimeError as error:
-            # A timed-out wait leaves the operation running; only a completed one has failed.
-            if timeout_s is not None and not work.is_completed():
-                return False
             raise self.collective.diagnose(error, self.what) from error
         return True
 
