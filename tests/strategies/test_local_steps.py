@@ -167,6 +167,25 @@ def test_what_travels_is_sent_again_with_what_its_codec_had_left_out():
             torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
 
 
+def gone_on_with(rank: int, world_size: int, state: dict[str, Any]) -> list[torch.Tensor]:
+    """The parameters after some steps from ``state``, which all ranks take with the same data."""
+    model, optimizer = wrapped(TRAVELLING.removesuffix(",compress="))
+    model.load_state_dict(state)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, 0, step).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_what_travels_is_averaged_over_the_ranks_that_load_it():
+    _, [saved] = run_ranks(train, 2, [TRAVELLING.removesuffix(",compress=")], range(10), None)[0]
+    state = torch.load(io.BytesIO(saved))[0]
+    [alone] = run_ranks(gone_on_with, 1, state)
+    for one_of_two in run_ranks(gone_on_with, 2, state):
+        assert all(map(torch.equal, one_of_two, alone))
+
+
 def wrapped(strategy: str, **options: Any) -> tuple[psengine.DistributedDataParallel, torch.optim.Optimizer]:
     model = psengine.DistributedDataParallel(make_model(), strategy=strategy, **options)
     return model, psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)

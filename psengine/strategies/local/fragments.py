@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.rounds import Part
 from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
-from psengine.tensors.share import NOTHING, WHOLE, Share
+from psengine.tensors.share import NOTHING, Share
 
 FRAGMENT_BUCKET_BYTES = 25 * 1024 * 1024
 
@@ -60,11 +59,11 @@ class Fragment(Part):
         self._outer = outer
         self._keep = keep
         self._driver = Driver(self._exchange)
-        # What left and has not arrived, by name; what it counts; and the residuals before it was sent, None where it is
-        # not. A rank that saves has them at hand: to wait for the average would begin a codec's second operation here
-        # alone.
+        # What left and has not arrived, by name; the samples it counts by; and the residuals before it was sent, None
+        # where it is not. A rank that saves has them at hand: to wait for the average would begin a codec's second
+        # operation here alone.
         self._sent: dict[str, torch.Tensor] = {}
-        self._share = WHOLE
+        self._sent_samples: float | None = None
         self._former_residuals: dict[str, torch.Tensor] | None = None
 
     @override
@@ -82,14 +81,14 @@ class Fragment(Part):
 
     @override
     def leave(self) -> None:
-        self._share = self._share_of(self.samples)
+        self._sent_samples = self.samples
         for bucket in self._buckets:
             sent = bucket.parameters if self._outer is None else self._outer.differences(bucket)
             self._sent |= zip(bucket.names, sent, strict=True)
         self._send()
 
     def _share_of(self, samples: float | None) -> Share:
-        """What this rank counts; all alike where nobody has samples."""
+        """What this rank counts among those that send; all alike where nobody has samples."""
         if samples is not None and self._buckets:
             total = torch.tensor([samples], dtype=torch.float64, device=self._buckets[0].device)
             self._collective.sum(total, what=WHAT)
@@ -100,8 +99,9 @@ class Fragment(Part):
     def _send(self) -> None:
         self._former_residuals = {name: one.clone() for name, one in self._sums.residuals().items()}
         self._sums.begin()
+        share = self._share_of(self._sent_samples)
         for bucket in self._buckets:
-            bucket.pack([self._sent[name] for name in bucket.names], self._share)
+            bucket.pack([self._sent[name] for name in bucket.names], share)
             self._driver.begin(bucket)
 
     def _exchange(self, bucket: Bucket) -> BucketExchange:
@@ -133,7 +133,7 @@ class Fragment(Part):
         if self.due is None:
             return super().state()
         sent = {name: one.clone() for name, one in self._sent.items()}
-        return super().state() | {"sent": sent, "share": asdict(self._share)}
+        return super().state() | {"sent": sent, "sent_samples": self._sent_samples}
 
     @override
     def load(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Fragment(Part):
         super().load(state)
         if self.due is not None:
             self._sent = {name: one.to(self._buckets[0].device, copy=True) for name, one in state["sent"].items()}
-            self._share = Share(**state["share"])
+            self._sent_samples = state["sent_samples"]
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What the codec left out before what travels, by name of the parameter; not to be written."""
