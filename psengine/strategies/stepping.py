@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psengine.errors import ConfigurationError
+from psengine.errors import ConfigurationError, ReductionError
 
 
 class Stepping:
@@ -45,4 +45,14 @@ def check_one(optimizers: Iterable[torch.optim.Optimizer], strategy: str) -> Non
             f" psengine.DistributedOptimizer, got {found}). Fix: give one optimizer several parameter groups; or wrap"
             " the parts of the model one by one, each with its own optimizer; or use strategy='sync' or 'sync-server',"
             " where every worker steps any number of optimizers itself."
+        )
+
+
+def check_whole_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ReductionError where ``optimizer``, which is sharded, has this rank's part of the state only."""
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if not known.issuperset(key for key in optimizer.state if isinstance(key, torch.Tensor)):
+        raise ReductionError(
+            "the sharded optimizer has this rank's part of the state only (expected all of it). Fix: call"
+            " optimizer.state_dict() on every rank before the optimizer is copied, or its model moves to another group."
         )

@@ -38,6 +38,7 @@ from psengine.strategies.batch_weights import checked_weight
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.strategies.statistics import Statistics
+from psengine.strategies.stepping import check_whole_state
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.tracing.timeline import end_forward, is_profiling, model_wrapped, recorder, span
 from psengine.tracing.training_metrics import watch
@@ -518,6 +519,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             return
         if not isinstance(self._collective_choice, str):
             raise ConfigurationError("the collective object that was passed as collective= cannot change its group")
+        for optimizer in self._optimizers:
+            check_whole_state(optimizer)
         self.process_group = new_process_group
         self._collective = resolve_collective(self._collective_choice, new_process_group, self.device)
         kept = self.strategy.state_dict()

@@ -10,6 +10,7 @@ import torch
 
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.strategies.base import Strategy
+from psengine.strategies.stepping import check_whole_state
 from psengine.tracing.timeline import span
 from psengine.wrapper.ddp import DistributedDataParallel
 
@@ -99,6 +100,7 @@ class _StrategyStep(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy belongs to no model: it is a plain optimizer again.
+        check_whole_state(self)
         plain_class = type(self).__mro__[2]
         return object.__new__, (plain_class,), self.__getstate__()
 

@@ -305,8 +305,14 @@ def test_goes_on_in_another_group_with_whole_state(rank, world_size):
             optimizer.step()
         values.append(values_of(model))
     assert_same(*values)
-    with raises(ReductionError, "has its part of the state only", "Fix: call optimizer.state_dict()"):
+    with raises(ReductionError, "has this rank's part of the state only", "Fix: call optimizer.state_dict()"):
         model._update_process_group(dist.new_group([0, 1]))
+    with raises(ReductionError, "has this rank's part of the state only"):
+        copy.deepcopy(optimizer)
+    state = optimizer.state_dict()["state"]  # nothing has changed
+    plain = copy.deepcopy(optimizer)
+    assert type(plain).__name__ == "AdamW"
+    assert_same(plain.state_dict()["state"], state)
 
 
 @in_ranks(1)

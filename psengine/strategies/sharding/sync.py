@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
-from psengine.errors import ConfigurationError, ReductionError
+from psengine.errors import ConfigurationError
 from psengine.specification import specified
 from psengine.strategies.exchange import Step
 from psengine.strategies.life_cycle import Replica
@@ -135,18 +135,11 @@ class SyncShardedOptimizer(SyncAllReduce):
 
         Raises:
             ConfigurationError: an optimizer that cannot be sharded, or a second one.
-            ReductionError: its state is in the pieces of another group's ranks.
             ReplicaMismatchError: the ranks' optimizers differ.
         """
         bound = [optimizer] if self._optimizer is None else [self._optimizer, optimizer]
         check_one(bound, "sync:shard_optimizer=true")
         _check_elementwise(optimizer)
-        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if not known.issuperset(key for key in optimizer.state if isinstance(key, torch.Tensor)):
-            raise ReductionError(
-                f"rank {self.collective.rank}: the sharded optimizer has its part of the state only (expected all of"
-                " it). Fix: call optimizer.state_dict() on every rank before the model moves to another group."
-            )
         self.collective.connect()
         verify_replicas(self.collective, {}, {}, self.replica.device, _agreed_options(optimizer))
         self._flat = FlatParameters(self.replica.parameters, self.collective)
