@@ -81,8 +81,8 @@ class SharedMemoryCollective(Forwarding):
             float32.
         segments: the memory that ``allocate`` gives, where some was given before this collective was made.
         is_required: ``connect``, and with it the first operation, raises ``SharedMemoryUnavailableError`` where the
-            ranks do not share a host, or cannot open each other's memory. False: that is logged, and all goes over
-            ``inner``.
+            ranks do not share a host, or cannot open each other's memory; later ones go over ``inner``. False: that is
+            logged, and all goes over ``inner``.
 
     Scaling: each addend is multiplied by ``scale`` and rounded to its dtype, then the products are added, as native DDP
     does over gloo, to the last bit. A reduce-scatter gives the bits of its part of the all-reduce.
@@ -140,9 +140,11 @@ class SharedMemoryCollective(Forwarding):
             try:
                 group = join_host_group(self.inner, self._order)
             except SharedMemoryUnavailableError as error:
-                if self.is_required:
-                    raise
                 self._is_unavailable = True
+                if self.is_required:
+                    # Who asks for it again gets another one, which refuses again; who has this one may go on with it.
+                    self._has_ended, self.is_required = True, False
+                    raise
                 logger.info("%s; going on over torch.distributed", error)
                 return
             self._segments.attach(group)
