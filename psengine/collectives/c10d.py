@@ -301,9 +301,8 @@ def _start_liveness(process_group: dist.ProcessGroup, timeout_s: float) -> Liven
     if process_group.size() == 1:
         return None
     try:
-        store = dist.distributed_c10d._get_default_store()
         return Liveness(
-            store,
+            _default_store(process_group),
             process_group.group_name,
             process_group.rank(),
             process_group.size(),
@@ -312,3 +311,12 @@ def _start_liveness(process_group: dist.ProcessGroup, timeout_s: float) -> Liven
         )
     except (RuntimeError, ValueError, NotImplementedError):
         return None  # a group made without a store (threaded and fake backends) goes without
+
+
+def _default_store(process_group: dist.ProcessGroup) -> Any:
+    """The store of the default group, where processes of all groups tell where they wait."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    # The default group itself, which is under way: its backend "psengine" has the same store, with another prefix.
+    store: Any = process_group.get_group_store()
+    return getattr(store, "underlying_store", store)

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as Native
 import psengine
 from psengine.collectives.shared_memory import host as shared_host
 from psengine.collectives.torch_backend import backend as torch_backend
+from psengine.errors import PeerLostError
 
 pytestmark = needs_shared_memory
 
@@ -463,6 +464,22 @@ def test_a_killed_rank_is_named(how):
         assert seconds < 3
         if how == "wait":
             assert ranks == (1,)
+
+
+def die_as_ranks_meet(rank: int, world_size: int, port: int) -> tuple[int, ...]:
+    if rank == 2:
+        shared_host._can_open = lambda place: os.kill(os.getpid(), signal.SIGKILL)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    try:
+        dist.init_process_group("psengine", store=store, rank=rank, world_size=world_size)
+    except PeerLostError as error:
+        return error.ranks
+    raise AssertionError("met without rank 2")
+
+
+def test_a_rank_that_is_killed_while_the_default_group_is_made_is_named():
+    results = run_ranks_to_any_end(die_as_ranks_meet, 3, free_port(), init_group=False)
+    assert results[0].value == (2,), results[0].error
 
 
 def come_late(rank: int, world_size: int) -> tuple[float, str]:
