@@ -226,6 +226,22 @@ def test_a_round_counts_steps_that_one_ranks_scaler_leaves_out(rank, world_size)
 
 
 @in_ranks(2)
+def test_samples_count_once_however_many_forwards_a_backward_has(rank, world_size):
+    model, optimizer = wrapped("local:every=1")
+    model.eval()  # BatchNorm1d as of one forward
+    alone = copy.deepcopy(model.module)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model.batch_weight(1.0 + rank)
+    for replica, its in ((model, optimizer), (alone, plain)):
+        sum(loss_of(replica, rank, step) for step in range(2 - rank)).backward()
+        its.step()
+    for averaged, own in zip(model.module.parameters(), alone.parameters(), strict=True):
+        first, second = model._collective.gather(own)
+        torch.testing.assert_close(averaged.detach(), (first + 2 * second) / 3)
+    model.leave()
+
+
+@in_ranks(2)
 def test_uneven_data_accumulation_and_a_model_loaded_within_a_round(rank, world_size):
     model, optimizer = wrapped("local:every=2")
     parts = [0, 1] if rank == 0 else [0, 1, 2, 3, 4]

@@ -22,9 +22,11 @@ from typing_extensions import override
 
 from psengine.errors import ConfigurationError
 from psengine.strategies.base import StepStrategy
+from psengine.strategies.exchange import Step
 from psengine.strategies.local.options import RoundOptions
 from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.scaled_step import ScaledStep
+from psengine.tensors.share import Share
 
 
 class Part(ABC):
@@ -70,6 +72,8 @@ class Rounds(StepStrategy[ScaledStep]):
     # The step with the average of differences; None where parameters are averaged.
     _outer: OuterStep | None = None
     _steps = 0
+    # Of the coming backward.
+    _weight: float | None = None
     # Whether replicas are in rounds; else the next step begins a first one.
     _is_settled = False
 
@@ -95,10 +99,15 @@ class Rounds(StepStrategy[ScaledStep]):
 
     @override
     def weigh(self, weight: float | None) -> None:
+        self._weight = weight  # several forwards may come before a backward
+
+    @override
+    def begin(self, step: Step) -> Share:
         """A part counts by the samples since it left last."""
-        if weight is not None:
+        if self._weight is not None:
             for part in self._parts:
-                part.samples = weight + (part.samples or 0.0)
+                part.samples = self._weight + (part.samples or 0.0)
+        return super().begin(step)
 
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
