@@ -78,16 +78,6 @@ def default_group(*, required: bool) -> dist.ProcessGroup | None:
     return group
 
 
-def check_default_group(wrapper: Any) -> None:
-    """Refuse to copy or pickle a wrapper whose copy would not find its group again."""
-    needs_group = wrapper.process_group is not None or wrapper.strategy.capabilities.needs_process_group
-    if needs_group and (wrapper.process_group is None or wrapper.process_group is not registry.default_group()):
-        raise ModuleError(
-            "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when"
-            " you have called init_process_group and have not passed process_group argument to DDP constructor"
-        )
-
-
 def check_delayed(
     named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None,
     trigger: Any,
@@ -134,20 +124,19 @@ def check_meets_others(strategy: Strategy) -> None:
 def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
     """Refuse ``what`` needs a process group where the strategy has none; ``instead`` says what to do."""
     if not strategy.capabilities.needs_process_group:
-        raise ConfigurationError(
-            f"{what} is for strategies over collectives (got strategy={strategy.name!r}). {instead}"
-        )
+        raise ConfigurationError(f"{what} is for strategies over collectives (got {strategy.name!r}). {instead}")
 
 
-def check_can_join(strategy: Strategy, has_group: bool, *, divide_by_initial_world_size: bool) -> None:
+def check_can_join(wrapper: Any, *, divides_by_all: bool) -> None:
     """Refuse ``join`` where zeros from a rank without data would be applied, or counted in the wrong average."""
-    if not has_group or not strategy.capabilities.workers_step:
+    strategy: Strategy = wrapper.strategy
+    if wrapper.process_group is None or not strategy.capabilities.workers_step:
         check_has_group(
             strategy,
             "join",
             "A worker without data leaves the servers instead: call model.leave(), and the others go on without it.",
         )
-    if strategy.capabilities.counts_absent and not divide_by_initial_world_size:
+    if strategy.capabilities.counts_absent and not divides_by_all:
         raise ConfigurationError(
             f"strategy {strategy.name!r} divides by all ranks inside join, and counts a rank without data like any"
             " other (expected divide_by_initial_world_size=True, got False). Fix: leave it True, or use"

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import distributed as native
 
 from psengine.collectives.base import Collective
@@ -44,7 +44,13 @@ from psengine.tracing.timeline import end_forward, is_profiling, model_wrapped, 
 from psengine.tracing.training_metrics import watch
 from psengine.wrapper import arguments as checks
 from psengine.wrapper import switching
-from psengine.wrapper.module_state import BufferBroadcast, named_buffers, reducible_parameters, shared_state
+from psengine.wrapper.module_state import (
+    BufferBroadcast,
+    has_sparse_gradient,
+    named_buffers,
+    reducible_parameters,
+    shared_state,
+)
 from psengine.wrapper.native_features.comm_hooks import BUILTIN_HOOKS, bucket_hook, check_comm_hook, sum_over_group
 from psengine.wrapper.native_features.compilation import stay_out_of_graphs, traces_gradient_exchange
 from psengine.wrapper.native_features.delayed_all_reduce import delay_all_reduce
@@ -189,6 +195,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.forward_sync_buffers, init_sync_buffers = checks.choose_buffer_sync(
             broadcast_buffers, forward_sync_buffers
         )
+        self.broadcast_buffers = self.forward_sync_buffers  # native DDP of torch 2.11 reads it
         self._bucket_limits_bytes = bucket_limits_bytes(bucket_cap_mb, bucket_cap_mb_list)
         # Names that torch.compile's graph splitter and old code read.
         self.bucket_bytes_cap = max(self._bucket_limits_bytes)
@@ -204,7 +211,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.logger = LoggingData()
         self._delay_grad_buffer: torch.Tensor | None = None
         if delayed:
-            assert param_to_hook_all_reduce is not None
             delay_all_reduce(self, param_to_hook_all_reduce, self._collective)
         self._delay_all_reduce_all_params = bool(delayed) and not reducible_parameters(
             module, self.parameters_to_ignore
@@ -280,16 +286,16 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self.strategy.bind(optimizer)
 
     def _describe_to_strategy(self, *, with_buffers: bool, is_known_equal: bool) -> Replica:
-        reducible = reducible_parameters(self.module, self.parameters_to_ignore)
+        parameters = reducible_parameters(self.module, self.parameters_to_ignore)
         # The buffers as they are when the strategy asks; without a reference to this wrapper.
         buffers = functools.partial(named_buffers, self.module, set(self.parameters_to_ignore))
         return Replica(
-            parameters={name: parameter for name, parameter, _ in reducible},
+            parameters=parameters,
             buffers=buffers if self.forward_sync_buffers else dict,
             state=shared_state(self.module, self.parameters_to_ignore, with_buffers=with_buffers),
             collective=self._collective,
             device=self.device,
-            sparse=[name for name, _, is_sparse in reducible if is_sparse],
+            sparse=[name for name in parameters if has_sparse_gradient(self.module, name)],
             is_known_equal=is_known_equal,
         )
 
@@ -393,15 +399,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     # ---- buffers -----------------------------------------------------------------------------------------------
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The former name of ``forward_sync_buffers``; native DDP of torch 2.11 reads it."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
     def _sync_buffers(self) -> None:
         # Backwards of earlier forwards may need the buffers' versions; native DDP keeps them only from torch 2.13 on.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.module.buffers())):
@@ -417,42 +414,16 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         """Broadcast ``bufs`` (default: the module's buffers) from ``authoritative_rank``; what buffer hooks call."""
         if self._collective.world_size == 1:
             return
-        self._buffer_broadcast.run(
-            self.modules_buffers if bufs is None else bufs,
-            lambda packed: self._collective.broadcast(packed, authoritative_rank, what="buffers").wait(),
-            is_source=self._collective.rank == authoritative_rank,
-        )
+        buffers = self.modules_buffers if bufs is None else bufs
+        self._buffer_broadcast.run(buffers, self._collective, authoritative_rank)
 
     # ---- join --------------------------------------------------------------------------------------------------
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Context manager for ranks with different numbers of batches: those done shadow the others' collectives.
-
-        Args:
-            divide_by_initial_world_size: divide gradients by all ranks (every sample weighs the same), else by those
-                that still have data.
-            enable: False where inputs are known to be even.
-            throw_on_early_termination: raise on every rank as soon as one is done; needed where the model has other
-                collectives, such as SyncBatchNorm.
-        """
-        if enable:
-            self._check_can_join(divide_by_initial_world_size)
-        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)  # type: ignore[no-any-return]
-
-    def _check_can_join(self, by_all: bool) -> None:
-        checks.check_can_join(self.strategy, self.process_group is not None, divide_by_initial_world_size=by_all)
-
     @property
-    def join_process_group(self) -> dist.ProcessGroup:
+    def join_process_group(self) -> dist.ProcessGroup | None:
         """The group in which ``Join`` counts."""
         if self.process_group is None:
-            self._check_can_join(self._divide_by_initial_world_size)
-        assert self.process_group is not None, "strategies over collectives have a group"
+            checks.check_can_join(self, divides_by_all=True)
         return self.process_group
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
@@ -462,8 +433,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         """Whether any rank's next backward exchanges gradients; every rank asks once per iteration."""
-        # Here too: Join([model]) does not call join(), and tells no joinable whether it is enabled.
-        self._check_can_join(self._divide_by_initial_world_size)
+        checks.check_can_join(self, divides_by_all=self._divide_by_initial_world_size)
         syncs = self.require_backward_grad_sync and not is_joined_rank
         weighs = syncs and self.reducer.in_flight.averaging_weight.weight is not None
         flags = torch.tensor([float(syncs), float(weighs)], device=self.device)
@@ -495,11 +465,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             ArgumentTypeError, ConfigurationError: not a hook; see ``check_comm_hook``.
             ReductionError: a hook is registered already.
         """
-        try:
-            check_comm_hook(hook)
-        except Exception as error:
-            self.logger.set_error_and_log(f"{type(error)}: {error}")
-            raise
+        check_comm_hook(self, hook)
         self._install_hook(state, hook, hook.__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -582,7 +548,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 
     def __getstate__(self) -> dict[str, Any]:
-        checks.check_default_group(self)
+        if self.process_group is not None or self.strategy.capabilities.needs_process_group:
+            self._check_default_group()
         attributes = copy.copy(self.__dict__)
         of_this_process = "process_group reducer logger _collective _buffer_broadcast _optimizers _finalizer"
         for name in of_this_process.split():

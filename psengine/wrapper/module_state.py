@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
+
+from psengine.collectives.base import Collective
 
 # The widest element (complex128) decides the alignment of every buffer's place in the packed bytes.
 ALIGNMENT_BYTES = 16
 
 
-def reducible_parameters(module: torch.nn.Module, ignored: Set[str]) -> list[tuple[str, torch.nn.Parameter, bool]]:
-    """(name, parameter, has sparse gradients) for each parameter whose gradient is exchanged, in model order."""
-    found: list[tuple[str, torch.nn.Parameter, bool]] = []
-    seen: set[torch.nn.Parameter] = set()
-    for module_name, submodule in module.named_modules():
-        is_sparse = isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.sparse
-        for short_name, parameter in submodule.named_parameters(recurse=False):
-            name = f"{module_name}.{short_name}" if module_name else short_name
-            if parameter.requires_grad and name not in ignored and parameter not in seen:
-                seen.add(parameter)
-                found.append((name, parameter, is_sparse))
-    return found
+def reducible_parameters(module: torch.nn.Module, ignored: Set[str]) -> dict[str, torch.nn.Parameter]:
+    """Name to parameter, in model order, for those whose gradients are exchanged."""
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and name not in ignored:
+            names.setdefault(parameter, name)
+    return {name: parameter for parameter, name in names.items()}
+
+
+def has_sparse_gradient(module: torch.nn.Module, name: str) -> bool:
+    """Whether the parameter ``name`` belongs to an embedding with sparse gradients."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return isinstance(owner, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and owner.sparse
 
 
 def named_buffers(module: torch.nn.Module, ignored: Set[str]) -> dict[str, torch.Tensor]:
@@ -48,23 +51,17 @@ class BufferBroadcast:
         self._packed: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = []
 
-    def run(
-        self,
-        buffers: Sequence[torch.Tensor],
-        broadcast: Callable[[Sequence[torch.Tensor]], None],
-        *,
-        is_source: bool,
-    ) -> None:
-        """Overwrite ``buffers`` by the source's, of the same shapes and dtypes, by one call of ``broadcast``."""
+    def run(self, buffers: Sequence[torch.Tensor], collective: Collective, source_rank: int) -> None:
+        """Overwrite ``buffers`` by those of ``source_rank``, of the same shapes and dtypes."""
         signature = tuple((b.shape, b.dtype, b.device) for b in buffers)
         if signature != self._signature:
             with torch.inference_mode(False):  # tensors made inside inference mode could never be written outside
                 self._lay_out(buffers)
             self._signature = signature
-        if is_source:
+        if collective.rank == source_rank:
             torch._foreach_copy_(self._views, list(buffers))
-        broadcast(self._packed)
-        if not is_source:
+        collective.broadcast(self._packed, source_rank, what="buffers").wait()
+        if collective.rank != source_rank:
             torch._foreach_copy_(list(buffers), self._views)
 
     def _lay_out(self, buffers: Sequence[torch.Tensor]) -> None:

@@ -32,11 +32,10 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
         ConfigurationError: ``optimizer`` is distributed already, has parameters that the model has not, or its ``step``
             was replaced by something else than a scheduler.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(f"expected a torch.optim.Optimizer (got {type(optimizer).__name__})")
-    if not isinstance(model, DistributedDataParallel):
+    if not (isinstance(optimizer, torch.optim.Optimizer) and isinstance(model, DistributedDataParallel)):
         raise ArgumentTypeError(
-            f"expected a model wrapped in psengine.DistributedDataParallel (got {type(model).__name__})"
+            "expected a torch.optim.Optimizer and a model wrapped in psengine.DistributedDataParallel (got"
+            f" {type(optimizer).__name__} and {type(model).__name__})"
         )
     if isinstance(optimizer, _StrategyStep):
         raise ConfigurationError("the optimizer is a psengine.DistributedOptimizer already; use it as it is")

@@ -98,7 +98,6 @@ def _check(model: Any, strategy: Strategy) -> None:
             " gradients are missing)"
         )
     if strategy.capabilities.needs_process_group and model.process_group is None:
-        checks.default_group(required=True)
         raise ConfigurationError(
             f"strategy {strategy.name!r} needs the process group that the model was wrapped with (expected one, got"
             " none: it was wrapped before there was one). Fix: call psengine.init() before wrapping."
@@ -124,10 +123,6 @@ def _agree(collective: Collective, device: torch.device, problem: PSEngineError 
 
 def _take_state_of_rank_0(optimizer: torch.optim.Optimizer, collective: Collective, device: torch.device) -> None:
     """Replicas that are to have equal optimizers go on with the state of rank 0's."""
-    if collective.world_size == 1:
-        return
     own = torch.optim.Optimizer.state_dict(optimizer)
-    state = to_bytes(own["state"]) if collective.rank == 0 else b""
-    state = collective.broadcast_bytes(state, 0, device, what="the optimizer's state")
-    if collective.rank != 0:
-        torch.optim.Optimizer.load_state_dict(optimizer, {**own, "state": from_bytes(state)})
+    state = collective.broadcast_bytes(to_bytes(own["state"]), 0, device, what="the optimizer's state")
+    torch.optim.Optimizer.load_state_dict(optimizer, {**own, "state": from_bytes(state)})

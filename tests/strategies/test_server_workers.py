@@ -104,15 +104,12 @@ def test_without_servers_rank_zero_starts_one_and_who_waits_there_learns_that_it
 
 
 def join_with_a_group(rank: int, world_size: int, address: str) -> None:
-    """torch's ``Join`` does not ask the wrapper's ``join``."""
     use(address)
     wrapped = wrap(psengine.AsyncServer(job="join-async"))
     with raises(ConfigurationError, "join is for strategies over collectives"), Join([wrapped]):
         wrapped(batches(0)[0][0])  # a rank without data would have the servers apply zeros
     wrapped.leave()
     wrapped = wrap(psengine.SyncServer(job="join-by-live-ranks"))
-    with raises(ConfigurationError, "expected divide_by_initial_world_size=True, got False"):
-        wrapped.join(divide_by_initial_world_size=False)
     with (
         raises(ConfigurationError, "expected divide_by_initial_world_size=True, got False"),
         Join([wrapped], divide_by_initial_world_size=False),

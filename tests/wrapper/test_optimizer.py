@@ -17,9 +17,9 @@ from psengine import DistributedDataParallel, DistributedOptimizer
 def test_errors(rank, world_size):
     model = DistributedDataParallel(seeded(Net))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with raises(TypeError, "expected a torch.optim.Optimizer (got int)"):
+    with raises(TypeError, "expected a torch.optim.Optimizer and a model", "(got int and DistributedDataParallel)"):
         DistributedOptimizer(3, model)
-    with raises(TypeError, "psengine.DistributedDataParallel (got Net)"):
+    with raises(TypeError, "psengine.DistributedDataParallel (got SGD and Net)"):
         DistributedOptimizer(optimizer, model.module)
     with raises(ValueError, "already"):
         DistributedOptimizer(DistributedOptimizer(optimizer, model), model)

@@ -53,7 +53,7 @@ class GradBucket:
         return self._is_last
 
 
-def check_comm_hook(hook: Any) -> None:
+def check_comm_hook(replica: Any, hook: Any) -> None:
     """Raise unless ``hook`` has the signature ``hook(state, bucket) -> Future[Tensor]``; annotations are optional.
 
     Raises:
@@ -61,22 +61,23 @@ def check_comm_hook(hook: Any) -> None:
         ConfigurationError: other parameters, or annotated with other types.
     """
     if not callable(hook):
-        raise ArgumentTypeError(f"Communication hook must be callable. (got {type(hook).__name__})")
+        replica._log_and_throw(ArgumentTypeError, f"Communication hook must be callable. (got {type(hook).__name__})")
     try:
         signature = inspect.signature(hook, eval_str=True)  # ``from __future__ import annotations`` leaves text
     except (NameError, SyntaxError, TypeError):
         signature = inspect.signature(hook)
-    if "bucket" not in signature.parameters:
-        raise ConfigurationError(
-            f"Communication hook: expected parameters (state, bucket), got {tuple(signature.parameters)}"
+    bucket = signature.parameters.get("bucket")
+    if bucket is None or bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
+        replica._log_and_throw(
+            ConfigurationError,
+            "Communication hook: bucket annotation should be dist.GradBucket. (expected parameters (state, bucket), got"
+            f" {signature})",
         )
-    annotation = signature.parameters["bucket"].annotation
-    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
-        raise ConfigurationError(f"Communication hook: bucket annotation should be dist.GradBucket. (got {annotation})")
     returned = signature.return_annotation
     if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
-        raise ConfigurationError(
-            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. (got {returned})"
+        replica._log_and_throw(
+            ConfigurationError,
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. (got {returned})",
         )
 
 

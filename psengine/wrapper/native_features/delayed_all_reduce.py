@@ -12,24 +12,17 @@ from typing import Any
 import torch
 
 from psengine.collectives.base import Collective
-from psengine.errors import ConfigurationError
 
 
-def delay_all_reduce(replica: Any, trigger: torch.Tensor, collective: Collective) -> None:
+def delay_all_reduce(replica: Any, trigger: Any, collective: Collective) -> None:
     """Let delayed gradients be views of one flat tensor, all-reduced when the parameter ``trigger`` gets its gradient.
 
     Native DDP's ``_clear_grad_buffer`` hands the views out after each forward. The delayed parameters, of one dtype and
     device, are made equal to rank 0's here.
     """
     parameters = replica._delay_all_reduce_params
-    kinds = {(p.dtype, p.device) for p in parameters}
-    if len(kinds) != 1:
-        raise ConfigurationError(
-            f"delay_all_reduce_named_params must share one dtype and device (expected 1 kind, got {kinds})"
-        )
-    dtype, device = kinds.pop()
     sizes = [p.numel() for p in parameters]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    flat = parameters[0].new_zeros(sum(sizes))
     replica._delay_grad_buffer = flat
     replica._delay_grad_views = [v.view(p.shape) for v, p in zip(flat.split(sizes), parameters, strict=True)]
     collective.broadcast([p.detach() for p in parameters], 0, what="delayed parameters").wait()
