@@ -130,9 +130,6 @@ class Registry(Generic[Made]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._factories)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._factories
-
     def __getitem__(self, name: str) -> Callable[..., Made]:
         """Return what was registered as ``name``.
 
@@ -184,11 +181,8 @@ class Registry(Generic[Made]):
 
     def _whose_option(self, key: str) -> str:
         """The end of an error's text, with the names that have the option ``key``; "" if none has."""
-        names = [repr(name) for name in self if key in self.options_of(name)]
-        if not names:
-            return ""
-        listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-        return f". Fix: {key} is an option of {self.kind} {listed}"
+        names = ", ".join(repr(name) for name in self if key in self.options_of(name))
+        return f". Fix: {key} is an option of {self.kind} {names}" if names else ""
 
     def read(self, text: str, parts: Mapping[str, Registry[Any]] | None = None) -> Callable[..., Made]:
         """Return the factory that ``text`` names, with the options that it gives; it takes the registry's arguments.
@@ -248,12 +242,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def _value(written: str | list[str], *, is_text: bool = False) -> Any:
     if isinstance(written, list):
         return [_value(item, is_text=is_text) for item in written]
-    words = {"true": True, "false": False, "none": None}
-    if is_text:
-        return None if written.lower() == "none" else written
+    words = {"none": None} if is_text else {"true": True, "false": False, "none": None}
     if written.lower() in words:
         return words[written.lower()]
-    for kind in (int, float):
+    for kind in () if is_text else (int, float):
         with suppress(ValueError):
             return kind(written)
     return written

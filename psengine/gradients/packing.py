@@ -55,7 +55,7 @@ class Packing:
             bucket.unpack(defined, result)
             return
         self.create_missing(skip)
-        for position, view in enumerate(bucket.views_of_result(result)):
+        for position, view in enumerate(bucket.views_of(result)):
             if not skip[position]:
                 _defined(bucket.parameters[position].grad).detach().copy_(view)
 

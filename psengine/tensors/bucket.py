@@ -6,7 +6,6 @@ The tensors may be any that are shaped like the bucket's parameters: their gradi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -74,6 +73,7 @@ class Bucket:
         addresses: where the views are in memory; -1 for those without elements.
         eager_runs: by position, each parameter that is large enough to be packed by itself.
         runs: the small parameters between them.
+        facts: the bucket, as timelines describe it.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Bucket:
         self.device = self.parameters[0].device
         self.numel = sum(p.numel() for p in self.parameters)
         self.size_bytes = self.numel * self.parameters[0].element_size()
+        self.facts: dict[str, Any] = {"bucket": index, "bytes": self.size_bytes, "parameters": self.names[:4]}
         self.counts_non_finite = counts_non_finite
         self._divides_copies = divides_copies
         self.offsets: list[int] = []
@@ -113,11 +114,6 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.parameters)} parameters, {self.size_bytes} bytes, {self.dtype})"
-
-    @functools.cached_property
-    def facts(self) -> dict[str, Any]:
-        """The bucket, as timelines describe it."""
-        return {"bucket": self.index, "bytes": self.size_bytes, "parameters": self.names[:4]}
 
     def describe(self) -> str:
         """The bucket's name in error messages."""
@@ -156,12 +152,10 @@ class Bucket:
         return Run(first=first, last=last, parameters=parameters, flat=flat, layout=layout)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Per parameter its part of another flat tensor with this bucket's layout."""
+        """Per parameter its part of a flat tensor with this bucket's layout; most are ``flat`` itself."""
+        if flat is self.flat and self.views:
+            return self.views
         return [view_like(flat, offset, p) for offset, p in zip(self.offsets, self.parameters, strict=True)]
-
-    def views_of_result(self, result: torch.Tensor) -> list[torch.Tensor]:
-        """``views_of``; most results are ``flat``."""
-        return self.views if result is self.flat else self.views_of(result)
 
     # ---- there and back ----------------------------------------------------------------------------------------
 
@@ -225,19 +219,16 @@ class Bucket:
                 f"parameter {self.names[position]!r} received a sparse gradient in a dense bucket. Sparse gradients"
                 " are expected from torch.nn.Embedding and torch.nn.EmbeddingBag with sparse=True only."
             )
-        if tensor.data_ptr() == self.addresses[position]:
+        is_in_place = tensor.data_ptr() == self.addresses[position]
+        if is_in_place or divisor == 1 or self._divides_copies:
+            if not is_in_place:
+                view.copy_(tensor)
             if divisor != 1:
                 view.div_(divisor)
-        elif divisor == 1 or self._divides_copies:
-            view.copy_(tensor)
-            if self._divides_copies:
-                view.div_(divisor)
-        elif tensor.dtype != view.dtype:
+        else:
             # Rounded once, after the division, as the kernel does it.
             wide = tensor.detach().to(torch.promote_types(tensor.dtype, view.dtype))
-            view.copy_(wide * (1.0 / divisor))
-        else:
-            torch.mul(tensor.detach(), 1.0 / divisor, out=view)
+            torch.mul(wide, 1.0 / divisor, out=view)
         if self.counts_non_finite:
             self.note_non_finite(position, view)  # a read of its own, which a run of plain tensors does without
 
@@ -249,7 +240,7 @@ class Bucket:
         if self._is_native and (result is self.flat or (result.is_contiguous() and result.dtype.is_floating_point)):
             ops.unpack_(tensors, result if result is self.flat else result.view(-1), 1.0, self._layout)
         else:
-            torch._foreach_copy_([tensor.detach() for tensor in tensors], self.views_of_result(result))
+            torch._foreach_copy_([tensor.detach() for tensor in tensors], self.views_of(result))
 
     # ---- values that are not finite ----------------------------------------------------------------------------
 

@@ -22,8 +22,6 @@ from psengine.errors import ArgumentTypeError, ConfigurationError, PSEngineError
 INTEGER_DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32}
 )
-_FLOATING_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_COMPLEX_DTYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})
 CPU = torch.device("cpu")
 LOW_HALF = 2**32 - 1
 
@@ -102,8 +100,8 @@ def kind_to_gather(leaf: Leaf) -> str:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    known = tensor.dtype in INTEGER_DTYPES | _FLOATING_DTYPES | _COMPLEX_DTYPES
-    return known and tensor.layout is torch.strided and not tensor.is_meta
+    is_number = tensor.dtype in INTEGER_DTYPES or tensor.is_floating_point() or tensor.is_complex()
+    return is_number and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def is_real_scalar(value: Any) -> bool:
@@ -172,19 +170,17 @@ def from_halves(leaf: Leaf, halves: torch.Tensor, path: str) -> Any:
 
 
 def first_difference(descriptions: list[dict[str, str]], this_rank: int) -> str:
-    """Say in which path's kind the ranks' descriptions differ, for an error."""
+    """Say in which path's kind the ranks' descriptions, which are not all equal, differ; for an error."""
     paths = dict.fromkeys(path for description in descriptions for path in description)
-    for path in paths:
-        kinds = [description.get(path, "nothing") for description in descriptions]
-        others: dict[str, list[str]] = {}
-        for rank, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                others.setdefault(kind, []).append(str(rank))
-        if others:
-            got = ", ".join(f"{kind} on rank {' and '.join(ranks)}" for kind, ranks in others.items())
-            return (
-                f"every rank makes the same call, with values of the same structure (expected {path} to be {kinds[0]}"
-                f" as on rank 0, got {got}; seen on rank {this_rank}). Make the same call, with the same keys, types"
-                " and shapes, on every rank."
-            )
-    return f"the ranks' metrics differ, though not in what can be shown (seen on rank {this_rank})"
+    path = next(path for path in paths if len({description.get(path) for description in descriptions}) > 1)
+    kinds = [description.get(path, "nothing") for description in descriptions]
+    others: dict[str, list[str]] = {}
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            others.setdefault(kind, []).append(str(rank))
+    got = ", ".join(f"{kind} on rank {' and '.join(ranks)}" for kind, ranks in others.items())
+    return (
+        f"every rank makes the same call, with values of the same structure (expected {path} to be {kinds[0]} as on"
+        f" rank 0, got {got}; seen on rank {this_rank}). Make the same call, with the same keys, types and shapes, on"
+        " every rank."
+    )

@@ -26,8 +26,7 @@ def from_bytes(payload: bytes) -> Any:
 
 
 def _to_this_process(storage: Any, location: str) -> Any:
-    if location == "cpu" or not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if location == "cpu" or accelerator is None:
         return storage
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None, "one is available"
     return storage.to(device=torch.device(accelerator.type, torch.accelerator.current_device_index()))
