@@ -89,7 +89,7 @@ class Reducer:
         self.names = list(replica.parameters)
         self.strategy = strategy
         self._collective = collective = replica.collective
-        self.watched = Backwards(strategy.capabilities.exchange_name, collective.world_size)
+        self.watched = Backwards(strategy.capabilities.exchange_name)
         self._rebuild_limits_bytes = list(rebuild_limits_bytes)
         self._on_error = on_error
         # Models split over several devices run backward, and so the hooks, in one thread per device.

@@ -27,19 +27,16 @@ class Backwards:
 
     Args:
         exchange_name: what a timeline calls the exchange of a bucket.
-        world_size: of the group.
 
     Attributes:
         timer: samples times for the logging data.
         meter: counts steps for Prometheus; None where nobody does.
     """
 
-    def __init__(self, exchange_name: str, world_size: int) -> None:
+    def __init__(self, exchange_name: str) -> None:
         self.timer = BackwardTimer()
         self.meter: Telemetry | None = None
         self._exchange_name = exchange_name
-        self._world_size = world_size
-        self._exchanged_bytes = 0
         self._landing_s = 0.0
 
     def begin_step(self, iteration: int) -> None:
@@ -58,7 +55,6 @@ class Backwards:
         if recorder.is_on:
             listeners.append(_Spans(iteration, self._exchange_name).mark)
         if self.meter is not None:
-            self._exchanged_bytes = 0
             listeners.append(self._count)
         if not listeners:
             return None
@@ -70,12 +66,13 @@ class Backwards:
         return tell
 
     def _count(self, moment: str, bucket: Bucket | None, _position: int | None) -> None:
+        assert self.meter is not None
         if moment == "exchange" and bucket is not None:
-            self._exchanged_bytes += bucket.size_bytes
+            self.meter.exchanged_bytes += bucket.size_bytes
         elif moment == "landing":
             self._landing_s = time.monotonic()
-        elif moment == "landed" and self.meter is not None:
-            self.meter.step_ended(time.monotonic() - self._landing_s, self._exchanged_bytes, self._world_size)
+        elif moment == "landed":
+            self.meter.step_ended(time.monotonic() - self._landing_s)
 
 
 class _Spans:

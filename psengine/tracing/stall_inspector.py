@@ -26,7 +26,7 @@ from typing import Protocol
 
 from psengine.environment.variables import read_variable
 from psengine.errors import EnvironmentVariableError
-from psengine.tracing.observers import Observer
+from psengine.tracing.observers import observing
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class StallInspector:
                 waited_s = time.monotonic() - wait.since_s
                 logger.info("rank %d no longer waits for %s; it took %.0f s", operations.rank, position, waited_s)
 
-    @Observer("the report of waits for other ranks")  # no memory for a thread, or the interpreter is about to end
+    @observing("the report of waits for other ranks")  # no memory for a thread, or the interpreter is about to end
     def _start(self) -> None:
         with self._starting:
             if self._thread is not None:

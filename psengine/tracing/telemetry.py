@@ -20,7 +20,7 @@ import torch
 
 from psengine.errors import ConfigurationError
 from psengine.protocol.messages import MAX_COUNTED
-from psengine.tracing.observers import Observer
+from psengine.tracing.observers import observing
 
 
 class Telemetry:
@@ -31,15 +31,12 @@ class Telemetry:
 
     Attributes:
         is_blocked: this worker's training waits for servers, and has pushed all that it can before it has answers.
-        first_blocked_s: the part of the total that belongs to the first step, whose length is not known.
-        exchanged_bytes: of gradients; counted for Prometheus alone, as is ``world_size``, the group's at the last step.
+        exchanged_bytes: of gradients; counted for Prometheus alone.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.is_blocked = False
-        self.first_blocked_s = 0.0
         self.exchanged_bytes = 0
-        self.world_size = 0
         self._now_s = now_s
         self._lock = threading.Lock()
         self._totals: dict[str, Any] = {"steps": 0, "step_s": 0.0, "blocked_s": 0.0, "samples": 0}
@@ -47,7 +44,6 @@ class Telemetry:
         self._last_end_s = 0.0
         self._loss: float | None = None
         self._coming_loss: tuple[torch.Tensor, torch.Event] | None = None
-        self._loss_observer = Observer("among the reported numbers, a loss")
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
@@ -60,20 +56,16 @@ class Telemetry:
             self.is_blocked = False
             self._unfinished_blocked_s += self._now_s() - began_s
 
-    def step_ended(self, waited_s: float = 0.0, exchanged_bytes: int = 0, world_size: int = 0) -> None:
+    def step_ended(self, waited_s: float = 0.0) -> None:
         """A step is complete: its gradients are exchanged. ``waited_s`` is added to the time inside ``blocked``."""
         now_s = self._now_s()
         with self._lock:
-            blocked_s, self._unfinished_blocked_s = self._unfinished_blocked_s + waited_s, 0.0
-            if self._totals["steps"]:
+            if self._totals["steps"]:  # the first step's length is not known
                 self._totals["step_s"] += now_s - self._last_end_s
-            else:
-                self.first_blocked_s = blocked_s
+                self._totals["blocked_s"] += self._unfinished_blocked_s + waited_s
+            self._unfinished_blocked_s = 0.0
             self._last_end_s = now_s
             self._totals["steps"] += 1
-            self._totals["blocked_s"] += blocked_s
-            self.exchanged_bytes += exchanged_bytes
-            self.world_size = world_size
 
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
         """Take numbers from the user's training loop. Never waits for a device.
@@ -86,7 +78,7 @@ class Telemetry:
             ConfigurationError: the loss is not one number, or the samples are no number of samples.
         """
         _check_report(loss, samples)
-        with self._lock, self._loss_observer:
+        with self._lock, observing("among the reported numbers, a loss"):
             self._totals["samples"] = min(self._totals["samples"] + int(samples or 0), MAX_COUNTED)
             if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
                 self._settle_loss()
@@ -118,12 +110,9 @@ def _check_report(loss: Any, samples: Any) -> None:
     is_count = isinstance(samples, numbers.Integral) and not isinstance(samples, bool)
     if samples is not None and (not is_count or samples < 0):
         raise ConfigurationError(f"samples is a number of samples (expected an integer >= 0, got {samples!r})")
-    if isinstance(loss, torch.Tensor):
-        is_number, got = loss.numel() == 1 and not loss.is_complex(), f"shape {tuple(loss.shape)} of {loss.dtype}"
-    else:
-        is_number, got = isinstance(loss, numbers.Real) and not isinstance(loss, bool), type(loss).__name__
-    if loss is not None and not is_number:
+    is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()
+    if not (loss is None or is_scalar or isinstance(loss, numbers.Real)):
         raise ConfigurationError(
-            f"loss is one number (expected a float or a real tensor of one element, got {got}). Fix:"
+            f"loss is one number (expected a float or a real tensor of one element, got {loss!r}). Fix:"
             " report(loss=loss.mean())."
         )

@@ -34,7 +34,7 @@ from psengine.environment.context import before_shutdown, world_place
 from psengine.environment.launchers import read_integer
 from psengine.environment.variables import inherited_variables, read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
-from psengine.tracing.observers import Observer
+from psengine.tracing.observers import observing
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Recorder:
         rank = world_place()[0] if self.worker_rank is None else self.worker_rank
         part = part_path(path, rank)
         process = {"rank": rank, "host": socket.gethostname(), "process_id": os.getpid()}
-        with Observer(f"the timeline of rank {rank}"):
+        with observing(f"the timeline of rank {rank}"):
             _write(_chrome_events(self._spans[first:], process), [process], part)
             logger.info("timeline of rank %d written to %s", rank, part)
 
@@ -185,8 +185,8 @@ def span(
 # ---- forward and backward ----------------------------------------------------------------------------------------
 
 # Users' structures may raise when they are searched for tensors.
-_cannot_look_at_inputs = Observer("on the timeline, the number of samples of a forward")
-_cannot_look_at_outputs = Observer("on the timeline, the backward of a forward")
+_SAMPLES_OF_A_FORWARD = "on the timeline, the number of samples of a forward"
+_BACKWARD_OF_A_FORWARD = "on the timeline, the backward of a forward"
 
 
 def end_forward(forward: Span, step: int, inputs: Any, output: Any) -> None:
@@ -194,7 +194,7 @@ def end_forward(forward: Span, step: int, inputs: Any, output: Any) -> None:
     if not recorder.is_on or torch.compiler.is_compiling():
         return
     samples = None
-    with _cannot_look_at_inputs:
+    with observing(_SAMPLES_OF_A_FORWARD):
         samples = next((tensor.shape[0] for tensor in _find_tensors(inputs) if tensor.dim() > 0), None)
     forward.step, forward.facts = step, {"samples": samples}
     forward.close()
@@ -205,14 +205,14 @@ def end_forward(forward: Span, step: int, inputs: Any, output: Any) -> None:
     def end() -> None:
         backwards.pop().close()
 
-    @_cannot_look_at_outputs
+    @observing(_BACKWARD_OF_A_FORWARD)
     def begin(_gradient: torch.Tensor) -> None:
         if not backwards and recorder.is_on and not torch.compiler.is_compiling():
             backwards.append(span("backward", step=step))
             # Callbacks run in order, so this one comes before the reducer's, which waits for the other ranks.
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    with _cannot_look_at_outputs:
+    with observing(_BACKWARD_OF_A_FORWARD):
         for tensor in _find_tensors(output):
             # A leaf (an output that is a parameter) would keep the hook for good.
             if tensor.grad_fn is not None:
@@ -350,7 +350,7 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         recorder.write_part(path, first)
     if recorder.worker_rank is not None:
         return
-    with Observer("the merged timeline"):  # each rank has its own
+    with observing("the merged timeline"):  # each rank has its own
         if dist.is_initialized():
             dist.barrier()
         rank, world_size = world_place()

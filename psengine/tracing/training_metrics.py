@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from psengine.environment.launchers import read_integer
 from psengine.environment.variables import inherited_variables, read_variable
-from psengine.tracing.observers import Observer
+from psengine.tracing.observers import observing
 from psengine.tracing.stall_inspector import inspector
 from psengine.tracing.telemetry import Telemetry
 
@@ -44,11 +44,11 @@ class TrainingMetrics:
     """The metrics of a process; a collector of prometheus_client.
 
     Attributes:
-        models: each wrapped model's strategy and its counters.
+        models: each wrapped model's strategy, the ranks of its group, and its counters.
     """
 
     def __init__(self) -> None:
-        self.models: list[tuple[str, Telemetry]] = []
+        self.models: list[tuple[str, int, Telemetry]] = []
 
     def collect(self) -> Iterator[Any]:
         """The metrics as they are now, for prometheus_client."""
@@ -61,15 +61,15 @@ class TrainingMetrics:
             for name, text in _HELP.items()
         }
         families["stalls"].add_metric((), inspector.reported_stalls)
-        for number, (strategy, telemetry) in enumerate(self.models):
+        for number, (strategy, world_size, telemetry) in enumerate(self.models):
             body = telemetry.to_body()
             values = {
                 "steps": body["steps"],
                 "step_seconds": body["step_s"],
-                "wait_seconds": body["blocked_s"] - telemetry.first_blocked_s,
+                "wait_seconds": body["blocked_s"],
                 "exchanged_bytes": telemetry.exchanged_bytes,
                 "samples": body["samples"],
-                "world_size": telemetry.world_size,
+                "world_size": world_size,
             }
             if "loss" in body:
                 values["loss"] = float("nan") if body["loss"] is None else body["loss"]
@@ -79,12 +79,9 @@ class TrainingMetrics:
 
     def render(self) -> Page:
         """The text for Prometheus."""
-        from prometheus_client import CollectorRegistry, generate_latest
-        from prometheus_client.exposition import CONTENT_TYPE_LATEST
+        from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-        registry = CollectorRegistry()
-        registry.register(self)
-        return 200, CONTENT_TYPE_LATEST, generate_latest(registry)
+        return 200, CONTENT_TYPE_LATEST, generate_latest(self)
 
     def serve(self, port: int) -> None:
         """Serve them from now on, until the process ends; where the port cannot be opened, the log says so."""
@@ -92,7 +89,7 @@ class TrainingMetrics:
 
         host = read_variable("PSENGINE_METRICS_BIND") or LOOPBACK
         pages = {"/metrics": self.render, "/healthz": lambda: (200, TEXT, b"ok\n")}
-        with Observer(f"metrics at {host}:{port}, PSENGINE_METRICS_PORT,"):
+        with observing(f"metrics at {host}:{port}, PSENGINE_METRICS_PORT,"):
             served = HttpStatus(port, pages, host=host)
             atexit.register(served.__enter__().__exit__, None, None, None)
             if hasattr(os, "register_at_fork"):  # not on Windows
@@ -103,12 +100,13 @@ class TrainingMetrics:
 _metrics: TrainingMetrics | None = None
 
 
-def watch(strategy: str, rank: int) -> Telemetry | None:
+def watch(strategy: str, rank: int, world_size: int) -> Telemetry | None:
     """The counters of a model that is being wrapped; None where metrics are off, or on another rank than 0.
 
     Args:
         strategy: its name.
         rank: this process's.
+        world_size: of its group.
 
     Raises:
         EnvironmentVariableError: PSENGINE_METRICS_PORT is no port.
@@ -121,7 +119,7 @@ def watch(strategy: str, rank: int) -> Telemetry | None:
         _metrics = TrainingMetrics()
         _metrics.serve(port)
     telemetry = Telemetry()
-    _metrics.models.append((strategy, telemetry))
+    _metrics.models.append((strategy, world_size, telemetry))
     return telemetry
 
 

@@ -259,7 +259,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self.strategy.join()
             at_servers = self.strategy.worker_rank
             rank = self._collective.rank if at_servers is None else at_servers
-            self.reducer.watched.meter = watch(self.strategy.name, rank)
+            self.reducer.watched.meter = watch(self.strategy.name, rank, self._collective.world_size)
         except BaseException:
             self.strategy.close()
             raise

@@ -33,8 +33,8 @@ def exposition():
     job = shard(worker(0, **TIMES, staleness={1: 2}), staleness={0: 1})
     metrics = TrainingMetrics()
     meter = Telemetry()
-    metrics.models.append(("sync", meter))
-    meter.step_ended(0.1, 8, world_size=2)
+    metrics.models.append(("sync", 2, meter))
+    meter.step_ended(0.1)
     meter.report(loss=1.0, samples=1)
     return (render_metrics(server(job, snapshot=snapshot, logs=(log,)))[1] + metrics.render()[2]).decode()
 

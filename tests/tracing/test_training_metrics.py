@@ -71,7 +71,7 @@ def test_rank_0_tells_of_its_steps(strategy):
 
 def test_without_the_variable_there_is_nothing():
     assert metrics_port() is None
-    assert watch("sync", 0) is None
+    assert watch("sync", 0, 1) is None
 
 
 @pytest.mark.parametrize("text", ["http", "-1", "65536", "\u0663"])
@@ -79,7 +79,7 @@ def test_what_is_no_port_is_refused_on_every_rank(monkeypatch, text):
     monkeypatch.setenv("PSENGINE_METRICS_PORT", text)
     for rank in range(2):
         with pytest.raises(EnvironmentVariableError, match="expected 0 to 65535"):
-            watch("sync", rank)
+            watch("sync", rank, 2)
 
 
 def test_a_port_that_is_taken_does_not_end_training(caplog):
@@ -92,8 +92,8 @@ def test_models_have_labels_of_their_own():
     found = TrainingMetrics()
     for _ in range(2):
         telemetry = Telemetry()
-        telemetry.step_ended(0.0, 4, 2)
-        found.models.append(("sync", telemetry))
+        telemetry.step_ended()
+        found.models.append(("sync", 2, telemetry))
     text = found.render()[2].decode()
     for model in range(2):
         assert f'psengine_training_steps_total{{model="{model}",strategy="sync"}} 1.0' in text

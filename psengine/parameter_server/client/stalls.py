@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from psengine.parameter_server.client.channel import Channel
-from psengine.tracing.observers import Observer
+from psengine.tracing.observers import observing
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class StallWatch:
         self._since_s = self._next_line_s = 0.0
         self._what = ""
 
-    @Observer("in the log, what this client waits for")
+    @observing("in the log, what this client waits for")
     def look(self, who: object, channels: Sequence[Channel], now_s: float) -> None:
         """Log where a stall began, lasts or has ended.
 
