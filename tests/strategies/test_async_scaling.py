@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
-from support.server_training import assert_equal, network, state_of, use
+from support.server_training import assert_equal, at_servers, network, state_of, use
 from torch import nn
 
 import psengine
@@ -83,8 +83,8 @@ def test_a_gradient_scaler_is_that_of_plain_training(server, strategy, world_siz
     run_ranks(scaled_is_plain, world_size, server.addresses[0], strategy)
 
 
-def scales_of_its_own(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(1)
+def test_servers_refuse_a_scale_that_only_a_fused_kernel_divides_by(rank, world_size):
     wrapped = psengine.DistributedDataParallel(network(), strategy=psengine.AsyncServer(job="own scale"))
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1, fused=True), wrapped)
     before = state_of(wrapped.module)
@@ -94,7 +94,3 @@ def scales_of_its_own(rank: int, world_size: int, address: str) -> None:
         optimizer.step()
     assert_equal(state_of(wrapped.module), before)
     wrapped.leave()
-
-
-def test_servers_refuse_a_scale_that_only_a_fused_kernel_divides_by(server):
-    run_ranks(scales_of_its_own, 1, server.addresses[0], init_group=False)

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from support.expectations import raises
-from support.processes import run_ranks
-from support.server_training import assert_equal, network, state_of, use
+from support.server_training import assert_equal, at_servers, network, state_of
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -234,6 +233,35 @@ def hooks_of_all_optimizers(training: Training) -> nn.Module:
     return model
 
 
+def set_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.01
+
+
+def step_scheduler(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+
+
+def clamp_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        next(model.parameters()).clamp_(-0.1, 0.1)
+
+
+def load_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    module = getattr(model, "module", model)
+    module.load_state_dict({name: tensor + 1 for name, tensor in module.state_dict().items()})
+
+
+def changes_between_backward_and_step(training: Training) -> nn.Module:
+    model, optimizer = training.start(network())
+    for step, change in enumerate([set_rate, step_scheduler, clamp_weights, load_weights, set_rate]):
+        optimizer.zero_grad()
+        with training.local(model):
+            backward(model, step)
+        change(model, optimizer)
+        optimizer.step()
+    return model
+
+
 FOLLOWED: list[Callable[[Training], nn.Module]] = [
     micro_batches_alone,
     two_steps_for_a_backward,
@@ -244,11 +272,12 @@ FOLLOWED: list[Callable[[Training], nn.Module]] = [
     trunk_that_another_job_trained,
     state_reset_by_loading,
     hooks_of_all_optimizers,
+    changes_between_backward_and_step,
 ]
 
 
-def is_followed(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(1)
+def test_one_worker_is_plain_training_whatever_comes_before_a_step(rank, world_size):
     failures = []
     for scenario in FOLLOWED:
         training = Training(
@@ -265,10 +294,6 @@ def is_followed(rank: int, world_size: int, address: str) -> None:
         finally:
             training.close()
     assert not failures, "\n".join(failures)
-
-
-def test_one_worker_is_plain_training_whatever_comes_before_a_step(server):
-    run_ranks(is_followed, 1, server.addresses[0], init_group=False)
 
 
 def old_graph(training: Training) -> None:
@@ -364,60 +389,12 @@ def refuses_untrained() -> None:
     training.close()
 
 
-def refuses(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(1)
+def test_a_step_that_servers_would_take_otherwise_is_refused(rank, world_size):
+    """An optimizer that changed since it was distributed, gradients that no server applies, graphs of older weights."""
     old_graph(Training())
     refuses_changes()
     refuses_untrained()
     training = Training(job="old graph")
     old_graph(training)
     training.close()
-
-
-def test_a_step_that_servers_would_take_otherwise_is_refused(server):
-    """An optimizer that changed since it was distributed, gradients that no server applies, graphs of older weights."""
-    run_ranks(refuses, 1, server.addresses[0], init_group=False)
-
-
-# ---- between backward and step -----------------------------------------------------------------------------------
-
-
-def set_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["lr"] = 0.01
-
-
-def step_scheduler(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
-
-
-def clamp_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    with torch.no_grad():
-        next(model.parameters()).clamp_(-0.1, 0.1)
-
-
-def load_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    module = getattr(model, "module", model)
-    module.load_state_dict({name: tensor + 1 for name, tensor in module.state_dict().items()})
-
-
-def takes_what_comes_in_time(training: Training) -> nn.Module:
-    model, optimizer = training.start(network())
-    for step, change in enumerate([set_rate, step_scheduler, clamp_weights, load_weights, set_rate]):
-        optimizer.zero_grad()
-        with training.local(model):
-            backward(model, step)
-        change(model, optimizer)
-        optimizer.step()
-    return model
-
-
-def comes_in_time(rank: int, world_size: int, address: str) -> None:
-    use(address)
-    plain = takes_what_comes_in_time(Training())
-    training = Training(job="in time")
-    assert_equal(state_of(takes_what_comes_in_time(training).module), state_of(plain))
-    training.close()
-
-
-def test_what_changes_between_backward_and_step_counts(server):
-    run_ranks(comes_in_time, 1, server.addresses[0], init_group=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
+from support.server_training import at_servers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -262,15 +262,11 @@ def test_what_is_refused():
             psengine.SyncServer().weigh(weight)
 
 
-def over_servers(rank: int, world_size: int, address: str) -> None:
-    os.environ["PSENGINE_SERVERS"] = address
+@at_servers(2)
+def test_servers_average_by_weight_or_refuse(rank, world_size):
     train_beside_one_process(rank, world_size, CASES[:1], strategy="sync-server")
     model = DistributedDataParallel(seeded(Perceptron), strategy=psengine.AsyncServer(job="applied"))
     model.batch_weight(2)
     with raises(ConfigurationError, "averages nothing", "expected no batch_weight, got 2"):
         model(torch.ones(1, FEATURES, dtype=torch.float64))
     model.leave()
-
-
-def test_servers_average_by_weight_or_refuse(server):
-    run_ranks(over_servers, 2, server.addresses[0])

@@ -359,7 +359,8 @@ def test_registry():
     assert isinstance(resolve_strategy("sync"), SyncAllReduce)
 
 
-def saved_and_loaded(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_a_models_state_has_native_ddps_keys_unless_asked_for_more(rank, world_size):
     model = psengine.DistributedDataParallel(make_model(0), strategy="averaging:every=4")
     native = torch.nn.parallel.DistributedDataParallel(make_model(0))
     assert list(model.state_dict()) == list(native.state_dict())
@@ -372,10 +373,6 @@ def saved_and_loaded(rank: int, world_size: int) -> None:
     other = psengine.DistributedDataParallel(make_model(0), strategy="sync")
     with pytest.raises(ConfigurationError, match=r"expected 'sync', got 'averaging'"):
         other.load_state_dict(model.state_dict())
-
-
-def test_a_models_state_has_native_ddps_keys_unless_asked_for_more():
-    run_ranks(saved_and_loaded, 2)
 
 
 def test_an_unknown_strategy_of_the_environment_says_where_it_comes_from(monkeypatch):

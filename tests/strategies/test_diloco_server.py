@@ -11,6 +11,7 @@ import torch
 from support.expectations import raises
 from support.processes import run_ranks, run_ranks_to_any_end
 from support.server_process import running_server
+from support.server_training import at_servers
 from torch import nn
 
 import psengine
@@ -65,8 +66,8 @@ def test_the_others_go_on_after_a_worker_was_killed(name):
         assert updates >= 12
 
 
-def weighed_and_encoded(rank: int, world_size: int, address: str) -> None:
-    os.environ.update(PSENGINE_SERVERS=address)
+@at_servers(2)
+def test_samples_weigh_and_codecs_encode_differences(rank, world_size):
     for name in (f"diloco-server:every=2,grace=0,{AVERAGES}", "local:every=2", f"diloco:every=2,{AVERAGES}"):
         for compress in ("", ",compress=bf16"):
             os.environ["PSENGINE_JOB"] = f"{name[:5]}{compress[-4:]}"
@@ -101,13 +102,8 @@ def weighed_and_encoded(rank: int, world_size: int, address: str) -> None:
             torch.testing.assert_close(parameter.detach(), second if any(weights) else (first + second) / 2)
 
 
-def test_samples_weigh_and_codecs_encode_differences():
-    with running_server() as server:
-        run_ranks(weighed_and_encoded, 2, server.addresses[0])
-
-
-def nobody_counts(rank: int, world_size: int, address: str) -> None:
-    os.environ.update(PSENGINE_SERVERS=address)
+@at_servers(2)
+def test_parameters_stay_where_all_workers_have_no_samples(rank, world_size):
     for name in ("diloco-server:every=1", "diloco-server:every=1,compress=bf16"):
         os.environ["PSENGINE_JOB"] = name.replace(":", " ")
         model = psengine.DistributedDataParallel(make_model(), strategy=name)
@@ -120,13 +116,8 @@ def nobody_counts(rank: int, world_size: int, address: str) -> None:
         model.leave()
 
 
-def test_parameters_stay_where_all_workers_have_no_samples():
-    with running_server() as server:
-        run_ranks(nobody_counts, 2, server.addresses[0])
-
-
 def switched_after(rank: int, world_size: int, address: str, steps: list[int]) -> list[torch.Tensor]:
-    os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="switched")
+    os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB=f"switched {world_size}")
     model = psengine.DistributedDataParallel(make_model(), strategy="diloco-server:quorum=2,every=2,grace=0")
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     train(model, optimizer, rank, range(steps[rank]))
@@ -135,9 +126,8 @@ def switched_after(rank: int, world_size: int, address: str, steps: list[int]) -
 
 
 @pytest.mark.parametrize("steps", [[3, 2], pytest.param([2, 2, 1], marks=pytest.mark.slow)])
-def test_who_is_alone_within_a_round_when_all_conclude_is_merged_alone(steps):
+def test_who_is_alone_within_a_round_when_all_conclude_is_merged_alone(server, steps):
     """The others have merged already; they abstain, and nobody waits for them."""
-    with running_server() as server:
-        results = run_ranks(switched_after, len(steps), server.addresses[0], steps)
+    results = run_ranks(switched_after, len(steps), server.addresses[0], steps)
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))

@@ -17,8 +17,6 @@ from torch import nn
 
 import psengine
 from psengine.errors import ConfigurationError
-from psengine.strategies.local.fragments import cut
-from psengine.strategies.local.options import RoundOptions
 
 STEPS = 14
 MIDWAY = {
@@ -281,16 +279,6 @@ def test_uneven_data_accumulation_and_a_model_loaded_within_a_round(rank, world_
     assert not all(map(torch.equal, *gathered(model))), "a part that left early went on by itself"
     model.switch_strategy("sync")
     assert all(map(torch.equal, *gathered(model))), "parameters and buffers"
-
-
-def test_a_schedule_and_a_cut():
-    options = RoundOptions(every=6, fragments=3, overlap=1)
-    assert [options.leaving(step) for step in range(1, 9)] == [None, 0, None, 1, None, 2, None, 0]
-    parameters = dict(make_model().named_parameters())
-    for count in (1, 2, 5):
-        parts = cut(parameters, count)
-        assert len(parts) == count
-        assert [name for part in parts for name in part] == list(parameters)
 
 
 def killed(rank: int, world_size: int, name: str) -> str:

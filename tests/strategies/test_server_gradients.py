@@ -9,15 +9,12 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
-from support.server_training import assert_equal, batches, build, state_of, use, wrap
+from support.server_training import assert_equal, at_servers, batches, build, state_of, use, wrap
 from torch import nn
 from torch.nn import functional as F
 
 import psengine
-from psengine.errors import (
-    ConfigurationError,
-    ReductionError,
-)
+from psengine.errors import ConfigurationError, ReductionError
 
 
 class Branches(nn.Module):
@@ -57,18 +54,11 @@ def use_branches(rank: int, world_size: int, address: str, name: str, native: bo
     return state
 
 
-def test_sync_server_knows_unused_parameters(server):
-    ours = run_ranks(use_branches, 2, server.addresses[0], "sync-server", False)
-    native = run_ranks(use_branches, 2, "", "", True)
-    # Dividing by two before or after adding gives the same bits.
-    assert_equal(ours[0], native[0])
-    assert_equal(ours[1], native[0])
-
-
-def test_async_leaves_parameters_without_gradient_alone(server):
-    [native] = run_ranks(use_branches, 1, "", "", True)
-    [ours] = run_ranks(use_branches, 1, server.addresses[0], "async", False)
-    assert_equal(ours, native)
+@pytest.mark.parametrize(("strategy", "workers"), [("sync-server", 2), ("async", 1)])
+def test_parameters_that_nobody_uses_are_left_alone(server, strategy, workers):
+    native, *_ = run_ranks(use_branches, workers, "", "", True)
+    for ours in run_ranks(use_branches, workers, server.addresses[0], strategy, False):
+        assert_equal(ours, native)  # dividing by two before or after adding gives the same bits
 
 
 def test_sparse_gradients_are_refused_before_any_server_is_met():
@@ -83,26 +73,18 @@ def test_sparse_gradients_are_refused_before_any_server_is_met():
             )
 
 
-def poison(rank: int, world_size: int, address: str) -> Any:
-    use(address)
+@at_servers(1)
+def test_a_gradient_that_is_not_finite_changes_nothing(rank, world_size):
     wrapped = wrap(psengine.AsyncServer(job="poison"))
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped)
     before = {n: p.detach().clone() for n, p in wrapped.module.named_parameters()}
     x, y = batches(0)[0]
     (F.cross_entropy(wrapped(x), y) * float("nan")).backward()
     optimizer.step()
-    after = {n: p.detach().clone() for n, p in wrapped.module.named_parameters()}
-    refused = wrapped.strategy._pushes.refused
-    workers = wrapped.strategy.session.status()[0]["jobs"]["poison"]["workers"]
+    assert_equal(before, {n: p.detach() for n, p in wrapped.module.named_parameters()})
+    [worker] = wrapped.strategy.session.status()[0]["jobs"]["poison"]["workers"]
+    assert worker["refused"] > 0
     wrapped.leave()
-    return before, after, refused, sum(worker["refused"] for worker in workers)
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing(server):
-    [(before, after, refused, counted)] = run_ranks(poison, 1, server.addresses[0], init_group=False)
-    assert_equal(before, after)
-    assert refused > 0
-    assert counted > 0
 
 
 class LeftOrRight(nn.Module):
@@ -160,8 +142,8 @@ def test_a_bound_does_not_wait_for_branches_that_a_worker_does_not_use(server):
     assert first["mask"].isinf().sum() == second["mask"].isinf().sum() == 10
 
 
-def one_worker(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(1)
+def test_one_worker_in_odd_circumstances(rank, world_size):
     data = batches(0)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -206,10 +188,6 @@ def one_worker(rank: int, world_size: int, address: str) -> None:
     assert strategy.completed_steps == len(data) - 3
 
 
-def test_one_worker_in_odd_circumstances(server):
-    run_ranks(one_worker, 1, server.addresses[0], init_group=False)
-
-
 class Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
@@ -231,8 +209,8 @@ class Dropping(nn.Module):
         return Drop.apply(self.kept(x), self.dropped)
 
 
-def undefined_gradients(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(1)
+def test_an_undefined_gradient_does_not_decay_its_parameter(rank, world_size):
     for job, options in {
         "bare": {},
         "views": {"gradient_as_bucket_view": True},
@@ -252,7 +230,3 @@ def undefined_gradients(rank: int, world_size: int, address: str) -> None:
         assert wrapped.module.dropped.grad is None
         assert_equal(state_of(wrapped.module), state_of(plain))
         wrapped.leave()
-
-
-def test_an_undefined_gradient_does_not_decay_its_parameter(server):
-    run_ranks(undefined_gradients, 1, server.addresses[0], init_group=False)

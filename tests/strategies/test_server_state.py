@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from support.processes import run_ranks
 from support.server_process import running_server
-from support.server_training import assert_equal, batches, build, state_of, train, use, wrap
+from support.server_training import assert_equal, at_servers, batches, build, state_of, train, use, wrap
 from torch.nn import functional as F
 
 import psengine
 
 
-def save_and_load(rank: int, world_size: int, address: str) -> Any:
+@at_servers(1)
+def test_state_dicts_of_model_and_optimizer(rank, world_size):
     """Train, save, train on; load the checkpoint in a new job, and train on alike."""
-    use(address)
     data = batches(0)
     wrapped = wrap(psengine.AsyncServer(job="save"))
     optimizer = psengine.DistributedOptimizer(torch.optim.Adam(wrapped.parameters(), lr=0.01), wrapped)
@@ -35,29 +35,18 @@ def save_and_load(rank: int, world_size: int, address: str) -> Any:
     wrapped.module.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # torch keeps its tensors, and steps them
     train(wrapped, optimizer, data[5:])
-    resumed = state_of(wrapped.module)
+    assert_equal(state_of(wrapped.module), straight)
     wrapped.leave()
 
     plain = build(0)
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
     train(plain, plain_optimizer, data[:5])
-    return straight, resumed, checkpoint["optimizer"], plain_optimizer.state_dict()
+    torch.testing.assert_close(checkpoint["optimizer"], plain_optimizer.state_dict(), rtol=0, atol=0)
 
 
-def test_state_dicts_of_model_and_optimizer(server):
-    [(straight, resumed, ours, plain)] = run_ranks(save_and_load, 1, server.addresses[0], init_group=False)
-    assert_equal(resumed, straight)
-    assert ours["param_groups"] == plain["param_groups"]
-    assert ours["state"].keys() == plain["state"].keys()
-    for index, state in plain["state"].items():
-        assert ours["state"][index].keys() == state.keys()
-        for key, value in state.items():
-            assert torch.equal(torch.as_tensor(ours["state"][index][key]), torch.as_tensor(value)), (index, key)
-
-
-def load_before_wrapping(rank: int, world_size: int, address: str) -> Any:
-    """Begin a job with a checkpoint; then come again, with the same checkpoint, to the servers that went on from it."""
-    use(address)
+@at_servers(1)
+def test_a_checkpoint_loaded_before_wrapping_counts_where_the_job_begins(rank, world_size):
+    """Then come again, with the same checkpoint, to the servers that went on from it."""
     data = batches(0)
     plain = build(0)
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
@@ -72,12 +61,7 @@ def load_before_wrapping(rank: int, world_size: int, address: str) -> Any:
         wrapped = psengine.DistributedDataParallel(module, strategy=psengine.AsyncServer(job="load before"))
         train(wrapped, psengine.DistributedOptimizer(optimizer, wrapped), part)
         wrapped.strategy.close()
-    return state_of(module), state_of(plain)
-
-
-def test_a_checkpoint_loaded_before_wrapping_counts_where_the_job_begins(server):
-    [(ours, plain)] = run_ranks(load_before_wrapping, 1, server.addresses[0], init_group=False)
-    assert_equal(ours, plain)
+    assert_equal(state_of(module), state_of(plain))
 
 
 def configured_after_the_snapshot(rank: int, world_size: int, address: str, taken: Any, restarted: Any) -> None:
@@ -118,9 +102,9 @@ def test_a_snapshot_may_be_older_than_the_optimizer(tmp_path):
                 ranks.result(timeout=60)
 
 
-def switch_momentum(rank: int, world_size: int, address: str) -> Any:
-    """A state that is saved while momentum is 0, and what another training makes of it: ours, and torch's."""
-    use(address)
+@at_servers(1)
+def test_a_momentum_buffer_is_saved_while_momentum_is_off(rank, world_size):
+    """And what another training makes of it: ours, and torch's."""
     data = batches(0)
     results = []
     for is_ours in (True, False):
@@ -139,11 +123,6 @@ def switch_momentum(rank: int, world_size: int, address: str) -> Any:
             results.append(saved)
             if is_ours:
                 model.leave()
-    return results[:2], results[2:]
-
-
-def test_a_momentum_buffer_is_saved_while_momentum_is_off(server):
-    [(ours, plain)] = run_ranks(switch_momentum, 1, server.addresses[0], init_group=False)
-    for (state, values), (wanted, wanted_values) in zip(ours, plain, strict=True):
+    for (state, values), (wanted, wanted_values) in zip(results[:2], results[2:], strict=True):
         torch.testing.assert_close(state["state"], wanted["state"], rtol=0, atol=0)
         assert_equal(values, wanted_values)

@@ -12,17 +12,13 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
-from support.server_training import batches, build, train, use, wrap
+from support.server_training import at_servers, batches, build, train, use, wrap
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
 import psengine
-from psengine.errors import (
-    ConfigurationError,
-    ServerLostError,
-    ServerRefusedError,
-)
+from psengine.errors import ConfigurationError, ServerLostError, ServerRefusedError
 
 
 def trained_once(rank: int, world_size: int, address: str, calls_init: bool) -> str:
@@ -103,8 +99,8 @@ def test_without_servers_rank_zero_starts_one_and_who_waits_there_learns_that_it
     assert re.search(r"ServerLostError: the embedded parameter server at ipc://.*rank 0", told)
 
 
-def join_with_a_group(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(2)
+def test_join_over_servers_is_refused_where_zeros_would_count(rank, world_size):
     wrapped = wrap(psengine.AsyncServer(job="join-async"))
     with raises(ConfigurationError, "join is for strategies over collectives"), Join([wrapped]):
         wrapped(batches(0)[0][0])  # a rank without data would have the servers apply zeros
@@ -118,23 +114,16 @@ def join_with_a_group(rank: int, world_size: int, address: str) -> None:
     wrapped.leave()
 
 
-def test_join_over_servers_is_refused_where_zeros_would_count(server):
-    run_ranks(join_with_a_group, 2, server.addresses[0])
-
-
-def copies(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(1)
+def test_copies_of_a_model_whose_job_is_named_are_jobs_of_their_own(rank, world_size):
     os.environ["PSENGINE_WORKER"] = "0"
     for strategy in (psengine.AsyncServer(job="copied"), psengine.SyncServer(job="averaged")):
         job = strategy.options["job"]
         wrapped = psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy)
         averaged = torch.optim.swa_utils.AveragedModel(wrapped)
         again = copy.deepcopy(averaged.module)
-        assert [m.strategy.session.options.job for m in (wrapped, averaged.module, again)] == [
-            job,
-            f"{job}.1",
-            f"{job}.2",
-        ]
+        jobs = [model.strategy.session.options.job for model in (wrapped, averaged.module, again)]
+        assert jobs == [job, f"{job}.1", f"{job}.2"]
         # Two models that are both given the name are a mistake, after which the first still has it.
         with raises(ServerRefusedError, "duplicate_rank"):
             psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=type(strategy)(job=job))
@@ -149,17 +138,9 @@ def copies(rank: int, world_size: int, address: str) -> None:
         restored.leave()
 
 
-def test_copies_of_a_model_whose_job_is_named_are_jobs_of_their_own(server):
-    run_ranks(copies, 1, server.addresses[0], init_group=False)
-
-
-def torchrun_variables(rank: int, world_size: int) -> dict[str, str]:
-    # No MASTER_ADDR: those who meet at servers need none.
-    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-
-
 def launched_without_a_group(rank: int, world_size: int, address: str) -> Any:
-    os.environ.update(torchrun_variables(rank, world_size))
+    # torchrun's variables, without MASTER_ADDR: those who meet at servers need none.
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)})
     with raises(ConfigurationError, "psengine.init()", "PSENGINE_SERVERS"):
         psengine.DistributedDataParallel(nn.Linear(2, 2), strategy="async")
     use(address)

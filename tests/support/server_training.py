@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import psengine
+from support.processes import run_ranks
 
 STEPS = 12
 
@@ -86,3 +88,26 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def at_servers(workers: int) -> Callable[[Callable[[int, int], None]], Callable[[Any], None]]:
+    """For a test whose body runs in workers of the fixture ``server``: ``def test_something(rank, world_size)``.
+
+    A worker that is alone has no process group.
+    """
+
+    def decorate(body: Callable[[int, int], None]) -> Callable[[Any], None]:
+        def test(server: Any) -> None:
+            place = server.addresses[0], body.__module__, body.__name__
+            run_ranks(_run_body, workers, *place, init_group=workers > 1)
+
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(rank: int, world_size: int, address: str, module: str, name: str) -> None:
+    use(address)
+    getattr(importlib.import_module(module), name).body(rank, world_size)
