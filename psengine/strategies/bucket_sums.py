@@ -174,15 +174,16 @@ class SlicedPayloads(BucketSum):
         assert codec.slice_numel is not None, "this codec's payloads cannot be cut"
         # Slices of a piece are alike, so that they can be gathered; the payload is as long as that of all of them.
         row_numel = collective.world_size * codec.slice_numel
-        row_bytes = codec.payload_spec(row_numel, bucket.dtype).numel
-        rows, rows_of_piece = -(-bucket.numel // row_numel), max(1, SLICE_BYTES * collective.world_size // row_bytes)
-        payload = torch.zeros(rows * row_bytes, dtype=torch.uint8, device=bucket.device)
+        row = codec.payload_spec(row_numel, bucket.dtype)
+        rows = -(-bucket.numel // row_numel)
+        rows_of_piece = max(1, SLICE_BYTES * collective.world_size // row.size_bytes)
+        payload = torch.zeros(rows * row.numel, dtype=row.dtype, device=bucket.device)
         self._encoded = payload[: codec.payload_spec(bucket.numel, bucket.dtype).numel]
         self._pieces = []
-        for row in range(0, rows, rows_of_piece):
-            end = min(rows, row + rows_of_piece)
-            places = range(row * row_numel, end * row_numel)
-            self._pieces.append(_Piece(bucket, places, payload[row * row_bytes : end * row_bytes], collective, codec))
+        for first in range(0, rows, rows_of_piece):
+            end = min(rows, first + rows_of_piece)
+            places = range(first * row_numel, end * row_numel)
+            self._pieces.append(_Piece(bucket, places, payload[first * row.numel : end * row.numel], collective, codec))
         self.states += [(piece.own_first, piece.state) for piece in self._pieces if piece.state is not None]
 
     @override
@@ -226,9 +227,9 @@ class _Piece:
         self._payload = payload.view(ranks, -1)
         grain = codec.slice_numel or 1
         step = max(1, CACHED_NUMEL // grain) * grain
-        step_bytes = codec.payload_spec(step, bucket.dtype).numel
+        step_numel = codec.payload_spec(step, bucket.dtype).numel
         encoded = payload[: codec.payload_spec(self._values.numel(), bucket.dtype).numel]
-        self._parts = list(zip(encoded.split(step_bytes), self._values.split(step), strict=True))
+        self._parts = list(zip(encoded.split(step_numel), self._values.split(step), strict=True))
         self._received = torch.empty_like(self._payload)
         self._own_payload = torch.zeros_like(self._payload[0])
         self._own_numel = codec.payload_spec(self._own.numel(), bucket.dtype).numel
@@ -236,10 +237,9 @@ class _Piece:
 
     def trade(self) -> Work:
         """Send each slice to its owner."""
-        ranks, slice_bytes = self._payload.shape
-        return self._collective.all_to_all(
-            self._received, self._payload.view(-1), [slice_bytes] * ranks, what=self._what
-        )
+        ranks, slice_numel = self._payload.shape
+        sizes = [slice_numel] * ranks
+        return self._collective.all_to_all(self._received, self._payload.view(-1), sizes, what=self._what)
 
     def gather_sums(self, scale: float) -> Work:
         """Sum this rank's slice of what came, and gather the payloads of all slices."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from psengine.collectives.base import CompletedWork, Work
-from psengine.errors import ConfigurationError
+from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
@@ -71,11 +71,15 @@ class Driver:
     def begin(self, bucket: Bucket) -> None:
         """Begin the exchange of ``bucket``, without blocking."""
         index, exchange = bucket.index, self._exchange(bucket)
+        if not hasattr(exchange, "__next__"):
+            raise self._misfit("is no generator", "one that yields each Work and returns averages or None", exchange)
         try:
             work = next(exchange)
         except StopIteration as ended:
             self._results[index] = ended.value
             return
+        if not hasattr(work, "wait"):
+            raise self._misfit("yields no Work", "what an operation of self.collective returns", work)
         self._running[index] = exchange, work
         if type(work) is Intermediate:  # isinstance of an abstract class costs more than all the rest
             self._intermediate.append(index)
@@ -105,7 +109,13 @@ class Driver:
             except StopIteration as ended:
                 self._results[index] = ended.value
                 return
+            if not hasattr(work, "wait"):
+                raise self._misfit("yields no Work", "what an operation of self.collective returns", work)
         self._running[index] = exchange, work
+
+    def _misfit(self, what: str, expected: str, got: object) -> ArgumentTypeError:
+        name = getattr(self._exchange, "__qualname__", repr(self._exchange))
+        return ArgumentTypeError(f"the exchange {name} {what} (expected {expected}, got {got!r:.80})")
 
 
 class Exchange:

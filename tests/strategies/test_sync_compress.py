@@ -132,6 +132,30 @@ def test_averages_of_three_ranks_are_those_of_the_rule(codec, options, weight, n
             assert torch.allclose(average, expected, rtol=0, atol=1e-6 if is_view else 0), step
 
 
+class HalfSlices(psengine.Codec):
+    """Values in float16, cut anywhere: a payload that is not of bytes."""
+
+    name = "half-slices"
+    slice_numel = 1
+
+    def payload_spec(self, numel, dtype):
+        return psengine.PayloadSpec(torch.float16, numel)
+
+    def encode(self, values, payload, state=None):
+        payload.copy_(values)
+
+    def decode(self, payload, into):
+        into.copy_(payload)
+
+
+@in_ranks(2)
+def test_slices_have_the_dtype_of_their_payload(rank, world_size):
+    module = Products([torch.zeros(5)], [torch.arange(5) * (rank + 0.5)])
+    model = psengine.DistributedDataParallel(module, strategy=psengine.SyncAllReduce(compress=HalfSlices()))
+    model().backward()
+    assert module.values[0].grad.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 @in_ranks(2)
 def test_ranks_without_data_take_part_with_zeros(rank, world_size):
     module = Products([torch.zeros(4)], [torch.full((4,), rank + 1.0)])
