@@ -134,6 +134,7 @@ def test_a_run_shows_in_the_servers_status(strategy):
         if strategy.name == "async":
             assert fast["staleness_p50"] is not None
         kinds = [(event["kind"], event["worker"]) for event in server.status()["events"]]
+        kinds = [kind for kind in kinds if kind[0] != "stood_still"]  # a busy machine
         assert sorted(kinds) == sorted(
             [("started", None), ("joined", 0), ("joined", 1), ("left", 0), ("left", 1)]
         )  # two shards, and each worker once
