@@ -78,7 +78,8 @@ class SharedMemoryGroup {
   void watch_peers();
 
   // Tell the others of this rank's anonymous memory at `address`, which they may map: the file and its size, which is
-  // sealed, because a file that shrank under its readers would kill them. The first page is ours. Returns an index for release_segment, which the caller calls before the memory goes.
+  // sealed, because a file that shrank under its readers would kill them. The first page is ours. Returns an index for
+  // release_segment, which the caller calls before the memory goes.
   // Throws std::runtime_error where there are too many.
   size_t adopt_segment(int file_descriptor, size_t bytes, char* address);
   void release_segment(size_t index);
