@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from psengine.collectives.registry import collective_for, default_group
+from psengine.collectives.registry import CPU, collective_for, default_group
 from psengine.environment.context import group_place
 from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchError
-from psengine.tensors.leaves import CPU, first_difference
+from psengine.tensors.leaves import first_difference
 
 DIGEST_BYTES = 32
 BLOCK_BYTES = 256

@@ -22,7 +22,6 @@ from psengine.errors import ArgumentTypeError, ConfigurationError, PSEngineError
 INTEGER_DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32}
 )
-CPU = torch.device("cpu")
 LOW_HALF = 2**32 - 1
 
 Leaf = torch.Tensor | bool | int | float
@@ -125,7 +124,7 @@ def to_float(number: Any) -> float:
 def as_float64(leaf: Leaf) -> torch.Tensor:
     """The leaf as real float64 numbers; a complex one has a last dimension of 2 more."""
     if not isinstance(leaf, torch.Tensor):
-        return torch.tensor(float(leaf), dtype=torch.float64, device=CPU)
+        return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
     if leaf.is_complex():
         return torch.view_as_real(leaf.to(torch.complex128).resolve_conj())
     return leaf.to(torch.float64)
@@ -143,7 +142,7 @@ def from_float64(leaf: Leaf, result: torch.Tensor) -> Any:
 
 def as_halves(leaf: Leaf) -> torch.Tensor:
     """The leaf's integers as int64 high and low halves: 32 bits each, so 2**31 ranks add up without overflow."""
-    whole = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(int(leaf), dtype=torch.int64, device=CPU)
+    whole = leaf if isinstance(leaf, torch.Tensor) else torch.tensor(int(leaf), dtype=torch.int64, device="cpu")
     whole = whole.to(torch.int64)
     return torch.stack([whole >> 32, whole & LOW_HALF])
 
