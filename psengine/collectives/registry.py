@@ -116,49 +116,38 @@ def _close(by_name: dict[str, Collective]) -> None:
         collective.close()
 
 
-def check_name(name: Any) -> None:
-    """Raise ``ConfigurationError`` unless ``name`` names a collective, with options that it has."""
-    if not isinstance(name, str):
-        raise ConfigurationError(
-            f"unknown collective (expected one of {sorted(COLLECTIVES)} or a psengine.Collective, got {name!r})"
-        )
-    COLLECTIVES.read(name)
-
-
-def resolve_collective(specification: str | Collective, process_group: Any, device: torch.device) -> Collective:
-    """Return the collective that ``specification`` names, or the object itself; see ``collective_for``."""
-    if isinstance(specification, Collective):
-        return specification
-    return collective_for(process_group, specification, device)
-
-
-def collective_for(process_group: Any, specification: str | None = None, device: torch.device = CPU) -> Collective:
+def collective_for(
+    process_group: Any, specification: str | Collective | None = None, device: torch.device = CPU
+) -> Collective:
     """Return the one collective of ``process_group`` that ``specification`` names; made at the first call.
 
     Args:
         process_group: None for a collective of one.
-        specification: None takes PSENGINE_COLLECTIVE, else "auto".
+        specification: None takes PSENGINE_COLLECTIVE, else "auto"; a collective is returned as it is.
         device: where most of the tensors are. Tensors on other devices are exchanged too, over torch.distributed.
 
     Raises:
         ArgumentTypeError: not a process group, such as the marker ``new_group`` returns to ranks outside the group.
         ConfigurationError: unknown name or option, or shared memory for tensors that are not on the CPU.
     """
+    if isinstance(specification, Collective):
+        return specification
     specification = default_collective() if specification is None else specification
+    if not isinstance(specification, str):
+        raise ConfigurationError(
+            f"unknown collective (expected one of {sorted(COLLECTIVES)} or a psengine.Collective, got"
+            f" {specification!r})"
+        )
     if process_group is None:
-        check_name(specification)
+        COLLECTIVES.read(specification)
         return SoloCollective()
     if not isinstance(process_group, dist.ProcessGroup):
         raise ArgumentTypeError(
             "process_group is not a process group this rank belongs to (expected torch.distributed.ProcessGroup or"
             f" None, got {process_group!r}). Call it only on the ranks given to new_group()."
         )
-
-    def make() -> Collective:
-        check_name(specification)
-        return COLLECTIVES.read(specification)(process_group, device)
-
-    return collective_of(process_group, f"{specification} on {device.type}", make)
+    name = f"{specification} on {device.type}"
+    return collective_of(process_group, name, lambda: COLLECTIVES.read(specification)(process_group, device))
 
 
 def default_group() -> Any:

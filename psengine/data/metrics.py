@@ -22,7 +22,6 @@ import torch.distributed as dist
 from psengine.data.value_exchange import ValueExchange
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import (
-    CPU,
     Leaves,
     as_float64,
     as_halves,
@@ -78,7 +77,7 @@ def mean(
     addends = [as_float64(leaf) for leaf in found.leaves]
     if weight is not None:
         addends = [torch.zeros_like(a) if share == 0 else a * share for a in addends]
-    addends.append(torch.tensor([share], dtype=torch.float64, device=CPU))
+    addends.append(torch.tensor([share], dtype=torch.float64, device="cpu"))
     ((*totals, total_share),) = exchange.all_reduce(found.kinds(kind_to_average), addends)
     divisor = total_share.item()
     if divisor == 0:

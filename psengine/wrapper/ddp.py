@@ -26,7 +26,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import distributed as native
 
 from psengine.collectives.base import Collective
-from psengine.collectives.registry import resolve_collective
+from psengine.collectives.registry import collective_for
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
 from psengine.environment.uncaught import install_hook
 from psengine.environment.variables import default_collective, read_variable
@@ -205,7 +205,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             keep_freed_memory()
             adopt_sync_batchnorm(module)
         self._collective_choice = default_collective() if collective is None else collective
-        self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
+        self._collective = collective_for(self.process_group, self._collective_choice, self.device)
         checks.check_meets_others(self.strategy)
         self._buffer_broadcast = BufferBroadcast()
         self.logger = LoggingData()
@@ -488,7 +488,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         for optimizer in self._optimizers:
             check_whole_state(optimizer)
         self.process_group = new_process_group
-        self._collective = resolve_collective(self._collective_choice, new_process_group, self.device)
+        self._collective = collective_for(new_process_group, self._collective_choice, self.device)
         kept = self.strategy.state_dict()
         self.strategy.close()
         self._restart(init_sync=False)
@@ -562,7 +562,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.process_group = checks.default_group(required=state["strategy"].capabilities.needs_process_group)
         torch.nn.Module.__setstate__(self, state)
         self.logger = LoggingData()
-        self._collective = resolve_collective(self._collective_choice, self.process_group, self.device)
+        self._collective = collective_for(self.process_group, self._collective_choice, self.device)
         self._buffer_broadcast = BufferBroadcast()
         self._optimizers = weakref.WeakSet()
         with_buffers = self.forward_sync_buffers and self.strategy.capabilities.carries_buffers

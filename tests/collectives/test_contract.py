@@ -33,7 +33,7 @@ from support.processes import RanksFailedError, in_ranks, run_ranks, run_ranks_t
 import psengine
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.registry import collective_for, default_group, resolve_collective
+from psengine.collectives.registry import collective_for, default_group
 from psengine.errors import CollectiveError, ConfigurationError, PeerLostError, SharedMemoryUnavailableError
 
 CPU = torch.device("cpu")
@@ -492,4 +492,4 @@ def test_sizes_that_differ_are_an_error_not_a_hang():
 def test_unknown_collective_is_refused():
     expected = r"'auto', 'c10d', 'counting', 'hierarchical', 'shared_memory'\], got 'carrier-pigeon'"
     with pytest.raises(ConfigurationError, match=expected):
-        resolve_collective("carrier-pigeon", None, torch.device("cpu"))
+        collective_for(None, "carrier-pigeon")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import psengine
 from psengine.codecs.registry import CODECS
-from psengine.collectives.registry import resolve_collective
+from psengine.collectives.registry import collective_for
 from psengine.errors import ConfigurationError
 from psengine.specification import Specification
 from psengine.strategies.registry import PARTS, STRATEGIES, resolve_strategy
@@ -123,6 +122,6 @@ def test_registering_refuses_what_users_could_not_write():
 
 def test_options_of_collectives():
     with pytest.raises(ConfigurationError, match=r"unknown option 'x' \(expected no options of collective"):
-        resolve_collective("c10d:x=1", None, torch.device("cpu"))
+        collective_for(None, "c10d:x=1")
     with pytest.raises(ConfigurationError, match=r"or a psengine.Collective, got 3\)"):
-        resolve_collective(3, None, torch.device("cpu"))
+        collective_for(None, 3)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, problem_of
 from psengine.cli.doctor_checks.machine import addresses_of
-from psengine.collectives.registry import check_name, collective_for, default_group
+from psengine.collectives.registry import COLLECTIVES, collective_for, default_group
 from psengine.environment.launchers import detect
 from psengine.errors import PSEngineError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
@@ -52,7 +52,7 @@ def variables(context: CheckContext) -> Iterator[Finding]:
     """PSENGINE_* variables: known by name; and those that every training reads have a value that can be read."""
     known = known_names()
     readers: dict[str, Callable[[str], object]] = {
-        "PSENGINE_COLLECTIVE": check_name,
+        "PSENGINE_COLLECTIVE": COLLECTIVES.read,
         "PSENGINE_SERVERS": parse_addresses,
         "PSENGINE_STRATEGY": resolve_strategy,
     }
