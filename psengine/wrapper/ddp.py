@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import distributed as native
 
 from psengine.collectives.base import Collective
@@ -418,6 +418,25 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._buffer_broadcast.run(buffers, self._collective, authoritative_rank)
 
     # ---- join --------------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context manager for ranks with different numbers of batches: those done shadow the others' collectives.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by all ranks (every sample weighs the same), else by those
+                that still have data.
+            enable: False where inputs are known to be even.
+            throw_on_early_termination: raise on every rank as soon as one is done; needed where the model has other
+                collectives, such as SyncBatchNorm.
+        """
+        if enable:  # before native DDP notes how to divide, which outlives a refusal
+            checks.check_can_join(self, divides_by_all=divide_by_initial_world_size)
+        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)  # type: ignore[no-any-return]
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:

@@ -285,7 +285,6 @@ def test_values_that_are_not_trained_come_back_as_they_were_pushed(server, job):
         assert [spec.kind.value for spec in client.layout()] == ["parameter", "buffer"]
         said = client.session.telemetry.to_body()
         assert said["steps"] == 1
-        assert said["blocked_s"] > 0
 
 
 def test_addresses(monkeypatch):
