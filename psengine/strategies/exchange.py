@@ -73,16 +73,22 @@ class Driver:
         index, exchange = bucket.index, self._exchange(bucket)
         if not hasattr(exchange, "__next__"):
             raise self._misfit("is no generator", "one that yields each Work and returns averages or None", exchange)
+        work = self._next_work(index, exchange)
+        if work is not None:
+            self._running[index] = exchange, work
+            if type(work) is Intermediate:  # isinstance of an abstract class costs more than all the rest
+                self._intermediate.append(index)
+
+    def _next_work(self, index: int, exchange: BucketExchange) -> Work | None:
+        """Go on until the exchange waits again, and return for what; None: it is over."""
         try:
             work = next(exchange)
         except StopIteration as ended:
             self._results[index] = ended.value
-            return
+            return None
         if not hasattr(work, "wait"):
             raise self._misfit("yields no Work", "what an operation of self.collective returns", work)
-        self._running[index] = exchange, work
-        if type(work) is Intermediate:  # isinstance of an abstract class costs more than all the rest
-            self._intermediate.append(index)
+        return work
 
     def result(self, bucket: Bucket) -> torch.Tensor | None:
         """Wait for ``bucket``'s exchange; return what it returned. None where it was not begun.
@@ -104,13 +110,10 @@ class Driver:
         exchange, work = self._running.pop(index)
         while to_end or type(work) is Intermediate:
             work.wait()
-            try:
-                work = next(exchange)
-            except StopIteration as ended:
-                self._results[index] = ended.value
+            following = self._next_work(index, exchange)
+            if following is None:
                 return
-            if not hasattr(work, "wait"):
-                raise self._misfit("yields no Work", "what an operation of self.collective returns", work)
+            work = following
         self._running[index] = exchange, work
 
     def _misfit(self, what: str, expected: str, got: object) -> ArgumentTypeError:
