@@ -163,6 +163,16 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def in_memory_order(tensor: torch.Tensor, shape: Sequence[int], strides: Strides) -> torch.Tensor:
+    """The elements of ``tensor``, which has this shape, as they lie in a dense tensor of these strides.
+
+    Returns 1-D: a view where the tensor's own strides are equal, else of a copy.
+    """
+    if tensor.stride() != strides:
+        tensor = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def _row_major(shape: Sequence[int]) -> Strides:
     strides: list[int] = []
     expected = 1

@@ -9,11 +9,13 @@ Servers keep flat slots, one element for each of a chunk's; torch keeps tensors 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from typing_extensions import override
 
 from psengine.errors import ConfigurationError
+from psengine.kernels.ops import in_memory_order
 from psengine.parameter_server.client.operation import Request, wait_all
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import SLOTS, optimizer_name, slot_names, wire_groups
@@ -23,27 +25,21 @@ from psengine.protocol.layout import ChunkSpec, Segment
 _COUNTS_STEPS = ("Adam", "AdamW", "Adagrad", "RMSprop")
 
 
+@dataclass(eq=False)
 class ServerState:
     """The state of ``optimizer``, which servers keep.
 
-    Args:
+    Attributes:
         optimizer: the servers were told of it.
         parameters: name to parameter, for those that servers step.
         session: the worker's.
         specs: the chunks that the optimizer trains, configured with a run for each segment.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, torch.Tensor],
-        session: WorkerSession,
-        specs: Sequence[ChunkSpec],
-    ) -> None:
-        self.optimizer = optimizer
-        self._parameters = parameters
-        self._session = session
-        self._specs = specs
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, torch.Tensor]
+    session: WorkerSession
+    specs: Sequence[ChunkSpec]
 
     def fetch(self) -> None:
         """Overwrite ``optimizer.state`` by the servers'; parameters that were never stepped get none.
@@ -51,13 +47,13 @@ class ServerState:
         Slots that are switched off (a momentum of 0) come too, if the servers have them: torch keeps and saves them.
         """
         name = optimizer_name(self.optimizer)
-        requests = [[self._session.pull(spec.key, slot=slot) for slot in SLOTS[name]] for spec in self._specs]
+        requests = [[self.session.pull(spec.key, slot=slot) for slot in SLOTS[name]] for spec in self.specs]
         wait_all([request for pulls in requests for request in pulls])
-        for spec, pulls in zip(self._specs, requests, strict=True):
+        for spec, pulls in zip(self.specs, requests, strict=True):
             answers = {slot: request.wait() for slot, request in zip(SLOTS[name], pulls, strict=True)}
             start = 0
             for index, segment in enumerate(spec.segments):
-                parameter, places = self._parameters[segment.name], slice(start, start + segment.numel)
+                parameter, places = self.parameters[segment.name], slice(start, start + segment.numel)
                 start += segment.numel
                 if segment.start == 0:
                     self.optimizer.state.pop(parameter, None)
@@ -81,44 +77,38 @@ class ServerState:
         found = {slot for state in self.optimizer.state.values() for slot in state if state[slot] is not None}
         slots = found.union(slot_names(name, wire_groups(self.optimizer))).intersection(SLOTS[name])
         requests: list[Request] = []
-        for spec in self._specs:
+        for spec in self.specs:
             flats = {slot: torch.zeros(spec.numel, dtype=spec.dtype) for slot in slots}
             steps: list[float] = []
             start = 0
             for segment in spec.segments:
-                state = self.optimizer.state.get(self._parameters[segment.name], {})
+                state = self.optimizer.state.get(self.parameters[segment.name], {})
                 places = slice(start, start + segment.numel)
                 start += segment.numel
                 steps.append(float(state.get("step", state.get("momentum_buffer") is not None)))
                 for slot, flat in flats.items():
                     if state.get(slot) is not None:
                         flat[places].copy_(_elements(state[slot], segment))
-            requests += [self._session.store(spec.key, flat, slot=slot, steps=steps) for slot, flat in flats.items()]
+            requests += [self.session.store(spec.key, flat, slot=slot, steps=steps) for slot, flat in flats.items()]
         wait_all(requests)
 
 
+@dataclass(eq=False)
 class ServerOptimizer(ServerState):
     """The distributed ``optimizer``, whose step never runs here, as the servers were told of it."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, torch.Tensor],
-        session: WorkerSession,
-        specs: Sequence[ChunkSpec],
-    ) -> None:
-        super().__init__(optimizer, parameters, session, specs)
+    def __post_init__(self) -> None:
         self._groups = self._group_ids()
-        known = {id(parameter) for parameter in parameters.values()}
+        known = {id(parameter) for parameter in self.parameters.values()}
         self._untrained = [
             (group_index, index, parameter)
-            for group_index, group in enumerate(optimizer.param_groups)
+            for group_index, group in enumerate(self.optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
             if id(parameter) not in known
         ]
         # A fused optimizer's kernel would divide by GradScaler's scale, which servers do not know: so the scaler itself
         # divides, and leaves out steps with gradients that are not finite.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        self.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         self.note_state()
 
     def note_state(self) -> None:
@@ -178,8 +168,5 @@ class ServerOptimizer(ServerState):
 
 def _elements(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
     """The segment's elements of a tensor like the parameter, in the parameter's memory order."""
-    if tuple(tensor.stride()) != segment.strides:
-        aligned = torch.empty_strided(segment.shape, segment.strides, dtype=tensor.dtype, device=tensor.device)
-        aligned.copy_(tensor)
-        tensor = aligned
-    return tensor.as_strided((tensor.numel(),), (1,))[segment.start : segment.start + segment.numel]
+    end = segment.start + segment.numel
+    return in_memory_order(tensor, segment.shape, segment.strides)[segment.start : end]

@@ -21,6 +21,7 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import ReductionError
+from psengine.kernels.ops import in_memory_order
 from psengine.tensors.bucket import view_like
 
 # torch's kernels round the last elements of a tensor, which fill no vector, in another way: so parameters are cut at
@@ -49,11 +50,8 @@ class Piece:
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements of a ``tensor`` like the parameter that are this piece's: a view where strides are equal."""
-        if tensor.stride() != self.parameter.stride():
-            aligned = torch.empty_strided(self.parameter.shape, self.parameter.stride(), dtype=tensor.dtype)
-            tensor = aligned.copy_(tensor)
-        in_memory_order = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        return in_memory_order[self.start : self.end].view(self.values.shape)
+        elements = in_memory_order(tensor, self.parameter.shape, self.parameter.stride())
+        return elements[self.start : self.end].view(self.values.shape)
 
 
 class FlatParameters:
