@@ -60,9 +60,15 @@ class TotalWeight:
         self._work = collective.all_reduce(self._total, what=WHAT)
 
     @cached_property
-    def share(self) -> Share:
-        """The share of this rank, after a wait: gradients are divided by total / weight, so that their sum is the
-        average. A rank of weight 0 contributes nothing; where all weigh 0, the average is zeros.
-        """
+    def value(self) -> float:
+        """The sum; waits for it."""
         self._work.wait()
-        return Share(self._total.item() / self.weight) if self.weight else NOTHING
+        return self._total.item()
+
+    @property
+    def share(self) -> Share:
+        """The share of this rank: gradients are divided by total / weight, so that their sum is the average. A rank of
+        weight 0 contributes nothing; where all weigh 0, the average is zeros.
+        """
+        total = self.value
+        return Share(total / self.weight) if self.weight else NOTHING

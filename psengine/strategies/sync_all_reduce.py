@@ -55,7 +55,7 @@ class SyncAllReduce(Strategy):
                 " travels), or weigh in the hook."
             )
         if self._weight is not None:
-            _ = self._weight.share  # its forward may have had no backward
+            _ = self._weight.value  # its forward may have had no backward
         self._weight = None if weight is None else TotalWeight(weight, self.collective, self.replica.device)
 
     @override

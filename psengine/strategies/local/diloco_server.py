@@ -97,8 +97,8 @@ class DilocoServer(Rounds, ServerStrategy):
         """
         self._begin()
         if self._parts[0].steps:
-            self._bring_together()
-        self._bring_together()
+            self._exchange_all()
+        self._exchange_all()
         self.collective.barrier().wait()
         self.pull_values()
 

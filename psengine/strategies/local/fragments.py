@@ -1,4 +1,4 @@
-"""A fragment: parameters that replicas which step by themselves bring together over a collective.
+"""A fragment: parameters that replicas synchronise at the same time, over a collective.
 
 ::
 
@@ -17,14 +17,15 @@ from typing_extensions import override
 from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective
-from psengine.strategies.batch_weights import WHAT
+from psengine.strategies.batch_weights import TotalWeight
 from psengine.strategies.bucket_sums import BucketSums, make_sum
 from psengine.strategies.exchange import BucketExchange, Driver
+from psengine.strategies.local.options import RoundOptions
 from psengine.strategies.local.outer_step import OuterStep
 from psengine.strategies.local.rounds import Part
 from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
-from psengine.tensors.share import NOTHING, Share
+from psengine.tensors.share import Share
 
 FRAGMENT_BUCKET_BYTES = 25 * 1024 * 1024
 
@@ -37,8 +38,7 @@ class Fragment(Part):
         collective: the group of replicas.
         codec: of the differences; lossless ones only without an outer step.
         outer: the outer step; None averages parameters.
-        keep: the share of its own parameters that a replica keeps when the fragment arrives; the rest is what all
-            agreed on (alpha in https://arxiv.org/abs/2501.18512).
+        options: of the rounds.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Fragment(Part):
         collective: Collective,
         codec: Codec,
         outer: OuterStep | None,
-        keep: float = 0.0,
+        options: RoundOptions,
     ) -> None:
         def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return collective.allocate(numel, codec_for(codec, dtype).summed_dtype(dtype) or dtype, device)
@@ -57,7 +57,7 @@ class Fragment(Part):
         self._collective = collective
         self._sums = BucketSums(make_sum(bucket, collective, codec) for bucket in self._buckets)
         self._outer = outer
-        self._keep = keep
+        self._options = options
         self._driver = Driver(self._exchange)
         # What left and has not arrived, by name; the samples it counts by; and the residuals before it was sent, None
         # where it is not. A rank that saves has them at hand: to wait for the average would begin a codec's second
@@ -87,19 +87,20 @@ class Fragment(Part):
             self._sent |= zip(bucket.names, sent, strict=True)
         self._send()
 
-    def _share_of(self, samples: float | None) -> Share:
+    def _share(self) -> Share:
         """What this rank counts among those that send; all alike where nobody has samples."""
-        if samples is not None and self._buckets:
-            total = torch.tensor([samples], dtype=torch.float64, device=self._buckets[0].device)
-            self._collective.sum(total, what=WHAT)
-            if total.item():
-                return Share(total.item() / samples) if samples else NOTHING
+        if self._sent_samples is not None and self._buckets:
+            total = TotalWeight(self._sent_samples, self._collective, self._buckets[0].device)
+            if total.value:
+                return total.share
         return Share(self._collective.world_size)
 
     def _send(self) -> None:
-        self._former_residuals = {name: one.clone() for name, one in self._sums.residuals().items()}
+        # Without an overlap it arrives in the same step, and nobody saves in between.
+        former = self._sums.residuals() if self._options.overlap else {}
+        self._former_residuals = {name: one.clone() for name, one in former.items()}
         self._sums.begin()
-        share = self._share_of(self._sent_samples)
+        share = self._share()
         for bucket in self._buckets:
             bucket.pack([self._sent[name] for name in bucket.names], share)
             self._driver.begin(bucket)
@@ -118,9 +119,8 @@ class Fragment(Part):
                 bucket.unpack(bucket.parameters, average)
                 continue
             self._outer.take(bucket, average)
-            keep = self._keep if keeps else 0.0
-            if keep:
-                torch._foreach_lerp_(bucket.parameters, self._outer.anchors_of(bucket), 1.0 - keep)
+            if keeps and self._options.overlap and self._options.keep:
+                torch._foreach_lerp_(bucket.parameters, self._outer.anchors_of(bucket), 1.0 - self._options.keep)
             else:
                 torch._foreach_copy_(bucket.parameters, self._outer.anchors_of(bucket))
         self._forget_sent()

@@ -65,9 +65,8 @@ class LocalSteps(Rounds):
     def prepare(self, replica: Replica) -> None:
         super().prepare(replica)
         self._outer = OuterStep(replica.parameters, self._rounds) if self._has_outer_step else None
-        keep = self._rounds.keep if self._rounds.overlap else 0.0
         self._parts = [
-            Fragment(parameters, replica.collective, self._codec, self._outer, keep)
+            Fragment(parameters, replica.collective, self._codec, self._outer, self._rounds)
             for parameters in cut(replica.parameters, self._rounds.fragments)
         ]
 
@@ -109,7 +108,7 @@ class LocalSteps(Rounds):
         if not self._is_settled:  # the model was just loaded
             self._settle()
             return
-        self._bring_together()
+        self._exchange_all()
         self._end_round()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Rounds: each replica steps by itself, and parts of the model are brought together in turn.
+"""Rounds: each replica takes optimizer steps without communication; parts of the model are synchronised in turn.
 
 ``every=6, fragments=3, overlap=1``::
 
@@ -30,7 +30,7 @@ from psengine.tensors.share import Share
 
 
 class Part(ABC):
-    """Parameters that replicas bring together at the same time.
+    """Parameters that replicas synchronise at the same time.
 
     Attributes:
         steps: how many this replica took since the part left last.
@@ -45,7 +45,7 @@ class Part(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Begin to bring together what the replicas have now."""
+        """Begin to exchange what the replicas have now."""
 
     @abstractmethod
     def arrive(self, *, keeps: bool = True) -> None:
@@ -65,7 +65,7 @@ class Part(ABC):
 
 
 class Rounds(StepStrategy[ScaledStep]):
-    """A strategy in which replicas step by themselves; subclasses say what its parts are, and set ``_rounds``."""
+    """A strategy in which replicas step without communication; a subclass sets ``_rounds`` and ``_parts``."""
 
     _rounds: RoundOptions
     _parts: Sequence[Part] = ()
@@ -155,8 +155,8 @@ class Rounds(StepStrategy[ScaledStep]):
         part.arrive(keeps=keeps)
 
     @torch.no_grad()
-    def _bring_together(self) -> None:
-        """Whatever the schedule says, all parts are exchanged now."""
+    def _exchange_all(self) -> None:
+        """Exchange all parts now, whatever the schedule says."""
         for part in self._parts:
             if part.due is not None:
                 self._arrive(part)
