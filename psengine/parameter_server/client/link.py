@@ -101,18 +101,18 @@ class Link(Channel):
         of_server = options.credit_bytes or (CREDIT_BYTES if servers == 1 else CREDIT_BYTES_OF_SEVERAL_SERVERS)
         return of_server * servers // len(self.job.links)
 
+    def _may_send(self, push: Push) -> bool:
+        """Whether its chunk has no push under way, and credit is left: the first push always has some."""
+        if push.message.key in self.sent:
+            return False
+        return not self._in_flight_bytes or self._in_flight_bytes + push.size_bytes <= self._credit_bytes
+
     def pump(self) -> None:
         """Send as many pushes as credit allows."""
-        waiting, sent = self.waiting, self.sent
-        credit_bytes = self._credit_bytes if waiting else 0
-        while waiting and self.may_push:
-            push = waiting[0]
-            if push.message.key in sent or (
-                self._in_flight_bytes and self._in_flight_bytes + push.size_bytes > credit_bytes
-            ):
-                return
-            waiting.popleft()
-            sent[push.message.key] = push
+        waiting = self.waiting
+        while waiting and self.may_push and self._may_send(waiting[0]):
+            push = waiting.popleft()
+            self.sent[push.message.key] = push
             self._in_flight_bytes += push.size_bytes
             try:
                 self.send(push.message)
