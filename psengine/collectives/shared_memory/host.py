@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from psengine.collectives.base import Collective
+from psengine.collectives.liveness import process_table
 from psengine.collectives.shared_memory.files import make_file, make_token, open_file, share_file, succeed_together
 from psengine.errors import SharedMemoryUnavailableError
 from psengine.kernels import native
@@ -130,13 +130,11 @@ def _describe_this_process() -> tuple[int, int, int, int, int, int]:
     """``Place``'s numbers from ``cores`` to ``process_id``."""
     if not native.has_shared_memory():
         return (0, 0, 0, 0, 0, 0)
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
+    boot_id, _, namespace = process_table().partition(":")
+    if not namespace:
         return (0, 2, 0, 0, 0, 0)
-    boot_number = int.from_bytes(hashlib.sha256(boot_id).digest()[:7], "little")
-    return (len(os.sched_getaffinity(0)), 1, boot_number, namespace, os.geteuid(), os.getpid())
+    boot_number = int.from_bytes(hashlib.sha256(boot_id.encode()).digest()[:7], "little")
+    return (len(os.sched_getaffinity(0)), 1, boot_number, int(namespace), os.geteuid(), os.getpid())
 
 
 def _reason_against(places: list[Place]) -> str | None:
