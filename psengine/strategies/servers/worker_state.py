@@ -1,24 +1,23 @@
 """The state of a worker that the servers do not hold, its optimizers and step count, and its way to a worker that
 joins.
 
-It travels as a safetensors file: tensors as "number/index/name" (number of the optimizer, index and name in its state),
-everything else as JSON in the metadata. No pickle; safetensors and ``Optimizer.load_state_dict`` check the bytes.
+It travels as a file of ``tensors/documents.py``: no pickle.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from psengine.errors import ServerError
+from psengine.errors import ArgumentTypeError, ServerError
 from psengine.protocol.hyperparameters import users_class
+from psengine.tensors.documents import from_file, take_apart, to_file
 
 logger = logging.getLogger(__name__)
 
@@ -54,62 +53,16 @@ class OptimizerState:
         return f"{self.kind} over {len(names)} parameters" + (f" from {names[0]!r} on" if names else "")
 
 
-def _take_apart(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of an optimizer's state by "index/name", and the rest as a document that JSON takes.
-
-    Raises:
-        TypeError, ValueError: something is neither.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for index, state in state_dict["state"].items():
-        scalars[str(index)] = {}
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{index}/{name}"] = value.detach().cpu().contiguous().clone()
-            else:
-                scalars[str(index)][name] = value
-    groups = [
-        # A learning rate that is a tensor becomes a number.
-        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        for group in state_dict["param_groups"]
-    ]
-    document = {"scalars": scalars, "param_groups": groups}
-    json.dumps(document)
-    return tensors, document
-
-
 def unpack(pieces: Sequence[torch.Tensor]) -> tuple[int, list[OptimizerState]]:
     """Inverse of ``OptimizerStates.pack``: the steps, and the states in the order in which the optimizers were made.
 
     Raises:
         ServerError: the bytes are not what ``OptimizerStates.pack`` makes.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    data = bytes(torch.cat(list(pieces)).numpy()) if pieces else b""
     try:
-        tensors = load(data)  # checks the header first
-        header_bytes = int.from_bytes(data[:8], "little")
-        document = json.loads(json.loads(data[8 : 8 + header_bytes])["__metadata__"]["psengine"])
-        states: list[dict[int, dict[str, Any]]] = [
-            {int(index): dict(scalars) for index, scalars in one.get("scalars", {}).items()}
-            for one in document["optimizers"]
-        ]
-        for key, tensor in tensors.items():
-            number, index, name = key.split("/", 2)
-            states[int(number)][int(index)][name] = tensor
-        optimizers = [
-            OptimizerState(
-                one["kind"],
-                one["parameters"],
-                {"state": state, "param_groups": one["param_groups"]} if "param_groups" in one else None,
-            )
-            for one, state in zip(document["optimizers"], states, strict=True)
-        ]
-        return int(document["steps"]), optimizers
-    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
+        value = from_file(bytes(torch.cat(list(pieces)).numpy()) if pieces else b"")
+        return int(value["steps"]), [OptimizerState(**one) for one in value["optimizers"]]
+    except (LookupError, ValueError, TypeError) as error:
         raise ServerError(f"the state that another worker left for this one cannot be read: {error}") from error
 
 
@@ -146,33 +99,28 @@ class OptimizerStates:
     def pack(self, steps: int, names: Mapping[torch.Tensor, str]) -> list[torch.Tensor]:
         """Return the states of all optimizers after so many ``steps``, as pieces for a worker that joins.
 
-        Pieces are 1-D uint8 tensors of at most PIECE_BYTES. An optimizer whose state is neither tensors nor what JSON
-        knows travels without it; the log says so.
+        Pieces are 1-D uint8 tensors of at most PIECE_BYTES. An optimizer whose state is not of the kinds of
+        ``tensors/documents.py`` travels without it; the log says so.
         """
-        from safetensors.torch import save
-
         optimizers = self.alive()
         if not optimizers:
             logger.warning(
                 "a worker joins, but this one's optimizer is unknown, so the joiner starts without its state. Fix:"
                 " optimizer = psengine.DistributedOptimizer(optimizer, model)"
             )
-        tensors: dict[str, torch.Tensor] = {}
-        documents = []
-        for number, optimizer in enumerate(optimizers):
+        states = []
+        for optimizer in optimizers:
             one = OptimizerState.of(optimizer, names)
-            document = {"kind": one.kind, "parameters": one.parameters}
+            states.append(vars(one))
             try:
-                state_tensors, state_document = _take_apart(optimizer.state_dict())
-            except (TypeError, ValueError, KeyError) as error:
+                state_dict = optimizer.state_dict()
+                take_apart(state_dict)
+                states[-1] = vars(replace(one, state_dict=state_dict))
+            except (ArgumentTypeError, KeyError) as error:
                 logger.warning(
                     "the state of %s cannot travel to a worker that joins (%s); it starts without", one, error
                 )
-            else:
-                document.update(state_document)
-                tensors.update({f"{number}/{key}": tensor for key, tensor in state_tensors.items()})
-            documents.append(document)
-        data = save(tensors, metadata={"psengine": json.dumps({"steps": steps, "optimizers": documents})})
+        data = to_file(take_apart({"steps": steps, "optimizers": states}).copied())
         return list(torch.frombuffer(bytearray(data), dtype=torch.uint8).split(PIECE_BYTES))
 
     def take(self, pieces: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
