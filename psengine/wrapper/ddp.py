@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -546,6 +547,32 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.strategy.close()
 
     # ---- checkpoints and copies --------------------------------------------------------------------------------
+
+    def register_state(self, name: str, holder: Any) -> None:
+        """Let workers that join, and checkpoints, have ``holder``'s state too; on every worker, before the first step.
+
+        Args:
+            name: another one for each holder.
+            holder: has ``state_dict`` and ``load_state_dict``: a scheduler, a ``GradScaler``, averaged weights.
+                Parameters, buffers and distributed optimizers need no registration.
+
+        Raises:
+            ConfigurationError: the strategy has no virtual workers, or the name is taken.
+            ArgumentTypeError: ``holder`` is none, or its state has other than tensors, numbers, text and containers.
+        """
+        self.strategy.register_state(name, holder)
+
+    def checkpoint_every(self, steps: int, directory: str | os.PathLike[str]) -> None:
+        """Write a checkpoint after each multiple of ``steps``, and begin with the newest that any worker has.
+
+        One worker writes, in a thread. The last two stay; a damaged one is named in the log and skipped. Call it on
+        every worker, before the first step. A job that begins anew needs another directory.
+
+        Raises:
+            ConfigurationError: the strategy has no virtual workers, or ``steps`` is no number of steps.
+            OSError: the directory cannot be made.
+        """
+        self.strategy.checkpoint_every(steps, directory)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -1,0 +1,252 @@
+"""What a worker has at a step's beginning, and how another one gets it, over their collective.
+
+source    document ──► all ranks      tensors, in batches ──► all ranks
+taker     checks it                   they land in memory of its own
+others    take part, because broadcasts are everybody's, and drop what they get
+all       barrier; then a taker installs everything at once, and is as good a source as any
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from psengine.collectives.base import Collective
+from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
+from psengine.strategies.life_cycle import Replica
+from psengine.strategies.servers.worker_state import OptimizerState, OptimizerStates
+from psengine.tensors.documents import Form, Parts, put_together, take_apart
+
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
+
+HOST = torch.device("cpu")
+BATCH_BYTES = 16 * 1024 * 1024
+
+
+class StateHolder(Protocol):
+    """Whatever has a state: a scheduler, a ``GradScaler``, a module with averaged weights."""
+
+    def state_dict(self) -> Any:
+        """Return it."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take it over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A worker's state at a step's beginning.
+
+    Attributes:
+        completed: steps until then.
+        progress: what the player knows besides, as plain values.
+        tensors: name to parameter or buffer, of all models.
+        optimizers: as the fields of ``OptimizerState``, in the order in which they were made.
+        registered: name to state.
+    """
+
+    completed: int
+    progress: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    optimizers: list[dict[str, Any]]
+    registered: dict[str, Any]
+
+
+class StateRegistry:
+    """What belongs to the state of this worker.
+
+    Args:
+        replicas: returns its models.
+    """
+
+    def __init__(self, replicas: Callable[[], Sequence[Replica]]) -> None:
+        self._replicas = replicas
+        self._optimizers = OptimizerStates()
+        self._registered: dict[str, StateHolder] = {}
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` steps parameters of the models."""
+        self._optimizers.bind(optimizer, self._names())
+
+    def register(self, name: str, holder: StateHolder) -> None:
+        """``holder``'s state belongs to this worker's, under ``name``.
+
+        Raises:
+            ArgumentTypeError: it has no ``state_dict`` and ``load_state_dict``, or a state that cannot travel.
+            ConfigurationError: the name is taken.
+        """
+        if not all(callable(getattr(holder, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ArgumentTypeError(
+                f"a registered state has state_dict and load_state_dict (got {type(holder).__name__} as {name!r})"
+            )
+        if self._registered.get(name, holder) is not holder:
+            raise ConfigurationError(f"each registered state has a name of its own (got a second {name!r})")
+        take_apart(holder.state_dict(), name)
+        self._registered[name] = holder
+
+    def facts(self) -> dict[str, str]:
+        """What all workers must have alike, by name: bits depend on it, or states would not fit."""
+        own = self._own()
+        described = json.dumps(list(_describe(replace(own, optimizers=[], registered={})).items())).encode()
+        optimizers = [str(OptimizerState(one["kind"], one["parameters"])) for one in own.optimizers]
+        return {
+            "version of torch": torch.__version__,
+            "CPU capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "optimizers": ", ".join(optimizers) or "none",
+            "registered states": ", ".join(sorted(own.registered)) or "none",
+            "model": f"{len(own.tensors)} parameters and buffers, digest {hashlib.sha256(described).hexdigest()[:16]}",
+        }
+
+    # ---- snapshots -------------------------------------------------------------------------------------------------
+
+    def snapshot(
+        self, completed: int, progress: dict[str, Any], buffers: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Snapshot:
+        """Return the state of this worker; its tensors are not copies. ``buffers``: by model, those of the step's
+        beginning.
+        """
+        own = self._own()
+        states = [optimizer.state_dict() for optimizer in self._optimizers.alive()]
+        return Snapshot(
+            completed=completed,
+            progress=progress,
+            tensors=own.tensors | _named(buffers),
+            optimizers=[one | {"state_dict": state} for one, state in zip(own.optimizers, states, strict=True)],
+            registered={name: holder.state_dict() for name, holder in self._registered.items()},
+        )
+
+    def check(self, snapshot: Snapshot, whose: str) -> None:
+        """Raise ReplicaMismatchError where the state of ``whose`` is not one of this model and its optimizers."""
+        expected, got = _describe(snapshot), _describe(self._own())
+        for what in expected | got:
+            if expected.get(what) != got.get(what):
+                raise ReplicaMismatchError(
+                    f"the state of {whose} does not fit this worker's model (expected {what} to be"
+                    f" {expected.get(what, 'absent')}, got {got.get(what, 'absent')}). Fix: build model, optimizers and"
+                    " registered states from the same code on every worker, before the first step."
+                )
+
+    def install(self, snapshot: Snapshot, whose: str) -> None:
+        """Go on from ``snapshot``, of which this worker keeps tensors. Mutates parameters and buffers in place.
+
+        Raises:
+            ReplicaMismatchError: see ``check``; nothing has changed.
+        """
+        self.check(snapshot, whose)
+        own = self._own()
+        with torch.no_grad():
+            for name, tensor in snapshot.tensors.items():
+                own.tensors[name].copy_(tensor)
+        for optimizer, one in zip(self._optimizers.alive(), snapshot.optimizers, strict=True):
+            optimizer.load_state_dict(one["state_dict"])
+            _keep_dtypes(optimizer, one["state_dict"])
+        for name, holder in self._registered.items():
+            holder.load_state_dict(snapshot.registered[name])
+
+    # ---- between workers -------------------------------------------------------------------------------------------
+
+    def transfer(
+        self, collective: Collective, source_rank: int, snapshot: Snapshot | None, *, has_state: bool
+    ) -> Snapshot | None:
+        """Bring ``snapshot``, which ``source_rank`` has, to the ranks without state; all ranks call it.
+
+        Returns:
+            On a rank that had no state, what it has installed; else None.
+
+        Raises:
+            CollectiveError: a rank was lost; nothing of this worker has changed.
+            ReplicaMismatchError: see ``check``.
+        """
+        is_source = collective.rank == source_rank
+        parts = take_apart(vars(snapshot)) if is_source else Parts(None, {})
+        sent = json.dumps(parts.document).encode()
+        text = collective.broadcast_bytes(sent, source_rank, HOST, what="description of a worker's state")
+        tensors = list(parts.tensors.values())
+        arriving = None
+        if not is_source:
+
+            def allocate(_name: str, form: Form) -> torch.Tensor:
+                tensors.append(form.empty("meta" if has_state else HOST))
+                return tensors[-1]
+
+            arriving = Snapshot(**put_together(json.loads(text), allocate))
+            if not has_state:
+                self.check(arriving, "the others")
+        for batch in _batches(tensors):
+            landings = [torch.empty_like(piece, device=HOST) if piece.is_meta else piece for piece in batch]
+            collective.broadcast(landings, source_rank, what="a worker's state").wait()
+        collective.barrier().wait()
+        if arriving is None or has_state:
+            return None
+        self.install(arriving, "the others")
+        return arriving
+
+    # ---- what this worker has --------------------------------------------------------------------------------------
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        return {p: name for name, p in _named([replica.parameters for replica in self._replicas()]).items()}
+
+    def _own(self) -> Snapshot:
+        """What there is now, without states."""
+        names = self._names()
+        models = [{**one.state, **one.parameters, **one.buffers()} for one in self._replicas()]
+        return Snapshot(
+            completed=0,
+            progress={},
+            tensors=_named(models),
+            optimizers=[vars(OptimizerState.of(optimizer, names)) for optimizer in self._optimizers.alive()],
+            registered=dict.fromkeys(self._registered),
+        )
+
+
+def _named(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of all models by name; those of another than the first begin with its number."""
+    numbered = enumerate(models)
+    return {f"{number}/{name}" if number else name: t for number, model in numbered for name, t in model.items()}
+
+
+def _describe(snapshot: Snapshot) -> dict[str, str]:
+    """What two workers must have alike, by place."""
+    described = {
+        f"tensor {index} of the model": f"{name!r} with shape {tuple(tensor.shape)} and {tensor.dtype}"
+        for index, (name, tensor) in enumerate(snapshot.tensors.items())
+    }
+    for number, one in enumerate(snapshot.optimizers):
+        described[f"optimizer {number}"] = one["kind"]
+        for group, names in enumerate(one["parameters"]):
+            for index, name in enumerate(names):
+                described[f"parameter {index} of group {group} of optimizer {number}"] = repr(name)
+    return described | {f"the registered state {name!r}": "registered" for name in sorted(snapshot.registered)}
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Undo what ``load_state_dict`` does to tensors of another dtype than their parameter: it converts them."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, saved in state_dict["state"].items():
+        state = optimizer.state[parameters[index]]
+        for name, value in saved.items():
+            loaded = state.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                state[name] = value
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The memory of dense ``tensors``, as lists of flat pieces of about ``BATCH_BYTES``, the same on all ranks."""
+    batch: list[torch.Tensor] = []
+    size_bytes = 0
+    for tensor in tensors:
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        for piece in flat.split(BATCH_BYTES // tensor.element_size()) if tensor.numel() else ():
+            batch.append(piece)
+            size_bytes += piece.nbytes
+            if size_bytes >= BATCH_BYTES:
+                yield batch
+                batch, size_bytes = [], 0
+    if batch:
+        yield batch
