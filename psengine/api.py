@@ -3,7 +3,7 @@
 from psengine import errors
 from psengine.codecs.base import Codec, CodecState, PayloadSpec
 from psengine.codecs.registry import register_codec
-from psengine.collectives.base import Collective, DeferredWork, Work
+from psengine.collectives.base import Collective, DeferredWork, Intermediate, Work
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.registry import register_collective
 from psengine.data.coordination import barrier, broadcast_object, print, stop_if_not_finite
@@ -15,7 +15,7 @@ from psengine.errors import *  # noqa: F403 - __all__ is there
 from psengine.parameter_server.client.client import Client, connect
 from psengine.parameter_server.client.identity import reserve_worker
 from psengine.strategies.base import Capabilities, Strategy
-from psengine.strategies.exchange import Intermediate, Step
+from psengine.strategies.exchange import Step
 from psengine.strategies.local.diloco_server import DilocoServer
 from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.registry import register_strategy

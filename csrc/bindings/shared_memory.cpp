@@ -23,6 +23,11 @@ inline Order from_python(PyObject* value) {
   return static_cast<Order>(order);
 }
 
+template <>
+inline const Contribution* from_python(PyObject* value) {
+  return reinterpret_cast<const Contribution*>(from_python<uint64_t>(value));
+}
+
 namespace {
 
 // A method of the group as a function of Python: (group, arguments) -> None or an integer.
@@ -126,6 +131,8 @@ PyMethodDef* shared_memory_methods() {
       method("shared_memory_all_gather", bound<&Group::all_gather>, "(group, input, output, bytes) -> operation"),
       method("shared_memory_reduce_scatter", bound<&Group::reduce_scatter>,
              "(group, input, output, numel, kind, scale) -> operation"),
+      method("shared_memory_sum_contributions", bound<&Group::sum_contributions>,
+             "(group, address, numel, kind, address of pairs (rank, row) of 32 bits, their count) -> operation"),
       method("shared_memory_barrier", bound<&Group::barrier>, "(group) -> operation"),
       method("shared_memory_progress", bound<&Group::progress>, "(group) -> last complete operation"),
       method("shared_memory_spin", bound<&Group::spin>, "(group, operation) -> 1 if it is complete, else 0"),

@@ -13,7 +13,7 @@ namespace psengine {
 static bool is_same(const Descriptor& one, const Descriptor& other) {
   return one.operation == other.operation && one.numel == other.numel && one.kind == other.kind &&
          std::memcmp(&one.scale, &other.scale, sizeof(one.scale)) == 0 && one.source_rank == other.source_rank &&
-         one.is_staged == other.is_staged;
+         one.is_staged == other.is_staged && one.owners == other.owners;
 }
 
 static std::string describe(const Descriptor& called) {
@@ -33,6 +33,8 @@ static std::string describe(const Descriptor& called) {
       return "all_gather of " + numel + " bytes";
     case Operation::barrier:
       return "barrier";
+    case Operation::sum_contributions:
+      return "sum_contributions of " + elements + " each, whose owners have the digest " + std::to_string(called.owners);
   }
   return "an unknown operation";
 }

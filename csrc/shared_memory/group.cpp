@@ -94,9 +94,16 @@ uint64_t SharedMemoryGroup::begin(const Call& begun) {
     // for small tensors it saves a round trip.
     call.is_summed_by_all = call.is_staged && (bytes <= kSmallBytes || world_size_ <= 2);
   }
+  if (call.operation == Operation::sum_contributions) {
+    call.segment = own_segment_of(call.output, call.bytes_of(rank_), &call.segment_slot);
+    if (call.segment == nullptr) throw std::runtime_error("contributions must lie in memory from allocate()");
+    call.is_staged = false;
+  } else {
+    call.addends = world_size_;
+  }
   // Two numbers have the same sum in either order.
-  if (call.whole_numel > 0 && order_ == Order::ring && world_size_ > 2)
-    call.ring_numel = ring_chunk_numel(call.whole_numel, call.element_bytes, world_size_);
+  if (call.whole_numel > 0 && order_ == Order::ring && call.addends > 2)
+    call.ring_numel = ring_chunk_numel(call.whole_numel, call.element_bytes, call.addends);
   uint64_t slot_numel = slot_bytes_ / call.element_bytes;
   if (call.operation == Operation::reduce_scatter) slot_numel = slot_numel / world_size_ / 64 * 64;
   call.numel_per_round = call.is_staged ? slot_numel : call.numel;
@@ -156,6 +163,30 @@ uint64_t SharedMemoryGroup::reduce_scatter(const char* input, char* output, size
 }
 
 uint64_t SharedMemoryGroup::barrier() { return begin(Call{Operation::barrier}); }
+
+uint64_t SharedMemoryGroup::sum_contributions(char* memory, size_t numel, ScalarKind kind,
+                                              const Contribution* contributions, size_t count) {
+  if (count == 0 || count > kMaxAddends)
+    throw std::runtime_error("there are none, or too many contributions (expected at most " +
+                             std::to_string(kMaxAddends) + ", got " + std::to_string(count) + ")");
+  Call call{Operation::sum_contributions};
+  call.kind = kind;
+  call.numel = call.whole_numel = numel;
+  call.element_bytes = element_bytes(kind);
+  call.input = call.output = memory;
+  call.contributions = contributions;
+  call.addends = count;
+  call.owners = 1;
+  for (size_t number = 0; number < count; ++number) {
+    const Contribution& one = contributions[number];
+    if (one.rank >= world_size_)
+      throw std::runtime_error("contributions belong to ranks below the world size (expected below " +
+                               std::to_string(world_size_) + ", got " + std::to_string(one.rank) + ")");
+    // A multiplier of linear congruential generators (Knuth, TAOCP 2, 3.3.4).
+    call.owners = call.owners * 6364136223846793005u + (uint64_t{one.rank} << 32 | one.row) + 1;
+  }
+  return begin(call);
+}
 
 }  // namespace psengine
 

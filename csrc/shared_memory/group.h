@@ -13,7 +13,7 @@
 // Tensors in memory that ranks adopted (adopt_segment) are reduced in place, in everybody's memory at once; others pass
 // through staging slots, in pieces that stay in the cache. Small ones pass through a slot and are summed by every rank
 // for itself, which saves a round trip. Values are added in the order of gloo's ring (ring.h), or in that of ranks, so
-// sums have the same bits on every rank whoever computes them.
+// sums have the same bits on every rank whoever computes them. Contributions (sum_contributions) are added in place too.
 #pragma once
 
 #include <array>
@@ -36,8 +36,15 @@
 namespace psengine {
 
 constexpr size_t kMaxWorldSize = 64;  // ranks are bits of a word
+constexpr size_t kMaxAddends = 256;   // at least as many as ranks
 
-enum class Operation : uint32_t { all_reduce = 1, broadcast, all_gather, reduce_scatter, barrier };
+enum class Operation : uint32_t { all_reduce = 1, broadcast, all_gather, reduce_scatter, barrier, sum_contributions };
+
+// Where an addend of sum_contributions lies: a row of its rank's memory, below row 0.
+struct Contribution {
+  uint32_t rank;
+  uint32_t row;
+};
 
 enum class WaitStatus : int { done = 0, lost, timed_out, mismatched, closed, interrupted, under_way };
 
@@ -91,6 +98,12 @@ class SharedMemoryGroup {
   uint64_t all_gather(const char* input, char* output, size_t bytes);
   uint64_t reduce_scatter(const char* input, char* output, size_t numel, ScalarKind kind, double scale);
   uint64_t barrier();
+
+  // Sum contributions of which a rank may have any number, and write the sum to row 0 of every rank's memory, which is
+  // adopted and has rows of `numel`. The order of addition is that of as many ranks as there are contributions.
+  // `contributions`, the same on every rank, stay until the operation was waited for.
+  uint64_t sum_contributions(char* memory, size_t numel, ScalarKind kind, const Contribution* contributions,
+                             size_t count);
 
   // all_reduce and spin in one call; returns 0 if the sum is there, else the operation's number.
   uint64_t sum(char* data, size_t numel, ScalarKind kind, double scale);

@@ -33,6 +33,7 @@ struct alignas(kCacheLineBytes) Descriptor {
   uint32_t segment_slot;
   uint32_t segment_id;
   uint64_t offset_bytes;  // of the tensor in its segment
+  uint64_t owners;        // a digest of whose the contributions are; 0: none
 };
 static_assert(sizeof(Descriptor) == kCacheLineBytes);
 

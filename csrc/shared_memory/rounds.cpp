@@ -122,6 +122,7 @@ void SharedMemoryGroup::enter(const Call& call, uint64_t round) {
   description.kind = call.kind;
   description.source_rank = call.source_rank;
   description.is_staged = call.is_staged;
+  description.owners = call.owners;
   if (!call.is_staged) {
     description.segment_slot = call.segment_slot;
     description.segment_id = region(rank_).segments[call.segment_slot].id.load(std::memory_order_relaxed);
@@ -178,31 +179,39 @@ void SharedMemoryGroup::reduce_claimed_chunks(Call& call, uint64_t round) {
   region(rank_).summing.store(round, std::memory_order_relaxed);  // seen by all who see one of its claims
   for (uint64_t chunk; (chunk = add_one(state.claimed, round, chunks)) < chunks;) {
     uint64_t begin = chunk * chunk_numel;
-    std::array<char*, kMaxWorldSize> addends;
-    for (size_t rank = 0; rank < world_size_; ++rank) addends[rank] = memory[rank] + begin * call.element_bytes;
+    std::array<char*, kMaxAddends> addends;
+    std::array<char*, kMaxWorldSize> sums;
+    for (size_t rank = 0; rank < world_size_; ++rank)
+      addends[rank] = sums[rank] = memory[rank] + begin * call.element_bytes;
+    if (call.contributions != nullptr) {
+      for (size_t number = 0; number < call.addends; ++number) {
+        const Contribution& one = call.contributions[number];
+        addends[number] = sums[one.rank] + one.row * call.numel * call.element_bytes;
+      }
+    }
     // A staged sum is needed once, in rank 0's slot, from where everybody copies it.
-    add(call, call.begin_of(round) + begin, std::min(chunk_numel, numel - begin), addends.data(), addends.data(),
+    add(call, call.begin_of(round) + begin, std::min(chunk_numel, numel - begin), addends.data(), sums.data(),
         call.is_staged ? 1 : world_size_);
     if (add_one(state.done, round, chunks) == chunks - 1) notify();
   }
   region(rank_).summing.store(0, std::memory_order_release);
 }
 
-// Add `numel` elements of every rank, from their addresses by rank, and write the sums. `first`: where they lie in the
+// Add `numel` elements of every addend, from their addresses by number, and write the sums. `first`: where they lie in the
 // whole tensor, which decides in which order they are added.
 void SharedMemoryGroup::add(const Call& call, uint64_t first, uint64_t numel, char* const* addends, char* const* sums,
                             size_t sum_count) {
   std::array<void*, kMaxWorldSize> destinations;
-  std::array<const void*, kMaxWorldSize> sources;
+  std::array<const void*, kMaxAddends> sources;
   for (uint64_t begin = 0; begin < numel;) {
     uint64_t chunk = call.ring_numel == 0 ? 0 : (first + begin) / call.ring_numel;
     uint64_t end = call.ring_numel == 0 ? numel : std::min(numel, (chunk + 1) * call.ring_numel - first);
-    for (size_t step = 0; step < world_size_; ++step) {
-      size_t rank = call.ring_numel == 0 ? step : ring_rank(chunk, step, world_size_);
-      sources[step] = addends[rank] + begin * call.element_bytes;
+    for (size_t step = 0; step < call.addends; ++step) {
+      size_t number = call.ring_numel == 0 ? step : ring_rank(chunk, step, call.addends);
+      sources[step] = addends[number] + begin * call.element_bytes;
     }
     for (size_t sum = 0; sum < sum_count; ++sum) destinations[sum] = sums[sum] + begin * call.element_bytes;
-    kernels().sum(destinations.data(), sum_count, sources.data(), world_size_, call.kind, end - begin, call.scale,
+    kernels().sum(destinations.data(), sum_count, sources.data(), call.addends, call.kind, end - begin, call.scale,
                   order_ == Order::rank);
     begin = end;
   }
@@ -278,6 +287,7 @@ void SharedMemoryGroup::finish(Call& call, uint64_t round) {
       return;
     }
     case Operation::barrier:
+    case Operation::sum_contributions:  // the chunks are where they belong
       return;
   }
 }

@@ -83,7 +83,7 @@ Mapping& SharedMemoryGroup::peer_segment(size_t rank, uint32_t slot, uint32_t id
 char* SharedMemoryGroup::peer_data(size_t rank, const Call& call, uint64_t round) {
   const Descriptor& description = descriptor(rank, round);
   Mapping& mapping = peer_segment(rank, description.segment_slot, description.segment_id);
-  uint64_t bytes = call.numel * call.element_bytes;
+  uint64_t bytes = call.bytes_of(rank);
   if (description.offset_bytes < sizeof(SegmentHeader) || description.offset_bytes > mapping.bytes() ||
       bytes > mapping.bytes() - description.offset_bytes)
     throw std::runtime_error("rank " + std::to_string(rank) + " named memory outside its piece");

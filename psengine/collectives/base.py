@@ -7,16 +7,19 @@ is there. W is the world size, n the numel of the tensor that is named first::
     all_gather(output, tensor)       tensor[n / W]         ->  output[n]: the W tensors in rank order, on each rank
     broadcast(tensors, source_rank)  the source's tensors  ->  the same, on each rank
     all_to_all(output, flat, sizes)  flat, in W parts      ->  output[W, n]: part r of each rank's flat, on rank r
+    sum_contributions(memory, owners)  [1 + K, n]          ->  row 0: the sum of all ranks' K rows, on each rank
     barrier()                        nothing               ->  every rank has called it
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
+
+from psengine.collectives.contributions import cut
 
 
 class Work(ABC):
@@ -31,6 +34,14 @@ class Work(ABC):
             PeerLostError: the same, and ranks that died or do not answer could be named.
         """
 
+    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
+        """``wait``, and ask now and then whether to stop waiting; return False if so: the operation is under way.
+
+        Default: the wait cannot be interrupted.
+        """
+        self.wait()
+        return True
+
 
 class CompletedWork(Work):
     """The result was there before anybody asked."""
@@ -40,14 +51,40 @@ class CompletedWork(Work):
 
 
 class DeferredWork(Work):
-    """Work that is done by the wait: ``finish`` is called."""
+    """Work that is done by the wait: ``finish`` is called, once the operation ``after`` is over where there is one."""
 
-    def __init__(self, finish: Callable[[], object]) -> None:
+    def __init__(self, finish: Callable[[], object], after: Work | None = None) -> None:
         self._finish = finish
+        self._after = after or CompletedWork()
 
     def wait(self) -> None:
         """Call it."""
+        self._after.wait()
         self._finish()
+
+    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
+        """Call it, unless the wait before was interrupted."""
+        is_over = self._after.wait_unless(is_interrupted)
+        if is_over:
+            self._finish()
+        return is_over
+
+
+class Intermediate(Work):
+    """What an exchange yields for ``work`` where it begins another operation afterwards, which other buckets should not
+    wait for: the driver goes on with it before anything is waited for to the end.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait for ``work``."""
+        self._work.wait()
+
+    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
+        """Wait for ``work``."""
+        return self._work.wait_unless(is_interrupted)
 
 
 class Collective(ABC):
@@ -128,14 +165,21 @@ class Collective(ABC):
 
     @abstractmethod
     def all_to_all(
-        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+        self,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        senders: Sequence[int] | None = None,
+        what: str = "tensor",
     ) -> Work:
-        """Begin to fill row s of ``output`` with this rank's part of rank s's ``flat``. Mutates ``output``.
+        """Begin to fill row s of ``output`` with this rank's part of sender s's ``flat``. Mutates ``output``.
 
         Args:
-            output: dense contiguous tensor of shape (world size, ``sizes[rank]``).
-            flat: dense contiguous, 1-D, of the same numel and dtype on every rank.
+            output: dense contiguous tensor of shape (number of senders, ``sizes[rank]``).
+            flat: dense contiguous, 1-D, of the same numel and dtype on every sender; not read on other ranks.
             sizes: by rank, how many elements its part has; the same on every rank. Part 0 comes first.
+            senders: ascending, the same on every rank; None: all ranks.
             what: as for ``all_reduce``.
         """
 
@@ -146,6 +190,32 @@ class Collective(ABC):
     @abstractmethod
     def barrier(self) -> Work:
         """Begin to wait until every rank has called it."""
+
+    def sum_contributions(
+        self, memory: torch.Tensor, owners: Sequence[tuple[int, int]], *, what: str = "contributions"
+    ) -> Generator[Work, None, None]:
+        """Sum contributions, of which ranks have different numbers, with the bits that gloo's ``all_reduce`` gives if
+        each is a rank's. The first ``next`` begins it without blocking; yields what it waits for.
+
+        Default: every rank sums a slice of all contributions, and the sums are gathered. Slices that came take as much
+        memory as this rank's contributions.
+
+        Args:
+            memory: from ``allocate``, of shape (1 + K, n) for the K contributions of this rank. Row 0 gets the sum; row
+                1 + k is contribution k, which stays as it is.
+            owners: by contribution, its rank and its k there; the same on every rank.
+            what: as for ``all_reduce``.
+        """
+        pieces = cut(self, memory, owners, what)
+        trades = [piece.trade() for piece in pieces]
+        gathers = []
+        for piece, works in zip(pieces, trades, strict=True):
+            for work in works:
+                yield Intermediate(work)
+            gathers.append(piece.gather_sums())
+        for piece, gather in zip(pieces, gathers, strict=True):
+            yield gather
+            piece.finish()
 
     def progress(self) -> None:  # noqa: B027 - most transports have somebody who works for them
         """Advance operations under way without waiting; cheap enough for every large gradient."""
@@ -190,6 +260,12 @@ class Collective(ABC):
             Exception: the future's own error, where no rank is missing.
         """
         return future.wait()
+
+    def abandon(self) -> None:
+        """Leave a group that this collective alone uses, at once, from any thread. Operations under way are dropped,
+        and fail on ranks that wait for this one; their tensors may be read as they are. Safe to call twice.
+        """
+        self.close()
 
     def close(self) -> None:  # noqa: B027 - most transports hold nothing
         """Release what the collective holds; its tensors must no longer be used. Safe to call twice."""

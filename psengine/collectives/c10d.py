@@ -26,6 +26,8 @@ from psengine.tracing.timeline import span
 
 # How long a wait stays inside the transport before it looks whether another rank raised the alarm.
 WAIT_SLICE_S = 1.0
+# How long a wait stays there that may be interrupted.
+INTERRUPTIBLE_SLICE_S = 0.02
 # How long a rank that has not exited may take to answer a roll call; see Liveness.
 ROLL_CALL_GRACE_S = 10.0
 # Between two ranks gloo sums two halves of a message, one on each of its two threads, 12 to 16 % sooner than the whole
@@ -43,11 +45,18 @@ class C10dCollective(Collective):
     Args:
         process_group: the group; None means the default group. Held weakly, because the group's store keeps its port.
         timeout_s: deadline of every wait; None takes the process group's own timeout.
+        is_watched: look for missing ranks through the group's store, before and after a failure.
 
     Scaling: ``all_reduce`` multiplies the addends by ``scale`` and sums, as native DDP does, so results agree bitwise.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        *,
+        is_watched: bool = True,
+    ) -> None:
         group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
         self.process_group: dist.ProcessGroup = weakref.proxy(group)
         self.rank = group.rank()
@@ -58,7 +67,7 @@ class C10dCollective(Collective):
         self._latest_works: collections.deque[list[dist.Work]] = collections.deque(maxlen=LATEST_WORKS)
         self.stall_after_s = stall_after_s()
         self._begun = 0
-        self.liveness = _start_liveness(group, self.timeout_s)
+        self.liveness = _start_liveness(group, self.timeout_s) if is_watched else None
 
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
@@ -89,15 +98,23 @@ class C10dCollective(Collective):
 
     @override
     def all_to_all(
-        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+        self,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        senders: Sequence[int] | None = None,
+        what: str = "tensor",
     ) -> Work:
         what = f"all-to-all of {what}"
         if self.world_size == 1:
             output.view(-1).copy_(flat)
             return CompletedWork()
         exchange = all_to_all_of(self.process_group)
-        received = [sizes[self.rank]] * self.world_size
-        return self.begin(lambda: [exchange(output.view(-1), flat, received, list(sizes))], what, flat.device)
+        is_sender = [senders is None or rank in senders for rank in range(self.world_size)]
+        received = [sizes[self.rank] * sends for sends in is_sender]
+        sent = [size * is_sender[self.rank] for size in sizes]
+        return self.begin(lambda: [exchange(output.view(-1), flat, received, sent)], what, flat.device)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
@@ -165,19 +182,29 @@ class C10dCollective(Collective):
         is_done: Callable[[], bool],
         what: str,
         operation: int,
-    ) -> None:
+        is_interrupted: Callable[[], bool] | None = None,
+    ) -> bool:
         """Wait in slices until ``wait_for_s(seconds)`` returns True, and look for other ranks' alarms between them.
+        Return False if ``is_interrupted`` does.
 
         ``operation`` is the number of this rank's latest, for the stall inspector.
 
         Raises:
             PeerLostError, CollectiveError: ranks are missing, or the deadline passed.
         """
-        deadline = time.monotonic() + self.timeout_s
+        began_s = time.monotonic()
+        deadline, next_look = began_s + self.timeout_s, began_s + WAIT_SLICE_S
+        slice_s = min(WAIT_SLICE_S if is_interrupted is None else INTERRUPTIBLE_SLICE_S, self.timeout_s)
         with inspector.watch(self.liveness, f"{what}, operation {operation}", self.stall_after_s):
-            while not wait_for_s(min(WAIT_SLICE_S, self.timeout_s)):
-                if time.monotonic() >= deadline:
+            while not wait_for_s(slice_s):
+                if is_interrupted is not None and is_interrupted():
+                    return False
+                now_s = time.monotonic()
+                if now_s >= deadline:
                     raise self.diagnose(TimeoutError(f"no result within {self.timeout_s:g} s"), what)
+                if is_interrupted is not None and now_s < next_look:
+                    continue
+                next_look = now_s + WAIT_SLICE_S
                 try:
                     is_alarmed = self.liveness is not None and self.liveness.alarm_raised()
                 except Exception as store_error:
@@ -186,6 +213,7 @@ class C10dCollective(Collective):
                     error = self.diagnose(RuntimeError("another rank reported a failure"), what, begin=False)
                     if isinstance(error, PeerLostError):
                         raise error
+        return True
 
     def diagnose(self, error: BaseException, what: str, *, begin: bool = True) -> Exception:
         """Hold a roll call, or answer one where nothing failed here (``begin`` False). Return the error that names the
@@ -239,16 +267,26 @@ class C10dWork(Work):
 
     @override
     def wait(self) -> None:
+        self._wait(None)
+
+    @override
+    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
+        return self._wait(is_interrupted)
+
+    def _wait(self, is_interrupted: Callable[[], bool] | None) -> bool:
         with span(self.what, category="collective"):
             for work in self.works:
                 if self.is_stream_ordered:
                     self._wait_once(work, None)
-                else:
-                    wait_for_s = functools.partial(self._wait_once, work)
-                    self.collective.watch(wait_for_s, work.is_completed, self.what, self.operation)
+                    continue
+                wait_for_s = functools.partial(self._wait_once, work)
+                watch = self.collective.watch
+                if not watch(wait_for_s, work.is_completed, self.what, self.operation, is_interrupted):
+                    return False
             finish, self.finish = self.finish, None
             if finish is not None:
                 finish()
+        return True
 
     def _wait_once(self, work: dist.Work, timeout_s: float | None) -> bool:
         """Wait; False when ``timeout_s`` passed and the operation is still under way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,15 @@ class Forwarding(Collective):
 
     @override
     def all_to_all(
-        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+        self,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        senders: Sequence[int] | None = None,
+        what: str = "tensor",
     ) -> Work:
-        return self.inner.all_to_all(output, flat, sizes, what=what)
+        return self.inner.all_to_all(output, flat, sizes, senders=senders, what=what)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
@@ -72,12 +78,22 @@ class Forwarding(Collective):
         return self.inner.barrier()
 
     @override
+    def sum_contributions(
+        self, memory: torch.Tensor, owners: Sequence[tuple[int, int]], *, what: str = "contributions"
+    ) -> Generator[Work, None, None]:
+        return self.inner.sum_contributions(memory, owners, what=what)
+
+    @override
     def progress(self) -> None:
         self.inner.progress()
 
     @override
     def wait_for(self, future: torch.futures.Future[Any], what: str) -> Any:
         return self.inner.wait_for(future, what)
+
+    @override
+    def abandon(self) -> None:
+        self.inner.abandon()
 
     @override
     def close(self) -> None:

@@ -33,7 +33,13 @@ class SoloCollective(Collective):
 
     @override
     def all_to_all(
-        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+        self,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        senders: Sequence[int] | None = None,
+        what: str = "tensor",
     ) -> Work:
         output.view(-1).copy_(flat)
         return CompletedWork()

@@ -23,14 +23,12 @@ from typing_extensions import override
 from psengine.codecs.base import Codec, CodecState
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import codec_for, row_numel
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Collective, Intermediate, Work
+from psengine.collectives.contributions import SLICE_BYTES
 from psengine.flat_optimizers.finite import is_finite
-from psengine.strategies.exchange import BucketExchange, Intermediate
+from psengine.strategies.exchange import BucketExchange
 from psengine.tensors.bucket import Bucket
 
-# Payloads that are cut into slices travel in pieces, so that links are busy while slices are summed. A slice of a piece
-# is one message between two ranks; of this size its own costs are small whatever the number of ranks.
-SLICE_BYTES = 256 * 1024
 # So many decoded values are still in the cache when they are looked at.
 CACHED_NUMEL = 128 * 1024
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from psengine.collectives.base import CompletedWork, Work
+from psengine.collectives.base import CompletedWork, Intermediate, Work
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
@@ -35,19 +35,6 @@ class Step:
 
     live_world_size: int
     in_join: bool = False
-
-
-class Intermediate(Work):
-    """What an exchange yields for ``work`` where it begins another operation afterwards, which other buckets should not
-    wait for: the driver goes on with it before anything is waited for to the end.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Wait for ``work``."""
-        self._work.wait()
 
 
 class Driver:

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib
 import os
+import random
 import resource
 import signal
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from oracles.ring_order import add_in_ring_order
 from support.counting_collective import CountingCollective
 from support.expectations import raises
 from support.hosts_of_one_machine import live_on_host, needs_users
@@ -133,6 +135,67 @@ def parts_for_each_rank(collective: Collective) -> None:
         assert torch.equal(output, torch.stack([v.split(sizes)[rank] for v in values]))
 
 
+def parts_of_some_ranks(collective: Collective) -> None:
+    """Only the last rank sends, then all but the last."""
+    rank, world_size = collective.rank, collective.world_size
+    sizes = [3 + other for other in range(world_size)]
+    for senders in ([world_size - 1], list(range(world_size - 1))):
+        flats = {other: torch.arange(sum(sizes), dtype=torch.float32) + 0.25 * other for other in senders}
+        output = torch.empty(len(senders), sizes[rank])
+        collective.all_to_all(output, flats.get(rank, torch.empty(0)), sizes, senders=senders, what="test").wait()
+        assert all(
+            torch.equal(row, flats[sender].split(sizes)[rank]) for row, sender in zip(output, senders, strict=True)
+        )
+
+
+def dealt(world_size: int, count: int, seed: int) -> list[tuple[int, int]]:
+    """Owners of so many contributions; some ranks may have none."""
+    drawn = random.Random(seed)
+    ranks = [drawn.randrange(world_size) for _ in range(count)]
+    places = {rank: [v for v in range(count) if ranks[v] == rank] for rank in range(world_size)}
+    for numbers in places.values():
+        drawn.shuffle(numbers)
+    return [(rank, places[rank].index(v)) for v, rank in enumerate(ranks)]
+
+
+def begin_contributions(
+    collective: Collective, count: int, numel: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """The memory, the sum under way (yields works), and what row 0 is to be."""
+    owners = dealt(collective.world_size, count, count * 1000 + numel % 997)
+    addends = [addend(v, numel, dtype) for v in range(count)]
+    own = {number: v for v, (rank, number) in enumerate(owners) if rank == collective.rank}
+    memory = collective.allocate((1 + len(own)) * numel, dtype, CPU).view(1 + len(own), numel)
+    for number, v in own.items():
+        memory[1 + number] = addends[v]
+    expected = torch.empty(1 + len(own), numel, dtype=dtype)
+    expected[1:] = memory[1:]
+    add_in_ring_order(addends, expected[0])
+    return memory, collective.sum_contributions(memory, owners, what="test"), expected
+
+
+def contributions(collective: Collective) -> list[str]:
+    """gloo's bits of as many ranks as there are contributions, whoever has them."""
+    found = []
+    cases = [(count, dtype, 1001) for count in (1, 2, 5) for dtype in SUMMED]
+    cases += [(3, torch.float32, numel) for numel in NUMELS] + [(8, torch.bfloat16, 700_001)]
+    for count, dtype, numel in cases:
+        memory, sum_under_way, expected = begin_contributions(collective, count, numel, dtype)
+        for work in sum_under_way:
+            assert work.wait_unless(lambda: False)
+        assert bits(memory) == bits(expected), (count, dtype, numel)
+        found.append(bits(memory[0]))
+    # Two under way.
+    begun = [begin_contributions(collective, count, 100_003, torch.float32) for count in (4, 7)]
+    works = [next(sum_under_way) for _, sum_under_way, _ in begun]
+    for (memory, sum_under_way, expected), work in zip(begun, works, strict=True):
+        work.wait()
+        for one in sum_under_way:
+            one.wait()
+        assert torch.equal(memory, expected)
+    return found
+
+
 def one_memory(collective: Collective, name: str) -> None:
     memory = collective.common_memory(8 * collective.world_size)
     if memory is None:
@@ -214,6 +277,8 @@ def contract(rank: int, world_size: int, name: str) -> list[str]:
     found = sums(collective)
     copies(collective)
     parts_for_each_rank(collective)
+    parts_of_some_ranks(collective)
+    found += contributions(collective)
     one_memory(collective, name)
     bytes_of_any_length(collective)
     several_under_way(collective)

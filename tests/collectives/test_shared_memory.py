@@ -325,6 +325,15 @@ def test_different_calls_are_named_on_every_rank(rank, world_size):
     def in_place(collective: SharedMemoryCollective) -> None:
         collective.all_reduce(collective.allocate(90_000, torch.float32, CPU)).wait()
 
+    def contributions(*owners: tuple[int, int]) -> Callable[..., None]:
+        def begin(collective: SharedMemoryCollective) -> None:
+            memory = collective.allocate(3 * 500, torch.float32, CPU).view(3, 500)
+            rows = 1 + sum(owner == collective.rank for owner, _ in owners)
+            for work in collective.sum_contributions(memory[:rows], owners):
+                work.wait()
+
+        return begin
+
     def gather(collective: SharedMemoryCollective) -> None:
         collective.gather(torch.ones(7))
 
@@ -347,6 +356,7 @@ def test_different_calls_are_named_on_every_rank(rank, world_size):
         (gather, broadcast(7, 0), "all_gather of 28 bytes", "broadcast of 28 bytes from rank 0"),
         (broadcast(7, 0), broadcast(7, 1), "from rank 0", "from rank 1"),
         (in_place, all_reduce(90_000), "times 1.000000 in memory from allocate()", "all_reduce of 90000 elements"),
+        (contributions((0, 0), (1, 0)), contributions((1, 0), (0, 0)), "of 500 elements of float32 each", "digest"),
         (outstanding(500), outstanding(501), "500 elements", "501 elements"),
     ]
     for number, (others_call, rank_1_calls, *texts) in enumerate(cases):

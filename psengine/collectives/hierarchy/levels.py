@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -42,7 +43,9 @@ class HostMemory(SharedMemoryCollective):
         self._everybody = everybody
 
     @override
-    def _sleep(self, operation: int, what: str, timeout_s: float) -> Failure | None:
+    def _sleep(
+        self, operation: int, what: str, timeout_s: float, is_interrupted: Callable[[], bool] | None
+    ) -> Failure | None:
         failure: Failure | None = None
 
         def wait_for_s(seconds: float) -> bool:
@@ -51,7 +54,7 @@ class HostMemory(SharedMemoryCollective):
             failure = self._extension.shared_memory_wait(self._group, operation, seconds, True)
             return failure is None or failure[0] != UNDER_WAY
 
-        self._everybody.watch(wait_for_s, lambda: False, what, self.number)
+        self._everybody.watch(wait_for_s, lambda: False, what, self.number, is_interrupted)
         return failure
 
     @override

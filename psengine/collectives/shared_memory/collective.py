@@ -25,7 +25,8 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ import torch
 from typing_extensions import override
 
 from psengine.collectives.base import CompletedWork, DeferredWork, Work
-from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.c10d import INTERRUPTIBLE_SLICE_S, C10dCollective
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
 from psengine.collectives.shared_memory.files import map_file, share_file
@@ -242,21 +243,40 @@ class SharedMemoryCollective(Forwarding):
 
     @override
     def all_to_all(
-        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], *, what: str = "tensor"
+        self,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        senders: Sequence[int] | None = None,
+        what: str = "tensor",
     ) -> Work:
         """By an all-gather, because memory is not a link: the other ranks' parts are not read."""
         if not self._carries(self.copies(flat)):
-            return self.inner.all_to_all(output, flat, sizes, what=what)
-        gathered = flat.new_empty((self.world_size, flat.numel()))
+            return self.inner.all_to_all(output, flat, sizes, senders=senders, what=what)
+        gathered = flat.new_empty((self.world_size, sum(sizes)))
+        if senders is not None and self.rank not in senders:
+            flat = flat.new_zeros(sum(sizes))
         first = sum(sizes[: self.rank])
         part = gathered[:, first : first + sizes[self.rank]]
-        work = self.all_gather(gathered, flat, what=what)
+        rows = slice(None) if senders is None else list(senders)
+        return DeferredWork(lambda: output.copy_(part[rows]), after=self.all_gather(gathered, flat, what=what))
 
-        def copy_part() -> None:
-            work.wait()
-            output.copy_(part)
-
-        return DeferredWork(copy_part)
+    @override
+    def sum_contributions(
+        self, memory: torch.Tensor, owners: Sequence[tuple[int, int]], *, what: str = "contributions"
+    ) -> Generator[Work, None, None]:
+        """One operation, in place; memory from another place than ``allocate`` is refused."""
+        if not self._carries(self.sums(memory)):
+            yield from self.inner.sum_contributions(memory, owners, what=what)
+            return
+        assert len(memory) == 1 + sum(rank == self.rank for rank, _ in owners), "a row for each own contribution"
+        if memory.numel() == 0:
+            return
+        rows = real(memory.detach())
+        table = torch.tensor([(rank, 1 + number) for rank, number in owners], dtype=torch.int32)
+        arguments = rows.data_ptr(), rows[0].numel(), SCALAR_KINDS[rows.dtype], table.data_ptr(), len(table)
+        yield self._begin((rows, table), f"sum of {what}", "shared_memory_sum_contributions", *arguments)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
@@ -303,6 +323,11 @@ class SharedMemoryCollective(Forwarding):
         if self._group is not None:
             self._extension.shared_memory_close(self._group)
 
+    @override
+    def abandon(self) -> None:
+        self.close()
+        self.inner.abandon()
+
     def give_up(self) -> None:
         """Fail the operations in flight, on every rank."""
         self._has_ended = True
@@ -345,15 +370,17 @@ class SharedMemoryCollective(Forwarding):
         """What to raise for a call that the native side refused."""
         return CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}")
 
-    def finish(self, operation: int, what: str, timeout_s: float) -> None:
-        """Wait until ``operation`` is complete. Passing the deadline ends the whole group."""
+    def finish(
+        self, operation: int, what: str, timeout_s: float, is_interrupted: Callable[[], bool] | None = None
+    ) -> bool:
+        """Wait until ``operation`` is complete; False if interrupted. Passing the deadline ends the whole group."""
         failure = None
         try:
             if recorder.is_on:
                 with span(what, category="collective"):
-                    failure = self._spin_and_sleep(operation, what, timeout_s)
+                    failure = self._spin_and_sleep(operation, what, timeout_s, is_interrupted)
             else:
-                failure = self._spin_and_sleep(operation, what, timeout_s)
+                failure = self._spin_and_sleep(operation, what, timeout_s, is_interrupted)
         except CollectiveError:
             self.close()  # the others need not wait for this rank
             raise
@@ -361,20 +388,39 @@ class SharedMemoryCollective(Forwarding):
             self.close()
             raise self._failure(what, error) from error
         if failure is not None:
+            if failure[0] == UNDER_WAY:
+                return False
             raise self._error_of(what, timeout_s, failure)
         self._outstanding.pop(operation, None)
         if min(self._outstanding, default=operation) < operation:
             self._forget(operation)
+        return True
 
-    def _spin_and_sleep(self, operation: int, what: str, timeout_s: float) -> Failure | None:
+    def _spin_and_sleep(
+        self, operation: int, what: str, timeout_s: float, is_interrupted: Callable[[], bool] | None
+    ) -> Failure | None:
         is_complete = self._extension.shared_memory_spin(self._group, operation)
-        return None if is_complete else self._sleep(operation, what, timeout_s)
+        return None if is_complete else self._sleep(operation, what, timeout_s, is_interrupted)
 
-    def _sleep(self, operation: int, what: str, timeout_s: float) -> Failure | None:
-        """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so."""
+    def _sleep(
+        self, operation: int, what: str, timeout_s: float, is_interrupted: Callable[[], bool] | None
+    ) -> Failure | None:
+        """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so;
+        UNDER_WAY where the wait was interrupted.
+        """
+        wait = self._extension.shared_memory_wait
+        failure: Failure | None = (UNDER_WAY, 0, "")
         position = f"{what}, operation {operation}"
+        deadline_s = time.monotonic() + timeout_s
         with inspector.watch(self.inner.liveness, position, self.inner.stall_after_s, self.late_ranks):
-            failure: Failure | None = self._extension.shared_memory_wait(self._group, operation, timeout_s, False)
+            while is_interrupted is not None and failure is not None and failure[0] == UNDER_WAY:
+                if is_interrupted():
+                    return failure
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    break
+                failure = wait(self._group, operation, min(INTERRUPTIBLE_SLICE_S, left_s), True)
+            if failure is not None and failure[0] == UNDER_WAY:
+                failure = wait(self._group, operation, max(0.0, deadline_s - time.monotonic()), False)
         return failure
 
     def _error_of(self, what: str, timeout_s: float, failure: Failure) -> CollectiveError:
@@ -431,12 +477,20 @@ class SharedMemoryWork(Work):
     @override
     def wait(self, timeout_s: float | None = None) -> None:
         """``timeout_s`` overrides the collective's deadline. Passing it ends the whole group."""
-        timeout_s = self.collective.timeout_s if timeout_s is None else timeout_s
+        self._wait(self.collective.timeout_s if timeout_s is None else timeout_s, None)
+
+    @override
+    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
+        return self._wait(self.collective.timeout_s, is_interrupted)
+
+    def _wait(self, timeout_s: float, is_interrupted: Callable[[], bool] | None) -> bool:
         if is_profiling():
             with profiled(f"wait for {self.what}"):
-                self.collective.finish(self.operation, self.what, timeout_s)
+                is_over = self.collective.finish(self.operation, self.what, timeout_s, is_interrupted)
         else:
-            self.collective.finish(self.operation, self.what, timeout_s)
-        finish, self.finish = self.finish, ()
-        for copy in finish:
-            copy()
+            is_over = self.collective.finish(self.operation, self.what, timeout_s, is_interrupted)
+        if is_over:
+            finish, self.finish = self.finish, ()
+            for copy in finish:
+                copy()
+        return is_over

@@ -48,7 +48,10 @@ struct Begun {
   double* output;
 };
 
-static bool is_in_place(Way way) { return way == Way::in_place || way == Way::one_chunk; }
+static bool is_in_place(Way way) { return way == Way::in_place || way == Way::one_chunk || way == Way::contributions; }
+
+// Of contributions, by number: the rank, and the row of its memory, whose row 0 gets the sum.
+static const psengine::Contribution contributions[] = {{0, 1}, {1, 1}, {0, 2}, {2, 1}};
 
 static size_t numel_of(Way way) {
   if (way == Way::in_place || way == Way::staged) return 3;
@@ -61,7 +64,7 @@ static Begun begin(size_t rank, size_t call, Way way) {
   size_t numel = numel_of(way);
   double* own = tensors[rank] + call * 16;
   double* input = is_in_place(way) ? reinterpret_cast<double*>(segments[rank] + psengine::kPageBytes) : own;
-  size_t inputs = way == Way::scatter ? scenario.ranks : numel;
+  size_t inputs = way == Way::scatter ? scenario.ranks : way == Way::contributions ? 3 : numel;
   bool has_input = way != Way::barrier && (way != Way::broadcast || rank == call % scenario.ranks);
   if (has_input) {
     __tsan_write_range(input, inputs * sizeof(double));
@@ -76,6 +79,8 @@ static Begun begin(size_t rank, size_t call, Way way) {
     case Way::staged_chunk:
     case Way::small:
       return {group.all_reduce(bytes, numel, kind, 1.0), output};
+    case Way::contributions:
+      return {group.sum_contributions(bytes, numel, kind, contributions, scenario.ranks + 1), output};
     case Way::broadcast:
       return {group.broadcast(bytes, sizeof(double), call % scenario.ranks), output};
     case Way::gather:
@@ -94,6 +99,9 @@ static void check_output(size_t rank, size_t call, Way way, const double* output
     double expected = 0;
     if (way == Way::gather) expected = addend(i, call, 0);
     else if (way == Way::broadcast) expected = addend(call % scenario.ranks, call, i);
+    else if (way == Way::contributions)
+      for (size_t number = 0; number <= scenario.ranks; ++number)
+        expected += addend(contributions[number].rank, call, contributions[number].row);
     else
       for (size_t other = 0; other < scenario.ranks; ++other)
         expected += addend(other, call, way == Way::scatter ? rank : i);
@@ -294,6 +302,7 @@ std::vector<Scenario> all_scenarios() {
     std::vector<Kind> kinds = {
         {"in_place", {Way::in_place, Way::in_place, Way::in_place}},
         {"one_chunk", {Way::one_chunk, Way::one_chunk, Way::one_chunk}},
+        {"contributions", {Way::contributions, Way::contributions, Way::contributions}},
         {"staged", {Way::staged, Way::staged, Way::staged}},
         {"staged_chunk", {Way::staged_chunk, Way::staged_chunk, Way::staged_chunk}},
         {"small", {Way::small, Way::small, Way::small}},

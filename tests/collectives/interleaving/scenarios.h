@@ -9,8 +9,9 @@
 
 namespace check {
 
-// What a rank calls. All-reduces in memory that all have mapped, and through slots: of two chunks, of one, and of a value.
-enum class Way { in_place, one_chunk, staged, staged_chunk, small, broadcast, gather, scatter, barrier };
+// What a rank calls. All-reduces in memory that all have mapped, and through slots: of two chunks, of one, and of a value. Of
+// contributions rank 0 has two.
+enum class Way { in_place, one_chunk, contributions, staged, staged_chunk, small, broadcast, gather, scatter, barrier };
 
 struct Scenario {
   std::string name;
