@@ -1,0 +1,194 @@
+"""Groups that are left while somebody hangs in them; the others go on in another group, with the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles.ring_order import add_in_ring_order
+from support.expectations import raises
+from support.native_extension import needs_shared_memory
+from support.processes import run_ranks, run_ranks_to_any_end
+
+from psengine.collectives.base import Collective
+from psengine.collectives.own_group import form_collective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.errors import CollectiveError
+
+CPU = torch.device("cpu")
+NUMEL = 300_001
+COUNT = 5  # of contributions
+WAYS = [pytest.param(True, marks=needs_shared_memory, id="shared_memory"), pytest.param(False, id="gloo")]
+
+
+def never() -> bool:
+    return False
+
+
+def form(folder: Path, name: str, workers: Sequence[int], worker: int, *, shares_memory: bool) -> Collective:
+    store = dist.FileStore(str(folder / name), len(workers))
+    rank = workers.index(worker)
+    made = form_collective(store, name, rank, len(workers), 30.0, never, shares_memory=shares_memory)
+    assert made is not None
+    assert isinstance(made, SharedMemoryCollective) == (shares_memory and len(workers) > 1)
+    return made
+
+
+def contribution(step: int, number: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + number))
+
+
+def sum_of(step: int) -> torch.Tensor:
+    expected = torch.empty(NUMEL)
+    add_in_ring_order([contribution(step, number) for number in range(COUNT)], expected)
+    return expected
+
+
+class Memory:
+    """This rank's contributions, dealt out evenly."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self.owners = [(number % collective.world_size, number // collective.world_size) for number in range(COUNT)]
+        self.own = [number for number, (rank, _) in enumerate(self.owners) if rank == collective.rank]
+        self.rows = collective.allocate((1 + len(self.own)) * NUMEL, torch.float32, CPU).view(-1, NUMEL)
+
+    def compute(self, step: int, former: Memory | None = None) -> None:
+        """Compute contributions, or copy those that the former group's memory has."""
+        for row, number in enumerate(self.own, start=1):
+            if former is not None and number in former.own:
+                self.rows[row] = former.rows[1 + former.own.index(number)]
+                assert torch.equal(self.rows[row], contribution(step, number)), "a contribution has changed"
+            else:
+                self.rows[row] = contribution(step, number)
+
+    def begin(self, step: int) -> Any:
+        return self.collective.sum_contributions(self.rows, self.owners, what=f"step {step}")
+
+    def add_up(self, step: int, is_interrupted: Callable[[], bool] = never) -> bool:
+        """Sum contributions, and check the bits; False if interrupted."""
+        for work in self.begin(step):
+            if not work.wait_unless(is_interrupted):
+                return False
+        assert torch.equal(self.rows[0], sum_of(step))
+        return True
+
+
+def lose_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool, when: str) -> float:
+    """Returns how long the longest of what must be quick took."""
+    memory = Memory(form(folder, "first", range(world_size), rank, shares_memory=shares_memory))
+    memory.compute(1)
+    memory.add_up(1)
+    memory.compute(2)
+    if rank == 1:
+        if when == "early":
+            os.kill(os.getpid(), signal.SIGKILL)
+        works = memory.begin(2)
+        next(works)
+        os.kill(os.getpid(), signal.SIGKILL)
+    is_told_s = time.monotonic() + 0.5  # that a view is prepared
+    begun_s = time.monotonic()
+    try:
+        is_done = memory.add_up(2, lambda: time.monotonic() > is_told_s)
+        assert not is_done or when == "begun"
+    except CollectiveError:
+        pass
+    late_s = time.monotonic() - max(begun_s, is_told_s)
+    assert late_s < 2
+    left_s = time.monotonic()
+    memory.collective.abandon()
+    former = memory
+    memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
+    memory.compute(2, former)
+    del former
+    left_s = time.monotonic() - left_s
+    memory.add_up(2)
+    memory.compute(3)
+    memory.add_up(3)
+    memory.collective.barrier().wait()
+    return left_s
+
+
+@pytest.mark.parametrize("when", ["early", "begun"])
+@pytest.mark.parametrize("shares_memory", WAYS)
+def test_the_others_go_on_in_a_new_group(tmp_path, shares_memory, when):
+    results = run_ranks_to_any_end(lose_rank_1, 3, tmp_path, shares_memory, when, init_group=False)
+    assert results[1].exit_code == -signal.SIGKILL
+    for result in (results[0], results[2]):
+        assert result.error is None, result.error
+        assert result.value < 5
+
+
+def stop_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool) -> None:
+    """It is stopped in the middle of a sum, expelled, and goes on when the others use other memory."""
+    memory = Memory(form(folder, "first", range(world_size), rank, shares_memory=shares_memory))
+    memory.compute(1)
+    memory.add_up(1)
+    memory.compute(2)
+    works = memory.begin(2)
+    works = itertools.chain([next(works)], works)
+    stopped = folder / "stopped"
+    if rank == 1:
+        (folder / "process").write_text(str(os.getpid()))
+        stopped.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not stopped.exists():
+        time.sleep(0.01)
+    until_s = time.monotonic() + (60 if rank == 1 else 0.3)
+    try:
+        for work in works:
+            if not work.wait_unless(lambda: time.monotonic() > until_s):
+                break
+    except CollectiveError:
+        assert rank == 1
+    if rank == 1:
+        with raises(CollectiveError, "barrier failed on rank 1"):
+            memory.collective.barrier().wait()
+        return
+    memory.collective.abandon()
+    former = memory
+    memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
+    memory.compute(2, former)
+    del former, works, work
+    if rank == 0:
+        os.kill(int((folder / "process").read_text()), signal.SIGCONT)
+    for step in range(2, 20):
+        memory.compute(step)
+        memory.add_up(step)
+        time.sleep(0.02)
+    memory.collective.barrier().wait()
+
+
+@pytest.mark.parametrize("shares_memory", WAYS)
+def test_an_expelled_rank_that_goes_on_changes_nothing(tmp_path, shares_memory):
+    run_ranks(stop_rank_1, 3, tmp_path, shares_memory, init_group=False)
+
+
+def meet_in_vain(rank: int, world_size: int, folder: Path, shares_memory: bool) -> float:
+    """Rank 1 does not come; the others are told so, and meet without it."""
+    if rank == 1:
+        return 0.0
+    store = dist.FileStore(str(folder / "first"), world_size)
+    is_told_s = time.monotonic() + 0.5
+    interrupted = lambda: time.monotonic() > is_told_s  # noqa: E731
+    made = form_collective(store, "first", rank, world_size, 30.0, interrupted, shares_memory=shares_memory)
+    late_s = time.monotonic() - is_told_s
+    assert made is None
+    memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
+    memory.compute(1)
+    memory.add_up(1)
+    memory.collective.barrier().wait()
+    return late_s
+
+
+@pytest.mark.parametrize("shares_memory", WAYS)
+def test_a_meeting_to_which_somebody_does_not_come_is_left(tmp_path, shares_memory):
+    assert max(run_ranks(meet_in_vain, 3, tmp_path, shares_memory, init_group=False)) < 0.5
