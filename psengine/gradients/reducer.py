@@ -243,7 +243,7 @@ class Reducer:
         self.in_flight.begin(self.watched.begin(self.iteration))
         self.in_flight.observe("expected")
         only_counts = self._layout_is_final and not (
-            self.graph.takes_long_way or self.watched.timer.is_sampling or self._is_multi_device
+            self.graph.takes_long_way or self.watched.is_sampling or self._is_multi_device
         )
         if not only_counts:
             self.ready_order = []
@@ -385,7 +385,7 @@ class Reducer:
         self.in_flight.averaging_weight.live_ranks_work = None if divides_by_all else work
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        self.watched.timer.sample_rate = rate
+        self.watched.sample_rate = rate
 
     def _set_sparse_metadata(self, _indices: Any) -> None:
         """A hint of native DDP's for NCCL only; sparse gradients here carry their own indices."""

@@ -32,9 +32,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_STALL_S = 30.0
 TICK_S = 0.5
-# A wait this long makes its rank answer questions. A rank that asks collects answers for a fifth of the time after
-# which it reports, within these limits: over a link that data fills, or from a busy machine, they take seconds.
-ANSWER_AFTER_S = 0.5
+# A rank that asks collects answers for a fifth of the time after which it reports, within these limits: over a link
+# that data fills, or from a busy machine, they take seconds.
 SHORTEST_GRACE_S, LONGEST_GRACE_S = 1.5, 6.0
 
 
@@ -142,8 +141,8 @@ class StallInspector:
         while not self._stop.wait(TICK_S):
             for wait in tuple(self._waits):
                 now_s = time.monotonic()
-                if now_s - wait.since_s < ANSWER_AFTER_S:
-                    continue
+                if now_s - wait.since_s < TICK_S:
+                    continue  # too short to answer questions in
                 with contextlib.suppress(Exception):  # the store may be gone
                     wait.answered = wait.operations.answer(wait.position, wait.answered)
                 with contextlib.suppress(Exception):  # this rank still reports what it knows

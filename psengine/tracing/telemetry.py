@@ -9,7 +9,6 @@ Totals change at the end of a step, so that they belong together whenever they a
 from __future__ import annotations
 
 import math
-import numbers
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 
-from psengine.errors import ConfigurationError
 from psengine.protocol.messages import MAX_COUNTED
 from psengine.tracing.observers import observing
 
@@ -68,24 +66,21 @@ class Telemetry:
             self._totals["steps"] += 1
 
     def report(self, loss: torch.Tensor | float | None = None, samples: int | None = None) -> None:
-        """Take numbers from the user's training loop. Never waits for a device.
+        """Take numbers from the user's training loop. Never waits for a device; what is no number is logged.
 
         Args:
             loss: of this step, one number; None leaves the last. It is dropped while its device computes an earlier.
             samples: how many this step had; they are added up.
-
-        Raises:
-            ConfigurationError: the loss is not one number, or the samples are no number of samples.
         """
-        _check_report(loss, samples)
-        with self._lock, observing("among the reported numbers, a loss"):
-            self._totals["samples"] = min(self._totals["samples"] + int(samples or 0), MAX_COUNTED)
+        with self._lock, observing("of what was reported, a loss or a number of samples"):
+            counted = self._totals["samples"] + max(0, int(samples or 0))
+            self._totals["samples"] = min(counted, MAX_COUNTED)
             if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
                 self._settle_loss()
                 if self._coming_loss is None:
                     event = torch.Event(loss.device)
                     # A copy to pinned memory, for which the stream waits and the caller does not.
-                    copy = loss.detach().to("cpu", non_blocking=True, copy=True)
+                    copy = loss.detach().real.reshape(()).to("cpu", non_blocking=True, copy=True)
                     event.record(torch.accelerator.current_stream(loss.device))
                     self._coming_loss = copy, event
             elif loss is not None:
@@ -103,16 +98,3 @@ class Telemetry:
     def _settle_loss(self) -> None:
         if self._coming_loss is not None and self._coming_loss[1].query():
             self._loss, self._coming_loss = float(self._coming_loss[0]), None
-
-
-def _check_report(loss: Any, samples: Any) -> None:
-    # NumPy's numbers are numbers too.
-    is_count = isinstance(samples, numbers.Integral) and not isinstance(samples, bool)
-    if samples is not None and (not is_count or samples < 0):
-        raise ConfigurationError(f"samples is a number of samples (expected an integer >= 0, got {samples!r})")
-    is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()
-    if not (loss is None or is_scalar or isinstance(loss, numbers.Real)):
-        raise ConfigurationError(
-            f"loss is one number (expected a float or a real tensor of one element, got {loss!r}). Fix:"
-            " report(loss=loss.mean())."
-        )

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,8 +102,7 @@ class Recorder:
         worker_rank: this process's at its parameter servers; None for that in the default group.
         open_waits: how many spans of waits are open.
         synchronizes: whether ``settled_ns`` waits for the accelerator.
-        on_step: called with each training forward's iteration.
-        process_id: of the process that PSENGINE_TIMELINE made record; 0 where none did.
+        whole_run: the file that PSENGINE_TIMELINE names and the last step in it; None before its recording.
     """
 
     def __init__(self) -> None:
@@ -111,10 +111,9 @@ class Recorder:
         self.worker_rank: int | None = None
         self.open_waits = 0
         self.synchronizes = False
-        self.on_step: Callable[[int], None] | None = None
-        self.process_id = 0
-        self._spans: list[Span] = []
-        self._users = 0
+        self.whole_run: tuple[Path, int] | None = None
+        # The spans of each recording under way, by the file that it is for.
+        self._recordings: dict[Path, list[Span]] = {}
 
     def settled_ns(self) -> int:
         """The time; where the recording ``synchronizes``, once the device has done what this thread's stream holds.
@@ -127,44 +126,44 @@ class Recorder:
             torch.accelerator.current_stream().synchronize()
         return time.time_ns()
 
-    def begin(self) -> int:
-        """Turn recording on for one more user; return the number of the user's first span."""
-        if self._users == 0:
-            self._spans = []
-        self._users += 1
+    def begin(self, path: Path) -> None:
+        """Begin the recording for ``path``."""
+        self.synchronizes = read_variable("PSENGINE_TIMELINE_SYNCHRONIZE") == "1"
+        self._recordings[path] = []
         self.is_on = True
-        return len(self._spans)
 
-    def end(self) -> None:
-        """Turn recording off for one user."""
-        self._users -= 1
-        self.is_on = self._users > 0
-
-    def begin_step(self, iteration: int) -> None:
-        """A training forward begins, the ``iteration``-th of its model."""
-        self.step = iteration
-        if self.on_step is not None:
-            self.on_step(iteration)
-
-    def add(self, span: Span) -> None:
-        """Keep a span that has ended."""
-        # Recording may have ended meanwhile.
-        if self.is_on and len(self._spans) < MAX_SPANS:
-            self._spans.append(span)
-            if len(self._spans) == MAX_SPANS:
-                logger.warning("the timeline is full after %d spans; later ones are left out", MAX_SPANS)
-
-    def write_part(self, path: Path, first: int) -> None:
-        """Write the spans from number ``first`` on as this rank's part of ``path``. An error is logged."""
+    def end(self, path: Path) -> None:
+        """End it, and write this rank's part of ``path``; nothing where it has ended. An error is logged."""
+        spans = self._recordings.pop(path, None)
+        self.is_on = bool(self._recordings)
+        if spans is None:
+            return
         rank = world_place()[0] if self.worker_rank is None else self.worker_rank
         part = part_path(path, rank)
         process = {"rank": rank, "host": socket.gethostname(), "process_id": os.getpid()}
         with observing(f"the timeline of rank {rank}"):
-            _write(_chrome_events(self._spans[first:], process), [process], part)
+            _write(_chrome_events(spans, process), [process], part)
             logger.info("timeline of rank %d written to %s", rank, part)
+
+    def begin_step(self, iteration: int) -> None:
+        """A training forward begins, the ``iteration``-th of its model."""
+        self.step = iteration
+        if self.whole_run is not None and iteration > self.whole_run[1]:
+            self.end(self.whole_run[0])
+
+    def add(self, span: Span) -> None:
+        """Keep a span that has ended."""
+        for spans in tuple(self._recordings.values()):
+            if len(spans) < MAX_SPANS:
+                spans.append(span)
+                if len(spans) == MAX_SPANS:
+                    logger.warning("the timeline is full after %d spans; later ones are left out", MAX_SPANS)
 
 
 recorder = Recorder()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    # The parent writes what it has recorded.
+    os.register_at_fork(after_in_child=recorder.__init__)  # type: ignore[misc]
 _NO_SPAN = _NoSpan()
 
 
@@ -185,7 +184,6 @@ def span(
 # ---- forward and backward ----------------------------------------------------------------------------------------
 
 # Users' structures may raise when they are searched for tensors.
-_SAMPLES_OF_A_FORWARD = "on the timeline, the number of samples of a forward"
 _BACKWARD_OF_A_FORWARD = "on the timeline, the backward of a forward"
 
 
@@ -193,24 +191,21 @@ def end_forward(forward: Span, step: int, inputs: Any, output: Any) -> None:
     """End the span of a forward, and watch ``output`` for the backward of ``step``."""
     if not recorder.is_on or torch.compiler.is_compiling():
         return
-    samples = None
-    with observing(_SAMPLES_OF_A_FORWARD):
-        samples = next((tensor.shape[0] for tensor in _find_tensors(inputs) if tensor.dim() > 0), None)
-    forward.step, forward.facts = step, {"samples": samples}
+    forward.step = step
     forward.close()
+    with observing("on the timeline, the number of samples of a forward"):
+        samples = next((tensor.shape[0] for tensor in _find_tensors(inputs) if tensor.dim() > 0), None)
+        forward.facts = {"samples": samples}
     if not torch.is_grad_enabled():
         return
     backwards: list[Span] = []
-
-    def end() -> None:
-        backwards.pop().close()
 
     @observing(_BACKWARD_OF_A_FORWARD)
     def begin(_gradient: torch.Tensor) -> None:
         if not backwards and recorder.is_on and not torch.compiler.is_compiling():
             backwards.append(span("backward", step=step))
             # Callbacks run in order, so this one comes before the reducer's, which waits for the other ranks.
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: backwards.pop().close())
 
     with observing(_BACKWARD_OF_A_FORWARD):
         for tensor in _find_tensors(output):
@@ -277,13 +272,9 @@ def _write(events: Sequence[Any], processes: Sequence[Any], path: Path) -> dict[
         "otherData": {"software": "psengine", "processes": processes},
     }
     temporary = Path(f"{path}.{os.getpid()}.tmp")
-    try:
-        # ensure_ascii: a lone surrogate of a strange parameter name is no UTF-8.
-        temporary.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False, default=str))
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    # ensure_ascii: a lone surrogate of a strange parameter name is no UTF-8.
+    temporary.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False, default=str))
+    temporary.replace(path)
     return trace
 
 
@@ -342,12 +333,11 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         ConfigurationError: there is no such folder.
     """
     path = _checked_path(path, ConfigurationError, "psengine.timeline")
-    first = recorder.begin()
+    recorder.begin(path)
     try:
         yield
     finally:
-        recorder.end()
-        recorder.write_part(path, first)
+        recorder.end(path)
     if recorder.worker_rank is not None:
         return
     with observing("the merged timeline"):  # each rank has its own
@@ -370,29 +360,14 @@ def model_wrapped(worker_rank: int | None) -> None:
     """
     recorder.worker_rank = worker_rank
     text = read_variable("PSENGINE_TIMELINE")
-    process_id = os.getpid()
-    if not text or recorder.process_id == process_id:
+    if not text or recorder.whole_run is not None:
         return
     path = _checked_path(text, EnvironmentVariableError, "PSENGINE_TIMELINE")
-    steps = read_integer(inherited_variables(), "PSENGINE_TIMELINE_STEPS", 1, 2**31 - 1)
-    first = recorder.begin()
-    recorder.process_id = process_id
-    recorder.synchronizes = read_variable("PSENGINE_TIMELINE_SYNCHRONIZE") == "1"
-
-    def write() -> None:
-        # Not in a forked child, nor again where the steps are over.
-        if os.getpid() == process_id and (recorder.on_step is not None or not steps):
-            recorder.write_part(path, first)
-
-    def stop_after(iteration: int) -> None:
-        if iteration > (steps or 0):
-            write()
-            recorder.on_step, recorder.synchronizes = None, False
-            recorder.end()
-
-    recorder.on_step = stop_after if steps else None
-    before_shutdown(write)
-    atexit.register(write)
+    last_step = read_integer(inherited_variables(), "PSENGINE_TIMELINE_STEPS", 1, 2**31 - 1)
+    recorder.whole_run = path, last_step or sys.maxsize
+    recorder.begin(path)
+    before_shutdown(lambda: recorder.end(path))
+    atexit.register(recorder.end, path)
 
 
 def _checked_path(path: str | os.PathLike[str], error: type[PSEngineError], name: str) -> Path:

@@ -13,7 +13,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psengine.environment.launchers import read_integer
 from psengine.environment.variables import inherited_variables, read_variable
@@ -21,17 +21,12 @@ from psengine.tracing.observers import observing
 from psengine.tracing.stall_inspector import inspector
 from psengine.tracing.telemetry import Telemetry
 
-# Imported once it is used: an HTTP server is no part of a training that nobody watches.
-if TYPE_CHECKING:
-    from psengine.status_port.http_status import Page
-
 logger = logging.getLogger(__name__)
 
 _HELP = {
     "steps": "Backwards whose gradients were exchanged.",
     "step_seconds": "Time of the steps after the first.",
-    "wait_seconds": "Time in it, at the end of backwards, in which this rank waited for the others and took their"
-    " averages.",
+    "wait_seconds": "Time in it in which this rank waited for the others' gradients and took the averages.",
     "exchanged_bytes": "Bytes of gradients that this rank gave to the exchange, before a codec.",
     "samples": "Samples that the script reported.",
     "stalls": "Waits for other ranks that were reported (PSENGINE_STALL_S).",
@@ -77,14 +72,15 @@ class TrainingMetrics:
                 families[name].add_metric((str(number), strategy), value)
         yield from families.values()
 
-    def render(self) -> Page:
-        """The text for Prometheus."""
+    def render(self) -> tuple[int, str, bytes]:
+        """The page for Prometheus."""
         from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
         return 200, CONTENT_TYPE_LATEST, generate_latest(self)
 
     def serve(self, port: int) -> None:
         """Serve them from now on, until the process ends; where the port cannot be opened, the log says so."""
+        # An HTTP server is no part of a training that nobody watches.
         from psengine.status_port.http_status import LOOPBACK, TEXT, HttpStatus
 
         host = read_variable("PSENGINE_METRICS_BIND") or LOOPBACK
@@ -97,7 +93,7 @@ class TrainingMetrics:
             logger.warning("metrics of this training at %s/metrics", served.url)
 
 
-_metrics: TrainingMetrics | None = None
+_metrics = TrainingMetrics()
 
 
 def watch(strategy: str, rank: int, world_size: int) -> Telemetry | None:
@@ -111,22 +107,11 @@ def watch(strategy: str, rank: int, world_size: int) -> Telemetry | None:
     Raises:
         EnvironmentVariableError: PSENGINE_METRICS_PORT is no port.
     """
-    global _metrics
-    port = metrics_port()
+    port = read_integer(inherited_variables(), "PSENGINE_METRICS_PORT", 0, 2**16 - 1)
     if port is None or rank != 0:
         return None
-    if _metrics is None:
-        _metrics = TrainingMetrics()
+    if not _metrics.models:
         _metrics.serve(port)
     telemetry = Telemetry()
     _metrics.models.append((strategy, world_size, telemetry))
     return telemetry
-
-
-def metrics_port() -> int | None:
-    """PSENGINE_METRICS_PORT; None where it is not set.
-
-    Raises:
-        EnvironmentVariableError: it is no port.
-    """
-    return read_integer(inherited_variables(), "PSENGINE_METRICS_PORT", 0, 2**16 - 1)

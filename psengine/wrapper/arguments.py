@@ -31,31 +31,17 @@ def check_module(module: Any) -> None:
 
 
 def choose_process_group(
-    wrapper: Any,
-    module: torch.nn.Module,
-    process_group: dist.ProcessGroup | None,
-    device_mesh: Any,
-    *,
-    required: bool,
+    wrapper: Any, module: torch.nn.Module, process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup | None:
     """The group of replicas, from the group, the 1-D mesh or the default; records the mesh on ``wrapper``.
-
-    None only where no group is ``required`` and there is no default one.
 
     A mesh that is a slice of a larger one means tensor parallelism inside the replica; its parameters are turned into
     local tensors for the exchange, as native DDP does.
     """
     if process_group is not None and device_mesh is not None:
         raise ModuleError("Cannot specify both process_group and device_mesh arguments.")
-    if process_group is not None:
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise ConfigurationError(
-                "process_group must be a ProcessGroup this rank belongs to, made by torch.distributed.new_group"
-                f" (got {process_group!r})"
-            )
-        return process_group
     if device_mesh is None:
-        return default_group(required=required)
+        return default_group(wrapper.strategy) if process_group is None else process_group
     if device_mesh.ndim != 1:
         raise ModuleError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     wrapper.device_mesh = device_mesh
@@ -67,10 +53,10 @@ def choose_process_group(
     return group
 
 
-def default_group(*, required: bool) -> dist.ProcessGroup | None:
-    """The default process group; None where there is none and none is ``required``."""
+def default_group(strategy: Strategy) -> dist.ProcessGroup | None:
+    """The default process group; None where there is none and ``strategy`` needs none."""
     group: dist.ProcessGroup | None = registry.default_group()
-    if group is None and required:
+    if group is None and strategy.capabilities.needs_process_group:
         raise ModuleError(
             "Default process group has not been initialized, please make sure to call init_process_group (or"
             " psengine.init()) before wrapping a model."
@@ -79,32 +65,23 @@ def default_group(*, required: bool) -> dist.ProcessGroup | None:
 
 
 def check_delayed(
-    named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None,
-    trigger: Any,
-    strategy: Strategy,
-    *,
-    check_finite: bool,
+    named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None, trigger: Any, strategy: Strategy
 ) -> None:
-    """Refuse ``delay_all_reduce_named_params`` by halves, without a group, and beside ``check_finite``."""
+    """Refuse ``delay_all_reduce_named_params`` by halves, and without a group."""
     if (named_parameters is None) != (trigger is None):
         raise ConfigurationError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
         )
     if named_parameters:
         check_has_group(strategy, "delay_all_reduce_named_params", "Fix: leave it out.")
-        if check_finite:
-            raise ConfigurationError(
-                "check_finite=True looks at buckets, which delayed gradients do not pass through (expected no"
-                f" delay_all_reduce_named_params, got {[name for name, _ in named_parameters]})"
-            )
 
 
-def check_weighable(wrapper: Any) -> None:
-    """Refuse ``batch_weight`` where some gradients do not pass through buckets."""
-    if wrapper._delay_grad_buffer is not None or wrapper._use_python_reducer:
+def check_all_in_buckets(wrapper: Any, what: str) -> None:
+    """Refuse ``what`` looks at, or weighs, every gradient where some do not pass through buckets."""
+    if wrapper._delay_all_reduce_params or wrapper._use_python_reducer:
         raise ConfigurationError(
-            "batch_weight weighs what passes through psengine's buckets (expected no delay_all_reduce_named_params, and"
-            " torch._dynamo.config.optimize_ddp other than 'python_reducer', got one of them)"
+            f"{what} is for gradients that pass through psengine's buckets (expected no delay_all_reduce_named_params,"
+            " and torch._dynamo.config.optimize_ddp other than 'python_reducer', got one of them)"
         )
 
 
@@ -201,16 +178,13 @@ def check_devices(
 def check_state(state: Mapping[str, torch.Tensor]) -> None:
     """Every tensor to share must be one that can be received into, on every rank alike."""
     for name, tensor in state.items():
-        if tensor.device.type == "meta":
+        is_strided = tensor.device.type != "meta" and tensor.layout is torch.strided
+        if not is_strided or torch._debug_has_internal_overlap(tensor) == 1:
             raise ModuleError(
-                f"{name!r} is on the meta device; materialise the module first (module.to_empty(device=...))"
-            )
-        if tensor.layout is not torch.strided:
-            raise ModuleError(f"No support for sparse tensors. ({name!r}: expected torch.strided, got {tensor.layout})")
-        if torch._debug_has_internal_overlap(tensor) == 1:
-            raise ModuleError(
-                f"{name!r} is expanded: several elements share one place in memory, so it cannot be received into"
-                f" (shape {tuple(tensor.shape)}, strides {tensor.stride()}). Use .clone() or .contiguous()."
+                f"{name!r} cannot be received into (expected a strided tensor with a place in memory for each element,"
+                f" got {tensor.layout} on {tensor.device}, strides {tensor.stride() if is_strided else None}). Fix:"
+                " module.to_empty(device=...) for the meta device, .to_dense() for sparse tensors, .clone() for"
+                " expanded ones."
             )
 
 
@@ -218,13 +192,8 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
     """(before each forward, at construction) from the two arguments, of which the first is deprecated."""
     if broadcast_buffers is not None:
         _warn(
-            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and"
-            " its value is ignored when `forward_sync_buffers` is provided."
-            if forward_sync_buffers is not None
-            else "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike"
-            " `broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on"
-            " buffers NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until"
-            " `init_sync_buffers` is available."
+            "`broadcast_buffers` is deprecated, and ignored beside `forward_sync_buffers`. Use `forward_sync_buffers`"
+            " instead; its False still syncs buffers at construction, where that of `broadcast_buffers` does not."
         )
     if forward_sync_buffers is not None:
         return forward_sync_buffers, True

@@ -151,12 +151,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         checks.check_module(module)
         self.strategy = resolve_strategy(strategy)
         delayed = list(delay_all_reduce_named_params or ())
-        checks.check_delayed(
-            delay_all_reduce_named_params, param_to_hook_all_reduce, self.strategy, check_finite=check_finite
-        )
-        self.process_group = checks.choose_process_group(
-            self, module, process_group, device_mesh, required=self.strategy.capabilities.needs_process_group
-        )
+        checks.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, self.strategy)
+        self.process_group = checks.choose_process_group(self, module, process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
@@ -191,6 +187,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._static_graph_delay_allreduce_enqueued = False
         self._use_python_reducer = traces_gradient_exchange()
+        if check_finite:
+            checks.check_all_in_buckets(self, "check_finite=True")
         if check_reduction:
             checks.warn_check_reduction()
         self.forward_sync_buffers, init_sync_buffers = checks.choose_buffer_sync(
@@ -211,11 +209,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._buffer_broadcast = BufferBroadcast()
         self.logger = LoggingData()
         self._delay_grad_buffer: torch.Tensor | None = None
+        self._delay_all_reduce_all_params = False
         if delayed:
             delay_all_reduce(self, param_to_hook_all_reduce, self._collective)
-        self._delay_all_reduce_all_params = bool(delayed) and not reducible_parameters(
-            module, self.parameters_to_ignore
-        )
+            self._delay_all_reduce_all_params = not reducible_parameters(module, self.parameters_to_ignore)
         if self._delay_all_reduce_all_params:
             return
         self._start(init_sync=init_sync, init_sync_buffers=init_sync_buffers, static_graph=static_graph)
@@ -364,7 +361,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             ArgumentTypeError, ConfigurationError: it is no finite number >= 0, or this model's gradients cannot be
                 weighed.
         """
-        checks.check_weighable(self)
+        checks.check_all_in_buckets(self, "batch_weight")
         self.reducer.in_flight.averaging_weight.set_weight(checked_weight(weight))
 
     def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
@@ -605,7 +602,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group = checks.default_group(required=state["strategy"].capabilities.needs_process_group)
+        self.process_group = checks.default_group(state["strategy"])
         torch.nn.Module.__setstate__(self, state)
         self.logger = LoggingData()
         self._collective = collective_for(self.process_group, self._collective_choice, self.device)

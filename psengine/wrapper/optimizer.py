@@ -107,8 +107,4 @@ class _StrategyStep(torch.optim.Optimizer):
 @functools.cache
 def _distributed_class(plain_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """The subclass of ``plain_class`` with a distributed step."""
-    return type(
-        f"Distributed{plain_class.__name__}",
-        (_StrategyStep, plain_class),
-        {"__doc__": plain_class.__doc__, "__module__": __name__},
-    )
+    return type(f"Distributed{plain_class.__name__}", (_StrategyStep, plain_class), {})

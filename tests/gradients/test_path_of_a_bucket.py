@@ -13,7 +13,7 @@ from support.processes import run_ranks
 from torch import nn
 
 import psengine
-from psengine.tracing.backward_timer import ALWAYS_SAMPLED_ITERATIONS
+from psengine.tracing.backwards import ALWAYS_SAMPLED_ITERATIONS
 
 PACKAGE = Path(psengine.__file__).parent
 MAX_FILES = 11

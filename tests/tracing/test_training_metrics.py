@@ -15,7 +15,7 @@ from support.processes import run_ranks
 import psengine
 from psengine.errors import EnvironmentVariableError
 from psengine.tracing.telemetry import Telemetry
-from psengine.tracing.training_metrics import TrainingMetrics, metrics_port, watch
+from psengine.tracing.training_metrics import TrainingMetrics, watch
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,6 @@ def test_rank_0_tells_of_its_steps(strategy):
 
 
 def test_without_the_variable_there_is_nothing():
-    assert metrics_port() is None
     assert watch("sync", 0, 1) is None
 
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as Native
 from torch.utils.checkpoint import checkpoint
 
 import psengine
-from psengine.tracing.backward_timer import ALWAYS_SAMPLED_ITERATIONS
+from psengine.tracing.backwards import ALWAYS_SAMPLED_ITERATIONS
 
 
 @in_ranks(2)
@@ -117,7 +117,9 @@ def test_constructor_errors(rank, world_size):
         (ValueError, ("unknown collective",), layer, {"collective": "pigeon"}),
         (ValueError, ("bucket caps",), layer, {"bucket_cap_mb": -3}),
         (ValueError, ("be set at the same time",), layer, {"param_to_hook_all_reduce": layer.bias}),
-        (ValueError, ("looks at buckets", "got ['weight']"), layer, {"check_finite": True, **delayed}),
+        (ValueError, ("no delay_all_reduce_named_params",), layer, {"check_finite": True, **delayed}),
+        (RuntimeError, ("'weight' cannot be received into", "to_empty"), nn.Linear(2, 2, device="meta"), {}),
+        (TypeError, ("process group this rank belongs to",), layer, {"process_group": object()}),
     ):
         with raises(error, *texts):
             psengine.DistributedDataParallel(module, **options)

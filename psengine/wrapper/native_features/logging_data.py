@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from psengine.environment.variables import read_variable
+from psengine.environment.variables import inherited_variables
 from psengine.gradients.reducer import Reducer
 
 # C++ names, as native DDP prints them.
@@ -17,21 +17,9 @@ _DTYPE_NAMES = {
     torch.float64: "double",
     torch.float16: "c10::Half",
     torch.bfloat16: "c10::BFloat16",
-    torch.complex64: "c10::complex<float>",
-    torch.complex128: "c10::complex<double>",
 }
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
-_BACKEND_VARIABLES = {
-    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
-    "nccl": (
-        "NCCL_SOCKET_IFNAME",
-        "TORCH_NCCL_BLOCKING_WAIT",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "NCCL_DEBUG",
-        "NCCL_NTHREADS",
-        "NCCL_IB_TIMEOUT",
-    ),
-}
+_GLOO_VARIABLES = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 
 
 class LoggingData:
@@ -71,7 +59,7 @@ def describe_replica(replica: Any) -> dict[str, Any]:
         "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in replica.module.modules())),
         "strategy": replica.strategy.name,
         **_describe_buckets(replica.reducer),
-        **replica.reducer.watched.timer.published,
+        **replica.reducer.watched.published,
         **replica.logger.facts,
     }
 
@@ -81,11 +69,9 @@ def _describe_group(process_group: dist.ProcessGroup | None) -> dict[str, Any]:
         return {"world_size": 1, "rank": 0, "backend_name": "none"}
     backend = dist.get_backend(process_group)
     facts = {"world_size": process_group.size(), "rank": process_group.rank(), "backend_name": backend}
-    for name in (*_VARIABLES, *_BACKEND_VARIABLES.get(backend, ())):
-        value = read_variable(name)
-        # Native DDP's names of TORCH_NCCL_* lack the prefix that torch has given these variables since.
-        fact = name.lower().replace("torch_nccl", "nccl")
-        facts[fact] = "N/A" if value is None else value
+    variables = inherited_variables()
+    names = _VARIABLES + _GLOO_VARIABLES if backend == "gloo" else _VARIABLES
+    facts |= {name.lower(): variables.get(name, "N/A") for name in names}
     if backend == "gloo":
         facts["gloo_num_threads"] = 2  # torch's own default, which it does not export (ProcessGroupGloo.hpp)
     return facts
