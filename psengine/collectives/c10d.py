@@ -62,8 +62,7 @@ class C10dCollective(Collective):
         self.rank = group.rank()
         self.world_size = group.size()
         self.timeout_s = timeout_s if timeout_s is not None else _group_timeout_s(group)
-        self._backends = _backends(group)
-        self._is_gloo = "gloo" in self._backends
+        self._is_gloo = "gloo" in _backends(group)
         self._latest_works: collections.deque[list[dist.Work]] = collections.deque(maxlen=LATEST_WORKS)
         self.stall_after_s = stall_after_s()
         self._begun = 0
@@ -303,10 +302,14 @@ class C10dWork(Work):
         return True
 
 
+def newest(process_group: dist.ProcessGroup, *names: str) -> Any:
+    """The group's operation, under the first of ``names`` that this torch has."""
+    return next(getattr(process_group, name) for name in names if hasattr(process_group, name))
+
+
 def all_to_all_of(process_group: dist.ProcessGroup) -> Any:
     """The group's all-to-all of one tensor: called with (output, input, output's sizes, input's sizes)."""
-    names = ("all_to_all_single", "alltoall_base")  # since torch 2.13, and before
-    return next(getattr(process_group, name) for name in names if hasattr(process_group, name))
+    return newest(process_group, "all_to_all_single", "alltoall_base")  # since torch 2.13, and before
 
 
 def _is_transport_error(error: BaseException) -> bool:

@@ -58,11 +58,9 @@ def _refusal(collective: Collective, what: str, why: str) -> CollectiveError:
     return CollectiveError(f"{what} failed on rank {collective.rank} of {collective.world_size}: {why}")
 
 
-def copying(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """Return a function that copies ``results`` to ``places``, or None where they are there already."""
+def copying(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Return a function that copies ``results`` to ``places``, where they are not there already."""
     pairs = [(p.detach(), r) for p, r in zip(places, results, strict=True) if p.data_ptr() != r.data_ptr()]
-    if not pairs:
-        return None
 
     def copy() -> None:
         for place, result in pairs:

@@ -7,7 +7,6 @@ lock on it until it lets go of it or dies, which readers can ask. A forked child
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from psengine.errors import ProtocolError
+from psengine.kernels.private_memory import map_privately
 
 with contextlib.suppress(ImportError):  # Windows has none, and shares nothing
     import fcntl
@@ -26,7 +26,6 @@ with contextlib.suppress(ImportError):  # Windows has none, and shares nothing
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 16
-_MAP_FIXED = 16
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Of what lies in it: a line of the cache.
 ALIGNMENT_BYTES = 64
@@ -166,18 +165,14 @@ class Segment:
         return int.from_bytes(self.memory[:8], "little")
 
     def make_private(self) -> None:
-        """From now on nobody sees what this process writes to its memory; tensors stay as they are.
-
-        Nothing is copied: pages that are written to become this process's own.
-        """
+        """From now on nobody sees what this process writes to its memory; see ``map_privately``."""
         if not self.close.alive:
             return  # a forked child's
-        access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-        address, opened = self._bytes.data_ptr(), _opened(self.descriptor)
-        mapped = _libc.mmap(address, len(self._bytes), access, flags, opened, 0)
-        os.close(opened)
-        if mapped != address:
-            raise OSError(ctypes.get_errno(), "memory shared with servers could not become this process's own")
+        opened = _opened(self.descriptor)
+        try:
+            map_privately(self._bytes.data_ptr(), len(self._bytes), opened)
+        finally:
+            os.close(opened)
 
 
 def _opened(descriptor: int, process: str = "self") -> int:
@@ -185,15 +180,6 @@ def _opened(descriptor: int, process: str = "self") -> int:
     return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def _c_library() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    size, number = ctypes.c_size_t, ctypes.c_int
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, size, number, number, number, ctypes.c_long]
-    return library
-
-
-_libc = _c_library()
 _made_here: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.shared_memory.collective import UNDER_WAY, Failure, SharedMemoryCollective
+from psengine.collectives.shared_memory.files import succeed_together
 from psengine.collectives.shared_memory.host import BY_RANK, meet_hosts
 from psengine.collectives.shared_memory.segments import SharedSegments
 from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
@@ -94,28 +95,24 @@ class Levels:
         self.trades: dist.ProcessGroup | None = None
         self.collects: dist.ProcessGroup | None = None
         self._meeting: dist.ProcessGroup | None = None
-        failed = None
         try:
-            if len(self.own) > 1:
-                self._meeting = self._group(f"{prefix}/host {self.host}", self.place, len(self.own))
-                meeting = C10dCollective(self._meeting, everybody.timeout_s)
-                self.sums = HostMemory(meeting, segments, self.own, everybody)
-                self.spreads = HostMemory(meeting, None, self.own, everybody)
-                self.sums.connect()
-                self.spreads.connect()
-            if len(self.hosts) > 1 and self.place < self.lanes:
-                self.trades = self._group(f"{prefix}/trade {self.place}", self.host, len(self.hosts))
-                self.collects = self._group(f"{prefix}/collect {self.place}", self.host, len(self.hosts))
-        except (CollectiveError, RuntimeError) as error:
-            failed = error
-        went_well = everybody.gather(torch.tensor([failed is None]), what="whether hosts are connected")
-        without = [rank for rank, well in enumerate(went_well) if not well.item()]
-        if without:
+            succeed_together(everybody, lambda: self._connect(prefix, segments), "hierarchical")
+        except SharedMemoryUnavailableError:
             self.close()
-            raise SharedMemoryUnavailableError(
-                f"collective 'hierarchical' cannot connect these ranks: it failed on ranks {without}"
-                f"{f': {failed}' if failed else ''}. Fix: collective='c10d' needs neither memory nor more connections."
-            ) from failed
+            raise
+
+    def _connect(self, prefix: str, segments: SharedSegments) -> None:
+        everybody = self.everybody
+        if len(self.own) > 1:
+            self._meeting = self._group(f"{prefix}/host {self.host}", self.place, len(self.own))
+            meeting = C10dCollective(self._meeting, everybody.timeout_s)
+            self.sums = HostMemory(meeting, segments, self.own, everybody)
+            self.spreads = HostMemory(meeting, None, self.own, everybody)
+            self.sums.connect()
+            self.spreads.connect()
+        if len(self.hosts) > 1 and self.place < self.lanes:
+            self.trades = self._group(f"{prefix}/trade {self.place}", self.host, len(self.hosts))
+            self.collects = self._group(f"{prefix}/collect {self.place}", self.host, len(self.hosts))
 
     def _group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         """Ranks that share a host or a lane, over gloo; unknown to torch.distributed, which counts groups by rank."""

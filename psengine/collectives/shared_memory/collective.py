@@ -284,16 +284,13 @@ class SharedMemoryCollective(Forwarding):
         if not self._carries(all(map(self.copies, tensors))):
             return self.inner.broadcast(tensors, source_rank, what=what)
         what = f"broadcast of {what} from rank {source_rank}"
+        payloads = [plain(tensor) for tensor in tensors]
+        finish = () if self.rank == source_rank else (copying(tensors, payloads),)
         work: Work = CompletedWork()
-        copies: list[Callable[[], None]] = []
-        for tensor in tensors:
-            payload = plain(tensor)
-            copy = copying([tensor], [payload])
-            if copy is not None and self.rank != source_rank:
-                copies.append(copy)
+        for payload in payloads:
             arguments = payload.data_ptr(), payload.nbytes, source_rank
             # Operations complete in call order, so the last one stands for all, with the copies of all.
-            work = self._begin((payload,), what, "shared_memory_broadcast", *arguments, finish=copies)
+            work = self._begin((payload,), what, "shared_memory_broadcast", *arguments, finish=finish)
         return work
 
     @override

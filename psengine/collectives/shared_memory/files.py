@@ -11,7 +11,6 @@ the same addresses, so its tensors stay as they are: it sees the ranks' values, 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
@@ -23,12 +22,12 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import SharedMemoryUnavailableError
+from psengine.kernels.private_memory import map_privately
 
 Made = TypeVar("Made")
 
 NAME = "psengine-"
 TOKEN_BYTES = 8
-_MAP_FIXED = 0x10
 # By mapping: its address, size and file descriptor.
 _mappings: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int, int]] = weakref.WeakKeyDictionary()
 
@@ -136,8 +135,8 @@ def share_file(ranks: Collective, size_bytes: int, use: Callable[[int, int], Mad
             os.close(own)
 
 
-def succeed_together(ranks: Collective, action: Callable[[], Made]) -> Made:
-    """Return what ``action`` returns; raise on every rank where it fails on one."""
+def succeed_together(ranks: Collective, action: Callable[[], Made], collective: str = "shared_memory") -> Made:
+    """Return what ``action`` returns; raise on every rank where it fails on one, in the name of ``collective``."""
     result: Any = None
     error = None
     try:
@@ -149,23 +148,17 @@ def succeed_together(ranks: Collective, action: Callable[[], Made]) -> Made:
     if failed:
         why = f": {error}" if error is not None else ""
         raise SharedMemoryUnavailableError(
-            f"collective 'shared_memory' cannot connect these ranks: ranks {failed} cannot open the others' memory{why}"
+            f"collective {collective!r} cannot connect these ranks: ranks {failed} cannot reach the others, or open"
+            f" their memory{why}"
         ) from error
     made: Made = result
     return made
 
 
-def _map_privately() -> None:
-    if not _mappings:
-        return
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+def _map_all_privately() -> None:
     for address, size_bytes, descriptor in list(_mappings.values()):
-        if library.mmap(address, size_bytes, access, flags, descriptor, 0) != address:
-            raise OSError(ctypes.get_errno(), "a forked child could not get its own copy of memory that ranks share")
+        map_privately(address, size_bytes, descriptor)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_map_privately)
+    os.register_at_fork(after_in_child=_map_all_privately)

@@ -31,15 +31,13 @@ class Place(NamedTuple):
     """Where a rank runs, in numbers.
 
     Attributes:
-        cores: that it may use.
-        extension: 1; 0 without the native extension, 2 without Linux's /proc.
+        cores: that it may use; 0 without the native extension, or Linux's /proc.
         host, namespace, user: of its processes; what ranks that share memory have in common.
         process_id: in that namespace.
         proof, token: see ``meet_hosts``.
     """
 
     cores: int
-    extension: int
     host: int
     namespace: int
     user: int
@@ -126,22 +124,20 @@ def join_host_group(meeting: Collective, order: int) -> Any:
     return group
 
 
-def _describe_this_process() -> tuple[int, int, int, int, int, int]:
+def _describe_this_process() -> tuple[int, int, int, int, int]:
     """``Place``'s numbers from ``cores`` to ``process_id``."""
-    if not native.has_shared_memory():
-        return (0, 0, 0, 0, 0, 0)
     boot_id, _, namespace = process_table().partition(":")
-    if not namespace:
-        return (0, 2, 0, 0, 0, 0)
+    if not native.has_shared_memory() or not namespace:
+        return (0, 0, 0, 0, 0)
     boot_number = int.from_bytes(hashlib.sha256(boot_id.encode()).digest()[:7], "little")
-    return (len(os.sched_getaffinity(0)), 1, boot_number, int(namespace), os.geteuid(), os.getpid())
+    return (len(os.sched_getaffinity(0)), boot_number, int(namespace), os.geteuid(), os.getpid())
 
 
 def _reason_against(places: list[Place]) -> str | None:
     """Why processes at these places cannot share memory; None where the places do not tell."""
     for rank, place in enumerate(places):
-        if place.extension != 1:
-            return f"rank {rank} runs without {'the native extension' if place.extension == 0 else '/proc'}"
+        if place.cores == 0:
+            return f"rank {rank} runs without the native extension, or without /proc"
     if len(places) > MAX_WORLD_SIZE:
         return f"there are too many (expected at most {MAX_WORLD_SIZE}, got {len(places)})"
     names = {"host": "host", "namespace": "process namespace (container)", "user": "user"}

@@ -42,13 +42,13 @@ class GroupWork(dist.Work):
         operation: SharedMemoryWork,
         result: Sequence[torch.Tensor],
         timeout_s: float,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], None],
     ) -> None:
         super().__init__()
         self._operation: Any = operation
         self._result = list(result)
         self._timeout_s = timeout_s
-        self._finish = finish
+        self._finish: Any = finish
         self._completing = threading.Lock()
         self._is_done = False
         self._until_done = threading.Lock()  # held until then; an Event takes longer to make than a small operation
@@ -63,8 +63,7 @@ class GroupWork(dist.Work):
                 return
             try:
                 self._operation.wait(self._timeout_s)
-                if self._finish is not None:
-                    self._finish()
+                self._finish()
             except Exception as error:
                 self._error = error
             self._operation = self._finish = None

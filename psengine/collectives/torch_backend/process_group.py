@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from psengine.collectives.base import Work
-from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.c10d import C10dCollective, newest
 from psengine.collectives.operands import copying, plain
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective, SharedMemoryWork
 from psengine.collectives.torch_backend import NAME
@@ -131,7 +131,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         """Fill ``output`` with every rank's ``input``, in rank order."""
         given = _given(_AllgatherOptions, opts)
         if given is None or not _copies(output) or not _copies(input) or not self._is_whole(output, input):
-            return self._ordinary_of("all_gather_single", "_allgather_base")(output, input, *opts)
+            return newest(self._ordinary, "all_gather_single", "_allgather_base")(output, input, *opts)
         whole = plain(output)
         return self._begun(self._shared.all_gather(whole, input), [output], given, [whole])
 
@@ -139,7 +139,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         """Sum ``input`` over ranks; each keeps its part in ``output``."""
         given = _given(_ReduceScatterOptions, opts)
         if given is None or not _sums(given, output) or not _sums(given, input) or not self._is_whole(input, output):
-            return self._ordinary_of("reduce_scatter_single", "_reduce_scatter_base")(output, input, *opts)
+            return newest(self._ordinary, "reduce_scatter_single", "_reduce_scatter_base")(output, input, *opts)
         part = plain(output)
         work = self._shared.reduce_scatter(part, plain(input), self._scale(given))
         return self._begun(work, [output], given, [part])
@@ -147,10 +147,6 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     # The names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-
-    def _ordinary_of(self, *names: str) -> Any:
-        """The ordinary group's operation, under the first of ``names`` that this torch has."""
-        return next(getattr(self._ordinary, name) for name in names if hasattr(self._ordinary, name))
 
     def _begun(
         self, operation: Work, places: Sequence[torch.Tensor], opts: Any, results: Sequence[torch.Tensor]
