@@ -13,7 +13,7 @@ import pytest
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
-from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState, drawn
+from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState
 from psengine.parameter_server.server.interfaces import Sender, ShardSettings
 from psengine.protocol import bodies
 from psengine.protocol.frames import decode, encode
@@ -891,6 +891,15 @@ def test_status_says_who_takes_part():
     status = bench.status
     assert sorted(one.rank for one in status.departed) == [1, 2]
     assert status.evicted == 1
+
+
+def drawn(table: dict[Any, dict[str, Any]]) -> str:
+    """The table as Markdown: a row for each state, a column for each event; empty cells cannot happen."""
+    events = list(dict.fromkeys(event for row in table.values() for event in row))
+    lines = [["", *events], ["---"] * (len(events) + 1)]
+    for state, row in table.items():
+        lines.append([f"**{state.value}**", *(row[event].value if event in row else "" for event in events)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def test_the_tables_are_those_of_the_docs():

@@ -217,7 +217,7 @@ class Server:
         if self.status_url:
             announce(f"status at {self.status_url}")
         announce(f"psengine-server ready {' '.join(self.addresses)}")
-        systemd.notify("READY=1", f"STATUS={self._summary()}")
+        systemd.notify("READY=1")
 
     # ---- main loop ---------------------------------------------------------------------------------------------
 
@@ -238,14 +238,8 @@ class Server:
             if (now_s := time.monotonic()) >= next_look_s:
                 next_look_s = now_s + period_s
                 if self._shards.is_healthy():
-                    systemd.notify("WATCHDOG=1", f"STATUS={self._summary()}")
+                    systemd.notify("WATCHDOG=1")
                 self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
-
-    def _summary(self) -> str:
-        generation = None if self._durability is None else self._durability.snapshot_status().generation
-        durable = "not durable" if generation is None else f"durable to generation {generation}"
-        text = f"shards at {' '.join(self.addresses)}; durability {self.settings.tier}, {durable}"
-        return f"{text}; draining" if self._is_draining else text
 
     def _guard_memory(self, unexplained_bytes: int) -> None:
         """Close connections whose messages fill the memory and do not end: credits do not bound those."""
@@ -356,7 +350,7 @@ class Server:
     # ---- shutdown ----------------------------------------------------------------------------------------------
 
     def _stop(self) -> int:
-        systemd.notify("STOPPING=1", "STATUS=shutting down")
+        systemd.notify("STOPPING=1")
         for index in self._shards.drain():
             logger.warning("shard %d did not answer all that was queued", index)
         if self._durability is None:

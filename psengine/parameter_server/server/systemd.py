@@ -11,8 +11,8 @@ from psengine.environment.variables import read_variable
 logger = logging.getLogger(__name__)
 
 
-def notify(*states: str) -> None:
-    """Tell the service manager, such as ``notify("READY=1", "STATUS=serving")``.
+def notify(state: str) -> None:
+    """Tell the service manager, such as ``notify("READY=1")``.
 
     Does nothing without NOTIFY_SOCKET, and only logs where it fails.
     """
@@ -25,9 +25,9 @@ def notify(*states: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.settimeout(1.0)
             sender.connect(target)
-            sender.sendall("\n".join(states).encode())
+            sender.sendall(state.encode())
     except OSError as error:
-        logger.warning("the service manager at NOTIFY_SOCKET=%s was not told %s: %s", address, states, error)
+        logger.warning("the service manager at NOTIFY_SOCKET=%s was not told %s: %s", address, state, error)
 
 
 def watchdog_interval_s() -> float | None:

@@ -57,15 +57,6 @@ def after(table: Mapping[_State, Mapping[str, _State]], state: _State, event: st
     return table[state][event]
 
 
-def drawn(table: Mapping[Any, Mapping[str, Enum]]) -> str:
-    """The table as Markdown: a row for each state, a column for each event; empty cells cannot happen."""
-    events = list(dict.fromkeys(event for row in table.values() for event in row))
-    lines = [["", *events], ["---"] * (len(events) + 1)]
-    for state, row in table.items():
-        lines.append([f"**{state.value}**", *(row[event].value if event in row else "" for event in events)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 @dataclass(eq=False)
 class JobMemory:
     """What a restarted coordinator has to know of its job; JSON-able.

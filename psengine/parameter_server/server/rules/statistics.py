@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,11 @@ class JobStatistics:
     staleness_sum: int = 0  # the exact values, added up
     max_staleness: int = 0
     # By worker, of its last ``RECENT_PUSHES`` pushes.
-    recent_staleness: dict[int, deque[int]] = field(default_factory=lambda: defaultdict(_recent))
+    recent_staleness: dict[int, deque[int]] = field(default_factory=dict)
 
     def count_staleness(self, staleness: int, rank: int) -> None:
         """A push of worker ``rank`` was computed from weights ``staleness`` updates ago."""
-        self.recent_staleness[rank].append(staleness)
+        self.recent_staleness.setdefault(rank, deque(maxlen=RECENT_PUSHES)).append(staleness)
         self.staleness[min(staleness, LARGEST_BUCKET)] += 1
         self.staleness_sum += staleness
         self.max_staleness = max(self.max_staleness, staleness)
@@ -48,7 +48,3 @@ class JobStatistics:
         """All but the recent ones, copied."""
         status = {name: count for name, count in vars(self).items() if name != "recent_staleness"}
         return {**status, "refused": dict(self.refused), "staleness": dict(self.staleness)}
-
-
-def _recent() -> deque[int]:
-    return deque(maxlen=RECENT_PUSHES)

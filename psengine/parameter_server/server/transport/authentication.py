@@ -97,16 +97,13 @@ def new_key_pair() -> KeyPair:
     return KeyPair(public.decode(), secret.decode())
 
 
-def local_user(address: bytes) -> int | None:
-    """The user at the other end of a Unix socket, by its address in libzmq; None for any other address."""
-    peer = _LOCAL_PEER.fullmatch(address)
-    return None if peer is None else int(peer["uid"])
+def local_peer(address: bytes) -> tuple[int | None, int]:
+    """The user and the process at the other end of a Unix socket, by its address in libzmq.
 
-
-def local_process(address: bytes) -> int:
-    """The process at the other end of a Unix socket, as ``local_user``; 0 where the system does not tell."""
+    None for any other address; process 0 where the system does not tell.
+    """
     peer = _LOCAL_PEER.fullmatch(address)
-    return 0 if peer is None else int(peer["pid"] or 0)
+    return (None, 0) if peer is None else (int(peer["uid"]), int(peer["pid"] or 0))
 
 
 def keygen(directory: str | Path, name: str) -> tuple[Path, Path]:

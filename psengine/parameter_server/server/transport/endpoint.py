@@ -20,7 +20,7 @@ import zmq
 from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
 from psengine.parameter_server.keepalive import keep_alive
-from psengine.parameter_server.server.transport.authentication import Authenticator, local_process, local_user
+from psengine.parameter_server.server.transport.authentication import Authenticator, local_peer
 from psengine.parameter_server.server.transport.peers import Peers
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
@@ -63,9 +63,9 @@ class Received(NamedTuple):
     part: zmq.Frame  # its last; zmq knows who sent it
 
     @property
-    def process(self) -> int:
-        """Whose it is, by the kernel's word, over a Unix socket; else 0."""
-        return local_process(str(self.part.get("Peer-Address")).encode())
+    def peer(self) -> tuple[int | None, int]:
+        """The user and the process that sent it, by the kernel's word, over a Unix socket; else None and 0."""
+        return local_peer(str(self.part.get("Peer-Address")).encode())
 
 
 class Endpoint:
@@ -183,7 +183,7 @@ class Endpoint:
 
         That is the server's own user, or root, over a Unix socket, by the kernel's word; or a key of an operator.
         """
-        user = local_user(str(received.part.get("Peer-Address")).encode())
+        user, _ = received.peer
         if user in (os.geteuid(), 0):
             return f"user {user}"
         # Without an authenticator a User-Id is the client's own word.
