@@ -36,6 +36,7 @@ from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.strategies.base import Strategy
 from psengine.strategies.batch_weights import checked_weight
+from psengine.strategies.buffer_broadcast import BufferBroadcast
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.strategies.statistics import Statistics
@@ -46,7 +47,6 @@ from psengine.tracing.training_metrics import watch
 from psengine.wrapper import arguments as checks
 from psengine.wrapper import switching
 from psengine.wrapper.module_state import (
-    BufferBroadcast,
     has_sparse_gradient,
     named_buffers,
     reducible_parameters,
