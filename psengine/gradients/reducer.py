@@ -90,6 +90,8 @@ class Reducer:
         self.strategy = strategy
         self._collective = collective = replica.collective
         self.watched = Backwards(strategy.capabilities.exchange_name)
+        # Of the present layout: caps of the buckets, and the order of gradients.
+        self._layout: tuple[Sequence[int], Sequence[int] | None] = initial_limits_bytes, None
         self._rebuild_limits_bytes = list(rebuild_limits_bytes)
         self._on_error = on_error
         # Models split over several devices run backward, and so the hooks, in one thread per device.
@@ -101,11 +103,11 @@ class Reducer:
         self.has_rebuilt_buckets = False
         self._layout_is_final = strategy.capabilities.keeps_first_layout
         self._is_sparse = [name in replica.sparse for name in self.names]
+        self._keeps_dtype = gradient_as_bucket_view
         self._make_bucket = functools.partial(
             Bucket,
             parameters=self.parameters,
             names=self.names,
-            allocate=functools.partial(strategy.allocate, keeps_dtype=gradient_as_bucket_view),
             counts_non_finite=check_finite,
             divides_copies=batched_grad_copy,
         )
@@ -121,6 +123,7 @@ class Reducer:
         )
         self.in_flight = BucketsInFlight(strategy, collective, finite_check)
         self._ready_counter = ReadyCounter(len(self.parameters))
+        strategy.serve(self)
         self._lay_out(initial_limits_bytes)
         self.initial_bucket_sizes_bytes = [bucket.size_bytes for bucket in self.buckets]
 
@@ -160,24 +163,46 @@ class Reducer:
             limits_bytes: caps.
             order: indices of parameters as their gradients arrived; None guesses that they arrive in reverse.
         """
+        self._layout = limits_bytes, order
         plans = plan_buckets(self.parameters, limits_bytes, self._is_sparse, order)
-        self.buckets: list[Bucket] = [
-            self._make_bucket(index, plan, sparse=self._is_sparse[plan[0]])
-            for index, plan in enumerate(plans[::-1] if order is None else plans)
-        ]
-        self.in_flight.packings = packings = [self._make_packing(bucket) for bucket in self.buckets]
-        # By parameter, the packing of its bucket and its position there.
-        self._locators: dict[int, tuple[Packing, int]] = {}
+        ordered = plans[::-1] if order is None else plans
+        self._slots = [self._make_packings(ordered, slot) for slot in range(self.strategy.slots)]
+        self.pack_in(0)
         # By parameter, its bucket where its hook may just count: a large gradient is packed at once.
         counted: list[int | None] = [None] * len(self.parameters)
-        for packing in packings:
-            bucket = packing.bucket
+        for bucket in self.buckets:
             for position, index in enumerate(bucket.parameter_indices):
-                self._locators[index] = packing, position
                 if not bucket.sparse and position not in bucket.eager_runs:
                     counted[index] = bucket.index
         self._ready_counter.lay_out(counted, [len(bucket.parameters) for bucket in self.buckets])
         self.strategy.lay_out(self.buckets)
+
+    def _make_packings(
+        self, plans: Sequence[tuple[int, ...]], slot: int
+    ) -> tuple[list[Packing], dict[int, tuple[Packing, int]]]:
+        """What moves each bucket's gradients; and by parameter, the packing of its bucket and its position there."""
+        packings = [
+            self._make_packing(
+                self._make_bucket(
+                    index,
+                    plan,
+                    sparse=self._is_sparse[plan[0]],
+                    allocate=functools.partial(self._allocate, index, slot),
+                )
+            )
+            for index, plan in enumerate(plans)
+        ]
+        return packings, {
+            index: (packing, position)
+            for packing in packings
+            for position, index in enumerate(packing.bucket.parameter_indices)
+        }
+
+    def _allocate(self, index: int, slot: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for bucket ``index``."""
+        if slot > 0:
+            return self.strategy.slot_memory(index, slot)
+        return self.strategy.allocate(numel, dtype, device, keeps_dtype=self._keeps_dtype)
 
     def _should_rebuild(self) -> bool:
         return self.graph.may_rebuild and not self._layout_is_final
@@ -192,16 +217,48 @@ class Reducer:
             ReductionError: the previous backward did not reach every parameter.
         """
         self._check_reducer_finalized()
-        if len(self.ready_order) < len(self.parameters) or not self._should_rebuild():
+        order = self.arrival_order
+        if order is None or not self._should_rebuild() or self.strategy.capabilities.orders_buckets:
             return False
-        # Last those that never arrive.
-        arrived = [index for index in self.ready_order if index not in self.graph.unused]
-        agreed = torch.tensor([*arrived, *self.graph.unused], dtype=torch.int64, device=self._device)
+        agreed = torch.tensor(order, dtype=torch.int64, device=self._device)
         self._collective.broadcast([agreed], 0, what="order of gradients").wait()
-        self.has_rebuilt_buckets = self._layout_is_final = True
-        self._lay_out(self._rebuild_limits_bytes, agreed.tolist())
-        logger.info("Reducer buckets have been rebuilt in this iteration: %s", self.buckets)
+        self.lay_out_again(agreed.tolist())
         return True
+
+    # ---- for a strategy that exchanges at another time than in a backward: see strategies/exchange.Gradients -------
+
+    @property
+    def arrival_order(self) -> list[int] | None:
+        """See ``Gradients``; last those that never arrive."""
+        if len(self.ready_order) < len(self.parameters):
+            return None
+        arrived = [index for index in self.ready_order if index not in self.graph.unused]
+        return [*arrived, *self.graph.unused]
+
+    @property
+    def awaits_order(self) -> bool:
+        """See ``Gradients``."""
+        return self._should_rebuild()
+
+    def pack_in(self, slot: int) -> None:
+        """See ``Gradients``."""
+        self.in_flight.packings, self._locators = self._slots[slot]
+        self.buckets = [packing.bucket for packing in self.in_flight.packings]
+
+    def lay_out_again(self, order: Sequence[int] | None = None) -> None:
+        """See ``Gradients``."""
+        if order is None:
+            self._lay_out(*self._layout)
+            return
+        self.has_rebuilt_buckets = self._layout_is_final = True
+        self._lay_out(self._rebuild_limits_bytes, order)
+        logger.info("Reducer buckets have been rebuilt in this iteration: %s", self.buckets)
+
+    def write(self, bucket: Bucket, result: torch.Tensor, used: Sequence[float] | None) -> None:
+        """See ``Gradients``."""
+        unused = None if used is None else [not used[index] for index in bucket.parameter_indices]
+        with torch.no_grad():
+            self.in_flight.packings[bucket.index].unpack(result, unused)
 
     # ---- around forward ----------------------------------------------------------------------------------------
 

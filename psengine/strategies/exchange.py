@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -108,6 +108,37 @@ class Driver:
         return ArgumentTypeError(f"the exchange {name} {what} (expected {expected}, got {got!r:.80})")
 
 
+class Gradients(Protocol):
+    """What a strategy may ask of the reducer, where buckets are exchanged at another time than in a backward."""
+
+    @property
+    def arrival_order(self) -> list[int] | None:
+        """Indices of parameters as the gradients of the last backward arrived; None where that was not noted."""
+
+    @property
+    def awaits_order(self) -> bool:
+        """Whether buckets are still to be laid out in the order in which gradients arrive."""
+
+    def pack_in(self, slot: int) -> None:
+        """The gradients of the coming backward belong to ``slot``; see ``Exchange.slots``."""
+
+    def lay_out_again(self, order: Sequence[int] | None = None) -> None:
+        """Make all buckets anew, between two backwards.
+
+        Args:
+            order: in which gradients arrive; None: the buckets stay alike, in other memory.
+        """
+
+    def write(self, bucket: Bucket, result: torch.Tensor, used: Sequence[float] | None) -> None:
+        """Make ``result``, laid out like the bucket, its gradients.
+
+        Args:
+            bucket: one of those laid out last.
+            result: the averages.
+            used: by parameter, 0 where its gradient stays as it is; None: none does.
+        """
+
+
 class Exchange:
     """How gradients travel. Buckets come in the same order on every rank.
 
@@ -130,6 +161,18 @@ class Exchange:
         It may have another dtype, to which packing converts; not with ``keeps_dtype``, for gradients that are views.
         """
         return torch.empty(numel, dtype=dtype, device=device)
+
+    @property
+    def slots(self) -> int:
+        """The gradients of how many backwards are kept apart, each packed in memory of its own."""
+        return 1
+
+    def slot_memory(self, index: int, slot: int) -> torch.Tensor:
+        """Where bucket ``index`` is packed in ``slot`` > 0; ``allocate`` has made that of slot 0."""
+        raise NotImplementedError
+
+    def serve(self, gradients: Gradients) -> None:
+        """The reducer is being made, and will ask for memory of its buckets."""
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """The reducer has made its buckets, or remade them. No values travel here."""
