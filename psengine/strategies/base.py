@@ -42,6 +42,8 @@ class Capabilities:
             process may be a world of its own.
         keeps_first_layout: buckets stay as they were first laid out. False: the reducer rebuilds them once, in the
             order in which gradients arrive.
+        orders_buckets: the strategy itself says when buckets are laid out in that order, and in which.
+        has_virtual_workers: gradients are those of virtual workers, whose batches a loader deals out.
         carries_buffers: running statistics travel with the gradients. False: they are broadcast before each forward.
         workers_step: each worker steps its own optimizers, of any kind and number. False: servers step.
         averages_gradients: backward leaves averages over the ranks, for which they wait for each other: zeros where a
@@ -54,6 +56,8 @@ class Capabilities:
 
     needs_process_group: bool = True
     keeps_first_layout: bool = False
+    orders_buckets: bool = False
+    has_virtual_workers: bool = False
     carries_buffers: bool = False
     workers_step: bool = True
     averages_gradients: bool = True

@@ -11,6 +11,7 @@ from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 from psengine.strategies.base import Strategy
+from psengine.strategies.elastic.sync import SyncVirtualWorkers
 from psengine.strategies.local.diloco_server import DilocoServer
 from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.servers.asynchronous import AsyncServer
@@ -37,8 +38,17 @@ def register_strategy(name: str, factory: Callable[..., Strategy]) -> None:
     STRATEGIES.register(name, factory)
 
 
-def _sync(*, compress: str | Codec | None = None, shard_optimizer: bool = False) -> Strategy:
-    """Strategy "sync": gradients are averaged; the optimizer is each rank's own, or sharded."""
+def _sync(
+    *, compress: str | Codec | None = None, shard_optimizer: bool = False, virtual_workers: int | None = None
+) -> Strategy:
+    """Strategy "sync": gradients are averaged, of ranks or of virtual workers; the optimizer may be sharded."""
+    if virtual_workers is not None:
+        if compress is not None or shard_optimizer is not False:
+            other = "shard_optimizer" if compress is None else "compress"
+            raise ConfigurationError(
+                f"strategy 'sync' (expected virtual_workers alone, got {other} beside it). Fix: leave one of them out"
+            )
+        return SyncVirtualWorkers(virtual_workers=virtual_workers)
     if not isinstance(shard_optimizer, bool):
         raise ConfigurationError(
             f"shard_optimizer of strategy 'sync' (expected true or false, got {shard_optimizer!r})"

@@ -76,6 +76,33 @@ def check_delayed(
         check_has_group(strategy, "delay_all_reduce_named_params", "Fix: leave it out.")
 
 
+def check_virtual_workers(wrapper: Any, *, static_graph: bool) -> None:
+    """Refuse what virtual workers, whose contributions stay apart until a step ends, cannot have."""
+    if not wrapper.strategy.capabilities.has_virtual_workers:
+        return
+    # What is given, and what to write in its place.
+    refused = {
+        "static_graph=True": static_graph,
+        "gradient_as_bucket_view=True": wrapper.gradient_as_bucket_view,
+        "skip_all_reduce_unused_params=True": wrapper.skip_all_reduce_unused_params,
+        "check_finite=True": wrapper.check_finite,
+        "mixed_precision": wrapper.mixed_precision is not None,
+        "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
+        "forward_sync_buffers=False": not wrapper.forward_sync_buffers,
+    }
+    refused |= {
+        f"torch.nn.SyncBatchNorm (layer {name!r})": True
+        for name, layer in wrapper.module.named_modules()
+        if isinstance(layer, torch.nn.SyncBatchNorm)
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise ConfigurationError(
+                f"strategy {wrapper.strategy!r} keeps the gradients of each batch apart until the step ends (expected"
+                f" a model without {what}). Fix: leave it out; or leave out virtual_workers=."
+            )
+
+
 def check_all_in_buckets(wrapper: Any, what: str) -> None:
     """Refuse ``what`` looks at, or weighs, every gradient where some do not pass through buckets."""
     if wrapper._delay_all_reduce_params or wrapper._use_python_reducer:
@@ -107,7 +134,8 @@ def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
 def check_can_join(wrapper: Any, *, divides_by_all: bool) -> None:
     """Refuse ``join`` where zeros from a rank without data would be applied, or counted in the wrong average."""
     strategy: Strategy = wrapper.strategy
-    if wrapper.process_group is None or not strategy.capabilities.workers_step:
+    knows_absent = strategy.capabilities.workers_step and not strategy.capabilities.has_virtual_workers
+    if wrapper.process_group is None or not knows_absent:
         check_has_group(
             strategy,
             "join",

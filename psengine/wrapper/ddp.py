@@ -195,6 +195,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             broadcast_buffers, forward_sync_buffers
         )
         self.broadcast_buffers = self.forward_sync_buffers  # native DDP of torch 2.11 reads it
+        checks.check_virtual_workers(self, static_graph=static_graph)
         self._bucket_limits_bytes = bucket_limits_bytes(bucket_cap_mb, bucket_cap_mb_list)
         # Names that torch.compile's graph splitter and old code read.
         self.bucket_bytes_cap = max(self._bucket_limits_bytes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Collective
 from psengine.errors import ConfigurationError
 
 
@@ -36,7 +36,8 @@ class Group:
     Attributes:
         number: of the view; it only grows.
         members: in the order of ranks in ``collective``.
-        collective: of exactly these, new for each group.
+        collective: of exactly these, new for each group. Its waits end with CollectiveError where another view is to
+            come.
     """
 
     number: int
@@ -76,13 +77,17 @@ class Membership(ABC):
             FencedError: the others went on without this worker.
         """
 
-    def wait(self, work: Work) -> bool:
-        """Wait for an operation of the present group; False where ``regroup`` is to be called instead."""
-        work.wait()
+    def leave(self, completed: int) -> bool:
+        """The training is over after step ``completed``.
+
+        Returns:
+            True: this worker is gone. False: another view is to come before, perhaps because others lack averages of
+            that step: call ``regroup``, then this again.
+        """
         return True
 
-    def leave(self, completed: int) -> None:  # noqa: B027 - those of a process group go without a word
-        """The training is over. Returns once all other members have the averages of step ``completed``."""
+    def close(self) -> None:  # noqa: B027 - ranks of a process group hold nothing
+        """Go without a word: training broke off. Safe to call twice, and after ``leave``."""
 
 
 class FixedMembership(Membership):

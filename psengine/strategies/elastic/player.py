@@ -1,0 +1,383 @@
+"""Plays this worker's virtual workers, step by step, through deaths and arrivals.
+
+A step with a death, four virtual workers, two workers::
+
+    worker 0   batch 0   batch 1   exchange ✗   view: 0 plays all   batch 2   batch 3   exchange ── averages
+    worker 1   batch 2   dies
+
+A worker goes on in another group only in psengine's hands: where a step begins, and where its batches have ended.
+Until then its contributions stay as they are, so the same virtual workers' gradients are exchanged again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from psengine.collectives.base import Collective
+from psengine.errors import CollectiveError, ConfigurationError, ReductionError
+from psengine.strategies.elastic.checkpoints import Checkpoints
+from psengine.strategies.elastic.dealing import deal
+from psengine.strategies.elastic.membership import FixedMembership, Group, Membership
+from psengine.strategies.elastic.part import Part
+from psengine.strategies.elastic.state import Snapshot, StateRegistry
+from psengine.tensors.bucket import Bucket
+from psengine.tensors.objects import from_bytes, to_bytes
+
+CPU = torch.device("cpu")
+
+
+class Player:
+    """One worker's share of V virtual workers.
+
+    Args:
+        virtual_workers: V.
+        membership: who else takes part.
+
+    Attributes:
+        parts: the models, in the order in which they were wrapped.
+        state: what belongs to this worker's state.
+        completed: the last step of which this worker has the averages; None: it has no state.
+        recorded: by virtual worker, what was recorded in the last step; NaN where nothing was.
+    """
+
+    def __init__(self, virtual_workers: int, membership: Membership) -> None:
+        self.virtual_workers = virtual_workers
+        self.parts: list[Part] = []
+        self.completed: int | None = None
+        self.recorded: list[float] = []
+        self.state = StateRegistry(lambda: [part.replica for part in self.parts])
+        self._checkpoints: Checkpoints | None = None
+        self._membership = membership
+        self._group: Group | None = None
+        self._owners: dict[int, int] = {}
+        self._slots: dict[int, int] = {}  # by virtual worker that is played here, the slot of its contribution
+        self._used: list[list[float]] = []  # by part: see Part.used, over all virtual workers, of the last step
+        # Whether no step has ended in this group: until then exchanges wait for the end of the step, so that all
+        # members begin them in the same order, whatever they had done before.
+        self._is_fresh = True
+        # Of the step.
+        self._step: int | None = None
+        self._awaits_first = False
+        self._done: dict[int, float] = {}  # by virtual worker whose contribution is there, what was recorded
+        self._playing: int | None = None
+        self._value = math.nan
+        self._has_begun = False
+        self._error: CollectiveError | None = None
+
+    # ---- who takes part ----------------------------------------------------------------------------------------
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and its averages are not in ``.grad`` yet."""
+        return self._step is not None
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether training has begun."""
+        return self._group is not None
+
+    def enter(self, facts: Mapping[str, str]) -> int:
+        """Join the training; return the step with which this worker begins, the first one being 1.
+
+        Args:
+            facts: what all workers must have alike, by name.
+
+        Raises:
+            ConfigurationError: another worker's differ.
+        """
+        if self.has_entered:
+            raise ConfigurationError(
+                "the training has begun (expected one call of loader.epochs(...) for each wrapped model, got a second)."
+                " Fix: loop over all epochs in one call; wrap the model again for another training."
+            )
+        alike = {"virtual workers": str(self.virtual_workers)} | self.state.facts() | dict(facts)
+        checkpoint = 0 if self._checkpoints is None else self._checkpoints.newest(alike)
+        self._adopt(self._membership.enter(alike, checkpoint))
+        assert self.completed is not None, "who is in a group has its state"
+        return self.completed + 1
+
+    def drop(self, part: Part) -> None:
+        """A model is no longer trained here."""
+        self.parts.remove(part)
+        if not self.parts:
+            self._membership.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """The fields of ``Statistics`` that are known here."""
+        workers = () if self._group is None else tuple(member.worker for member in self._group.members)
+        return {"live_workers": workers, "steps": self.completed or 0}
+
+    def checkpoint_every(self, steps: int, directory: str | os.PathLike[str]) -> None:
+        """See ``DistributedDataParallel.checkpoint_every``."""
+        self._checkpoints = Checkpoints(steps, directory)
+
+    def upcoming(self, step: int) -> Sequence[int]:
+        """The virtual workers that are played here in a later step, in order, if nobody dies or comes."""
+        return sorted(self._slots)
+
+    def leave(self) -> None:
+        """The training is over."""
+        while self.completed is not None and not self._membership.leave(self.completed):
+            self._regroup(None)  # others lack what this worker has
+
+    def _regroup(self, error: CollectiveError | None) -> None:
+        self._adopt(self._membership.regroup(self.completed, error))
+
+    def _adopt(self, group: Group) -> None:
+        """Go on in ``group``: all its members come to the same state, and know who plays whom."""
+        while True:
+            try:
+                self._meet(group)
+                return
+            except CollectiveError as error:
+                group = self._membership.regroup(self.completed, error)
+
+    def _meet(self, group: Group) -> None:
+        collective, members = group.collective, group.members
+        steps = [member.completed for member in members if member.completed is not None]
+        if steps:
+            newest = max(steps)
+            source = [member.completed for member in members].index(newest)
+        else:
+            # Nobody has a state: the newest checkpoint counts, else the initial values of the first one.
+            checkpoints = [member.checkpoint for member in members]
+            newest = max(checkpoints)
+            source = checkpoints.index(newest)
+            if collective.rank == source:
+                self._load(newest)
+        is_source = collective.rank == source
+        known = {"owners": self._owners, "orders": [part.order for part in self.parts]}
+        mine = to_bytes(known) if is_source else b""
+        told = from_bytes(collective.broadcast_bytes(mine, source, CPU, what=f"state after step {newest}"))
+        if any(member.completed == newest - 1 for member in members):
+            self._take_averages(collective, source, newest)
+        if any(member.completed is None for member in members):
+            self._take_state(collective, source, newest)
+        self._lay_out(told["orders"])
+        self._deal(group, told["owners"])
+
+    def _take_averages(self, collective: Collective, source: int, newest: int) -> None:
+        """Who lacks the averages of step ``newest`` takes those of ``source``."""
+        is_source = collective.rank == source
+        mine = [part.result() for part in self.parts], self.recorded, self._used
+        payload = to_bytes(list(mine)) if is_source else b""
+        payload = collective.broadcast_bytes(payload, source, CPU, what=f"averages of step {newest}")
+        if self.completed == newest - 1:
+            results, self.recorded, self._used = from_bytes(payload)
+            for part, result, used in zip(self.parts, results, self._used, strict=True):
+                part.take_result(result, used or None)
+            self._complete(newest)
+
+    def _load(self, step: int) -> None:
+        """Begin with a checkpoint; with none where ``step`` is 0."""
+        if self._checkpoints is not None and step > 0:
+            snapshot = self._checkpoints.load(step)
+            self.state.install(snapshot, str(self._checkpoints.path(step)))
+            self._lay_out(snapshot.progress["orders"])
+        self.completed = step
+
+    def _take_state(self, collective: Collective, source: int, newest: int) -> None:
+        """Who has no state takes that of ``source``, as of the beginning of step ``newest`` + 1."""
+        mine = self._snapshot(newest) if collective.rank == source else None
+        has_state = self.completed is not None
+        self.state.transfer(collective, source, mine, has_state=has_state)
+        if not has_state:
+            self.completed = newest
+
+    def _snapshot(self, completed: int) -> Snapshot:
+        """The state of this worker as the step began that is under way, or as it is between two steps."""
+        buffers = [
+            part.replica.buffers() if self._awaits_first or self._step is None else part.buffers_at_start()
+            for part in self.parts
+        ]
+        return self.state.snapshot(completed, {"orders": [part.order for part in self.parts]}, buffers)
+
+    def _lay_out(self, orders: Sequence[list[int] | None]) -> None:
+        for part, order in zip(self.parts, orders, strict=True):
+            part.lay_out(order)
+
+    def _deal(self, group: Group, former: Mapping[int, int]) -> None:
+        """Who plays whom in the group; contributions that were made already stay with who has them."""
+        workers = [member.worker for member in group.members]
+        if len(workers) > self.virtual_workers:
+            raise ConfigurationError(
+                f"strategy 'sync:virtual_workers={self.virtual_workers}' has one virtual worker or more for each worker"
+                f" (expected at most {self.virtual_workers} workers, got {len(workers)}). Fix: start fewer, or psengine"
+                " run --independent, where the others are spares."
+            )
+        self._owners = deal(self.virtual_workers, workers, former)
+        played = {worker: [v for v in self._owners if self._owners[v] == worker] for worker in workers}
+        slots = {v: slot for mine in played.values() for slot, v in enumerate(mine)}
+        owners = [(workers.index(self._owners[v]), slots[v]) for v in range(self.virtual_workers)]
+        former_slots, self._slots = self._slots, {v: slots[v] for v in played[workers[group.collective.rank]]}
+        self._done = {v: value for v, value in self._done.items() if v in self._slots}
+        kept = {former_slots[v]: self._slots[v] for v in self._done}
+        for part in self.parts:
+            part.move(group.collective, owners, kept)
+        self._group, self._is_fresh, self._has_begun, self._error = group, True, False, None
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, ``completed`` + 1.
+
+        Raises:
+            ReductionError: the step before has not ended.
+        """
+        if self._step is not None:
+            raise ReductionError(
+                f"step {self._step} has not ended (expected the loop over step.batches to run to its end, got another"
+                " step). Fix: do not break out of step.batches; a virtual worker's batch may be skipped by none."
+            )
+        if self._membership.has_news:
+            self._regroup(None)
+        assert self.completed == step - 1, f"step {step} follows step {self.completed}"
+        is_first = self._group is not None and self._group.collective.rank == 0
+        if is_first and self._checkpoints is not None and self._checkpoints.is_due(self.completed):
+            self._checkpoints.write(self._snapshot(self.completed))
+        self._step, self._done, self._has_begun, self._error = step, {}, False, None
+        self._awaits_first = True
+
+    def next_virtual_worker(self) -> int | None:
+        """End the batch before, if there was one; return whose batch follows in this step.
+
+        None: the step is over. Averages are in ``.grad``, buffers are virtual worker 0's.
+        """
+        if self._playing is not None:
+            self._end_batch(self._playing)
+        if self._awaits_first:  # not when the step begins: the user's zero_grad comes between
+            self._awaits_first = False
+            for part in self.parts:
+                part.begin_step()
+        while self._step is not None:
+            left = [v for v in self._slots if v not in self._done]
+            if left:
+                self._begin_batch(left[0], is_last=len(left) == 1)
+                return left[0]
+            self._end_step(self._step)
+        return None
+
+    def record(self, value: float) -> None:
+        """Note a number of the batch that is played; see ``recorded``."""
+        if self._playing is None:
+            raise ReductionError("a value is recorded inside the loop over step.batches (expected a batch, got none)")
+        self._value = value
+
+    def check_backward(self, part: Part) -> None:
+        """Raise ReductionError where a backward belongs to no batch."""
+        if not part.is_played:
+            raise ReductionError(
+                "with virtual workers each batch of step.batches has one backward (expected it inside the loop, once,"
+                f" got {'a second one' if self._playing is not None else 'one outside the loop'}). Fix: accumulate"
+                " inside the batch's loss; use psengine.ElasticLoader's batches."
+            )
+
+    def packed(self, part: Part, bucket: Bucket) -> None:
+        """A bucket of the batch that is played is packed."""
+        try:
+            part.packed(bucket)
+        except CollectiveError as error:
+            self._error = error
+
+    def _begin_batch(self, virtual_worker: int, *, is_last: bool) -> None:
+        self._playing, self._value = virtual_worker, math.nan
+        self._has_begun = is_last and not self._is_fresh
+        for part in self.parts:
+            if self._done:
+                part.restore()
+            part.begin_batch(self._slots[virtual_worker], exchanges_at_once=self._has_begun)
+
+    def _end_batch(self, virtual_worker: int) -> None:
+        self._playing = None
+        for part in self.parts:
+            if not part.end_batch(is_first=virtual_worker == 0):
+                self._step = None
+                raise ReductionError(
+                    f"the batch of virtual worker {virtual_worker} had no backward (expected one for each wrapped model"
+                    " in each turn of the loop over step.batches, got none). Fix: call backward in every turn, outside"
+                    " of no_sync; a loss of zero keeps a batch from counting."
+                )
+        self._done[virtual_worker] = self._value
+
+    def _end_step(self, step: int) -> None:
+        """Exchange contributions. ``_step`` is None afterwards, unless the group changed: there may be more to do."""
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._membership.has_news:
+                self._regroup(None)
+            else:
+                self._exchange(step)
+        except CollectiveError as error:
+            self._regroup(error)
+        if self.completed == step:
+            self._step = None
+
+    def _exchange(self, step: int) -> None:
+        """Take part in the exchanges that end a step, in an order that all members have."""
+        assert self._group is not None, "a step is inside a training"
+        collective = self._group.collective
+        if not self._has_begun:
+            for part in self.parts:
+                part.begin_exchanges()
+            self._has_begun = True
+        first_rank = [member.worker for member in self._group.members].index(self._owners[0])
+        averages = [part.end_exchanges() for part in self.parts]
+        orders = [part.share_order(first_rank) for part in self.parts]
+        numbers = self._share_numbers(collective)
+        for part in self.parts:
+            part.share_buffers(first_rank)
+        # From here on nothing waits for others.
+        self.recorded, self._used = numbers[0], numbers[1:]
+        for part, mine, used in zip(self.parts, averages, self._used, strict=True):
+            part.write(mine, used or None)
+        self._complete(step)
+        self._lay_out(orders)
+
+    def _share_numbers(self, collective: Collective) -> list[list[float]]:
+        """What was recorded, by virtual worker, and for each part how many virtual workers used each parameter."""
+        recorded = torch.zeros(2 * self.virtual_workers, dtype=torch.float64)
+        for virtual_worker, value in self._done.items():
+            if not math.isnan(value):
+                recorded[virtual_worker] = value
+                recorded[self.virtual_workers + virtual_worker] = 1
+        used = [torch.zeros(0) if part.used is None else part.used for part in self.parts]
+        numbers = torch.cat([recorded, *(one.to(torch.float64) for one in used)])
+        collective.sum(numbers, what="numbers of a step")
+        values, flags, *counts = numbers.split([self.virtual_workers] * 2 + [one.numel() for one in used])
+        shown = [value if flag else math.nan for value, flag in zip(values.tolist(), flags.tolist(), strict=True)]
+        return [shown, *(count.tolist() for count in counts)]
+
+    def _complete(self, step: int) -> None:
+        self.completed, self._is_fresh, self._done = step, False, {}
+
+
+# The player of the models that were wrapped last; they are trained together until training begins.
+_latest: weakref.ref[Player] | None = None
+
+
+def player_for(virtual_workers: int, collective: Collective) -> Player:
+    """The player of a model that is being wrapped: that of models wrapped before, or a new one."""
+    global _latest
+    player = None if _latest is None else _latest()
+    if player is None or player.has_entered or not player.parts or player.virtual_workers != virtual_workers:
+        player = Player(virtual_workers, FixedMembership(collective))
+        _latest = weakref.ref(player)
+    return player
+
+
+def current_player(model: Any = None) -> Player | None:
+    """The player of ``model``, which ``psengine.DistributedDataParallel`` wrapped; of None, that of the model that was
+    wrapped last with virtual workers. None where there is none.
+    """
+    if model is not None:
+        return getattr(model.strategy, "player", None)
+    return None if _latest is None else _latest()
