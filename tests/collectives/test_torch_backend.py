@@ -395,7 +395,7 @@ def test_default_group_subgroups_and_their_end(backend, world_size):
 
 def refuse(rank: int, world_size: int) -> list[str]:
     if rank == 1:
-        shared_host._describe_this_process = lambda: (2, 1, 4711, 1, 1, os.getpid())
+        shared_host._describe_this_process = lambda: (2, 4711, 1, 1, os.getpid())
         shared_host.make_file = lambda *_: -1  # no rank can open this one's memory
     error = raising(dist.new_group, backend="psengine")
     dist.barrier()
