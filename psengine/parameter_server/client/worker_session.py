@@ -66,6 +66,7 @@ class WorkerSession:
         self.segments = job.transport.segments or WorkerSegments(is_wanted=False)
         # By chunk; None where the job's codec leaves its values as they are.
         self._encoders: dict[int, ChunkEncoder | None] = {}
+        self._copies_payloads = False
         # Called at exit too; it holds no reference to this object, so that a forgotten session is collected.
         self._finalizer = weakref.finalize(self, _say_goodbye, job, os.getpid())
 
@@ -252,6 +253,8 @@ class WorkerSession:
             body["held"] = encoder.held
         if payload is not None:
             payload = payload.detach() if encoder is None else encoder.encode(payload)
+            if self._copies_payloads:
+                payload = payload.clone()
             message.dtype, message.numel, message.payload = payload.dtype, payload.numel(), payload
         push = Push(
             message,
@@ -270,6 +273,14 @@ class WorkerSession:
             encoder.last = push
         job.transport.do(job.begin_push, push)
         return push
+
+    def release_payloads(self) -> None:
+        """After a wait that failed: let the caller write to the memory of its pushes, whoever may still read them.
+
+        What servers of this host read stays as it is, and later payloads are copied.
+        """
+        self._copies_payloads = True
+        self.segments.withdraw()
 
     def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
         """The chunk's encoder, told how its last push ended; None where values travel as they are."""

@@ -45,8 +45,6 @@ class Pushes:
         self._chunks = chunks
         self._pushes: list[tuple[Bucket, Span, list[tuple[ChunkSpec, Push]]]] = []
         self._buffer_pushes: list[Push] = []
-        # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
-        self._copies_payloads = False
         # Of buckets on another device: the values, where servers of this host read them.
         self._payloads: dict[int, torch.Tensor] = {}
 
@@ -77,8 +75,6 @@ class Pushes:
             if bucket.index not in self._payloads:
                 self._payloads[bucket.index] = self._session.segments.allocate(bucket.numel, bucket.dtype)
             payload = self._payloads[bucket.index].copy_(payload)
-        if self._copies_payloads:
-            payload = payload.clone()
         pushes: list[tuple[ChunkSpec, Push]] = []
         self._pushes.append((bucket, travelling, pushes))
         for spec, start, end in self._chunks.of_bucket[bucket.index]:
@@ -121,8 +117,7 @@ class Pushes:
             with self._session.telemetry.blocked():
                 wait_all(buffer_pushes)
         except BaseException:
-            self._copies_payloads = True
-            self._session.segments.withdraw()
+            self._session.release_payloads()
             raise
         self._session.telemetry.step_ended()
         for _, _, pushes in buckets:

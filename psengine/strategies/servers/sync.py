@@ -83,8 +83,6 @@ class SyncServer(ServerStrategy):
         self.optimizers = OptimizerStates()
         self._payloads: list[torch.Tensor] = []
         self._results: list[torch.Tensor] = []
-        # True once a wait has failed: the I/O thread may then still read memory that the next step packs.
-        self._copies_payloads = False
         # The backward under way. The usage map is exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
         self._sits_out = False
@@ -190,8 +188,6 @@ class SyncServer(ServerStrategy):
 
     def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> _Exchange:
         self._open_step()
-        if self._copies_payloads:
-            payload = payload.clone()
         self._exchanges.append(_Exchange(key, payload, landing, self._ends_step, self._push(key, payload, landing)))
         self._ends_step = False
         return self._exchanges[-1]
@@ -232,8 +228,8 @@ class SyncServer(ServerStrategy):
                 except FencedError as error:
                     self._rejoin(error)
         except BaseException:
-            self._is_open, self._copies_payloads = False, True
-            self.session.segments.withdraw()
+            self._is_open = False
+            self.session.release_payloads()
             raise
 
     @override
