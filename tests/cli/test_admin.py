@@ -76,15 +76,6 @@ def test_all_named_servers_are_told_and_one_may_not_know_the_worker(server, admi
         assert (code, "keeps no snapshots (expected a --snapshot-dir)" in said) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("address", "code", "words"),
-    [(None, 2, "no server is named"), ("http://a:1", 2, "malformed"), ("tcp://127.0.0.1:1", 1, "did not answer")],
-)
-def test_addresses_at_which_no_server_answers(admin, address, code, words):
-    found, said = admin("snapshot", "--timeout-s", "0.5", server=address)
-    assert (found, words in said) == (code, True), said
-
-
 def order(address, curve, **body):
     """The answer to an order over TCP, so that the sender's user does not count."""
     with Peer(address, curve=curve, over_tcp=True) as peer:

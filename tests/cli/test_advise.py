@@ -11,10 +11,9 @@ import torch
 from support.command_process import run_command
 
 from psengine.cli.advise import ASYNC, StepTimes, advise, step_times
-from psengine.cli.main import main
 from psengine.errors import ConfigurationError
 
-TRAINING = str(Path(__file__).parents[1] / "support" / "launched_training.py")
+TRAINING = str(Path(__file__).parents[1] / "support" / "scheduled_training.py")
 
 
 def made(*compute_s, waited_s=None):
@@ -119,34 +118,10 @@ def test_what_cannot_be_judged_is_said(found, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "which script"),
-        (
-            ["--workers", "1", TRAINING, "5"],
-            f"expected --workers 2 or more, got --workers 1). Fix: psengine advise --workers 2 {TRAINING} 5",
-        ),
-        (
-            ["--nnodes", "2", "--rdzv-endpoint", "h:1", TRAINING],
-            f"expected one node, got --nnodes 2). Fix: psengine advise --workers 2 {TRAINING}",
-        ),
-    ],
-)
-def test_what_is_wrong_with_the_line_is_one_message(arguments, message, capfd, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "500")
-    monkeypatch.setenv("NO_COLOR", "1")
-    with pytest.raises(SystemExit) as end:
-        main(["advise", *arguments])
-    written = capfd.readouterr()
-    assert end.value.code == 2
-    assert message in written.err
-    assert "Traceback" not in written.err
-
-
-def test_a_slow_rank_of_a_real_script_is_found():
+def test_a_slow_rank_of_a_real_script_is_found(tmp_path):
     # It would train for minutes: advise ends it.
-    code, out, err = run_command(["advise", "--steps", "13", "--json", TRAINING, "5000", "1", "0.05"])
+    training = [TRAINING, str(tmp_path), "--steps", "5000", "--slow", "1", "--pause", "0.05"]
+    code, out, err = run_command(["advise", "--steps", "13", "--json", *training])
     assert code == 0, err
     found = json.loads(out)
     assert found["ranks"][1]["median_s"] >= 0.05

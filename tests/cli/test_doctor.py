@@ -19,19 +19,12 @@ import psengine
 from psengine.cli import doctor
 from psengine.cli.doctor_checks import machine, training
 from psengine.cli.doctor_checks.findings import CheckContext
-from psengine.cli.main import main
 
 PACKAGE = Path(psengine.__file__).parent
 
 
 def run_check(check, variables=None, **context):
     return list(check(CheckContext(variables=variables or {}, **context)))
-
-
-def exit_code(arguments):
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    return end.value.code or 0
 
 
 def test_the_whole_report_of_a_machine_with_three_mistakes():
@@ -56,16 +49,6 @@ def test_the_whole_report_of_a_machine_with_three_mistakes():
     assert by_check["variables"]["fix"] == "did you mean PSENGINE_STRATEGY?"
     # The trial's processes have the extension.
     assert "shared memory sum 4 MiB in" in by_check["exchange"]["text"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"), [(["--only", "hostnam"], "there is no check"), (["--timeout-s", "0"], "timeout")]
-)
-def test_wrong_arguments_are_one_message_and_code_2(arguments, words, capsys):
-    assert exit_code(["doctor", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert words in captured.err
-    assert captured.out == ""
 
 
 def test_a_check_that_fails_or_hangs_is_a_finding(monkeypatch):
@@ -137,20 +120,6 @@ def test_what_launchers_set(given, level, words):
     (finding,) = run_check(training.launcher, given)
     assert finding.level == level
     assert words in finding.text
-
-
-@pytest.mark.parametrize(
-    ("given", "fix"),
-    [
-        ({"PSENGINE_STRATGY": "sync"}, "did you mean PSENGINE_STRATEGY?"),
-        ({"PSENGINE_STRATEGY": "async:max_stalness=3"}, "correct PSENGINE_STRATEGY"),
-        ({"PSENGINE_SERVERS": "a:7077"}, "correct PSENGINE_SERVERS"),
-    ],
-)
-def test_variables_that_are_misspelt_or_malformed(given, fix):
-    (finding,) = run_check(training.variables, {"HOME": "/", **given})
-    assert finding.level == "problem"
-    assert fix in finding.fix
 
 
 def test_known_variables_are_those_that_the_source_names():

@@ -161,9 +161,8 @@ def test_a_group_is_started_again_and_shares_out_the_cores(tmp_path):
 
 @pytest.mark.slow
 def test_the_timeline_holds_all_ranks(tmp_path):
-    path = tmp_path / "out.json"
-    training = str(SUPPORT / "launched_training.py")
-    code, _, err = run_command(["run", "--workers", "2", "--timeline", str(path), "--strategy", "async", training, "4"])
+    path, training = tmp_path / "out.json", [str(SUPPORT / "scheduled_training.py"), str(tmp_path), "--steps", "4"]
+    code, _, err = run_command(["run", "--workers", "2", "--timeline", str(path), "--strategy", "async", *training])
     assert code == 0, err
     assert f"timeline of 2 ranks in {path}" in err
     events = json.loads(path.read_text())["traceEvents"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -159,17 +158,6 @@ def test_independent_workers_die_alone(tmp_path):
     assert "when a worker dies, it alone is started again (--max-restarts 1); the others go on" in err
     assert "worker 1 failed: exit code 1\n  not yet\npsengine run: starting worker 1 again (1 of 1)" in err
     assert "worker 3 is not started again" in err
-
-
-@pytest.mark.slow
-def test_the_failure_report_of_a_server_strategy_names_independent(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAINING.format("os.kill(os.getpid(), signal.SIGKILL)"))
-    line = ["run", "--workers", "2", "--strategy", "sync-server", str(script), "x", str(tmp_path / "killed")]
-    code, _, err = run_command(line)
-    assert code == 128 + signal.SIGKILL
-    assert "a server that dies is started again; when a worker dies, the run ends; with --independent" in err
-    assert err.endswith("--max-restarts N a worker that dies is started again alone; the others go on\n")
 
 
 def nobody_reads_stderr():

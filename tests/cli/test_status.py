@@ -12,13 +12,12 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 from rich.console import Console
 from support.processes import free_port
 from support.server_process import running_server
-from support.statuses import TIMES, departed, shard, worker
+from support.statuses import departed, shard, worker
 from support.worker_sessions import entered
 
 import psengine
@@ -174,16 +173,6 @@ def test_tables_fit_and_wide_ones_say_more(width):
         assert title in header
     assert ("samples/s" in header) == (width == 200)
     assert re.search(r"^ +1 +live .*\b20\b", text, re.MULTILINE)  # 20 steps behind
-
-
-@pytest.mark.parametrize(("loss", "in_table"), [("nan", "nan"), (None, "-")])
-def test_a_loss_that_is_not_finite_is_none_that_is_not_there(loss, in_table):
-    told = overview(**TIMES | {"loss": loss})
-    shown = json.loads(msgspec.json.encode(told.to_json()))["jobs"]["a-job"]["workers"][0]
-    assert (shown["loss"], shown["compute_s"]) == (loss, 0.2)
-    lines = drawn(jobs_view(told, 120), 120).splitlines()
-    header, row = (next(line for line in lines if line.startswith(start)) for start in ("rank", "   0"))
-    assert row[: header.index("loss") + 4].split()[-1] == in_table
 
 
 def test_what_is_a_problem():

@@ -98,20 +98,6 @@ def test_init_and_shutdown(bare):
     assert init() == context
 
 
-def test_adopts_a_group_and_leaves_it(bare):
-    init()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    shutdown()
-    assert dist.group.WORLD is group
-    assert init().world_size == 1
-    with pytest.raises(ConfigurationError, match=r"expected backend='gloo' or none, got 'cpu:gloo'.*Fix: "):
-        init("cpu:gloo")
-    shutdown()
-    assert dist.group.WORLD is group
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -127,13 +113,6 @@ def test_arguments_that_do_not_fit(bare, arguments, error, words):
     with raises(error, words, "expected", "Fix: "):
         init(**{"backend": "gloo", **arguments})
     assert not dist.is_initialized()
-
-
-def test_half_set_variables(bare):
-    bare.setenv("RANK", "0")
-    for call in (init, is_main_process):
-        with pytest.raises(EnvironmentVariableError, match="missing WORLD_SIZE"):
-            call()
 
 
 def test_gloo_keeps_a_cuda_device_and_nccl_is_preferred(bare):

@@ -104,16 +104,3 @@ def test_a_program_of_the_page_trains_as_its_text_says(module):
     found = run_ranks(train, RANKS, module, options)
     for parameters, expected in zip(found, oracle(), strict=True):
         torch.testing.assert_close(parameters, expected, rtol=1e-5, atol=1e-6)
-
-
-def disagree(rank: int, world_size: int) -> str:
-    load("second_step")
-    with pytest.raises(psengine.ReplicaMismatchError) as raised:
-        psengine.DistributedDataParallel(make_model(), strategy=("second-step", "sync")[rank])
-    return str(raised.value)
-
-
-def test_ranks_that_choose_different_strategies_are_told_both():
-    for text in run_ranks(disagree, RANKS):
-        assert "second-step" in text
-        assert "strategy=sync" in text

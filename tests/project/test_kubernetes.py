@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import free_port
+from support.scheduled_runs import TRAINING, lines_of
 from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -141,36 +142,13 @@ def test_a_train_job_fits_its_runtime():
     assert [c["name"] for c in node["template"]["spec"]["template"]["spec"]["containers"]] == ["node"]
 
 
-TRAIN = """
-import json, os, sys, time, pathlib
-import torch
-import psengine
-
-context = psengine.init()
-torch.manual_seed(0)
-model = psengine.DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-folder = pathlib.Path(os.environ["TEST_FOLDER"])
-worker = os.environ.get("PSENGINE_WORKER", context.rank)
-name = f"{worker}-{len(list(folder.glob(f'{worker}-*')))}"
-for step in range(int(os.environ["TEST_STEPS"])):
-    optimizer.zero_grad()
-    model(torch.ones(3, 4)).square().sum().backward()
-    optimizer.step()
-    (folder / name).write_text(str(step))
-    time.sleep(0.02)
-(folder / f"end-{worker}").write_text(json.dumps([model.strategy.name, context.world_size]))
-"""
-
-
 class Pod:
     """The processes of a pod's containers, at this test's paths instead of the container's."""
 
-    def __init__(self, workload, replaced, *, index=0, more=None):
+    def __init__(self, workload, replaced, *, index=0):
         self._spec = workload["spec"]["template"]["spec"]
         self._replaced = replaced
         self._index = index
-        self._more = more or {}
 
     def here(self, words):
         for old, new in self._replaced.items():
@@ -179,7 +157,7 @@ class Pod:
 
     def environment(self, found):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        own = {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": os.environ.get("HOME", "/"), **self._more}
+        own = {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": os.environ.get("HOME", "/")}
         for entry in found.get("env", []):
             field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             assert field in (None, "metadata.annotations['batch.kubernetes.io/job-completion-index']")
@@ -206,7 +184,10 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
         (tmp_path / name).mkdir()
     (tmp_path / "secret" / "secret").write_text("a-secret-of-thirty-two-characters")
     (tmp_path / "secret" / "secret").chmod(0o440)
-    (tmp_path / "train.py").write_text(TRAIN)
+    out = tmp_path / "out"
+    arguments = [str(TRAINING), str(out), "--steps=150", "--pause=0.02"]
+    program = f"import runpy, sys; sys.argv = {arguments}; runpy.run_path({str(TRAINING)!r}, run_name='__main__')"
+    (tmp_path / "train.py").write_text(program)
     replaced = {
         "/secret/": f"{tmp_path}/secret/",
         "/run/psengine/": f"{tmp_path}/run/",
@@ -215,8 +196,8 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
         ":7077": f":{port}",
         "9100": str(status_port),
     }
-    more = {"TEST_FOLDER": str(tmp_path / "out"), "TEST_STEPS": "150"}
     servers, job = one(objects, "StatefulSet"), one(objects, "Job")
+    assert variables(container(job, "worker"))["PSENGINE_STRATEGY"] == strategy
     server = Pod(servers, replaced)
     processes = []
     try:
@@ -229,19 +210,19 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
             return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
 
         eventually(lambda: probe("startupProbe"), "the startup probe")
-        workers = [Pod(job, replaced, index=index, more=more) for index in range(2)]
+        workers = [Pod(job, replaced, index=index) for index in range(2)]
         running = []
         for pod in workers:
             pod.initialise()
             running.append(pod.start("worker", tmp_path)[1])
             processes.append(running[-1])
-        eventually(lambda: all((tmp_path / "out" / f"{index}-0").exists() for index in range(2)), "both workers train")
+        eventually(lambda: all(map(lines_of(out).get, range(2))), "both workers train")
         # A worker dies, and the Job starts another pod of its number.
         running[1].kill()
         running[1].wait(10)
         running[1] = workers[1].start("worker", tmp_path)[1]
         processes.append(running[1])
-        eventually(lambda: (tmp_path / "out" / "1-1").exists(), "the worker's second life")
+        eventually(lambda: len({line["pid"] for line in lines_of(out)[1]}) == 2, "the worker's second life")
         # The server's pod moves: it ends in order, and another takes its name and its claim.
         processes[0].send_signal(signal.SIGTERM)
         assert processes[0].wait(30) == 0
@@ -256,6 +237,5 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait(10)
-    for index in range(2):
-        assert json.loads((tmp_path / "out" / f"end-{index}").read_text()) == [strategy, 1]
+    assert [lines_of(out)[worker][-1]["step"] for worker in range(2)] == [149, 149]
     assert (tmp_path / "run" / "secret").stat().st_mode & 0o777 == 0o600

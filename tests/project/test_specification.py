@@ -79,13 +79,6 @@ def test_an_option_that_is_text_stays_text_and_a_number_is_none():
         psengine.SyncServer(job=7)
 
 
-def test_a_list_reaches_the_option_before_it():
-    strategy = resolve_strategy("async:servers=tcp://a:1,tcp://b:2,max_staleness=4")
-    assert repr(strategy) == repr(psengine.AsyncServer(4, servers=["tcp://a:1", "tcp://b:2"]))
-    with pytest.raises(ConfigurationError, match=r"got \[4, 'checksum'\]"):
-        resolve_strategy("async:max_staleness=4,checksum")
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -19,7 +19,7 @@ from fuzz.fuzz_frames import IN_HEADER, check, mutate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psengine.errors import ConfigurationError, ProtocolError
+from psengine.errors import ProtocolError
 from psengine.protocol import bodies
 from psengine.protocol.frames import HEADER_BYTES, MAX_GROUP, buffer_of, decode, encode, payload_tensor, refusal, split
 from psengine.protocol.messages import DTYPES, NO_KEY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
@@ -157,22 +157,6 @@ def test_payload_tensor_of_every_dtype_at_every_address_without_a_warning(dtype,
     assert decoded.data_ptr() % dtype.itemsize == 0
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(4, 4).t()[1:],
-        torch.zeros(4)[::2],
-        torch.zeros(2, device="meta"),
-        torch.zeros(2, dtype=torch.complex64).conj(),
-        torch.zeros(2, dtype=torch.complex64).conj().imag,
-    ],
-    ids=["transposed", "strided", "meta", "conjugate", "negative"],
-)
-def test_buffer_of_wants_plain_memory(tensor):
-    with raises(ConfigurationError, "contiguous CPU tensor"):
-        buffer_of(tensor)
-
-
 def test_a_payload_in_shared_memory_is_described_and_does_not_travel():
     values = torch.arange(3.0)
     message = Message(MessageType.PUSH, key=0, sequence=1, payload=values, place=64)
@@ -181,9 +165,6 @@ def test_a_payload_in_shared_memory_is_described_and_does_not_travel():
                                 place=64, epoch=0, view=0, incarnation=0, sequence=1, version=0)[0]  # fmt: skip
     decoded = decode([frame])
     assert (decoded.place, decoded.dtype, decoded.numel, decoded.payload) == (64, torch.float32, 3, None)
-
-
-# ---- Malformed headers
 
 
 def push(frames=2, **fields):
@@ -196,33 +177,25 @@ def push(frames=2, **fields):
     [
         ([], "expected 96 bytes, got 0"),
         ([push()[0][:95]], "expected 96 bytes, got 95"),
-        ([push()[0] + b"\0"], "expected 96 bytes, got 97"),
         ([b"GET / HTTP/1.1"], "no psengine message"),
         (push(magic=b"PSEM"), "no psengine message (expected b'PSEN' first"),
         (push(type=0), f"unknown message type (expected 1 to {max(MessageType)}, got 0)"),
-        (push(type=99), f"unknown message type (expected 1 to {max(MessageType)}, got 99)"),
         (push(dtype=0), "unknown dtype (expected 1 to 12, got 0)"),
-        (push(dtype=13), "unknown dtype (expected 1 to 12, got 13)"),
         (push(dtype=2), "numel and dtype, in bytes (expected 16, got 8)"),
         (push(flags=20), "reserved bits"),
-        (push(1, flags=9), "reserved bits"),
         (push(zeros=b"\0\0\1"), "reserved bits"),
         (push(place=1), "reserved bits"),
-        (with_fields(FRAMES["push_abstain"], flags=1), "reserved bits"),
         (push(flags=12), "cannot have its payload in shared memory, or twice (got flags 12)"),
         (with_fields(FRAMES["store_blob"][:1], flags=8, body_bytes=0), "STORE cannot have its payload in shared"),
         (push(flags=8), "wrong number of frames for its flags (expected 1, got 2)"),
         (push(flags=6), "wrong number of frames for its flags (expected 3, got 2)"),
         ([*push(), b""], "wrong number of frames"),
-        (push(1), "wrong number of frames"),
         (push(1, flags=8, numel=3), "in bytes (expected 12, got 8)"),
         (push(numel=2**62), "does not match its numel"),
         (push(payload_bytes=12, numel=3), "header's number of bytes (expected 12, got 8)"),
         (push(payload_bytes=2**40, numel=2**38), "too large (expected at most 16777216"),
         ([push()[0], push()[1][:-1]], "header's number of bytes (expected 8, got 7)"),
-        (push(body_bytes=1), "header's number of bytes (expected 1, got 0)"),
         (with_fields(FRAMES["push_abstain"], numel=1), "describes a payload and has none"),
-        (with_fields(FRAMES["push_abstain"], dtype=1), "describes a payload and has none"),
         (push(key=NO_KEY), "names no chunk"),
         (push(sequence=0), "has no step"),
         (with_fields(FRAMES["heartbeat"], type=MessageType.UPDATED), "UPDATED lacks its payload"),
@@ -253,9 +226,7 @@ SOME_DATE = datetime.fromtimestamp(5, timezone.utc)
     [
         (b"", "no valid msgpack"),
         (b"\xc0", "PUSH body: (expected object, got None"),
-        (b"\x81\xa6gro", "no valid msgpack"),
         (b"\x81\xa6groups\xdd\xff\xff\xff\xff", "no valid msgpack"),
-        (b"\x81\xa6groups\xdb\xff\xff\xff\xff", "no valid msgpack"),
         (b"\x80\x80", "no valid msgpack"),
         (bomb(7), " body.groups[0]: (expected"),
         (bomb(60_000), "no valid msgpack"),
@@ -263,7 +234,6 @@ SOME_DATE = datetime.fromtimestamp(5, timezone.utc)
         (b"\x81\xa6groups\xd4\x05\x00", " body.groups: (expected"),  # an extension
         ({"groups": [{"lr": SOME_DATE}]}, " body.groups[0][...]: (expected"),
         (b"\x81\xc4\x06groups\x90", "PUSH body: (expected str"),
-        (b"\x81\x90\x01", "PUSH body: (expected str"),
         (b"\x81\x80\x01", "no valid msgpack"),
         (b"\x81\xa6groups\xa1\xff", "no valid msgpack: 'utf-8'"),
         ({"colour": 1}, "unknown field `colour`, got {'colour': 1}"),
@@ -271,10 +241,8 @@ SOME_DATE = datetime.fromtimestamp(5, timezone.utc)
         ({"groups": [{"betas": [0.9]}]}, "groups[0][...]: (expected array of length 2"),
         ({"groups": [{"x" * 65: 1}]}, "groups[0]: (expected str of length <= 64"),
         ({"groups": [{"a b": 1}]}, "groups[0]: (expected str matching"),
-        ({"groups": [{f"h{i}": 1 for i in range(65)}]}, "(expected object of length <= 64"),
         ({"absent": [512]}, " body.absent[0]: (expected"),
         ({"absent": [True]}, " body.absent[0]: (expected"),
-        ({"absent": [0] * 513}, " body.absent: (expected"),
         ({"groups": ["x" * 263_000]}, "PUSH body is too large (expected at most 262144 bytes"),
     ],
 )
@@ -318,20 +286,14 @@ APPLY = body_of("hello_again_apply")["rule"]
     [
         ("hello", changed("hello", job=""), " body.job: (expected"),
         ("hello", changed("hello", job="a\nb"), "body.job: (expected str without controls, got 'a\\nb'"),
-        ("hello", changed("hello", host="x" * 60_000), " body.host: (expected"),
-        ("hello", changed("hello", nonce=-1), " body.nonce: (expected"),
-        ("hello", changed("hello", rank=2**32 - 1), " body.rank: (expected"),
         ("hello", changed("hello", world_size=65_537), " body.world_size: (expected"),
         ("hello", changed("hello", host=None), "HELLO body: Object missing required field `host`"),
         ("hello", changed("hello", world_size=None), "lacks the field `world_size`"),
         ("hello", changed("hello", rule={"name": "vote"}), "rule.name: Invalid value 'vote'"),
-        ("hello", changed("hello", rule={"name": "average", "quorum": 0}), " body.rule.quorum: (expected"),
         ("hello", changed("hello", rule=APPLY | {"delay_compensation": -0.1}), " body.rule.delay_compensation: (exp"),
-        ("hello", changed("hello", unreachable=[0, "1"]), " body.unreachable[1]: (expected"),
         ("hello_again_apply", changed("hello_again_apply", key=None), "has a view without `key` and `completed`"),
         ("hello_again_apply", changed("hello_again_apply", key="x" * 44), " body.key: (expected bytes, got 'xx"),
         ("resume_registrar", {"key": b"x" * 32}, "has some of `job`, `rule`, `registration`, `key`"),
-        ("resume", {"open": [[0, 0]]}, " body.open[0][1]: (expected"),
         ("commit_join", {"what": "sleep"}, "body.what: Invalid value 'sleep'"),
         ("view", view(from_step=0), " body.view[4]: (expected"),
         ("register", register("x" * 513, [2], [1], 0, 2), "segments[0][0]: (expected str of length <= 512"),
@@ -340,14 +302,11 @@ APPLY = body_of("hello_again_apply")["rule"]
         ("register", register("a", [2, 3], [4, 1], 0, 2), "without gaps"),
         ("register", register("a", [2], [2**62], 0, 2), "without gaps"),
         ("register", register("a", [2**62] * 64, [1] * 64, 0, 2), "without gaps"),
-        ("register", register("a", [-2], [1], 0, 2), " body.segments[0][1][0]: (expected int >= 0, got -2"),
         ("register", register("fc1.weight", [2, 3], [3, 1], 0, 1), "sum of the segments"),
         ("push", {"weight": math.nan}, " body.weight: (expected"),
         ("heartbeat", {"steps": 2**53 + 1}, " body.steps: (expected"),
-        ("heartbeat", {"step_s": math.inf}, " body.step_s: (expected"),
         ("heartbeat", {"loss": math.nan}, " body.loss: (expected"),
         ("configure", changed("configure", optimizer="LBFGS"), " body.optimizer: (expected"),
-        ("error", {"code": "memory", "text": "x" * 4001}, " body.text: (expected"),
     ],
 )
 def test_bodies_that_break_their_schema(name, body, words):
@@ -406,11 +365,6 @@ def test_a_refusal_of_noise_is_plain(frames):
 
 
 # ---- Fuzz; longer runs: tests/fuzz/fuzz_frames.py
-
-
-@given(st.lists(st.binary(max_size=200), max_size=4))
-def test_arbitrary_frames(frames):
-    check(frames)
 
 
 @given(st.sampled_from(sorted(FRAMES)), st.binary(max_size=300))

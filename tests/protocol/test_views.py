@@ -44,11 +44,6 @@ def test_each_field_is_signed():
     assert len(digests | {sign(KEY, 77, VIEW)}) == len(other) + 1
 
 
-def test_members_are_found_by_rank():
-    assert VIEW.member(2) == VIEW.members[1]
-    assert VIEW.member(1) is None
-
-
 def test_threads_may_meet_a_type_first_together():
     """msgspec crashes where two threads learn one type at once, so importing teaches it."""
     program = (

@@ -1,7 +1,8 @@
-"""deploy/prometheus: rules that Prometheus takes, over metrics that exist."""
+"""deploy/prometheus: rules that Prometheus takes, and a board, over metrics that exist."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -39,11 +40,15 @@ def exposition():
     return (render_metrics(server(job, snapshot=snapshot, logs=(log,)))[1] + metrics.render()[2]).decode()
 
 
+def names_of(exposed):
+    return set(re.findall(r"^(psengine_\w+?)(?:\{| )", exposed, re.MULTILINE))
+
+
 def test_alerts_ask_only_for_metrics_there_are():
     rules, exposed = RULES.read_text(), exposition()
     used = set(re.findall(r"\bpsengine_\w+", rules))
     assert len(used) >= 20
-    assert used - set(re.findall(r"^(psengine_\w+?)(?:\{| )", exposed, re.MULTILINE)) == set()
+    assert used - names_of(exposed) == set()
     reasons = set(re.findall(r'reason="(\w+)"', rules))
     assert reasons
     assert reasons - set(re.findall(r'reason="(\w+)"', exposed)) == set()
@@ -55,6 +60,28 @@ def test_every_alert_is_tested_and_has_its_place_in_the_runbook():
     for alert in ALERTS:
         assert f'alertname="{alert}"' in tests, alert
         assert f"`{alert}`" in runbook, alert
+
+
+def test_grafana_asks_only_for_metrics_there_are():
+    board = json.loads((FOLDER / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    queries = [variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
+    assert len(expressions) >= 12
+    used = {name for text in [*expressions, *queries] for name in re.findall(r"psengine_\w+", text)}
+    assert used - names_of(exposition()) == set()
+    # A worker that asks for weights alone is counted there too.
+    assert all('reason!="abstained"' in text for text in expressions if "psengine_refused_total" in text)
+    assert {"datasource", "job"} <= {variable["name"] for variable in board["templating"]["list"]}
+    for text in [*expressions, *queries]:
+        assert not re.search(r"[{,( ]job[=,)]", text), text  # Prometheus's own label, of what it scrapes
+        # Each server tells of all workers: without this, two servers would make four of two.
+        for match in re.finditer(r"psengine_(?:worker_|job_workers)", text):
+            assert re.search(r"(max|min)( by \([a-z, ]+\))? ?\($", text[: match.start()]), text
+    for panel in board["panels"]:
+        legends = [target["legendFormat"] for target in panel.get("targets", [])]
+        assert not [legend for legend in legends if "{{shard}}" in legend and "{{instance}}" not in legend]
+        assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
 def test_prometheus_takes_the_rules_and_they_fire_when_they_should(tmp_path):

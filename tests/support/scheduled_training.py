@@ -1,9 +1,9 @@
 """A training that tests start with srun, mpirun, torchrun and psengine run: every worker's losses, to the bit.
 
-scheduled_training.py FOLDER [--steps N] [--pause SECONDS] [--checkpoint]
+scheduled_training.py FOLDER [--steps N] [--pause SECONDS] [--slow WORKER] [--checkpoint]
 
-A worker appends a line to FOLDER/workerN.jsonl for each step. ``--checkpoint``: rank 0 saves each step, and a later run
-goes on from there.
+A worker appends a line to FOLDER/workerN.jsonl for each step. ``--slow``: this worker alone pauses. ``--checkpoint``:
+rank 0 saves each step, and a later run goes on from there.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--slow", type=int)
     parser.add_argument("--checkpoint", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -83,7 +84,7 @@ def main() -> None:
             line = {"step": step, "loss": loss.hex(), "host": context.hostname, "pid": os.getpid()}
             out.write(json.dumps({**line, "workers": context.workers}) + "\n")
             out.flush()
-            time.sleep(options.pause)
+            time.sleep(options.pause if options.slow in (None, context.worker) else 0.002)
     psengine.shutdown()
 
 

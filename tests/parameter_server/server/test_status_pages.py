@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import http.client
-import json
 import re
 import socket
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from support.server_process import running_server
@@ -18,8 +16,6 @@ from psengine.parameter_server.server.status.pages import dashboard
 from psengine.parameter_server.server.status.prometheus import render_metrics
 from psengine.parameter_server.status_model import SnapshotStatus
 from psengine.status_port.http_status import MAX_CONNECTIONS, HttpStatus
-
-GRAFANA = Path(__file__).parents[3] / "deploy" / "prometheus" / "grafana.json"
 
 
 def ask(url, path, method="GET", host=None):
@@ -108,9 +104,6 @@ def test_connections_beyond_the_limit_are_closed_and_make_room():
             later.recv(12)
 
 
-# ---- metrics ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def metrics():
     """Of a server with a worker of which all is known, 2 steps behind another."""
@@ -135,26 +128,3 @@ def test_metrics_tell_of_workers(metrics):
         assert line in metrics, metrics
     # Prometheus would rename it: the label is its own, of what it scrapes.
     assert not re.search(r"[{,]job=", metrics)
-
-
-def test_grafana_asks_only_for_metrics_there_are(metrics):
-    exported = set(re.findall(r"^(psengine_\w+?)(?:\{| )", metrics, re.MULTILINE))
-    board = json.loads(GRAFANA.read_text())
-    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
-    queries = [variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
-    assert len(expressions) >= 12
-    used = {name for text in [*expressions, *queries] for name in re.findall(r"psengine_\w+", text)}
-    assert used - exported == set()
-    # A worker that asks for weights alone is counted there too.
-    assert all('reason!="abstained"' in text for text in expressions if "psengine_refused_total" in text)
-    assert {"datasource", "job"} <= {variable["name"] for variable in board["templating"]["list"]}
-    for text in [*expressions, *queries]:
-        assert not re.search(r"[{,( ]job[=,)]", text), text  # Prometheus's own label, of what it scrapes
-        # Each server tells of all workers: without this, two servers would make four of two.
-        for match in re.finditer(r"psengine_(?:worker_|job_workers)", text):
-            assert re.search(r"(max|min)( by \([a-z, ]+\))? ?\($", text[: match.start()]), text
-    for panel in board["panels"]:
-        legends = [target["legendFormat"] for target in panel.get("targets", [])]
-        assert not [legend for legend in legends if "{{shard}}" in legend and "{{instance}}" not in legend]
-        assert panel["type"] == "row" or panel["datasource"]["uid"] == "${datasource}"
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
