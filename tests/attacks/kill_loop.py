@@ -19,14 +19,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.fault_workers import Reports, Worker, WorkerProcesses, worker_processes
-from support.server_process import APPLY, SGD, ServerProcess, running_server
-from support.shard_world import spec
+from support.server_process import ServerProcess, running_server
+from support.shard_world import APPLY, SGD, spec
 from support.waiting import eventually
 from support.worker_sessions import entered
 
@@ -63,10 +63,6 @@ class Counters:
     unreported: int = 0
     uncounted: int = 0
     doubled: int = 0
-
-    def __add__(self, other: Counters) -> Counters:
-        mine, its = asdict(self), asdict(other)
-        return Counters(**{name: mine[name] + its[name] for name in mine})
 
 
 class Servers:

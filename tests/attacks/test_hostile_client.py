@@ -19,8 +19,8 @@ import pytest
 import torch
 import zmq
 from fuzz.fuzz_frames import SEEDS, mutate
-from support.server_process import AVERAGE_RULE as AVERAGE
 from support.server_process import Peer, ServerProcess, running_server
+from support.shard_world import AVERAGE
 
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.messages import NOBODY

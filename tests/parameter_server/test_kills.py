@@ -21,13 +21,14 @@ from typing import Any
 
 import pytest
 import torch
-from attacks.kill_loop import LEASE_S, Servers
+from attacks.kill_loop import LEASE_S, Servers, last_step
 from attacks.throttled_relay import throttled_relay
 from support.fault_workers import Reports, Worker, end_myself, expect_workers, results_of, worker_processes
 from support.marks import slow
 from support.processes import run_ranks
-from support.server_process import SGD, Peer, ServerProcess, running_server
-from support.shard_world import APPLY, spec
+from support.server_process import Peer, ServerProcess, running_server
+from support.server_training import assert_equal, state_of
+from support.shard_world import APPLY, SGD, spec
 from support.worker_sessions import entered
 from torch import nn
 from torch.nn import functional as F
@@ -72,19 +73,9 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def state_of(model: nn.Module) -> State:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
 def momenta_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     states = optimizer.state_dict()["state"]
     return {f"momentum of {n}": states[i]["momentum_buffer"] for i, (n, _) in enumerate(model.named_parameters())}
-
-
-def assert_equal(a: State, b: State) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), f"{name}: {(a[name].float() - b[name].float()).abs().max()}"
 
 
 @pytest.fixture
@@ -189,9 +180,6 @@ def assert_same_end(results: Sequence[Any]) -> None:
             assert_equal(averages[step], results[0][0][step])
 
 
-# ---- 1: a worker is killed in the middle of a push -------------------------------------------------------------------
-
-
 class DieInStep:
     """SIGKILL from inside, once ``pushes`` of step ``step``'s chunks have been handed over."""
 
@@ -231,27 +219,19 @@ def test_a_worker_killed_in_the_middle_of_a_push_is_left_out(server, pushes):
 
 def end_soon(workers: Sequence[Worker]) -> list[Any]:
     """Let workers of one job train some steps more; their results."""
-    last = max(steps_of(worker) for worker in workers) + 8
+    last = max(last_step(worker) for worker in workers) + 8
     for worker in workers:
         worker.go(last)
     return results_of(workers)
 
 
-def steps_of(worker: Worker) -> int:
-    worker.drain()
-    return max((value for said, value, _ in worker.heard if said == "step"), default=0)
-
-
 def assert_goes_on(survivors: Sequence[Worker], died_s: float) -> None:
     """No survivor goes longer without a step than a lease and GRACE_S."""
     for survivor in survivors:
-        reached = steps_of(survivor)
+        reached = last_step(survivor)
         # Two steps on: the first of them may have been all but done.
         _, done_s = survivor.wait_for("step", at_least=reached + 2)
         assert done_s - died_s < LEASE_S + GRACE_S
-
-
-# ---- 2: a worker restarts --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("waits_for_eviction", [False, slow(True)])
@@ -278,7 +258,7 @@ def test_a_restarted_worker_gets_weights_buffers_and_momenta(server, waits_for_e
     assert not alone or alone == list(range(alone[0], alone[-1] + 1))
 
 
-# ---- 3: servers are killed and restarted -----------------------------------------------------------------------------
+# ---- servers are killed and restarted --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", ["memory", slow("snapshot"), "log"])
@@ -316,9 +296,6 @@ def test_connections_that_break_lose_and_double_nothing():
     assert phases_of(results[0], (0, 1)) == [(0, 1)] * steps
 
 
-# ---- 4: a worker stops for longer than its lease ---------------------------------------------------------------------
-
-
 def test_a_stopped_worker_rejoins_with_the_others_state(server):
     with worker_processes() as workers:
         members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
@@ -328,16 +305,13 @@ def test_a_stopped_worker_rejoins_with_the_others_state(server):
         assert_goes_on(others, time.monotonic())
         stopped.signal(signal.SIGCONT)
         continued_s = time.monotonic()
-        _, rejoined_s = stopped.wait_for("step", at_least=steps_of(others[0]))
+        _, rejoined_s = stopped.wait_for("step", at_least=last_step(others[0]))
         assert rejoined_s - continued_s < REJOIN_S
         results = end_soon([*others, stopped])
     assert_same_end(results)
     phases = phases_of(results[0], (0, 1, 2))
     assert phases[0] == phases[-1] == (0, 1, 2)
     assert (0, 2) in phases
-
-
-# ---- 5: the server stops for longer than the lease -------------------------------------------------------------------
 
 
 def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
@@ -349,7 +323,7 @@ def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
         time.sleep(LEASE_S + 1.1)
         server.signal(signal.SIGCONT)
         for member in members:
-            member.wait_for("step", at_least=steps_of(member) + 5)
+            member.wait_for("step", at_least=last_step(member) + 5)
         job = server.coordinated("default")
         assert ([worker["rank"] for worker in job["workers"]], job["evicted"]) == ([0, 1, 2], 0)
         kinds = [event["kind"] for event in server.status()["events"]]
@@ -357,42 +331,6 @@ def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
     assert (kinds.count("joined"), kinds.count("stood_still")) == (3, 1)
     assert_same_end(results)
     assert set(phases_of(results[0], (0, 1, 2))) == {(0, 1, 2)}
-
-
-def train_in_a_run(reports: Reports, *arguments: Any) -> Any:
-    os.environ["PSENGINE_RUN_ID"] = "run 1"
-    try:
-        return train_sync(reports, *arguments)
-    except SystemExit as end:
-        return end.code
-
-
-def test_a_worker_that_is_restarted_after_the_end_ends_too(server):
-    """It would train alone from step 1, and overwrite the finished model."""
-    with worker_processes() as workers:
-        members = [workers.start(train_in_a_run, server.addresses[0], 8, 2, rank=rank) for rank in range(2)]
-        results_of(members)
-        late = workers.start(train_in_a_run, server.addresses[0], 8, 2, rank=1)
-        assert late.result() == 0
-        assert not late.has_said("entered")
-        assert "has ended" in late.story()
-
-
-# ---- 7: what never comes back ----------------------------------------------------------------------------------------
-
-
-def test_a_server_that_is_gone_for_good_is_named():
-    with worker_processes() as workers, running_server(lease_s=LEASE_S) as server:
-        options = {"timeout_s": 1.0}
-        train = functools.partial(train_sync, options=options)
-        member = workers.start(train, server.addresses[0], ENDLESS, 1, 0.005, rank=0)
-        member.wait_for("step", at_least=5)
-        server.kill()
-        died_s = time.monotonic()
-        text, failed_s = member.wait_for("failed")
-    assert failed_s - died_s < 1.0 + GRACE_S
-    for words in ("ServerLostError", server.addresses[0], "did not answer push", "of chunk ", " for 1."):
-        assert words in text
 
 
 def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path):
@@ -420,56 +358,3 @@ def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_pa
         with Peer(server.addresses[0]) as peer:
             assert peer.hello(rank=1, world_size=2).type.name == "WELCOME"
             assert server.job("job")[0]["version_min"] == 4
-
-
-# ---- workers of diloco-server ----------------------------------------------------------------------------------------
-
-
-def train_diloco(reports: Reports, addresses: str, world_size: int, pause_s: float) -> dict[int, State]:
-    """Until it is told to end; by the number of each merge that it took part in, the parameters."""
-    kind = functools.partial(psengine.DilocoServer, quorum=world_size, every=2)
-    rank, strategy, wrapped, optimizer = begin(kind, addresses, world_size, {})
-    pushes, push = [], strategy.session.push
-
-    def note(*arguments: Any, **keywords: Any) -> Any:
-        pushes.append(push(*arguments, **keywords))
-        return pushes[-1]
-
-    strategy.session.push = note
-    merges: dict[int, State] = {}
-    for step in itertools.count():
-        x, y = batch(rank, step)
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        optimizer.step()
-        time.sleep(pause_s)
-        if pushes:
-            parameters = {spec.key for spec in strategy.chunks.specs if spec.kind.value == "parameter"}
-            [merge] = {one.wait().version for one in pushes if one.key in parameters}
-            merges[merge] = {name: tensor.detach().clone() for name, tensor in wrapped.module.named_parameters()}
-            pushes.clear()
-            reports.say("step", strategy.completed_steps)
-            if reports.told():
-                break
-    strategy.close()
-    return merges
-
-
-def test_workers_of_a_merge_agree_and_no_merge_waits_for_a_dead_one():
-    with ExitStack() as context:
-        arguments = train_diloco, ",".join(Servers(context, lambda number: {}).addresses), 3, 0.01
-        workers = context.enter_context(worker_processes())
-        first, victim, third = (workers.start(*arguments, rank=rank) for rank in range(3))
-        victim.wait_for("step", at_least=5)
-        victim.kill()
-        assert_goes_on([first, third], time.monotonic())
-        again = workers.start(*arguments, rank=1)
-        again.wait_for("step", at_least=5)
-        for worker in (first, third, again):
-            worker.go()
-        results = results_of([first, third, again])
-    for one, other in itertools.combinations(results, 2):
-        common = one.keys() & other.keys()
-        assert len(common) >= 4
-        for merge in common:
-            assert_equal(one[merge], other[merge])

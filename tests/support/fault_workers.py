@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +56,15 @@ class Worker:
 
     Attributes:
         pid: of its process.
+        log: what it has written to stdout and stderr.
         heard: (what, value, time) of everything it said.
     """
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: Path
     ) -> None:
-        self._log = log
-        self._log.touch()
+        self.log = log
+        self.log.touch()
         self._connection, remote = forkserver.Pipe(duplex=True)
         self._process = forkserver.Process(
             target=_worker_main, args=(remote, function, arguments, environment, str(log)), daemon=True
@@ -80,6 +84,11 @@ class Worker:
         """SIGKILL, and wait until it is gone."""
         self._process.kill()
         self._process.join(timeout=10)
+
+    def exit_code(self, timeout_s: float = 0.0) -> int | None:
+        """Negative for a signal; None where it still runs after that time."""
+        self._process.join(timeout=timeout_s)
+        return self._process.exitcode
 
     def signal(self, number: int) -> None:
         """Send a signal, such as SIGSTOP."""
@@ -115,12 +124,6 @@ class Worker:
         self.drain()
         return any(said == what for said, _, _ in self.heard)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is gone, and has not said a result."""
-        self.drain()
-        return self._has_ended and not any(said == "result" for said, _, _ in self.heard)
-
     def story(self) -> str:
         """Its log, where its threads are if it lives, and its last words."""
         if self._process.is_alive():
@@ -130,7 +133,7 @@ class Worker:
         self.drain()
         words = [(said, value if said != "result" else "...") for said, value, _ in self.heard if said != "failed"]
         failures = [value for said, value, _ in self.heard if said == "failed"]
-        return "\n".join([str(words[-3:]), self._log.read_text(errors="replace"), *failures])
+        return "\n".join([str(words[-3:]), self.log.read_text(errors="replace"), *failures])
 
     def result(self, timeout_s: float = 60.0) -> Any:
         """What its function returned."""
@@ -164,13 +167,10 @@ def results_of(workers: Sequence[Worker], timeout_s: float = 60.0) -> list[Any]:
     """What their functions returned; the first failure of any ends the wait, and is told with the others'."""
     deadline_s = time.monotonic() + timeout_s
     while not all(worker.has_said("result") for worker in workers):
-        if any(worker.has_said("failed") or worker.has_ended for worker in workers):
-            time.sleep(0.5)
+        is_over = any(worker.has_said("failed") or worker.exit_code() for worker in workers)
+        if is_over or time.monotonic() > deadline_s:
             stories = "\n".join(f"--- worker {worker.pid}\n{worker.story()}" for worker in workers)
-            raise WorkerFailedError(f"a worker failed\n{stories}")
-        if time.monotonic() > deadline_s:
-            stories = "\n".join(f"--- worker {worker.pid}\n{worker.story()}" for worker in workers)
-            raise WorkerFailedError(f"after {timeout_s:g} s workers still run\n{stories}")
+            raise WorkerFailedError(f"a worker failed, or they still run after {timeout_s:g} s\n{stories}")
         time.sleep(0.02)
     return [worker.result() for worker in workers]
 
@@ -193,9 +193,22 @@ def end_myself() -> None:
     time.sleep(60)
 
 
+def _end_with_parent() -> None:
+    """A test process that is killed cannot end its workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch(sentinel: int) -> None:
+        wait([sentinel])
+        os._exit(9)
+
+    threading.Thread(target=watch, args=[parent.sentinel], daemon=True).start()
+
+
 def _worker_main(
     connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: str
 ) -> None:
+    _end_with_parent()
     os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -14,9 +14,6 @@ from psengine.protocol.layout import ChunkKind
 from psengine.protocol.messages import Message, MessageType
 from psengine.protocol.views import View, ViewMember, message_of
 
-RULE = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
-
-
 SPECS = cut(ChunkKind.PARAMETER, [("weight", (100,), (1,), 100)], torch.float32, 0, 256)
 INCARNATION = 7
 HEARTBEAT_S = 0.2

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import pickle
 import signal
 import sys
-import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
+import zmq
+
 from psengine.environment.local_sockets import way_to
-from support.process_table import send_signal
-from support.processes import forkserver
+from psengine.parameter_server.server.daemon import Server
+from psengine.parameter_server.server.settings import ServerSettings
+from psengine.protocol.frames import decode, encode, split
+from psengine.protocol.layout import job_number
+from psengine.protocol.messages import NOBODY, Message, MessageType
+from psengine.tracing.logging_format import TextFormatter
+from support.fault_workers import Reports, Worker, WorkerFailedError, worker_processes
+from support.shard_world import APPLY, SGD
 
 START_DEADLINE_S = 30.0
 
@@ -37,48 +40,46 @@ class ServerProcess:
 
     Attributes:
         addresses: of its shards.
-        pid: of its process.
         status_url: of its monitor.
         lines: what it announced at start-up.
     """
 
     addresses: list[str]
-    pid: int
     status_url: str
     lines: list[str]
-    _process: Any = field(repr=False)
-    _log: Path = field(repr=False)
+    _worker: Worker = field(repr=False)
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._worker.pid
 
     def terminate(self) -> None:
         """Ask it to end in order; ``wait`` for it."""
-        self._process.terminate()
+        self._worker.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it at once and wait until it is gone."""
-        self._process.kill()
-        self._process.join(timeout=10)
+        self._worker.kill()
 
     def signal(self, number: int) -> None:
         """Send it a signal, such as SIGSTOP."""
-        send_signal(self.pid, number)
+        self._worker.signal(number)
 
     def wait(self, timeout_s: float = 15.0) -> int:
         """Its exit code, negative for a signal."""
-        self._process.join(timeout=timeout_s)
-        code = self._process.exitcode
-        if code is None:
-            raise AssertionError(f"the server still ran after {timeout_s:g} s\n{self.log()}")
-        assert isinstance(code, int)
+        code = self._worker.exit_code(timeout_s)
+        assert code is not None, f"the server still ran after {timeout_s:g} s\n{self.log()}"
         return code
 
     @property
     def is_alive(self) -> bool:
         """Whether the process runs."""
-        return bool(self._process.is_alive())
+        return self._worker.exit_code() is None
 
     def log(self) -> str:
         """What it wrote to stdout and stderr so far."""
-        return self._log.read_text(errors="replace")
+        return self._worker.log.read_text(errors="replace")
 
     def status(self) -> dict[str, Any]:
         """What /status.json says: pid, epoch, snapshot, and per shard the jobs."""
@@ -118,92 +119,52 @@ def running_server(
         ServerFailedError: it ended, or said nothing, before it was ready.
     """
     options = {"bind": "tcp://127.0.0.1:0", "status_port": 0, **options}
-    receiver, sender = forkserver.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="psengine-server-") as directory:
-        log = Path(directory) / "log"
-        log.touch()
-        setup = _Setup(options, {**os.environ, **(environment or {})}, until_stdin_closes, str(log), sabotage)
-        # Connections are how descriptors travel to a forkserver's child.
-        pipe = None if stdin is None else Connection(os.dup(stdin), writable=False)
-        process = forkserver.Process(target=_server_main, args=(setup, sender, pipe), daemon=True)
-        process.start()
-        sender.close()
+    variables = {**os.environ, **(environment or {})}
+    # Connections are how descriptors travel to a forkserver's child.
+    pipe = None if stdin is None else Connection(os.dup(stdin), writable=False)
+    with worker_processes() as workers:
+        worker = workers.start(_serve, options, variables, until_stdin_closes, pipe, sabotage)
         try:
-            yield _await_ready(process, receiver, log)
+            ready, _ = worker.wait_for("ready", START_DEADLINE_S)
+        except WorkerFailedError as error:
+            raise ServerFailedError(f"the server was not ready (exit code {worker.exit_code(10.0)})\n{error}") from None
+        try:
+            yield ServerProcess(**ready, _worker=worker)
         except BaseException:
-            print(f"--- server {process.pid}\n{log.read_text(errors='replace')}", file=sys.stderr)
+            print(f"--- server {worker.pid}\n{worker.log.read_text(errors='replace')}", file=sys.stderr)
             raise
-        finally:
-            receiver.close()
-            if process.is_alive():
-                process.kill()
-            process.join(timeout=10)
-            process.close()
 
 
-@dataclass(frozen=True)
-class _Setup:
-    options: dict[str, Any]
-    environment: dict[str, str]
-    until_stdin_closes: bool
-    log: str
-    sabotage: Callable[[], None] | None
-
-
-def _await_ready(process: Any, receiver: Any, log: Path) -> ServerProcess:
-    deadline = time.monotonic() + START_DEADLINE_S
-    try:
-        if receiver.poll(max(0.0, deadline - time.monotonic())):
-            ready = pickle.loads(receiver.recv_bytes())
-            return ServerProcess(ready["addresses"], process.pid, ready["status_url"], ready["lines"], process, log)
-    except EOFError:
-        process.join(timeout=10)
-    raise ServerFailedError(f"the server was not ready (exit code {process.exitcode})\n{log.read_text()}")
-
-
-def _end_with_parent() -> None:
-    """A test process that is killed cannot end its servers."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch(sentinel: int) -> None:
-        wait([sentinel])
-        os._exit(9)
-
-    threading.Thread(target=watch, args=[parent.sentinel], daemon=True).start()
-
-
-def _server_main(setup: _Setup, sender: Any, stdin: Any) -> None:
-    _end_with_parent()
-    descriptor = os.open(setup.log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+def _serve(
+    reports: Reports,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    until_stdin_closes: bool,
+    stdin: Any,
+    sabotage: Callable[[], None] | None,
+) -> None:
     if stdin is not None:
         os.dup2(stdin.fileno(), 0)
         stdin.close()
     os.environ.clear()
-    os.environ.update(setup.environment)
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from psengine.parameter_server.server.daemon import Server
-    from psengine.parameter_server.server.settings import ServerSettings
-    from psengine.tracing.logging_format import TextFormatter
-
     handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter())
-    logging.getLogger("psengine").addHandler(handler)
-    logging.getLogger("psengine").setLevel(logging.INFO)
-    if setup.sabotage is not None:
-        setup.sabotage()
-    server = Server(ServerSettings(**setup.options), until_stdin_closes=setup.until_stdin_closes)
+    log = logging.getLogger("psengine")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if sabotage is not None:
+        sabotage()
+    server = Server(ServerSettings(**options), until_stdin_closes=until_stdin_closes)
     lines: list[str] = []
 
     def announce(line: str) -> None:
         lines.append(line)
         print(line, flush=True)
         if line.startswith("psengine-server ready"):
-            ready = {"addresses": server.addresses, "status_url": server.status_url, "lines": lines}
-            sender.send_bytes(pickle.dumps(ready))
-            sender.close()
+            reports.say("ready", {"addresses": server.addresses, "status_url": server.status_url, "lines": lines})
 
     code = server.run(announce)
     sys.stdout.flush()
@@ -219,8 +180,6 @@ class Peer:
     """
 
     def __init__(self, address: str, *, curve: Any = None, deaf: bool = False, over_tcp: bool = False) -> None:
-        import zmq
-
         self._context: Any = zmq.Context()
         self.socket: Any = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -245,8 +204,6 @@ class Peer:
         self._context.destroy(linger=0)
 
     def send(self, message: Any) -> None:
-        from psengine.protocol.frames import encode
-
         self.socket.send_multipart(encode(message))
 
     def receive(self, timeout_s: float = 5.0) -> Any:
@@ -258,8 +215,6 @@ class Peer:
                 return message
 
     def _next(self, timeout_s: float) -> Any:
-        from psengine.protocol.frames import decode, split
-
         if not self._parts:
             if not self.socket.poll(int(timeout_s * 1000)):
                 return None
@@ -283,17 +238,12 @@ class Peer:
         return self.receive(timeout_s)
 
     def message(self, kind: str, **fields: Any) -> Any:
-        from psengine.protocol.layout import job_number
-        from psengine.protocol.messages import Message, MessageType
-
         self._requests += 1
         given = {"sequence": self._requests, "worker": self.rank, "incarnation": self.incarnation, **fields}
         return Message(MessageType[kind], job=job_number(self.job), epoch=self.epoch, view=self.view, **given)
 
     def hello(self, *, rank: int = 0, world_size: int = 1, rule: dict[str, Any] | None = None, **body: Any) -> Any:
         """Say HELLO as a worker; remembers rank, incarnation and epoch of the WELCOME."""
-        from psengine.protocol.messages import NOBODY
-
         full = {
             "job": self.job,
             "run": "",
@@ -351,8 +301,3 @@ class Peer:
     def leave(self) -> Any:
         """Say LEAVE; the answer."""
         return self.request("LEAVE", body={"completed": 0})
-
-
-SGD = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
-APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
-AVERAGE_RULE = {"name": "average", "quorum": None}

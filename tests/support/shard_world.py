@@ -8,7 +8,6 @@ world.publish(workers[:2], from_step=2)
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 
@@ -26,8 +25,6 @@ APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "del
 MERGE = {"name": "merge", "quorum": 2, "grace": 0.0}
 SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 KEY = bytes(range(32))
-# What the wall clock of a world shows at its time 0.
-WALL_S = 1.7e9
 COORDINATOR_EPOCH = 1000
 
 
@@ -38,10 +35,8 @@ def spec(key=0, numel=4, dtype=torch.float32, kind=ChunkKind.PARAMETER, name=Non
 class World:
     """Shards, which views name, and what left them. ``sent`` has it by route; ``events`` what people were told."""
 
-    def __init__(self, *, epoch=7, shards=1, codec=True, **settings):
+    def __init__(self, *, epoch=7, shards=1, **settings):
         self.settings = ShardSettings(**settings)
-        self.codec = codec
-        self.now_s = 100.0
         self.sent = {}
         self.events = []
         self.broken = set()  # routes whose connection does not stand
@@ -66,9 +61,8 @@ class World:
     def _note(self, kind, text, *, job="", worker=None):
         self.events.append((kind, job, worker, text))
 
-    def deliver(self, route, message, user_id="", shard=0, codec=None):
+    def deliver(self, route, message, user_id="", shard=0, *, codec=True):
         """A message comes to a shard; what left, as (route, message)."""
-        codec = self.codec if codec is None else codec
         if codec:
             message = decode([bytes(frame) for frame in encode(message)])
         posted = []
@@ -76,11 +70,7 @@ class World:
             answer = one.message
             if answer.type is MessageType.RESUMED:
                 answer.body["shards"] = ["tcp://127.0.0.1:1"]  # the shard's thread knows them
-            if codec:
-                answer = decode([bytes(frame) for frame in encode(answer)])
-            elif answer.payload is not None:
-                answer = copy.copy(answer)
-                answer.payload = answer.payload.clone()
+            answer = decode([bytes(frame) for frame in encode(answer)])
             if one.route not in self.broken:
                 self.sent.setdefault(one.route, []).append(answer)
             posted.append((one.route, answer))
@@ -96,7 +86,7 @@ class World:
         fields.setdefault("epoch", COORDINATOR_EPOCH)
         fields.setdefault("shards", tuple(shard.epoch for shard in self.shards))
         members = tuple(
-            ViewMember(one.rank, one.incarnation, one.user_id, one.first_step)
+            ViewMember(one.rank, one.incarnation, one.user_id, first_step=1)
             for one in sorted(workers, key=lambda one: one.rank)
         )
         view = self.views[job] = View(members=members, **fields)
@@ -106,23 +96,21 @@ class World:
             worker.forward(view)
         return view
 
-    def release(self, workers, step, *, contributors=None, number=None):
+    def release(self, workers, step, *, contributors=None):
         """The next decision of the job of these workers, forwarded by each of them."""
         job = workers[0].job
-        self.releases[job] = self.releases.get(job, 0) + 1 if number is None else number
+        self.releases[job] = self.releases.get(job, 0) + 1
         release = Release(self.releases[job], step, contributors)
         for worker in workers:
             worker.forward(release)
-        return release
 
 
 class Worker:
     """A client of the shards of a world; ``rank`` None: a reader."""
 
-    def __init__(self, world, rank=None, *, job="demo", rule=AVERAGE, user_id="", incarnation=None, first_step=1):
+    def __init__(self, world, rank=None, *, job="demo", rule=AVERAGE, user_id="", incarnation=None):
         self.world, self.rank, self.job, self.rule, self.user_id = world, rank, job, rule, user_id
         self.incarnation = (0 if rank is None else 50 + rank) if incarnation is None else incarnation
-        self.first_step = first_step
         self.worker = NOBODY if rank is None else rank
         self.view = 0
         self._connections = itertools.count(1)
@@ -145,7 +133,7 @@ class Worker:
         self.inbox[:] = [m for m in self.inbox if types and m.type not in types]
         return taken
 
-    def send(self, kind, *, shard=0, codec=None, **fields):
+    def send(self, kind, *, shard=0, codec=True, **fields):
         """A message to a shard; what came back to this worker at once."""
         fields = {"worker": self.worker, "incarnation": self.incarnation, "view": self.view} | fields
         fields.setdefault("job", job_number(self.job))
@@ -154,7 +142,7 @@ class Worker:
         payload = fields.get("payload")
         if payload is not None:
             fields["dtype"], fields["numel"] = payload.dtype, payload.numel()
-        answers = self.world.deliver(self.route, Message(kind, **fields), self.user_id, shard, codec)
+        answers = self.world.deliver(self.route, Message(kind, **fields), self.user_id, shard, codec=codec)
         return [message for route, message in answers if route == self.route]
 
     def ask(self, kind, **fields):
@@ -185,10 +173,8 @@ class Worker:
         answer = self.send(MessageType.RESUME, body=body, shard=shard, **fields)[0]
         return answer.body["code"] if answer.type is MessageType.ERROR else answer.body
 
-    def register(self, spec, values=None, *, brings_values=True, **fields):
+    def register(self, spec, values=None, **fields):
         body = {name: value for name, value in spec.to_body().items() if name in ("kind", "segments")}
-        if not brings_values:
-            return self.ask(MessageType.REGISTER, key=spec.key, body=body, dtype=spec.dtype, numel=spec.numel, **fields)
         values = torch.zeros(spec.numel, dtype=spec.dtype) if values is None else values
         return self.ask(MessageType.REGISTER, key=spec.key, body=body, payload=values, **fields)
 
@@ -202,10 +188,6 @@ class Worker:
 
     def pull(self, key, *, shard=0, **body):
         return self.ask(MessageType.PULL, key=key, body=body, shard=shard)
-
-    def waits(self, key, step):
-        """WAITS; the ranks in PENDING."""
-        return self.ask(MessageType.WAITS, key=key, sequence=step).body["waiting_for"]
 
     def updates(self):
         """Averages or weights that came: step -> values."""
@@ -242,6 +224,13 @@ def push_all(workers, step, values, key=0):
 
 def codes(messages):
     return [m.body["code"] for m in messages if m.type is MessageType.ERROR]
+
+
+def whole(world):
+    """All that a shard would keep, and the sizes of what it has."""
+    chunks = [chunk for job in world.shard.capture() for chunk in job.chunks]
+    kept = [(chunk.meta, {name: tensor.tolist() for name, tensor in chunk.tensors.items()}) for chunk in chunks]
+    return [kept, world.shard.memory_bytes()]
 
 
 def rule_of(world, key=0, job="demo", shard=0):

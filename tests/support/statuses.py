@@ -16,8 +16,8 @@ from psengine.parameter_server.status_model import (
     ShardWorker,
     Transport,
 )
+from support.shard_world import APPLY
 
-APPLY_RULE = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 TIMES = {
     "steps": 10, "loss": 0.25, "steps_per_s": 2.0, "samples_per_s": 64.0, "step_s": 0.5, "compute_s": 0.2,
     "blocked_s": 0.3,
@@ -43,12 +43,12 @@ def worker(rank: int, **changes: Any) -> Worker:
 def shard(*workers: Worker, index: int = 0, name: str = "demo", **changes: Any) -> ShardStatus:
     """A shard with an asynchronous job of three chunks alone, led by the first shard; ``changes`` are the job's."""
     here: dict[str, Any] = {
-        "rule": APPLY_RULE, "sealed": True, "chunks": 3, "values_bytes": 100, "version_min": 4, "version_max": 9,
+        "rule": APPLY, "sealed": True, "chunks": 3, "values_bytes": 100, "version_min": 4, "version_max": 9,
         "members": len(workers), "applied": 7, "bytes_in": 10, "bytes_out": 20,
         "workers": tuple(one.here for one in workers),
     }  # fmt: skip
     led = {
-        "rule": APPLY_RULE,
+        "rule": APPLY,
         "expected_workers": 2,
         "workers": tuple(one.led for one in workers),
     }

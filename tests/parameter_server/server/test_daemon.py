@@ -16,11 +16,10 @@ import pytest
 import torch
 import zmq
 from support.command_process import running_server_command
-from support.server_process import AVERAGE_RULE, Peer, ServerFailedError, running_server
+from support.server_process import Peer, ServerFailedError, running_server
+from support.shard_world import AVERAGE
 from support.waiting import eventually
 
-from psengine.errors import SnapshotError
-from psengine.parameter_server.server.durability.tier import Durability
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY
 
@@ -125,21 +124,6 @@ def test_exit_codes(arguments, code, words, taken_port):
         assert "Traceback" not in shown
 
 
-def fill_the_disk():
-    def is_full(self):
-        self.end_logs()
-        raise SnapshotError("its disk is full")
-
-    Durability._write_first = is_full
-
-
-def test_a_start_that_fails_before_its_threads_run_says_why(tmp_path):
-    options = {"durability": "log", "snapshot_dir": tmp_path / "d", "sabotage": fill_the_disk}
-    words = r"exit code 4(.|\n)*psengine-server ends: its disk is full"
-    with pytest.raises(ServerFailedError, match=words), running_server(**options):
-        pass
-
-
 # ---- the end ---------------------------------------------------------------------------------------------------
 
 
@@ -223,9 +207,6 @@ def test_an_embedded_server_does_not_wait_for_workers_that_wait_for_its_parent()
             assert server.wait(5.0) == 0
 
 
-# ---- the service manager ---------------------------------------------------------------------------------------
-
-
 def test_the_service_manager_is_told():
     name = f"@psengine-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
@@ -238,9 +219,6 @@ def test_the_service_manager_is_told():
             while (last := manager.recv(4096)) != b"STOPPING=1":
                 assert last == b"WATCHDOG=1"
             assert server.wait() == 0
-
-
-# ---- the monitor -----------------------------------------------------------------------------------------------
 
 
 def test_health_status_and_metrics(tmp_path):
@@ -343,7 +321,7 @@ def test_a_dead_shard_ends_the_process():
 def test_a_server_without_snapshots_says_so_loudly_of_jobs_whose_weights_it_has(tmp_path):
     loud = "when this process ends, the model of job 'job' is LOST"
     with running_server() as server:
-        for job, rule in (("averaging", AVERAGE_RULE), ("job", None)):
+        for job, rule in (("averaging", AVERAGE), ("job", None)):
             assert "NOTHING IS DURABLE" not in server.log()
             with Peer(server.addresses[0]) as peer:
                 peer.job = job
