@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from support.shard_world import APPLY, AVERAGE, MERGE
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
-from psengine.parameter_server.server.coordinator.states import JOB, WORKER, JobState
+from psengine.parameter_server.server.coordinator.states import JobState
 from psengine.parameter_server.server.interfaces import Sender, ShardSettings
 from psengine.protocol import bodies
 from psengine.protocol.frames import decode, encode
@@ -21,21 +21,16 @@ from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import View, ViewMember, check_digest, release_of, view_of
 
-AVERAGE = {"name": "average", "quorum": None}
-QUORUM = {"name": "average", "quorum": 2}
-MERGE = {"name": "merge", "quorum": 2, "grace": 1.0}
-ASYNC = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
-BOUND = {**ASYNC, "max_staleness": 2}
 LEASE_S, HEARTBEAT_S, TICK_S = 5.0, 1.0, 0.1
 
 
 class Bench:
     """A server's coordinators, the clock, and everything that they sent."""
 
-    def __init__(self, rule, world_size=2, durability="memory"):
-        self.rule, self.world_size, self.durability = rule, world_size, durability
+    def __init__(self, rule, world_size=2):
+        self.rule, self.world_size = rule, world_size
         self.now_s, self.epoch = 100.0, 7
-        self.notes, self.workers = [], []
+        self.workers = []
         self.restart(with_disk=False)
 
     def restart(self, *, with_disk):
@@ -43,16 +38,13 @@ class Bench:
         meta = json.loads(json.dumps(self.coordinators.to_meta())) if with_disk else {}
         self.epoch += 1
         self.now_s += 0.5
-        settings = ShardSettings(lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S, durability=self.durability)
+        settings = ShardSettings(lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S)
         keys = iter(bytes([self.epoch, number]) * 16 for number in range(100))
         self.coordinators = Coordinators(
-            Interfaces(self.epoch, settings, lambda: 1e6 + self.now_s, self._note, lambda: next(keys))
+            Interfaces(self.epoch, settings, lambda: 1e6 + self.now_s, lambda *_, **__: None, lambda: next(keys))
         )
         if meta:
             self.coordinators.restore(meta, self.now_s)
-
-    def _note(self, kind, text, **_):
-        self.notes.append(kind)
 
     def worker(self, rank=None, **fields):
         """A new process."""
@@ -65,9 +57,6 @@ class Bench:
             for worker in self.workers:
                 if worker.route == one.route:
                     worker.receive(one.message)
-
-    def evict(self, rank):
-        self.deliver(self.coordinators.evict("job", rank, self.now_s))
 
     def wait(self, seconds, *alive):
         """Time passes; these send heartbeats."""
@@ -106,22 +95,18 @@ class Bench:
         return team
 
 
-def crew(rule, count=2, **options):
+def crew(rule, count=2):
     """A bench, and the workers of a job that has begun."""
-    bench = Bench(rule, count, **options)
+    bench = Bench(rule, count)
     return bench, *bench.team(count)
 
 
 class Hand:
-    """A worker's process: it says what the test has it say, and adopts views.
-
-    Attributes:
-        obeys: whether it answers PREPARE at once.
-    """
+    """A worker's process: it says what the test has it say, and adopts views."""
 
     def __init__(self, bench, rank, nonce, run="run", user_id="", incarnation=0):
         self.bench, self.rank, self.nonce, self.run, self.user_id = bench, rank, nonce, run, user_id
-        self.incarnation, self.obeys, self.view = incarnation, True, None
+        self.incarnation, self.view = incarnation, None
         self.completed = self.connection = self.requests = 0
         self.welcome: dict[str, Any] = {}
         self.inbox: list[Message] = []
@@ -173,15 +158,15 @@ class Hand:
             return {"code": error.code}
         return next(message.body for message in heard if message.type is MessageType.OK)
 
-    def commit(self, what, *, header=(), **fields):
-        return [one.type for one in self.say(MessageType.COMMIT, {"what": what, **fields}, **dict(header))]
+    def commit(self, what, **fields):
+        return [one.type for one in self.say(MessageType.COMMIT, {"what": what, **fields})]
 
     def register(self, **fields):
         body = {"registration": self.welcome["registration"], "epochs": [7, 9], "chunks": [3, 2]}
         self.commit("registered", **body | fields)
 
-    def step(self, step, *, abstained=False):
-        return self.commit("step", step=step, abstained=abstained)
+    def step(self, step):
+        return self.commit("step", step=step, abstained=False)
 
     def life(self, shard, epoch, **fields):
         self.commit("life", shard=shard, epoch=epoch, **{"chunks": 0, "version": 0, "view": 0} | fields)
@@ -189,15 +174,8 @@ class Hand:
     def leave(self, **fields):
         return [one.type for one in self.say(MessageType.LEAVE, {"completed": self.completed, **fields})]
 
-    def donate(self):
-        wanted = self.last(MessageType.STATE_WANTED).body
-        return self.commit("donated", step=self.completed, epochs=list(self.bench.view.shards), **wanted)
-
     def last(self, type):
         return [one for one in self.inbox if one.type is type][-1]
-
-    def count(self, type):
-        return sum(one.type is type for one in self.inbox)
 
     def receive(self, message):
         self.inbox.append(message)
@@ -212,7 +190,7 @@ class Hand:
         elif message.type is MessageType.RELEASE:
             self.releases.append(release_of(message.body))
             check_digest(message, self.welcome["key"], self.releases[-1])
-        elif message.type is MessageType.PREPARE and self.obeys:
+        elif message.type is MessageType.PREPARE:
             self.prepare(message.view)
 
     def prepare(self, number):
@@ -225,43 +203,11 @@ def refusal(call: Callable[[], object]) -> str:
     return caught.value.code
 
 
-def join(joiner, donor):
-    assert joiner.hello() == "join"
-    joiner.commit("join")
-    donor.donate()
-    joiner.completed = donor.completed
-
-
-def step_together(*workers, step):
-    """They complete a step."""
-    for worker in workers:
-        worker.completed = step
-        worker.heartbeat()
-
-
 # ---- beginning ---------------------------------------------------------------------------------------------------
 
 
-def test_a_job_begins_when_its_first_worker_has_registered_and_all_are_here():
-    bench = Bench(AVERAGE)
-    first, second = bench.worker(0), bench.worker(1)
-    assert first.hello() == "initialise"
-    said = dict(first.welcome), first.incarnation
-    assert first.reconnect() == "initialise"  # the same answer again
-    assert (first.welcome, first.incarnation) == said
-    first.register()
-    assert bench.view is None
-    assert first.heartbeat() == {"why": "to come", "waiting_for": [1]}
-    assert bench.coordinators.training_count() == 0
-    second.hello()
-    assert (bench.ranks, bench.view.shards, bench.view.from_step) == ([0, 1], (7, 9), 1)
-    assert bench.view.members[0].incarnation == first.incarnation
-    assert second.view == first.view == bench.view
-    assert bench.coordinators.training_count() == 2
-
-
 def test_workers_without_a_rank_get_the_lowest_free_one_and_keep_it():
-    bench = Bench(ASYNC)
+    bench = Bench(APPLY)
     first, second = bench.worker(), bench.worker()
     first.hello(rule=None, world_size=None)
     second.hello(rule=None, world_size=None)
@@ -276,57 +222,7 @@ def test_workers_without_a_rank_get_the_lowest_free_one_and_keep_it():
     assert "key" not in other.welcome
 
 
-def test_a_registrar_that_dies_is_followed_by_its_successor_or_the_next():
-    bench = Bench(AVERAGE)
-    first, second = bench.worker(0), bench.worker(1)
-    assert second.hello() == "wait"  # rank 0 gives the values
-    first.hello()
-    registration, key = first.welcome["registration"], first.welcome["key"]
-    bench.wait(LEASE_S + 1, second)
-    assert second.welcome["state"] == "initialise"  # unasked
-    assert second.welcome["registration"] > registration
-    assert second.welcome["key"] != key
-    assert refusal(first.register) == ErrorCode.FENCED
-
-
-def test_registering_under_an_older_registration_is_stale():
-    bench = Bench(ASYNC, 1)
-    first = bench.worker(0)
-    first.hello()
-    assert refusal(lambda: first.register(registration=1)) == ErrorCode.STALE
-    first.register()
-    first.register()  # its OK was lost
-    assert bench.ranks == [0]
-
-
-def test_another_rule_is_refused():
-    bench, *_ = crew(AVERAGE)
-    assert refusal(lambda: bench.worker(2).hello(rule=QUORUM)) == ErrorCode.RULE_MISMATCH
-    assert refusal(lambda: bench.worker(2).hello(rule={**AVERAGE, "durability": "log"})) == ErrorCode.RULE_MISMATCH
-
-
 # ---- ranks -------------------------------------------------------------------------------------------------------
-
-
-def test_a_claim_to_the_rank_of_a_living_process_is_refused():
-    bench, *team = crew(AVERAGE)
-    other = bench.worker(1)
-    assert refusal(other.hello) == ErrorCode.NOT_READY
-    bench.wait(3.0, *team)
-    assert refusal(other.hello) == ErrorCode.DUPLICATE_RANK
-    assert bench.ranks == [0, 1]
-
-
-def test_a_claim_to_the_rank_of_a_dead_process_replaces_it():
-    bench, first, dead = crew(AVERAGE)
-    other = bench.worker(1)
-    assert refusal(other.hello) == ErrorCode.NOT_READY
-    bench.wait(3.0, first)
-    assert other.hello() == "join"
-    assert other.incarnation > dead.incarnation
-    assert bench.ranks == [0]
-    assert refusal(dead.reconnect) == ErrorCode.DUPLICATE_RANK
-    assert refusal(dead.leave) == ErrorCode.FENCED
 
 
 def test_nobody_speaks_for_another_worker_whose_incarnation_he_knows():
@@ -363,7 +259,7 @@ def test_numbers_that_leave_no_room_are_refused():
 
 
 def test_a_rank_belongs_to_the_key_of_its_process():
-    bench = Bench(ASYNC, 1)
+    bench = Bench(APPLY, 1)
     first = bench.worker(0, user_id="A" * 40)
     first.hello()
     first.register()
@@ -377,55 +273,6 @@ def test_a_rank_belongs_to_the_key_of_its_process():
 # ---- leases ------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_worker_is_evicted_and_comes_back_with_its_incarnation():
-    bench, first, second = crew(ASYNC)
-    bench.wait(LEASE_S + 1, first)
-    assert bench.ranks == [0]
-    assert second.heartbeat() == {"code": ErrorCode.FENCED}
-    incarnation = second.incarnation
-    assert second.hello() == "ready"
-    assert (bench.ranks, second.incarnation) == ([0, 1], incarnation)
-
-
-def test_no_lease_runs_while_the_process_stands_still():
-    bench, *_ = crew(ASYNC)
-    bench.now_s += 60.0
-    bench.coordinators.stood_still(60.0)
-    bench.wait(1.0)
-    assert bench.ranks == [0, 1]
-    assert bench.notes[-1] == "stood_still"
-
-
-def test_an_operator_evicts_and_forgets():
-    bench, first, second = crew(ASYNC)
-    assert bench.coordinators.evict("job", 5, bench.now_s) is None
-    bench.evict(1)
-    assert (bench.ranks, first.view) == ([0], bench.view)
-    assert bench.coordinators.forget("job") == 1
-    first.leave()
-    assert bench.coordinators.forget("job") == 0
-    assert bench.coordinators.forget("job") is None
-    assert bench.coordinators.take_changed() == {str(job_number("job")): None}
-    assert second.heartbeat() == {"code": ErrorCode.NOT_MEMBER}
-
-
-def test_who_cannot_reach_a_shard_that_others_reach_is_put_out_until_it_does():
-    bench, first, second, third = crew(AVERAGE, 3)
-    step_together(first, second, third, step=1)
-    for _ in range(7):
-        third.heartbeat(unreachable=[1])
-        second.heartbeat(unreachable=[1], blocked=True)
-        first.heartbeat(blocked=True)
-        bench.wait(1.0)
-    assert bench.ranks == [0]
-    assert third.hello(unreachable=[1]) == "join"
-    third.commit("join")
-    assert first.count(MessageType.STATE_WANTED) == 0
-    third.heartbeat(unreachable=[])
-    first.donate()
-    assert bench.ranks == [0, 2]
-
-
 CUT_OFF, REACHES = {"unreachable": [1], "blocked": True}, {"unreachable": [], "blocked": True}
 IDLE = {"unreachable": [], "blocked": False}
 
@@ -434,7 +281,7 @@ IDLE = {"unreachable": [], "blocked": False}
     ("rule", "said"),
     [
         (AVERAGE, [(CUT_OFF, CUT_OFF), (IDLE, CUT_OFF)]),  # nobody reaches it; then nobody waits at it
-        (ASYNC, [(REACHES, CUT_OFF)]),  # gradients are applied as they come
+        (APPLY, [(REACHES, CUT_OFF)]),  # gradients are applied as they come
     ],
 )
 def test_nobody_is_put_out_for_a_shard_that_holds_nobody_up(rule, said):
@@ -460,114 +307,11 @@ def test_who_reaches_a_restarted_shard_later_than_another_has_a_lease_for_it():
     assert bench.ranks == [0, 1]
 
 
-# ---- changes of view ---------------------------------------------------------------------------------------------
-
-
-def test_a_change_prepares_all_and_begins_after_the_last_step_that_anybody_has():
-    bench, first, second, third = crew(AVERAGE, 3)
-    first.completed, second.completed, third.completed = 5, 4, 5
-    bench.wait(LEASE_S + 1, first, second)
-    assert (bench.ranks, bench.view.from_step, bench.view.oldest, bench.view.donor) == ([0, 1], 6, 4, 0)
-    assert first.count(MessageType.PREPARE) == second.count(MessageType.PREPARE) == 1
-
-
-def test_several_causes_during_a_change_end_in_one_view():
-    bench, first, second, _, _ = crew(AVERAGE, 4)
-    number = bench.view.number
-    second.obeys = False
-    bench.evict(2)
-    bench.evict(3)
-    first.life(1, 11, chunks=2)
-    second.prepare(second.last(MessageType.PREPARE).view)
-    assert (bench.ranks, bench.view.shards, bench.view.number) == ([0, 1], (7, 11), number + 1)
-
-
-# ---- joining -----------------------------------------------------------------------------------------------------
-
-
-def test_a_joiner_takes_part_after_its_donors_step_and_is_served_again_if_it_lacks_a_piece():
-    bench, first, second = crew(AVERAGE)
-    step_together(first, second, step=8)
-    joiner = bench.worker(2)
-    join(joiner, first)
-    assert bench.ranks == [0, 1, 2]
-    assert (bench.view.member(2).first_step, bench.view.from_step) == (9, 9)
-    joiner.commit("join")
-    assert bench.ranks == [0, 1]
-    first.donate()
-    assert bench.ranks == [0, 1, 2]
-    assert second.view == bench.view
-
-
-def test_prepare_reaches_the_donor_before_its_ok():
-    bench, first, second = crew(AVERAGE)
-    step_together(first, second, step=8)
-    first.obeys = second.obeys = False
-    joiner = bench.worker(2)
-    joiner.hello()
-    joiner.commit("join")
-    assert first.donate() == [MessageType.PREPARE, MessageType.OK]
-
-
-def test_nobody_is_served_while_another_may_still_read_its_state():
-    bench, first, second = crew(AVERAGE)
-    step_together(first, second, step=8)
-    join(bench.worker(2), first)
-    wanted = first.count(MessageType.STATE_WANTED)
-    last = bench.worker(3)
-    last.hello()
-    last.commit("join")
-    first.heartbeat()
-    assert first.count(MessageType.STATE_WANTED) == wanted
-    bench.workers[2].completed += 1
-    bench.workers[2].heartbeat()
-    first.donate()
-    assert bench.ranks == [0, 1, 2, 3]
-    assert second.view == bench.view
-
-
-def test_no_state_overwrites_the_values_that_a_slow_worker_begins_with():
-    bench, first, slow = crew({**QUORUM, "quorum": 1})
-    first.step(1)
-    joiner = bench.worker(2)
-    joiner.hello()
-    joiner.commit("join")
-    assert first.count(MessageType.STATE_WANTED) == 0
-    slow.step(1)
-    assert first.count(MessageType.STATE_WANTED) == 1
-
-
 # ---- servers that restart ----------------------------------------------------------------------------------------
 
 
-def test_a_restarted_shard_gets_a_view_that_names_its_life_once():
-    bench, first, second = crew(AVERAGE)
-    first.completed, second.completed = 6, 5
-    first.life(1, 11)
-    number = bench.view.number
-    assert (bench.view.shards, bench.view.donor, bench.view.from_step) == ((7, 11), 0, 7)
-    second.life(1, 11)
-    second.life(1, 9, header={"view": number - 1})  # said late
-    assert (bench.view.number, bench.view.shards) == (number, (7, 11))
-
-
-def test_who_lacks_more_than_the_last_step_is_put_out_when_a_shard_restarts():
-    bench, first, second, third = crew(QUORUM, 3)
-    first.completed, second.completed, third.completed = 6, 5, 3
-    first.life(1, 11)
-    assert bench.ranks == [0, 1]
-    assert third.heartbeat() == {"code": ErrorCode.FENCED}
-
-
-def test_a_shard_with_a_view_of_another_coordinator_gets_a_higher_one():
-    bench, first, second = crew(ASYNC)
-    first.life(1, 9, chunks=2, view=40)
-    second.life(1, 9, chunks=2, view=40)
-    assert bench.view.number == 41
-
-
 def test_a_server_that_comes_back_without_weights_loses_the_job():
-    bench, first, second = crew(ASYNC)
+    bench, first, second = crew(APPLY)
     first.life(1, 11, chunks=2)
     assert bench.ranks == [0, 1]
     first.life(1, 12, chunks=1)
@@ -575,21 +319,6 @@ def test_a_server_that_comes_back_without_weights_loses_the_job():
     assert refusal(second.reconnect) == ErrorCode.STATE_LOST
     assert "shard 1 has restarted" in bench.status.lost
     assert bench.worker(0, run="another").hello() == "initialise"
-
-
-@pytest.mark.parametrize("with_disk", [False, True])
-def test_a_restarted_coordinator_waits_for_its_members_and_goes_on(with_disk):
-    bench, first, second = crew(AVERAGE)
-    first.completed, second.completed = 6, 5
-    key, number = first.welcome["key"], bench.view.number
-    bench.restart(with_disk=with_disk)
-    assert first.heartbeat() == {"code": ErrorCode.NOT_MEMBER}
-    assert first.reconnect() == "wait"
-    assert first.heartbeat() == {"why": "to come back", "waiting_for": [1]}
-    assert second.reconnect() == "ready"
-    assert (bench.ranks, bench.view.number, bench.view.from_step) == ([0, 1], number + 1, 7)
-    assert first.welcome["key"] == key
-    assert bench.view.member(0).incarnation == first.incarnation
 
 
 def test_a_view_of_other_servers_is_not_gone_on_from():
@@ -600,20 +329,8 @@ def test_a_view_of_other_servers_is_not_gone_on_from():
     assert first.reconnect() == "wait"
 
 
-@pytest.mark.parametrize("with_disk", [False, True])
-def test_a_resuming_job_goes_on_after_a_lease_without_who_is_dead(with_disk):
-    bench, first, _ = crew(AVERAGE)
-    bench.restart(with_disk=with_disk)
-    first.reconnect()
-    newcomer = bench.worker(2)
-    assert newcomer.hello() == "wait"
-    bench.wait(LEASE_S + 1, first, newcomer)
-    assert bench.ranks == [0]
-    assert newcomer.welcome["state"] == "join"  # unasked
-
-
 def test_weights_that_only_the_lead_held_are_lost_with_it():
-    bench, first, _ = crew(ASYNC)
+    bench, first, _ = crew(APPLY)
     bench.restart(with_disk=False)
     assert refusal(first.reconnect) == ErrorCode.STATE_LOST
     assert "its lead server has restarted" in bench.status.lost
@@ -621,98 +338,11 @@ def test_weights_that_only_the_lead_held_are_lost_with_it():
     assert bench.status.lost == ""
 
 
-def test_what_a_server_lost_is_noted_once_a_life():
-    bench, *team = crew(ASYNC)
-    for worker in team:
-        worker.life(1, 11, chunks=2, version=5, lost=3, header={"view": 0})
-    assert bench.notes.count("lost") == 1
-
-
-def test_nobody_goes_on_where_a_log_lacks_what_was_acknowledged():
-    bench, first, second = crew(ASYNC, durability="log")
-    first.life(1, 11, chunks=2, version=5, lost=3)
-    assert second.last(MessageType.ERROR).body["code"] == ErrorCode.STATE_LOST
-    assert refusal(second.reconnect) == ErrorCode.STATE_LOST
-    assert refusal(lambda: bench.worker(0, run="another").hello()) == ErrorCode.STATE_LOST
-    assert "came back with an older state" in bench.status.lost
-    bench.restart(with_disk=True)  # and the servers have found their logs
-    assert bench.worker(0).hello() == "ready"
-
-
-def test_what_changed_is_all_that_a_restart_needs():
-    bench = Bench(ASYNC)
-    metas = []
-
-    def take():
-        meta = bench.coordinators.take_changed()
-        metas.extend([json.loads(json.dumps(meta))] if meta is not None else [])
-
-    bench.team(2)
-    take()
-    bench.worker(2).hello()
-    take()
-    bench.workers[0].heartbeat()
-    take()
-    whole = json.loads(json.dumps(bench.coordinators.to_meta()))
-    assert len(metas) == 2
-    bench.restart(with_disk=False)
-    for meta in metas:
-        bench.coordinators.restore(meta, bench.now_s)
-    restored = json.loads(json.dumps(bench.coordinators.to_meta()))
-    number = str(job_number("job"))
-    assert restored[number].pop("state") == "resuming"
-    assert whole[number].pop("state") == "open"
-    assert restored == whole
-
-
-# ---- all are gone ------------------------------------------------------------------------------------------------
-
-
-def test_members_that_were_all_silent_come_back_and_resume():
-    bench, first, second = crew(AVERAGE)
-    first.completed = second.completed = 9
-    bench.wait(3 * LEASE_S)
-    assert bench.job.state is JobState.NEW
-    assert first.reconnect() == "wait"
-    assert second.reconnect() == "ready"
-    assert (bench.ranks, bench.view.from_step) == ([0, 1], 10)
-
-
-def test_who_comes_waits_for_silent_members_no_longer_than_their_lease():
-    bench, _, second = crew(AVERAGE)
-    second.obeys = False
-    new = bench.worker(0)
-    assert refusal(new.hello) == ErrorCode.NOT_READY
-    bench.wait(3.0)
-    assert new.hello() == "join"
-    new.commit("join")
-    bench.wait(LEASE_S - 3.0 + 2 * TICK_S, new)
-    assert new.welcome["state"] == "initialise"
-
-
-def test_new_processes_begin_an_abandoned_averaging_job_anew():
-    bench, first, second = crew(AVERAGE)
-    second.obeys = False
-    number = bench.view.number
-    new = [bench.worker(0), bench.worker(1)]
-    assert [refusal(one.hello) for one in new] == [ErrorCode.NOT_READY] * 2  # the old ones may be alive
-    bench.wait(3.0)
-    assert [one.hello() for one in new] == ["join", "wait"]
-    assert new[0].welcome["state"] == "initialise"  # unasked
-    # Shards have to forget the old members before they let anybody register.
-    empty = new[0].last(MessageType.VIEW)
-    assert (view_of(empty.body).members, view_of(empty.body).number) == ((), number + 1)
-    check_digest(empty, first.welcome["key"], view_of(empty.body))
-    new[0].register()
-    assert (bench.ranks, bench.view.number) == ([0, 1], number + 2)
-    assert refusal(first.reconnect) == ErrorCode.DUPLICATE_RANK
-
-
 # ---- leaving -----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_of_servers_weights_has_not_ended_while_an_evicted_worker_may_come_back():
-    bench, first, second = crew(BOUND)
+    bench, first, second = crew(APPLY | {"max_staleness": 2})
     bench.wait(LEASE_S + 1, first)
     assert bench.ranks == [0]
     first.leave()
@@ -720,27 +350,6 @@ def test_a_run_of_servers_weights_has_not_ended_while_an_evicted_worker_may_come
     for step in range(second.view.member(1).first_step, 6):
         second.step(step)
     assert second.releases[-1].step == 5  # nobody waits for the one that has left
-
-
-def test_who_leaves_an_averaging_job_waits_until_all_have_its_averages():
-    bench, first, second = crew(AVERAGE)
-    first.completed, second.completed = 10, 9
-    assert first.leave() == []
-    assert first.reconnect() == "ready"
-    assert first.leave() == []
-    second.completed = 10
-    second.heartbeat()
-    assert first.inbox[-2:] == [first.last(MessageType.VIEW), first.last(MessageType.OK)]
-    assert (bench.ranks, first.view, second.view) == ([1], bench.view, bench.view)
-    assert first.leave() == [MessageType.OK]  # its OK was lost
-
-
-def test_what_a_worker_said_before_it_heard_that_it_has_left_is_answered():
-    bench, first, _ = crew(BOUND)
-    first.leave()
-    assert first.step(1) == [MessageType.OK]
-    assert first.heartbeat() == {}
-    assert bench.ranks == [1]
 
 
 def test_a_job_whose_last_worker_left_has_ended_for_its_run():
@@ -767,7 +376,7 @@ def test_a_job_whose_last_worker_failed_has_not_ended():
 
 
 def test_a_run_ends_where_servers_hold_the_weights_and_another_goes_on_with_them():
-    bench, first, second = crew(ASYNC)
+    bench, first, second = crew(APPLY)
     assert first.leave() == [MessageType.VIEW, MessageType.OK]
     assert bench.worker(0).hello() == "ready"
     bench.workers[-1].leave()
@@ -777,7 +386,7 @@ def test_a_run_ends_where_servers_hold_the_weights_and_another_goes_on_with_them
 
 
 def test_a_run_of_which_some_never_came_has_not_ended():
-    bench = Bench(ASYNC)
+    bench = Bench(APPLY)
     first = bench.worker(0)
     first.hello()
     first.register()
@@ -785,67 +394,11 @@ def test_a_run_of_which_some_never_came_has_not_ended():
     assert bench.worker(1).hello() == "ready"
 
 
-def test_a_draining_server_lets_in_only_who_comes_back():
-    bench, first, _ = crew(ASYNC)
-    assert bench.coordinators.close() == 2
-    assert refusal(lambda: bench.worker(2).hello()) == ErrorCode.SHUTTING_DOWN
-    assert first.reconnect() == "ready"
-    assert (bench.coordinators.training_count(), bench.coordinators.remembered_count()) == (2, 2)
-
-
 # ---- decisions ---------------------------------------------------------------------------------------------------
 
 
-def test_the_floor_is_the_step_that_all_have_committed_and_waits_for_all():
-    bench = Bench(BOUND)
-    first = bench.worker(0)
-    first.hello()
-    first.register()
-    first.step(1)
-    assert first.releases == []  # worker 1 never came
-    second = bench.worker(1)
-    second.hello()
-    for step in (1, 2, 3):
-        first.step(step)
-    second.step(1)
-    second.step(2)
-    second.step(2)
-    assert [one.step for one in first.releases] == [1, 2]
-    assert [one.number for one in first.releases] == sorted({one.number for one in first.releases})
-    third = bench.worker(2)
-    third.hello()
-    assert bench.view.member(2).first_step == 3
-    assert [one.step for one in bench.view.releases] == [2]
-    bench.wait(LEASE_S + 1, first)
-    assert first.releases[-1].step == 3  # nobody waits for the dead
-
-
-def test_a_quorum_names_the_contributors_of_a_step_once():
-    _, first, second, third = crew(QUORUM, 3)
-    third.step(1)
-    third.step(1)
-    assert first.releases == []
-    second.step(1, abstained=True)
-    assert first.releases == []
-    first.step(1)
-    assert [(one.step, one.contributors) for one in first.releases] == [(1, ((0, 1), (2, 1)))]
-    assert third.releases == first.releases
-
-
-def test_a_quorum_decides_again_what_a_view_took_back_whoever_remembers_it():
-    bench, first, second = crew({**QUORUM, "quorum": 1})
-    first.step(1)
-    bench.wait(LEASE_S + 1, first)
-    assert (bench.ranks, bench.view.from_step) == ([0], 1)
-    assert second.view is not None
-    former = msgspec.structs.replace(second.view, releases=tuple(first.releases))
-    assert second.reconnect(view=msgspec.to_builtins(former)) == "join"
-    first.step(1)
-    assert [(one.number >> 32, one.step) for one in first.releases] == [(1, 1), (2, 1)]
-
-
 def test_a_quorum_does_not_run_away_from_the_slowest():
-    _, first, second, third = crew(QUORUM, 3)
+    _, first, second, third = crew(AVERAGE | {"quorum": 2}, 3)
     for step in range(1, 11):
         first.step(step)
         second.step(step)
@@ -855,7 +408,7 @@ def test_a_quorum_does_not_run_away_from_the_slowest():
 
 
 def test_a_merge_waits_for_its_quorum_and_the_grace_window():
-    bench, first, second, third = crew(MERGE, 3)
+    bench, first, second, third = crew(MERGE | {"grace": 1.0}, 3)
     team = first, second, third
     first.step(1)
     assert first.releases == []
@@ -877,9 +430,6 @@ def test_a_merge_waits_for_its_quorum_and_the_grace_window():
     assert first.releases[-1].contributors == ((1, 3), (2, 3))
 
 
-# ---- for people --------------------------------------------------------------------------------------------------
-
-
 def test_status_says_who_takes_part():
     bench, first, _ = crew(AVERAGE)
     bench.worker(2).hello()
@@ -891,18 +441,3 @@ def test_status_says_who_takes_part():
     status = bench.status
     assert sorted(one.rank for one in status.departed) == [1, 2]
     assert status.evicted == 1
-
-
-def drawn(table: dict[Any, dict[str, Any]]) -> str:
-    """The table as Markdown: a row for each state, a column for each event; empty cells cannot happen."""
-    events = list(dict.fromkeys(event for row in table.values() for event in row))
-    lines = [["", *events], ["---"] * (len(events) + 1)]
-    for state, row in table.items():
-        lines.append([f"**{state.value}**", *(row[event].value if event in row else "" for event in events)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def test_the_tables_are_those_of_the_docs():
-    design = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
-    assert drawn(JOB) in design
-    assert drawn(WORKER) in design

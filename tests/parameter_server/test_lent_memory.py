@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.processes import forkserver
 from support.server_process import running_server
-from support.shard_world import APPLY, AVERAGE, SGD, World, spec, team
+from support.shard_world import APPLY, AVERAGE, SGD, spec
 from support.waiting import eventually
 from support.worker_sessions import crew, entered
 
@@ -23,12 +23,7 @@ from psengine.errors import ServerError
 from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.operation import Push
 from psengine.parameter_server.client.worker_session import WorkerSession
-from psengine.parameter_server.segment import IS_AVAILABLE, Segment
-from psengine.parameter_server.server.interfaces import Sender
-from psengine.parameter_server.server.rules.answer_memory import Place
-from psengine.parameter_server.server.transport.segments import ShardSegments
-from psengine.protocol.layout import job_number
-from psengine.protocol.messages import Message, MessageType
+from psengine.parameter_server.segment import IS_AVAILABLE
 
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
 NUMEL = 16_384
@@ -133,15 +128,6 @@ def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
                 other.close()
 
 
-def test_an_answer_may_land_on_what_was_pushed():
-    with running_server() as server, entered_worker(server.addresses[0], 0, workers=1) as session:
-        memory = packed(session, ONES)
-        for version in (1, 2):
-            memory.fill_(1.0)
-            session.push(0, memory, [memory]).wait()
-            assert memory.eq(-version).all()
-
-
 def average(sessions: Sequence[WorkerSession], value: float) -> list[Push]:
     pushes = []
     for session in sessions:
@@ -190,39 +176,3 @@ def test_a_bucket_of_many_chunks_is_one_piece_of_the_servers_memory():
                 assert not any(result.any() for result in strategy._results)  # nothing has landed there
         finally:
             model.leave()
-
-
-def test_a_repeated_answer_does_not_lie_where_the_worker_may_be_reading_the_first():
-    world = World()
-    worker, _ = team(world, 2, [spec(0, NUMEL)], rule=APPLY)
-    segments, own = ShardSegments(), Segment.make("psengine-worker", ONES.nbytes)
-    fields = {"job": job_number("demo"), "worker": 0, "incarnation": worker.incarnation}
-    job = world.shards[0].jobs[fields["job"]]
-    resume = Message(MessageType.RESUME, body={"open": [], "memory": own.descriptor}, **fields)
-    assert segments.attach(job, resume, Sender(b"", "", os.getpid())) is not None
-    memory = job.rules[0].memory
-
-    def push(sequence: int) -> None:
-        segments.find(
-            Message(MessageType.PUSH, sequence=sequence, key=0, place=0, numel=NUMEL, dtype=ONES.dtype, **fields)
-        )
-
-    def lies_in(place: Place, sequence: int) -> bool:
-        return segments.put(Message(MessageType.UPDATED, sequence=sequence, key=0, **fields), place)
-
-    first = memory.free()
-    push(5)
-    assert not lies_in(memory.new(), 5)  # not lent
-    assert lies_in(first, 5)
-    assert first.is_held
-    second = memory.free()
-    assert second is not first
-    push(5)
-    assert not lies_in(second, 5)  # a newer version, to the same push
-    push(6)
-    assert not first.is_held
-    assert not lies_in(second, 5)
-    assert lies_in(second, 6)
-    own.close()
-    segments.look()
-    assert not second.is_held

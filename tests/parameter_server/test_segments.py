@@ -22,7 +22,6 @@ from support.waiting import eventually
 from support.worker_sessions import crew, entered
 
 from psengine.errors import EnvironmentVariableError, ServerError, ServerLostError
-from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.client.worker_session import Push, WorkerSession, wait_all
@@ -158,6 +157,22 @@ def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
         eventually(lambda: shared_maps(server.pid) == 0)
 
 
+def test_a_server_on_loopback_is_reached_over_its_unix_socket_also_after_a_restart():
+    """Memory is shared over such a socket alone."""
+    with running_server() as server, entered(server.addresses[0], 0, SPECS[:1]) as session:
+        flat, result = session.segments.allocate(SPECS[0].numel, torch.float32), torch.zeros(SPECS[0].numel)
+
+        def exchange(value: float) -> None:
+            session.push(0, flat.fill_(value), [result]).wait()
+            assert result.eq(value).all()
+            assert sharing(session) == 1
+
+        exchange(1.0)
+        server.kill()
+        with running_server(bind=server.addresses[0]):
+            exchange(2.0)
+
+
 def push_for_ever(address: str, rank: int) -> None:
     session = entered(address, rank, SPECS, job="killed", world_size=2)
     for step in itertools.count():
@@ -189,20 +204,6 @@ def test_a_worker_that_is_killed_leaves_no_memory_and_no_half_gradient():
             victim.kill()
             victim.join(10)
             survivor.close()
-
-
-def test_memory_that_is_shared_is_packed_in_and_the_answer_read_without_a_copy(monkeypatch):
-    with running_server() as server, entered(server.addresses[0], 0, SPECS[:1]) as session:
-        flat, result = session.segments.allocate(SPECS[0].numel, torch.float32), torch.zeros(SPECS[0].numel)
-        moved: list[int] = []
-        monkeypatch.setattr(operation.ctypes, "memmove", lambda *arguments: moved.append(arguments[2]))
-        for step in range(3):
-            flat.copy_(gradient(0, step)[0])
-            push = session.push(0, flat, [result], reads_in_place=True)
-            push.wait()
-            assert torch.equal(push.take(), gradient(0, step)[0])
-        assert sharing(session) == 1
-        assert not moved
 
 
 def test_only_who_is_reached_over_a_unix_socket_says_where_memory_is():

@@ -17,12 +17,11 @@ from support.shard_world import (
     world_of,
 )
 
-from psengine.errors import ProtocolError
-from psengine.parameter_server.server.shard.shard import LEAST_ROLE, MAX_JOBS, REPLAYED, Role
+from psengine.parameter_server.server.shard.shard import LEAST_ROLE, MAX_JOBS, Role
 from psengine.protocol.frames import decode
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-from psengine.protocol.views import Release, View, message_of
+from psengine.protocol.views import View, message_of
 
 ONES = torch.ones(4)
 
@@ -92,18 +91,6 @@ def test_a_reader_reads_what_servers_hold():
     assert codes([Worker(world, job="nobody's").pull(0)]) == [ErrorCode.NOT_READY]
 
 
-def test_a_restarted_shard_lists_chunks_of_averages_once_a_view_names_it_and_all_are_back():
-    world, (member,) = world_of(1, [spec()], chunks=(2,))
-    body = {"after": -1}
-    assert codes([member.ask(MessageType.LIST, body=body)]) == [ErrorCode.NOT_READY]
-    member.register(spec(1))
-    assert len(member.ask(MessageType.LIST, body=body).body["chunks"]) == 2
-    world.start(world.shard.epoch + 1, world.shard.capture())
-    assert codes([member.ask(MessageType.LIST, body=body)]) == [ErrorCode.NOT_READY]
-    world.publish([member], chunks=(2,))
-    assert len(member.ask(MessageType.LIST, body=body).body["chunks"]) == 2
-
-
 # ---- registration ------------------------------------------------------------------------------------------------
 
 
@@ -139,17 +126,6 @@ def test_a_job_may_not_ask_for_more_than_the_server_keeps():
     assert worker.begin() == ErrorCode.RULE_MISMATCH
 
 
-def test_registering_again_changes_nothing_once_there_is_a_view():
-    world, (member,) = world_of(1, [spec()], rule=APPLY, values={0: ONES})
-    assert member.register(spec(), 5 * ONES).type is MessageType.OK
-    assert torch.equal(rule_of(world).read()[1], ONES)
-    assert member.register(spec(0, 8)).type is MessageType.OK
-    assert rule_of(world).spec.numel == 4
-
-
-# ---- views -------------------------------------------------------------------------------------------------------
-
-
 def test_a_view_is_signed():
     world, (member,) = world_of(1, [spec()])
     forged = message_of(View(9, 1, (), (7,)), bytes(32), job_number("demo"))
@@ -157,88 +133,10 @@ def test_a_view_is_signed():
     assert world.shard.jobs[job_number("demo")].view.number == 1
 
 
-def test_a_view_is_taken_once_and_names_this_life_of_the_server():
-    world, (member,) = world_of(1, [spec()])
-    view = world.views["demo"]
-    changes = world.shard.changes
-    assert member.forward(view) == []
-    assert member.forward(View(5, view.epoch, view.members, (8, 9))) == []
-    assert member.forward(View(1, 77, view.members, (7,))) == []
-    assert world.shard.changes == changes
-    resumed = member.resume([])
-    assert (resumed["view"], resumed["view_epoch"]) == (1, view.epoch)
-
-
-def test_a_restarted_server_takes_nothing_until_a_view_names_it():
-    world, (member,) = world_of(1, [spec()], rule=APPLY)
-    member.push(0, 1, ONES)
-    world.start(8, world.shard.capture())
-    member.connect()
-    member.forward(world.views["demo"])
-    resumed = member.resume([(0, 2)])
-    assert (resumed["view"], resumed["chunks"], resumed["version"], resumed["missing"]) == (1, 1, 1, [])
-    assert codes(member.push(0, 2, ONES)) == [ErrorCode.NOT_MEMBER]
-    world.publish([member])
-    assert member.resume([(0, 2)])["missing"] == [0]
-    assert [m.type for m in member.push(0, 2, ONES)] == [MessageType.UPDATED]
-
-
-def test_pushes_under_an_older_view_do_not_count_in_an_average():
-    world, (first, second) = world_of(2, [spec()])
-    first.push(0, 1, ONES)
-    world.publish([first, second], forwarded_by=[first])
-    first.view = 1
-    assert first.push(0, 1, 9 * ONES) == []
-    first.view = 3
-    assert first.push(0, 1, 9 * ONES) == []
-    first.view = second.view = 2
-    first.push(0, 1, ONES)
-    second.push(0, 1, 3 * ONES)
-    assert torch.equal(first.updates()[1], 2 * ONES)
-    assert torch.equal(second.updates()[1], 2 * ONES)
-
-
-def test_a_release_is_of_its_view_and_taken_once():
-    rule = {**APPLY, "max_staleness": 0}
-    world, (first, second) = world_of(2, [spec()], rule=rule)
-    job = world.shard.jobs[job_number("demo")]
-    first.push(0, 1, ONES)
-    assert first.updates() == {}
-    first.view = 0
-    first.forward(Release(1, 1))
-    assert job.floor == 0
-    first.view = 1
-    forged = message_of(Release(1, 1), bytes(32), job_number("demo"))
-    assert codes(first.send(MessageType.RELEASE, body=forged.body)) == [ErrorCode.BAD_MESSAGE]
-    world.release([first, second], 1)
-    assert list(first.updates()) == [1]
-    assert (job.floor, job.taken) == (1, 1)
-
-
-# ---- connections -------------------------------------------------------------------------------------------------
-
-
-def test_answers_go_to_the_newest_connection_whichever_is_read_first():
-    _, (first, second) = world_of(2, [spec()])
-    old = first.route
-    first.connect()
-    new = first.route
-    first.resume(sequence=(1 << 50) + 2)
-    first.route = old
-    first.resume(sequence=(1 << 50) + 1)
-    first.push(0, 1, ONES)
-    first.route = new
-    second.push(0, 1, ONES)
-    assert list(first.updates()) == [1]
-
-
 def test_an_ending_server_takes_no_connections():
     world, (member,) = world_of(1, [spec()])
     world.shard.is_draining = True
     assert member.resume() == ErrorCode.SHUTTING_DOWN
-
-
-# ---- restarts ----------------------------------------------------------------------------------------------------
 
 
 def test_of_averages_a_log_has_who_takes_part_and_no_gradients():
@@ -249,11 +147,6 @@ def test_of_averages_a_log_has_who_takes_part_and_no_gradients():
         worker.push(0, 1, ONES)
     kinds = [decode([bytes(frame) for frame in record.frames]).type for record in records]
     assert kinds == [MessageType.RESUME, MessageType.REGISTER, MessageType.VIEW]
-
-
-def test_a_replay_refuses_what_cannot_have_happened():
-    with pytest.raises(ProtocolError, match="no values of the job"):
-        World().shard.apply(Message(MessageType.PULL, 5, key=0), REPLAYED)
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------------
@@ -292,16 +185,3 @@ def test_one_job_too_many_is_told_how_to_make_room():
     assert world.shard.drop(job_number("job7"))
     assert not world.shard.drop(job_number("job7"))
     assert worker.begin()["chunks"] == 0
-
-
-def test_status_says_who_waits_for_whom():
-    world, (first, second) = world_of(2, [spec()])
-    first.push(0, 1, ONES)
-    world.now_s += 2.0
-    waiting = world.shard.status().jobs["demo"]
-    assert [worker.waiting_for for worker in waiting.workers] == [(1,), ()]
-    second.push(0, 1, ONES)
-    job = world.shard.status().jobs["demo"]
-    assert [(worker.pushes, worker.step, worker.waiting_for) for worker in job.workers] == [(1, 1, ()), (1, 1, ())]
-    assert (job.sealed, job.chunks, job.members, job.averaged) == (True, 1, 2, 1)
-    assert job.bytes_in == job.bytes_out == 32

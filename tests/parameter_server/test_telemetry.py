@@ -72,8 +72,6 @@ class TestWhatAWorkerSays:
         assert caplog.text.count("loss") == 1
 
 
-# ---- everything together: two ranks, two shards, real sockets --------------------------------------------------------
-
 SLOW_S = 0.05
 
 

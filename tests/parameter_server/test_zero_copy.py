@@ -15,7 +15,6 @@ import zmq
 from support.waiting import eventually
 
 from psengine.kernels.native import extension
-from psengine.parameter_server import zero_copy
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import buffer_of
 
@@ -68,24 +67,3 @@ def test_memory_is_held_as_long_as_it_may_be_read(unread):
     assert reference() is not None
     unread.close(linger=0)
     eventually(lambda: sends.release() or reference() is None)
-
-
-def test_a_sender_that_was_closed_leaves_its_flags_where_libzmq_may_set_them(unread):
-    sends = ZeroCopySends(unread)
-    sends.send(buffer_of(torch.zeros(1000)))
-    sends.close()
-    assert len(zero_copy._left_behind) == 1
-    unread.close(linger=0)
-    eventually(lambda: all(flag.value for flag, *_ in zero_copy._left_behind))
-    ZeroCopySends(unread).close()
-    assert not zero_copy._left_behind
-
-
-def test_a_closed_socket_refuses_and_nothing_is_held(sockets):
-    _, right = sockets
-    sends = ZeroCopySends(right)
-    right.close()
-    with pytest.raises(zmq.ZMQError):
-        sends.send(buffer_of(torch.zeros(1000)))
-    sends.release()
-    assert not sends._held

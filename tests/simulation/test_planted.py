@@ -19,11 +19,6 @@ QUICK = (
 )
 
 
-def test_there_are_enough_to_say_something():
-    assert len(PLANTED) >= 40
-    assert set(QUICK) <= set(PLANTED)
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(PLANTED)]

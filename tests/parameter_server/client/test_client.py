@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from support.server_process import running_server
+from support.shard_world import AVERAGE
 from support.waiting import eventually
 from support.worker_sessions import crew
 
@@ -30,7 +28,6 @@ from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.layout import ChunkKind
 
-AVERAGE = {"name": "average", "quorum": None}
 NUMEL = 1000
 
 
@@ -63,23 +60,6 @@ def exchange(session, value):
     return session.push(0, torch.full((NUMEL,), float(value)), [torch.empty(NUMEL)]).wait()
 
 
-# ---- exchanges -----------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_without_a_weight_among_weighted_ones_is_told(server, job):
-    with crew(server.addresses, 2, layout(), job=job) as (a, b), ThreadPoolExecutor(1) as pool:
-        first = pool.submit(exchange, a, 1)
-        exchange(b, 1)
-        first.result(20)
-        held = a.push(0, torch.ones(NUMEL), [torch.empty(NUMEL)], weight=2.0)
-        a.status()  # asked behind the push, so that it was taken
-        words = r"worker 0 weighs its gradient and worker 1 does not.*batch_weight"
-        with pytest.raises(ServerRefusedError, match=words):
-            exchange(b, 1)
-        b.close()
-        assert held.wait().body["contributors"] == 1
-
-
 def test_chunks_spread_over_the_shards_of_two_servers(job):
     numel = 500_000
     values = torch.randn(numel)
@@ -108,23 +88,6 @@ def test_chunks_spread_over_the_shards_of_two_servers(job):
             worker([one.addresses[0], one.addresses[1]], job + "3").start()
 
 
-def test_abstaining_and_the_usage_of_a_blob(server, job):
-    with worker(server.addresses, job) as session:
-        session.enter(layout(), zeros)
-        out = torch.ones(NUMEL)
-        assert session.push(0, None, [out]).wait().body["contributors"] == 0
-        assert not out.any()
-        pieces = [torch.full((n,), n, dtype=torch.uint8) for n in (10, 20, 5)]
-        wait_all(session.store_blob("state", pieces))
-        assert all(torch.equal(a, b) for a, b in zip(session.pull_blob("state"), pieces, strict=True))
-        with pytest.raises(ServerRefusedError, match="nothing") as caught:
-            session.pull_blob("nothing")
-        assert caught.value.code == "unknown_key"
-
-
-# ---- refusals ------------------------------------------------------------------------------------------------------
-
-
 def test_another_model_and_a_taken_rank_are_refused(server, job):
     with worker(server.addresses, job) as first, worker(server.addresses, job, 1) as second:
         first.enter(layout(), zeros)
@@ -136,13 +99,6 @@ def test_another_model_and_a_taken_rank_are_refused(server, job):
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------
-
-
-def test_nobody_at_the_address():
-    begun = time.monotonic()
-    with pytest.raises(ServerLostError, match=r"tcp://127\.0\.0\.1:1 did not answer HELLO .*never heard"):
-        worker(["tcp://127.0.0.1:1"], "j", connect_timeout_s=0.5).start()
-    assert time.monotonic() - begun < 5
 
 
 def test_a_worker_that_never_comes_is_named(server, job):
@@ -316,31 +272,15 @@ def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
         server.stop()
 
 
-@contextmanager
-def embedded_pair(**options):
-    """An embedded server and its two workers, who have averaged once."""
-    with (
-        EmbeddedServer.start() as server,
-        crew(server.addresses, 2, layout(), is_embedded=True, **options) as sessions,
-    ):
-        wait_all([session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)]) for session in sessions])
-        yield server, *sessions
-
-
-def test_who_waits_for_an_embedded_server_that_ended_learns_it_at_once():
-    with embedded_pair() as (server, session, _):
-        held = session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)])
-        server.process.kill()
-        eventually(lambda: held.is_done, timeout_s=20.0)
-        with pytest.raises(ServerLostError, match=r"embedded parameter server .* is gone: rank 0"):
-            held.wait()
-
-
 def test_who_leaves_an_embedded_server_waits_less_for_it(monkeypatch, caplog):
     monkeypatch.setattr(join, "EMBEDDED_LEAVE_S", 1.2)
-    with embedded_pair(timeout_s=60.0) as (server, _, leaves):
+    with (
+        EmbeddedServer.start() as server,
+        crew(server.addresses, 2, layout(), is_embedded=True, timeout_s=60.0) as sessions,
+    ):
+        wait_all([session.push(0, torch.ones(NUMEL), [torch.zeros(NUMEL)]) for session in sessions])
         os.kill(server.process.pid, signal.SIGSTOP)
-        leaves.close()
+        sessions[1].close()
         os.kill(server.process.pid, signal.SIGCONT)
     assert "did not answer LEAVE for 1." in caplog.text
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.scripted_peer import RULE, SPECS, Peer, T
+from support.scripted_peer import SPECS, Peer, T
+from support.shard_world import APPLY
 from support.waiting import eventually
 
 from psengine.errors import (
@@ -20,20 +21,20 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-from psengine.parameter_server.client import connection, link, reachability
+from psengine.parameter_server.client import connection, reachability
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Parking
 from psengine.parameter_server.client.stalls import StallWatch
 from psengine.parameter_server.client.worker_session import Request, SessionOptions, WorkerSession, wait_all
 from psengine.protocol.frames import encode
-from psengine.protocol.messages import ErrorCode, Message
+from psengine.protocol.messages import Message
 
 
 @contextlib.contextmanager
 def connected(timeout_s=5.0, **options):
     peer = Peer()
     try:
-        options = {"addresses": [peer.address], "rule": RULE, "rank": 0, "timeout_s": timeout_s, **options}
+        options = {"addresses": [peer.address], "rule": APPLY, "rank": 0, "timeout_s": timeout_s, **options}
         with WorkerSession(SessionOptions(**options)) as session:
             session.enter(SPECS, lambda spec: torch.zeros(spec.numel))
             yield peer, session
@@ -149,7 +150,7 @@ def test_a_peer_that_cuts_every_connection_off_is_no_server():
         try:
             address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
             with pytest.raises(AuthenticationError, match="no psengine-server"):
-                WorkerSession(SessionOptions(addresses=[address], rule=RULE, rank=0)).start()
+                WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0)).start()
         finally:
             stop.set()
             thread.join()
@@ -161,7 +162,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_lost_not_hostile(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ServerLostError, match="never heard"):
-            WorkerSession(SessionOptions(addresses=[address], rule=RULE, rank=0, connect_timeout_s=2.5)).start()
+            WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0, connect_timeout_s=2.5)).start()
 
 
 # ---- what takes long is said ---------------------------------------------------------------------------------------
@@ -226,72 +227,3 @@ class TestStallsByAClockOfOurs:
         self.begin(link, 0.0)
         assert self.looked(StallWatch(30.0), [link], 130, caplog) == [30, 60, 90, 120]
         assert "and gives up in 999970 s. The server was never heard from" in lines_of(caplog)[0]
-
-    def test_two_servers_are_one_line(self, link, caplog):
-        other = self.channel("tcp://b:2")
-        self.begin(link, 3.0)
-        self.begin(other, 1.0)
-        assert self.looked(StallWatch(30.0), [link, other], 40, caplog) == [31]
-        assert "tcp://b:2: PULL of something (and 1 more), and" in lines_of(caplog)[0]
-
-    def test_a_second_stall_is_a_new_one(self, link, caplog):
-        watch = StallWatch(10.0)
-        self.begin(link, 0.0)
-        watch.look("worker 0", [link], 10.0)
-        link.receive_answer(Message(T.VALUES, key=0, sequence=1))
-        watch.look("worker 0", [link], 13.0)
-        self.begin(link, 14.0)
-        watch.look("worker 0", [link], 20.0)
-        watch.look("worker 0", [link], 25.0)
-        assert [line.split(" ")[2:5] for line in lines_of(caplog)] == [
-            ["has", "waited", "10.0"],
-            ["waits", "no", "longer"],
-            ["has", "waited", "11.0"],
-        ]
-
-
-# ---- connections that break ----------------------------------------------------------------------------------------
-
-
-def test_a_new_connection_says_what_is_open_and_sends_again_what_is_missing():
-    with connected() as (peer, session):
-        peer.script[T.PUSH] = lambda *_: None
-        lost, kept = push(session, 0)[0], push(session, 1)[0]
-        eventually(lambda: peer.seen[T.PUSH] == 2)
-        peer.script[T.RESUME] = lambda peer, route, m: [
-            peer.reply(m, T.RESUMED, body=peer.resumed() | {"missing": [0]}),
-            peer.reply(m, T.UPDATED, key=1, sequence=1, version=1, payload=torch.ones(SPECS[1].numel)),
-        ]
-        del peer.script[T.PUSH]
-        link = session.job_connection.links[0]
-        session.job_connection.transport.do(lambda: link.open(time.monotonic()))
-        wait_all([lost, kept])
-        said = [m.type for m in peer.messages if m.type in (T.VIEW, T.RESUME)]
-        assert said[-2:] == [T.VIEW, T.RESUME]
-        assert [m.body["open"] for m in peer.messages if m.type is T.RESUME][-1] == [[0, 1], [1, 1]]
-        assert peer.seen[T.PUSH] == 3
-
-
-def test_what_a_shard_refuses_as_fenced_is_asked_again_and_keeps_no_credit(monkeypatch):
-    monkeypatch.setattr(link, "REQUESTED_BYTES", 300)
-    with connected() as (peer, session):
-        refusal = {"code": ErrorCode.FENCED, "text": "silent for more than its lease"}
-        peer.script[T.STORE] = lambda peer, route, m: peer.reply(m, T.ERROR, body=refusal)
-        stored = session.store(0, torch.ones(SPECS[0].numel))
-        eventually(lambda: peer.seen[T.STORE] and not stored.is_sent)
-        del peer.script[T.STORE]
-        session.job_connection.transport.do(session.job_connection.links[0].send_requests)
-        stored.wait()
-        out = torch.zeros(SPECS[0].numel)
-        session.pull(0, [out]).wait()
-        assert out.all()
-
-
-def test_waiting_longer_than_a_heartbeat_asks_whom_for_and_sends_nothing_again():
-    with connected(timeout_s=1.5) as (peer, session):
-        peer.script[T.PUSH] = lambda *_: None
-        peer.script[T.WAITS] = lambda peer, route, m: peer.reply(m, T.PENDING, body={"waiting_for": [3]})
-        with pytest.raises(ServerLostError, match=r"did not answer push 1 of chunk 0 .*waits for workers \[3\]"):
-            push(session)[0].wait()
-        assert peer.seen[T.PUSH] == 1
-        assert peer.seen[T.WAITS] > 1

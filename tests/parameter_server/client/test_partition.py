@@ -9,7 +9,7 @@ from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.partition import CHUNK_BYTES, MAX_DESCRIPTION_BYTES, cut
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.layout import ChunkKind, balance
-from psengine.protocol.messages import MAX_NAME_CHARS, MAX_PAYLOAD_BYTES, MAX_SEGMENTS, Message, MessageType
+from psengine.protocol.messages import MAX_SEGMENTS, Message, MessageType
 
 
 def described(*numels):
@@ -30,13 +30,6 @@ def test_every_element_lies_in_exactly_one_chunk_in_order(numels, chunk_bytes, d
         assert spec.numel == sum(segment.numel for segment in spec.segments)
 
 
-def test_inner_cuts_are_aligned_and_chunks_about_equal():
-    specs = cut(ChunkKind.PARAMETER, described(3_000_000, 10), torch.float32, 0)
-    assert len(specs) == -(-3_000_010 * 4 // CHUNK_BYTES)
-    assert all(spec.numel % 64 == 0 for spec in specs[:-1])
-    assert min(spec.numel for spec in specs) > 0.99 * max(spec.numel for spec in specs)
-
-
 LONG_NAMES = [("x" * 500 + str(i), (2, 2), (2, 1), 4) for i in range(200)]
 # Eight dimensions, each with numbers that take nine bytes.
 LONG_LAYOUTS = [(f"w{i}", (1,) * 8, (1 << 40,) * 8, 1) for i in range(2000)]
@@ -52,19 +45,6 @@ def test_many_small_tensors_respect_the_bounds_of_a_message(tensors):
         frames = encode(Message(MessageType.REGISTER, key=spec.key, body=body, payload=torch.zeros(spec.numel)))
         assert len(frames[1]) <= MAX_DESCRIPTION_BYTES
         assert decode(frames).numel == spec.numel
-
-
-def test_what_just_fits_is_taken():
-    (spec,) = cut(ChunkKind.PARAMETER, [("n" * MAX_NAME_CHARS, (2,), (1,), 2)], torch.float32, 0)
-    assert spec.segments[0].name == "n" * MAX_NAME_CHARS
-    specs = cut(ChunkKind.PARAMETER, described(MAX_PAYLOAD_BYTES // 4), torch.float32, 0, MAX_PAYLOAD_BYTES)
-    assert [spec.size_bytes for spec in specs] == [MAX_PAYLOAD_BYTES]
-
-
-def test_tensors_without_elements_are_left_out():
-    assert cut(ChunkKind.BUFFER, described(0, 0), torch.int64, 0) == []
-    specs = cut(ChunkKind.BUFFER, described(0, 3, 0), torch.int64, 0)
-    assert [s.name for s in specs[0].segments] == ["w1"]
 
 
 def test_a_dtype_that_cannot_travel_is_refused():

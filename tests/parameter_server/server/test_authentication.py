@@ -67,13 +67,18 @@ def handshake(context, endpoint, keys, who):
 
 
 def test_keygen_writes_a_secret_for_its_owner_and_a_public_key(tmp_path):
-    secret_path, public_path = keygen(tmp_path / "keys", "me")
-    assert (secret_path.name, public_path.name) == ("me.key", "me.pub")
-    assert stat.S_IMODE(secret_path.stat().st_mode) == 0o600
-    pair = read_key_pair(secret_path)
-    assert read_allowed(public_path) == {pair.public}
+    keys, command_line = tmp_path / "keys", ["keygen", str(tmp_path / "keys"), "--name", "server"]
+    with running_server_command(command_line) as command:
+        assert command.wait() == 0
+        assert "keep secret" in command.stdout
+    assert stat.S_IMODE((keys / "server.key").stat().st_mode) == 0o600
+    pair = read_key_pair(keys / "server.key")
+    assert read_allowed(keys / "server.pub") == {pair.public}
     assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
-    assert pair.secret not in repr(pair) + public_path.read_text()
+    assert pair.secret not in repr(pair) + (keys / "server.pub").read_text()
+    with running_server_command(command_line) as command:
+        assert command.wait() == 2
+        assert "never overwritten" in command.stderr
     with pytest.raises(ConfigurationError, match="file name"):
         keygen(tmp_path, "../me")
 
@@ -260,13 +265,3 @@ def test_a_server_that_is_away_behind_a_tunnel_is_waited_for(keys):
         with running_server(bind=first.addresses[0], **options):
             session.push(0, 2 * ones, [out]).wait()
             assert out.tolist() == [2.0] * 4
-
-
-def test_keygen_on_the_command_line(tmp_path):
-    with running_server_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
-        assert command.wait() == 0
-        assert "keep secret" in command.stdout
-    assert {read_key_pair(tmp_path / "keys" / "server.key").public} == read_allowed(tmp_path / "keys" / "server.pub")
-    with running_server_command(["keygen", str(tmp_path / "keys"), "--name", "server"]) as command:
-        assert command.wait() == 2
-        assert "never overwritten" in command.stderr

@@ -269,6 +269,40 @@ def test_a_start_on_a_full_disk_says_what_it_needs(tmp_path, monkeypatch):
         assert one.version == 1
 
 
+def remove(directory):
+    shutil.rmtree(directory)
+
+
+def replace_files(directory):
+    for path in directory.iterdir():
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("injure", [remove, replace_files])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_nothing_is_acknowledged_into_a_file_that_nobody_finds(tmp_path, monkeypatch, injure, is_idle):
+    quicken(monkeypatch)
+    directory = tmp_path / "s"
+    with server(directory, keeps_log=True) as one:
+        worker, [log] = with_job(one), one.durability.logs
+        push(worker, 1)
+        one.settle()
+        durable = log.log.durable
+        if not is_idle:
+            monkeypatch.setattr(log_thread, "LOOK_S", DEADLINE_S)  # the next look comes after the next record
+            time.sleep(0.1)
+        injure(directory)
+        if not is_idle:
+            push(worker, 2)
+        eventually(lambda: log.log.failure)
+        assert "the log of shard 0 cannot be written any more" in log.log.failure
+        assert "log_failed" in [kind for kind, _ in one.events]
+        assert log.log.durable == durable
+        quicken(monkeypatch)
+
+
 # ---- the directory of a live server ----------------------------------------------------------------------------------
 
 
@@ -305,9 +339,6 @@ def test_a_directory_of_another_kind_and_an_unreadable_one_are_refused_plainly(t
         CliRunner().invoke(build_app(_serve), ["inspect", str(unreadable)], catch_exceptions=False)
     with pytest.raises(SnapshotError, match="log-000-000000000001 cannot be read: Is a directory"):
         Server(unreadable, keeps_log=True)
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_backups_beyond_the_memory_do_not_keep_a_server_from_starting_again(tmp_path):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import struct
 import time
 from collections.abc import Iterator
@@ -83,29 +81,6 @@ def test_a_connection_that_has_ended_is_known(endpoint, peer):
     assert not endpoint.peers.is_connected(b"another")
     peer.close()
     eventually(lambda: not endpoint.peers.is_connected(route))
-
-
-def test_a_message_that_does_not_end_is_closed(endpoint, peer):
-    """By hand: a DEALER keeps the parts until it has them all."""
-    peer.send(b"")
-    route = heard(endpoint).route
-    is_tcp = endpoint.address.startswith("tcp")
-    with socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX) as raw:
-        host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
-        raw.connect((host, int(port)) if is_tcp else endpoint.address.removeprefix("ipc://"))
-        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32))
-        ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-        raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
-        part = b"\x03" + struct.pack(">Q", PART_BYTES) + bytes(PART_BYTES)
-        for _ in range(2 + UNREAD_BYTES // PART_BYTES):
-            raw.sendall(part)
-        time.sleep(0.2)
-        # The kernel does not count a Unix socket's bytes: the other one makes a new connection.
-        assert endpoint.peers.close_unfinished(UNREAD_BYTES) == (1 if is_tcp else 2)
-        eventually(lambda: endpoint.peers.is_connected(route) == is_tcp)
-        with contextlib.suppress(ConnectionError):
-            while True:
-                raw.sendall(part)
 
 
 def test_no_descriptor_is_kept(context, tmp_path):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.memory_disk import MemoryDisk
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import DirectoryDisk
@@ -15,6 +16,25 @@ from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.log.records import Record, RecordKind
 
 EPOCH = 7
+FIRST, SECOND, THIRD = (segment_name(0, number) for number in (1, 2, 3))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return DirectoryDisk(tmp_path)
+
+
+def files_of(disk):
+    return {path.name: path.read_bytes() for path in disk.directory.iterdir()}
+
+
+def with_files(disk, files):
+    """The disk, which has these files and no others."""
+    for name in disk.list():
+        disk.delete(name)
+    for name, content in files.items():
+        (disk.directory / name).write_bytes(content)
+    return disk
 
 
 def record(number, size_bytes=5):
@@ -25,8 +45,8 @@ def record(number, size_bytes=5):
 class Written:
     """A log on a disk. Each segment's first record describes it, so the first update of all has the number 1."""
 
-    def __init__(self, disk=None, epoch=EPOCH, last=BEGINNING):
-        self.disk = disk or MemoryDisk()
+    def __init__(self, disk, epoch=EPOCH, last=BEGINNING):
+        self.disk = disk
         self.log = ShardLog(self.disk, 0, epoch, last)
 
     def append(self, count, **options):
@@ -34,15 +54,13 @@ class Written:
             self.log.append(record(self.log.end, **options))
         return self
 
-    def write(self):
+    def group(self, count, **options):
+        """Records that become durable together."""
+        self.append(count, **options)
         while self.log.has_unwritten:
             self.log.write()
             self.log.sync()
         return self
-
-    def group(self, count, **options):
-        """Records that become durable together."""
-        return self.append(count, **options).write()
 
 
 def read(disk, start=None):
@@ -56,9 +74,7 @@ def read(disk, start=None):
     return numbers, reader.end, notes
 
 
-@pytest.mark.parametrize("kind", ["memory", "directory"])
-def test_records_come_back_over_segments_and_lives(tmp_path, kind):
-    disk = MemoryDisk() if kind == "memory" else DirectoryDisk(tmp_path)
+def test_records_come_back_over_segments_and_lives(disk):
     log = Written(disk).group(3).group(1)
     second = log.log.cut()
     assert second == log.log.cut() == Place(2, 5, EPOCH)
@@ -69,121 +85,112 @@ def test_records_come_back_over_segments_and_lives(tmp_path, kind):
     Written(disk, EPOCH + 1, last=end).group(2)
     assert read(disk)[0] == [*numbers, 11, 12]
     assert segments(disk) == {0: [1, 2, 3]}
-    disk.delete(segment_name(0, 1))
+    disk.delete(FIRST)
     assert read(disk, second)[0] == [6, 7, 8, 9, 11, 12]
 
 
-def test_a_segment_is_synced_before_the_next_exists():
-    log = Written().append(2)
-    log.log.cut()
-    log.append(1)
-    assert log.log.begun == 0
-    log.log.write()
-    assert (log.log.begun, log.log.written, log.log.durable) == (1, 3, 0)
-    assert segments(log.disk) == {0: [1]}
-    log.log.write()
-    assert (log.log.begun, log.log.written, log.log.durable) == (2, 5, 3)
-    assert read(log.disk.after_power_loss(), Place(2, 3, EPOCH))[0] == [4]
-
-
-def test_a_tail_torn_at_any_byte_is_cut_off():
+def test_a_tail_torn_at_any_byte_is_cut_off(disk):
     """Two groups are durable; the third was being written: each of its records is there as a whole, or not at all."""
-    log = Written().group(2).group(1)
-    durable_bytes = len(log.disk.files[segment_name(0, 1)])
+    log = Written(disk).group(2).group(1)
+    durable_bytes = disk.size_bytes(FIRST)
     log.append(3, size_bytes=20)
     log.log.write()
-    whole = log.disk.files[segment_name(0, 1)]
+    whole = files_of(disk)[FIRST]
     size_bytes = record(4, 20).size_bytes
     for length in range(durable_bytes, len(whole) + 1):
-        numbers, _, notes = read(MemoryDisk({segment_name(0, 1): whole[:length]}))
+        numbers, _, notes = read(with_files(disk, {FIRST: whole[:length]}))
         left, rest = divmod(length - durable_bytes, size_bytes)
         assert numbers == list(range(1, 4 + left))
         assert bool(notes) == bool(rest)
 
 
-def test_a_flipped_bit_anywhere_is_refused_with_file_and_place():
+def test_a_flipped_bit_anywhere_is_refused_with_file_and_place(disk):
     """Only the last group cannot be told from one that was being written."""
-    log = Written().group(1).group(2).group(1)
-    whole = bytes(log.disk.files[segment_name(0, 1)])
+    Written(disk).group(1).group(2).group(1)
+    whole = files_of(disk)[FIRST]
     end = len(whole) - record(4).size_bytes
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
-        disk = MemoryDisk({segment_name(0, 1): damaged})
+        with_files(disk, {FIRST: damaged})
         if place < end:
-            with pytest.raises(SnapshotError, match=rf"{segment_name(0, 1)} is damaged at byte \d+"):
+            with pytest.raises(SnapshotError, match=rf"{FIRST} is damaged at byte \d+"):
                 read(disk)
         else:
             assert read(disk)[0] == [1, 2, 3]
 
 
-def three_segments(epoch=EPOCH):
-    log = Written(epoch=epoch).group(1)
+def three_segments(disk, epoch):
+    log = Written(with_files(disk, {}), epoch).group(1)
     for _ in range(2):
         log.log.cut()
         log.group(1)
-    return {name: bytes(content) for name, content in log.disk.files.items()}
+    return files_of(disk)
 
 
-def test_a_missing_or_foreign_segment_is_refused():
-    files, others = three_segments(), three_segments(EPOCH + 1)
-    first, second, third = sorted(files)
-    with pytest.raises(SnapshotError, match=f"{second} .*missing"):
-        read(MemoryDisk({first: files[first], third: files[third]}))
-    with pytest.raises(SnapshotError, match="another segment's"):
-        read(MemoryDisk({first: files[first], second: files[third]}))
-    with pytest.raises(SnapshotError, match="does not begin"):
-        read(MemoryDisk({first: files[first], second: b"", third: files[third]}))
-    # Cut off at the end of a record, so that only the next segment tells.
-    with pytest.raises(SnapshotError, match="records are missing"):
-        read(MemoryDisk(files | {second: files[second][: -record(3).size_bytes]}))
-    # Of another directory, in the middle and at the end.
-    for name in (second, third):
-        with pytest.raises(SnapshotError, match=f"{name} .*another segment's .*'before': {EPOCH}"):
-            read(MemoryDisk(files | {name: others[name]}))
-
-
-def test_the_segment_that_a_generation_goes_on_in_is_there_or_refused():
-    """A generation is not kept before, so that no death of a server leaves it without."""
-    files, others = three_segments(), three_segments(EPOCH + 1)
-    third, place = segment_name(0, 3), Place(3, 4, EPOCH)
-    assert read(MemoryDisk(files), place)[0] == [5]
-    without = {name: content for name, content in files.items() if name != third}
-    for damaged, words in (
-        (without, "the file is missing"),
-        (files | {third: b""}, "does not begin"),
-        (files | {third: files[third][:30]}, "does not begin"),
-        (files | {third: others[third]}, f"another segment's .*'epoch': {EPOCH}"),
-        ({}, "the file is missing"),
+def test_a_missing_or_foreign_segment_is_refused(disk):
+    files, others = three_segments(disk, EPOCH), three_segments(disk, EPOCH + 1)
+    # A generation is not kept before the segment that it goes on in, so that no death of a server leaves it without.
+    place = Place(3, 4, EPOCH)
+    assert read(with_files(disk, files), place)[0] == [5]
+    for start, name, content, words in (
+        (None, SECOND, None, "missing"),
+        (None, SECOND, files[THIRD], "another segment's"),
+        (None, SECOND, b"", "does not begin"),
+        # Cut off at the end of a record, so that only the next segment tells.
+        (None, SECOND, files[SECOND][: -record(3).size_bytes], "records are missing"),
+        # Of another directory, in the middle and at the end.
+        (None, SECOND, others[SECOND], f"another segment's .*'before': {EPOCH}"),
+        (None, THIRD, others[THIRD], f"another segment's .*'before': {EPOCH}"),
+        (place, THIRD, None, "the file is missing"),
+        (place, THIRD, files[THIRD][:30], "does not begin"),
+        (place, THIRD, others[THIRD], f"another segment's .*'epoch': {EPOCH}"),
     ):
-        with pytest.raises(SnapshotError, match=f"{third} .*{words}"):
-            read(MemoryDisk(damaged), place)
+        damaged = {**files, name: content}
+        if content is None:
+            del damaged[name]
+        with pytest.raises(SnapshotError, match=words):
+            read(with_files(disk, damaged), start)
+
+
+def test_a_sync_while_a_segment_gets_its_name_succeeds(disk, monkeypatch):
+    def rename(*names):
+        real(*names)
+        syncs.append(pool.submit(log.sync))
+        time.sleep(0.1)
+
+    real, syncs, log = os.rename, [], ShardLog(disk, 0, EPOCH)
+    monkeypatch.setattr(os, "rename", rename)
+    with ThreadPoolExecutor(1) as pool:
+        log.write()
+        [sync] = syncs
+        sync.result(20.0)
+    log.close()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("what", ["fsync", "fdatasync"])
-def test_what_was_not_synced_is_no_full_disk(tmp_path, monkeypatch, number, what):
+def test_what_was_not_synced_is_no_full_disk(disk, monkeypatch, number, what):
     """The records are in the file: another try would write them twice. And nobody finds a part of a file."""
 
     def fail(descriptor):
         raise OSError(number, "failed")
 
     monkeypatch.setattr(os, what, fail)
-    log = ShardLog(DirectoryDisk(tmp_path), 0, EPOCH)
+    log = ShardLog(disk, 0, EPOCH)
     with pytest.raises(OSError, match="it could not be made durable: failed") as failure:
         log.write()
     assert (failure.value.errno, log.begun) == (errno.EIO, 0)
     log.close()
-    assert os.listdir(tmp_path) == []
+    assert disk.list() == []
 
 
-def test_a_directory_writes_many_pieces_and_names_the_file_in_errors(tmp_path):
-    disk = DirectoryDisk(tmp_path)
+def test_a_directory_writes_many_pieces_and_names_the_file_in_errors(disk, tmp_path):
     file = disk.create("a")
     pieces = [bytes([number % 251]) * (number % 7) for number in range(5000)]
     file.append(pieces)
     file.append([b"end"])
-    assert os.listdir(tmp_path) == ["unfinished-a"]
+    assert disk.list() == ["unfinished-a"]
     file.commit()
     assert disk.read("a", 0, 1 << 20) == b"".join(pieces) + b"end"
     assert disk.size_bytes("a") == sum(map(len, pieces)) + 3
@@ -200,4 +207,4 @@ def test_a_directory_writes_many_pieces_and_names_the_file_in_errors(tmp_path):
     assert error.value.filename == str(tmp_path / "a")
     disk.delete("a")
     disk.delete("a")
-    assert os.listdir(tmp_path) == ["b"]
+    assert disk.list() == ["b"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.shard_world import APPLY, AVERAGE, Worker, World, codes, spec, team, world_of
+from support.shard_world import APPLY, AVERAGE, Worker, World, codes, spec, team, whole, world_of
 
 from psengine.codecs.cast import Bfloat16, Float16
 from psengine.codecs.fp4 import Fp4
@@ -71,23 +71,6 @@ def weights_at(worker: Worker, numel: int = 600) -> torch.Tensor:
     return torch.frombuffer(bytearray(worker.pull(0).payload), dtype=torch.float32)[:numel].clone()
 
 
-@pytest.mark.parametrize("codec", [Int8(), Fp4(), OneBit(), TopK(ratio=0.1)], ids=repr)
-def test_weights_are_whole_at_first_and_then_differences_from_what_the_worker_holds(codec):
-    _, worker = stepping(repr(codec))
-    held, generator = torch.empty(0), torch.Generator().manual_seed(3)
-    for step in range(1, 6):
-        gradient = encode(codec, torch.randn(600, generator=generator))
-        body = {} if step == 1 else {"held": step - 1}
-        worker.push(0, step, gradient, body=body)
-        answer, exact = worker.updates()[step], weights_at(worker)
-        if step == 1:
-            assert torch.equal(answer, exact)
-            held = answer.clone()
-            continue
-        assert torch.equal(answer, encode(codec, exact - held))
-        codec.decode_add(answer, held)
-
-
 @pytest.mark.parametrize("held", [None, 1, 7])
 def test_a_worker_that_holds_something_else_gets_whole_weights(held):
     _, worker = stepping("int8")
@@ -114,13 +97,6 @@ def test_a_payload_of_another_form_is_refused_and_changes_nothing(payload, got):
         assert "expected 4 elements" in answer.body["text"]
         assert got in answer.body["text"]
     assert whole(world) == before
-
-
-def whole(world: World) -> list[object]:
-    """All that the shard would keep, and the sizes of what it has."""
-    chunks = [chunk for job in world.shard.capture() for chunk in job.chunks]
-    kept = [(chunk.meta, {name: tensor.tolist() for name, tensor in chunk.tensors.items()}) for chunk in chunks]
-    return [kept, world.shard.memory_bytes()]
 
 
 def topk_payload(places: list[int], found: list[float]) -> torch.Tensor:

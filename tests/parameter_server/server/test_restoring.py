@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from support.shard_world import APPLY, MERGE, World, assert_same_states, spec, team
+from support.shard_world import APPLY, World, assert_same_states, spec, team
 
 from psengine.codecs.registry import resolve_codec
 from psengine.errors import SnapshotError
@@ -31,12 +31,12 @@ OPTIMIZERS = {
     "adagrad": ("Adagrad", {"lr": 0.01}),
     "rmsprop": ("RMSprop", {"lr": 0.01, "momentum": 0.5, "centered": True}),
 }
+# Bounds and merges are the simulator's.
 RULES = {
     "async": APPLY,
     "inverse": APPLY | {"staleness_scaling": "inverse"},
-    "compensated": APPLY | {"max_staleness": 2, "delay_compensation": 0.5},
+    "compensated": APPLY | {"delay_compensation": 0.5},
     "adaptive": APPLY | {"delay_compensation": 0.5, "compensation_decay": 0.9},
-    "merge": MERGE,
 }
 CODECS = ["", "bf16", "int8", "fp4", "onebit", "topk:ratio=0.25"]
 SPECS = [spec(0, 70), spec(1, 33), spec(2, 5, kind=ChunkKind.BUFFER)]
@@ -44,12 +44,7 @@ EPOCH = 7
 
 
 class Logged:
-    """A shard with a log and snapshots on real files, and three workers of one job.
-
-    Attributes:
-        steps: by rank, the last step that it has begun.
-        committed: by rank, the last whose pushes are all at the shard.
-    """
+    """A shard with a log and snapshots on real files, and three workers of one job; ``steps`` by rank."""
 
     def __init__(self, directory, rule, optimizer, seed=0):
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -60,8 +55,7 @@ class Logged:
         self.begin_log()
         values = {one.key: self.values(one) for one in SPECS}
         self.workers = team(self.world, 3, SPECS, values=values, rule=rule, optimizer=self.configured())
-        self.steps, self.committed = [0] * 3, [0] * 3
-        self.merges, self.unmerged = 0, set()
+        self.steps = [0] * 3
 
     def begin_log(self, epoch=EPOCH, last=BEGINNING):
         self.log = ShardLog(self.store.disk, 0, epoch, last)
@@ -101,26 +95,12 @@ class Logged:
 
     def push(self, worker):
         """A whole step of one worker."""
-        rank, bound = worker.rank, self.rule.get("max_staleness")
-        if rank in self.unmerged or (bound is not None and self.steps[rank] > min(self.committed) + bound):
-            return  # its last answer is held
-        self.steps[rank] += 1
+        self.steps[worker.rank] += 1
         for one in SPECS[:2]:
-            body = {"weight": float(self.random.randint(1, 8))} if self.rule["name"] == "merge" else {}
             [job] = self.world.shard.jobs.values()
             version = max(0, job.version - self.random.randint(0, 2))
             for _ in range(1 + (self.random.random() < 0.1)):  # perhaps once more
-                worker.push(one.key, self.steps[rank], self.gradient(one), version, body=body)
-        floor, self.committed[rank] = min(self.committed), self.steps[rank]
-        if self.rule["name"] == "merge":
-            self.unmerged.add(rank)
-            if len(self.unmerged) == 3 or (len(self.unmerged) == 2 and self.random.random() < 0.5):
-                self.merges += 1
-                named = tuple((one, self.steps[one]) for one in sorted(self.unmerged))
-                self.world.release(self.workers, self.merges, contributors=named)
-                self.unmerged.clear()
-        elif bound is not None and min(self.committed) > floor:
-            self.world.release(self.workers, min(self.committed))
+                worker.push(one.key, self.steps[worker.rank], self.gradient(one), version)
 
     def act(self):
         chance, worker = self.random.random(), self.random.choice(self.workers)
@@ -173,46 +153,6 @@ def logged(tmp_path):
         one.push(one.workers[0])
     one.write()
     return one
-
-
-def test_a_life_goes_on_from_the_last_one_s_end(logged):
-    """Also where its own first generation was damaged: all lives' commands are applied."""
-    found = recover(logged.store)
-    logged.world.start(EPOCH + 1, found.shards[0])
-    logged.begin_log(EPOCH + 1, found.ends[0])
-    logged.snapshot()
-    logged.world.publish(logged.workers)
-    logged.push(logged.workers[1])
-    logged.write()
-    expected = logged.world.shard.capture()
-    assert_same_states(recover(logged.store).shards, [expected])
-    logged.store.disk.delete(f"generation-{logged.store.newest:012d}")
-    assert_same_states(recover(logged.store).shards, [expected])
-
-
-@pytest.mark.parametrize("asks_by", [MessageType.RESUME, MessageType.PUSH])
-def test_who_asks_again_after_a_restart_gets_the_same_answers_in_the_replay(tmp_path, asks_by):
-    """Of an answer that is held when the worker asks: what it is computed from is known when it leaves."""
-    logged = Logged(tmp_path, RULES["compensated"], OPTIMIZERS["sgd"])
-    logged.snapshot()
-    first, *others = logged.workers
-    for _ in range(3):
-        logged.push(first)
-    logged.write()
-    found = recover(logged.store)
-    logged.world.start(EPOCH + 1, found.shards[0]).begin_life()
-    logged.begin_log(EPOCH + 1, found.ends[0])
-    logged.world.publish(logged.workers)
-    first.connect()
-    first.resume([(0, 3), (1, 3)] if asks_by is MessageType.RESUME else [])
-    for one in SPECS[:2] if asks_by is MessageType.PUSH else ():
-        first.push(one.key, 3, logged.values(one))
-    assert not first.updates()
-    for other in others:
-        logged.push(other)
-    assert list(first.updates()) == [3]
-    logged.write()
-    assert_same_states(recover(logged.store).shards, [logged.world.shard.capture()])
 
 
 def test_coordinators_and_dropped_jobs_come_back(logged):

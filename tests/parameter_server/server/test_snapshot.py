@@ -14,7 +14,6 @@ import torch
 from support.shard_world import assert_same_states
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.durability import restoring
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import Place, segment_name
 from psengine.parameter_server.server.snapshots import generations as generations_module
@@ -84,9 +83,6 @@ def opened(directory: Path):
 def store(tmp_path: Path):
     with opened(tmp_path / "snapshots") as one:
         yield one
-
-
-# ---- what is saved comes back ---------------------------------------------------------------------------------------
 
 
 def test_every_dtype_and_shape_comes_back_bit_by_bit(store):
@@ -267,30 +263,3 @@ def test_with_a_log_only_the_newest_is_kept_where_there_is_little_room(store, mo
     for _ in range(2):
         save(store, 3)
     assert generations(store.disk.directory) == names(3, 4)
-
-
-# ---- other numbers of shards ----------------------------------------------------------------------------------------
-
-
-def test_chunks_survive_other_numbers_of_shards_once_each(store, monkeypatch):
-    monkeypatch.setattr(restoring, "merge_job_meta", lambda metas: {"n": len(metas)})
-
-    def job(name, shard):
-        keys = range(shard, 12, 2)
-        return JobState(name, {}, [ChunkState(key, {}, {"v": torch.full((10 + key,), key)}) for key in keys])
-
-    shards = [[job(name, shard) for name in ("a", "b")] for shard in range(2)]
-    for count in (3, 1, 2):
-        store.save(ServerState(shards))
-        loaded = store.load()[1].shards
-        shards = restoring.distribute(loaded, count)
-        assert [[(job.name, job.meta) for job in jobs] for jobs in shards] == [
-            [(name, {"n": len(loaded)}) for name in ("a", "b")]
-        ] * count
-        for number in range(2):
-            assert sorted(chunk.key for jobs in shards for chunk in jobs[number].chunks) == list(range(12))
-        chunks = [[chunk for job in jobs for chunk in job.chunks] for jobs in shards]
-        for chunk in (one for some in chunks for one in some):
-            assert torch.equal(chunk.tensors["v"], torch.full((10 + chunk.key,), chunk.key))
-        sizes = [sum(chunk.tensors["v"].nbytes for chunk in some) for some in chunks]
-        assert max(sizes) - min(sizes) <= 2 * 8 * 21

@@ -1,0 +1,164 @@
+"""A chunk's rule through a whole shard: what counts, what is refused, and what nothing may change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, codes, push_all, spec, team, whole, world_of
+
+from psengine.codecs.int8 import Int8
+from psengine.codecs.onebit import OneBit
+from psengine.codecs.powersgd import PowerSgd
+from psengine.parameter_server.server.interfaces import Sender
+from psengine.protocol.frames import encode, payload_tensor
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+
+# ---- average --------------------------------------------------------------------------------------------------------
+
+
+def test_non_finite_values_are_passed_on_and_counted():
+    world, workers = world_of(2, [spec(0, 2)])
+    workers[0].push(0, 1, torch.tensor([1.0, float("nan")]))
+    workers[1].push(0, 1, torch.tensor([1.0, 1.0]))
+    answer = workers[0].updates()[1]
+    assert answer[0] == 1
+    assert answer[1].isnan()
+    assert world.shard.status().jobs["demo"].non_finite == 1
+
+
+def test_who_abstains_is_not_counted():
+    workers = team(World(), 3, [spec()])
+    workers[0].push(0, 1, torch.ones(4))
+    workers[1].push(0, 1, None)
+    (answer,) = workers[2].push(0, 1, torch.full((4,), 3.0))
+    assert answer.body == {"contributors": 2}
+    assert payload_tensor(answer).tolist() == [2.0] * 4
+    *_, answer = [answer for worker in workers for answer in worker.push(0, 2, None)]
+    assert answer.body == {"contributors": 0}
+    assert payload_tensor(answer).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("codec", [Int8(), OneBit(), PowerSgd(rank=1)], ids=repr)
+@pytest.mark.parametrize("is_spoiled", [False, True])
+def test_a_step_that_is_taken_back_leaves_the_residual_as_it_was(codec, is_spoiled):
+    matrix = ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 64, (Segment("p0", (8, 8), (8, 1), 0, 64),))
+    codec = codec.for_pieces([(64, 8)])
+    form = codec.payload_spec(64, torch.float32)
+
+    def payload(seed, scale=1.0):
+        one = torch.empty(form.numel, dtype=form.dtype)
+        codec.encode(torch.randn(64, generator=torch.Generator().manual_seed(seed)) * scale, one)
+        return one
+
+    found = []
+    for is_undone in (False, True):
+        world, workers = world_of(2, [matrix], rule=AVERAGE | {"compress": repr(codec)})
+        push_all(workers, 1, payload(1))
+        if is_undone:
+            workers[0].push(0, 2, payload(7))
+            workers[1].push(0, 2, payload(8, torch.inf if is_spoiled else 1.0))
+            assert all(2 in worker.updates() for worker in workers)
+            world.publish(workers, from_step=2)
+        for step in (2, 3):
+            push_all(workers, step, payload(step))
+        found.append(workers[0].updates())
+    assert all(torch.equal(found[0][step], found[1][step]) for step in (2, 3))
+
+
+def test_who_lacks_more_than_the_last_step_has_to_take_state():
+    world, workers = world_of(2, [spec()])
+    world.publish(workers, from_step=5)
+    assert codes(workers[0].push(0, 3, torch.ones(4))) == [ErrorCode.FENCED]
+    assert workers[0].push(0, 4, torch.ones(4)) == []
+
+
+def test_deposited_values_do_not_come_back():
+    world, (worker,) = world_of(1, [spec()])
+    worker.ask(MessageType.STORE, key=0, payload=torch.full((4,), 3.0), version=6)
+    world.start(8, world.shard.capture())
+    world.publish([worker])
+    assert worker.pull(0).body["code"] == ErrorCode.NOT_READY  # other shards may have newer ones
+
+
+# ---- apply ----------------------------------------------------------------------------------------------------------
+
+
+def fleet(size, kind=ChunkKind.PARAMETER, **options):
+    """Workers of a job with one chunk of zeros."""
+    return world_of(size, [spec(0, 6, kind=kind)], rule=APPLY | options)
+
+
+def test_parameters_need_configure_first():
+    world = World()
+    worker = Worker(world, 0, rule=APPLY)
+    worker.begin()
+    worker.register(spec())
+    world.publish([worker])
+    before = whole(world)
+    assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.NOT_READY]
+    assert whole(world) == before
+
+
+def test_what_was_computed_before_an_eviction_is_stale_under_a_bound():
+    world, workers = fleet(2, max_staleness=1)
+    push_all(workers, 1, torch.ones(6))
+    world.publish(workers[:1])
+    workers[0].push(0, 2, torch.ones(6), 2)
+    world.publish(workers)
+    workers[1].resume()
+    world.release(workers, 2)
+    (answer,) = workers[1].push(0, 2, torch.ones(6), 2)
+    assert answer.body == {"refused": "stale"}
+    assert answer.version == 3
+    (answer,) = workers[1].push(0, 3, torch.ones(6), 3)
+    assert answer.body == {}
+
+
+def test_a_gradient_that_the_optimizer_refuses_leaves_the_compensation_as_it_was():
+    world, (worker,) = fleet(1, delay_compensation=1.0, compensation_decay=0.9)
+    worker.push(0, 1, torch.ones(6))
+    before = whole(world)
+    wrong = {"groups": [{"lr": -1.0}]}
+    assert codes(worker.push(0, 2, torch.ones(6), 1, body=wrong)) != []
+    assert whole(world) == before
+
+
+def lend(world, worker):
+    """An answer that a socket still reads; test_sending.py has a real one."""
+    fields = {"job": job_number(worker.job), "worker": worker.worker, "incarnation": worker.incarnation}
+    values = {"dtype": torch.float32, "numel": 6, "payload": torch.ones(6)}
+    message = Message(MessageType.PUSH, key=0, sequence=1, view=worker.view, **fields, **values)
+    (answer,) = world.shard.apply(message, Sender(worker.route, ""))
+    lent = encode(answer.message)[-1]
+    answer.place.hold(lent)
+    return lent
+
+
+@pytest.mark.parametrize("how", ["push", "store", "buffer"])
+def test_lent_weights_stay_as_they_are(how):
+    kind = ChunkKind.BUFFER if how == "buffer" else ChunkKind.PARAMETER
+    world, (first, second) = fleet(2, kind=kind)
+    lent = lend(world, first)
+    before = bytes(lent)
+    if how == "store":
+        second.ask(MessageType.STORE, key=0, payload=torch.full((6,), 9.0))
+    else:
+        second.push(0, 1, torch.full((6,), 9.0))
+    assert bytes(lent) == before
+    assert bytes(encode(second.ask(MessageType.PULL, key=0))[-1]) != before
+
+
+# ---- merge ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_count_is_answered_at_once_and_not_waited_for():
+    world, workers = world_of(2, [spec()], rule=MERGE)
+    (refused,) = workers[0].push(0, 1, torch.full((4,), torch.nan), body={"weight": 8.0})
+    assert refused.body["refused"] == "non_finite"
+    assert payload_tensor(refused).tolist() == [0.0] * 4
+    (idle,) = workers[0].push(0, 2, None)
+    assert idle.body["refused"] == "abstained"
+    workers[1].push(0, 1, torch.ones(4), body={"weight": 8.0})
+    world.release(workers, 1, contributors=((0, 1), (1, 1)))
+    assert list(workers[1].updates()) == [1]
