@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from typer.main import get_command
 
 from psengine.cli import main
 from psengine.cli.run_arguments import torchrun_options
-from psengine.parameter_server.server.coordinator.states import JOB, WORKER, drawn
+from psengine.parameter_server.server.coordinator.states import JOB, WORKER
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -23,6 +24,15 @@ def test_the_pages_build_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "dummy", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+def drawn(table: dict[Any, dict[str, Any]]) -> str:
+    """The table as Markdown: a row for each state, a column for each event; empty cells cannot happen."""
+    events = list(dict.fromkeys(event for row in table.values() for event in row))
+    lines = [["", *events], ["---"] * (len(events) + 1)]
+    for state, row in table.items():
+        lines.append([f"**{state.value}**", *(row[event].value if event in row else "" for event in events)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def test_the_tables_of_states_on_the_page_are_the_code_s():
