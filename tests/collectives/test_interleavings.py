@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
 # Explored to the end in about a second each.
 SMALL = [
     *(f"{way}_3_2_ranks" for way in ("small", "gather", "scatter", "broadcast")),
-    *("one_chunk_1_2_ranks", "in_place_1_2_ranks", "one_chunk_1_2_ranks_leaving"),
+    *("one_chunk_1_2_ranks", "in_place_1_2_ranks", "one_chunk_1_2_ranks_leaving", "contributions_1_2_ranks"),
     *("small_1_2_ranks_sleeping", "small_1_2_ranks_late"),
     *("small_1_2_ranks_death_of_0", "small_1_2_ranks_death_of_1", "broadcast_1_2_ranks_death_of_0"),
 ]
@@ -46,6 +46,7 @@ LARGE = [
     *("small_1_2_ranks_two_threads_sleeping", "one_chunk_1_2_ranks_two_threads_sleeping"),
     *("small_1_3_ranks", "staged_chunk_1_3_ranks", "one_chunk_1_3_ranks", "small_1_3_ranks_sleeping"),
     *("small_1_3_ranks_death_of_1", "staged_chunk_1_3_ranks_death_of_0", "one_chunk_1_3_ranks_death_of_2"),
+    *("contributions_1_2_ranks_death_of_1", "contributions_1_3_ranks"),
     *("staged_1_3_ranks_leaving_sleeping", "small_1_3_ranks_late", "small_1_3_ranks_differing"),
 ]
 STATES = 60_000  # of each scenario, or 20 s
