@@ -368,13 +368,13 @@ inline Work<T, T> product(T value, Work<T, T> scale) {
   }
 }
 
-// As many destinations as sources, few enough for their pointers and values to stay in registers.
-template <bool is_scaled, bool rounds_each, int count, class T>
+// Few enough for their pointers and values to stay in registers.
+template <bool is_scaled, bool rounds_each, int destination_count, int count, class T>
 void sum_in_registers(T* const* destinations, const T* const* sources, size_t numel, Work<T, T> scale) {
   const T* source[count];
-  T* destination[count];
+  T* destination[destination_count];
   for (int k = 0; k < count; ++k) source[k] = sources[k];
-  for (int k = 0; k < count; ++k) destination[k] = destinations[k];
+  for (int k = 0; k < destination_count; ++k) destination[k] = destinations[k];
   PSENGINE_LOOP
   for (size_t i = 0; i < numel; ++i) {
     Work<T, T> sum = product<is_scaled>(source[0][i], scale);
@@ -382,16 +382,29 @@ void sum_in_registers(T* const* destinations, const T* const* sources, size_t nu
       sum += product<is_scaled>(source[k][i], scale);
       if (rounds_each && k + 1 < count) sum = widen(narrow<T>(sum));
     }
-    for (int k = 0; k < count; ++k) destination[k][i] = narrow<T>(sum);
+    for (int k = 0; k < destination_count; ++k) destination[k][i] = narrow<T>(sum);
   }
 }
 
 template <bool rounds_each, int count, class T>
 void sum_counted(T* const* destinations, const T* const* sources, size_t numel, Work<T, T> scale) {
   if (is_16_bit<T> && scale == 1) {
-    sum_in_registers<false, rounds_each, count>(destinations, sources, numel, scale);
+    sum_in_registers<false, rounds_each, count, count>(destinations, sources, numel, scale);
   } else {
-    sum_in_registers<true, rounds_each, count>(destinations, sources, numel, scale);
+    sum_in_registers<true, rounds_each, count, count>(destinations, sources, numel, scale);
+  }
+}
+
+// A block of the first destination, and copies of it to the others while it is in the cache.
+template <bool rounds_each, int count, class T>
+void sum_and_copy(T* const* destinations, size_t destination_count, const T* const* sources, size_t numel) {
+  for (size_t begin = 0; begin < numel; begin += kStage) {
+    const size_t block = smaller(kStage, numel - begin);
+    T* const first = destinations[0] + begin;
+    const T* source[count];
+    for (int k = 0; k < count; ++k) source[k] = sources[k] + begin;
+    sum_in_registers<false, rounds_each, 1, count>(&first, source, block, Work<T, T>(1));
+    for (size_t k = 1; k < destination_count; ++k) __builtin_memcpy(destinations[k] + begin, first, block * sizeof(T));
   }
 }
 
@@ -484,6 +497,22 @@ void sum_run(T* const* destinations, size_t destination_count, const T* const* s
           return sum_counted<rounds_each, 3>(destinations, sources, numel, work_scale);
         case 4:
           return sum_counted<rounds_each, 4>(destinations, sources, numel, work_scale);
+      }
+    }
+  }
+  if constexpr (is_same<T, float> || is_same<T, BFloat16>) {
+    if (scale == 1) {
+      switch (source_count) {
+        case 2:
+          return sum_and_copy<rounds_each, 2>(destinations, destination_count, sources, numel);
+        case 3:
+          return sum_and_copy<rounds_each, 3>(destinations, destination_count, sources, numel);
+        case 4:
+          return sum_and_copy<rounds_each, 4>(destinations, destination_count, sources, numel);
+        case 6:
+          return sum_and_copy<rounds_each, 6>(destinations, destination_count, sources, numel);
+        case 8:
+          return sum_and_copy<rounds_each, 8>(destinations, destination_count, sources, numel);
       }
     }
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -157,7 +158,10 @@ def stop_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool) -
     former = memory
     memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
     memory.compute(2, former)
+    began_s = time.monotonic()
     del former, works, work
+    gc.collect()
+    assert time.monotonic() - began_s < 10, "dropping a group waits for its works"
     if rank == 0:
         os.kill(int((folder / "process").read_text()), signal.SIGCONT)
     for step in range(2, 20):

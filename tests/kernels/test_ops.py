@@ -326,7 +326,7 @@ def test_sum_adds_in_order_into_every_destination(kind, scale, carries_float32, 
     dtype = [*FLOATS, torch.int32, torch.int64][kind]
     if not dtype.is_floating_point:
         scale = 1.0
-    for source_count in (1, 2, 3, 4, 5, 8):
+    for source_count in (1, 2, 3, 4, 5, 6, 8):
         for destination_count in {1, 2, source_count}:
             for numel in (0, 1, 17, 1024, 5003):
                 sources = [
