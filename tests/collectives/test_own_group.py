@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from oracles.ring_order import add_in_ring_order
 from support.expectations import raises
+from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import run_ranks, run_ranks_to_any_end
 
@@ -126,6 +129,60 @@ def test_the_others_go_on_in_a_new_group(tmp_path, shares_memory, when):
     for result in (results[0], results[2]):
         assert result.error is None, result.error
         assert result.value < 5
+
+
+def lose_rank_1_at_any_moment(rank: int, world_size: int, folder: Path, shares_memory: bool, delay_s: float) -> int:
+    """Returns the step after which the others met again."""
+    memory = Memory(form(folder, "first", range(world_size), rank, shares_memory=shares_memory))
+    if rank == 1:
+        threading.Timer(delay_s, kill_and_tell, [folder / "killed"]).start()
+    is_killed = (folder / "killed").exists
+    completed, has_all = 0, True
+    while has_all:
+        try:
+            memory.compute(completed + 1)
+            has_all = memory.add_up(completed + 1, is_killed)
+            completed += has_all
+        except CollectiveError:
+            has_all = False
+    memory.collective.abandon()
+    former = memory
+    memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
+    # Whoever has the sums of this step has none of the next one.
+    steps = [int(step) for step in memory.collective.gather(torch.tensor(completed))]
+    assert max(steps) - min(steps) <= 1
+    memory.compute(completed + 1, former)
+    for step in range(min(steps) + 1, min(steps) + 4):
+        memory.compute(step)
+        memory.add_up(step)
+    memory.collective.barrier().wait()
+    return min(steps)
+
+
+def kill_and_tell(told: Path) -> None:
+    """Another process does, as fast as a coordinator would."""
+    process_id = os.getpid()
+    if os.fork() == 0:
+        os.kill(process_id, signal.SIGKILL)
+        told.touch()
+        os._exit(0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seeds", [[0, 1], slow(range(2, 20))])
+@pytest.mark.parametrize("shares_memory", WAYS)
+def test_a_rank_is_killed_at_any_moment(tmp_path, shares_memory, seeds):
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        delay_s = 0.3 * random.Random(seed).random()
+        results = run_ranks_to_any_end(
+            lose_rank_1_at_any_moment, 3, folder, shares_memory, delay_s, init_group=False, may_have_children=True
+        )
+        assert results[1].exit_code == -signal.SIGKILL
+        for result in (results[0], results[2]):
+            assert result.error is None, result.error
+        assert results[0].value == results[2].value
 
 
 def stop_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool) -> None:
