@@ -7,6 +7,7 @@ from psengine.collectives.base import Collective, DeferredWork, Intermediate, Wo
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.registry import register_collective
 from psengine.data.coordination import barrier, broadcast_object, print, stop_if_not_finite
+from psengine.data.elastic.loader import ElasticLoader
 from psengine.data.metrics import gather, mean, sum
 from psengine.data.samplers import EvaluationSampler, ProportionalSampler
 from psengine.data.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -44,6 +45,7 @@ __all__ = [
     "DilocoServer",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "ElasticLoader",
     "EvaluationSampler",
     "Forwarding",
     "Intermediate",

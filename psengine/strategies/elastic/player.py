@@ -379,5 +379,5 @@ def current_player(model: Any = None) -> Player | None:
     wrapped last with virtual workers. None where there is none.
     """
     if model is not None:
-        return getattr(model.strategy, "player", None)
+        return getattr(getattr(model, "strategy", None), "player", None)  # native DDP has no strategy
     return None if _latest is None else _latest()

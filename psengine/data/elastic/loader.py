@@ -1,0 +1,283 @@
+"""The loop of a training with virtual workers: epochs, steps, and a step's batches.
+
+::
+
+    for epoch in loader.epochs(3):              enter the job, at its epoch
+        for step in loader.steps(epoch):        ... and step: the player begins it, loader processes fetch ahead
+            for batch in step.batches:          a virtual worker: its samples, fetched with one random state, trained
+                ...                             with another; after the last one gradients are averaged
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from psengine.data.elastic.batches import Batches
+from psengine.data.elastic.native_player import NativePlayer
+from psengine.data.elastic.random_state import Request, random_key, set_random_state
+from psengine.data.elastic.sample_plan import SamplePlan
+from psengine.errors import ArgumentTypeError, ConfigurationError, ReductionError
+from psengine.strategies.elastic.player import Player, current_player
+from psengine.tensors.leaves import is_real_scalar, to_float
+
+
+class ElasticLoader:
+    """Batches of virtual workers, for a training whose workers may die and join at any time.
+
+    ``for epoch in loader.epochs(3)``, ``for step in loader.steps(epoch)``, ``for batch in step.batches``: then
+    gradients are averaged, and ``optimizer.step()`` follows. In each step of an epoch each virtual worker takes
+    ``batch_size`` samples; the last step's are split evenly. Each sample is taken once in an epoch, whoever plays the
+    virtual workers. With native DDP, or a strategy without virtual workers, each rank of the default process group
+    plays one.
+
+    The random state of Python, NumPy (its global one) and torch is set before a batch's samples are fetched, before it
+    is yielded, and before the code between: so ``num_workers`` changes no bits, nor does the number of workers. Other
+    generators, such as a dataset's own, are not set.
+
+    Args:
+        dataset: map-style, the same on every worker.
+        batch_size: samples of a virtual worker in a step.
+        seed: of the order of samples and of random numbers; the same on every worker.
+        shuffle: permute, differently in each epoch; else keep the dataset's order.
+        drop_last: leave out the samples that do not fill an epoch's last step. Else fewer samples than virtual workers
+            join the step before.
+        model: the wrapped model whose virtual workers these are; default: the one wrapped last that has any.
+        num_workers: loader processes; 0 fetches in this process.
+        collate_fn, pin_memory, worker_init_fn: as of torch's ``DataLoader``, and ``others``: ``prefetch_factor``,
+            ``timeout`` and ``multiprocessing_context``. Loader processes stay until the last epoch is over.
+
+    Raises:
+        ArgumentTypeError: the dataset has no length.
+        ConfigurationError: ``batch_size`` is not positive; when an epoch's steps are first asked for: the dataset is
+            too short.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        model: torch.nn.Module | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **others: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ArgumentTypeError(
+                "ElasticLoader deals out samples by their number (expected a map-style dataset with a length, got"
+                f" {type(dataset).__name__})"
+            )
+        if batch_size < 1:
+            raise ConfigurationError(
+                f"every virtual worker needs a sample (expected batch_size >= 1, got {batch_size})"
+            )
+        self._length, self._batch_size = len(dataset), batch_size
+        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
+        self._model = model
+        self._batches = Batches(
+            dataset,
+            self._request,
+            self._upcoming,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            **others,
+        )
+        # The step that begins next, once the job was entered; the last one that is known to be wanted.
+        self._next_step = self._last_step = 0
+        self._step: Step | None = None
+        self._has_left = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many steps an epoch has, for a scheduler. Asked for after the model was wrapped."""
+        return self._plan.steps_per_epoch
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs of a training of ``count`` that are not over, from 0 on; enter the job before the first.
+
+        Raises:
+            ConfigurationError: the workers differ in seed, batch size, dataset length or virtual workers.
+            ReductionError: an epoch's steps, or a step's batches, were not all taken.
+        """
+        self._enter()
+        steps = range(1, count * self.steps_per_epoch + 1)
+        self._last_step = steps.stop - 1
+        while self._next_step in steps:
+            epoch = self._plan.epoch_of(self._next_step)
+            set_random_state("epoch", self._seed, epoch)
+            yield epoch
+            self._check_step_is_over()
+            if self._next_step in self._plan.steps_of(epoch):
+                raise ReductionError(
+                    f"epoch {epoch} was left before its last step (expected {self.steps_per_epoch} steps, got"
+                    f" {self._next_step - self._plan.steps_of(epoch).start}): the others would go on with another step"
+                    " than this worker. Fix: to end the training early, leave the loop over epochs too."
+                )
+        self._has_left = True
+        self._batches.close()
+        self._player.leave()
+
+    def steps(self, epoch: int) -> Iterator[Step]:
+        """Yield the steps of ``epoch`` that are not over.
+
+        Raises:
+            ReductionError: another epoch is next; or a step's batches were not all taken.
+        """
+        self._enter()
+        self._check_step_is_over()
+        steps = self._plan.steps_of(epoch)
+        if self._next_step not in steps:
+            raise ReductionError(
+                f"epochs follow each other (expected steps({self._plan.epoch_of(self._next_step)}), in which step"
+                f" {self._next_step} is next, got steps({epoch})). Fix: for epoch in loader.epochs(count)."
+            )
+        self._last_step = max(self._last_step, steps[-1])
+        while self._next_step in steps:
+            number = self._next_step
+            self._player.begin_step(number)
+            self._batches.begin_step(number)
+            self._step = Step(number, epoch, self._player, functools.partial(self._play, number))
+            self._next_step += 1
+            set_random_state("begin", self._seed, number)
+            yield self._step
+            self._check_step_is_over()
+
+    @functools.cached_property
+    def _player(self) -> Player | NativePlayer:
+        return current_player(self._model) or NativePlayer()
+
+    @functools.cached_property
+    def _plan(self) -> SamplePlan:
+        return SamplePlan(
+            self._length,
+            self._player.virtual_workers,
+            self._batch_size,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            drop_last=self._drop_last,
+        )
+
+    def _enter(self) -> None:
+        if self._has_left:
+            raise ReductionError("the training is over (expected one loop over epochs, got another after its end)")
+        if self._next_step == 0:
+            _ = self._plan  # refuses a dataset that is too short, before others wait for this worker
+            self._next_step = self._player.enter(
+                {
+                    "the length of ElasticLoader's dataset": str(self._length),
+                    "ElasticLoader's batch_size": str(self._batch_size),
+                    "ElasticLoader's seed": str(self._seed),
+                    "ElasticLoader's shuffle": str(self._shuffle),
+                    "ElasticLoader's drop_last": str(self._drop_last),
+                }
+            )
+
+    def _play(self, step: int) -> Iterator[Any]:
+        """Yield the batches of the virtual workers that are played here."""
+        while (virtual_worker := self._player.next_virtual_worker()) is not None:
+            batch = self._batches.fetch(step, virtual_worker)
+            set_random_state("forward", self._seed, step, virtual_worker)
+            yield batch
+        set_random_state("end", self._seed, step)
+
+    def _request(self, step: int, virtual_worker: int) -> Request:
+        key = random_key("samples", self._seed, step, virtual_worker)
+        return key, self._plan.samples(step, virtual_worker)
+
+    def _upcoming(self, step: int) -> Sequence[int]:
+        return self._player.upcoming(step) if step <= self._last_step else ()
+
+    def _check_step_is_over(self) -> None:
+        if self._step is not None and not self._step.is_over:
+            raise ReductionError(
+                f"step {self._step.number} was left before its batches ended (expected a loop over step.batches that"
+                " runs to its end, got break, an exception or no loop): its gradients are not averaged, and other"
+                " workers wait for them. Fix: leave the loop over steps, at a step's end."
+            )
+
+
+class Step:
+    """A step of all virtual workers; what ``ElasticLoader.steps`` yields.
+
+    Attributes:
+        number: of the step, counted from 1 over all epochs.
+        epoch: of the step, counted from 0.
+        is_over: whether the batches have ended, and so gradients are averaged.
+    """
+
+    def __init__(
+        self, number: int, epoch: int, player: Player | NativePlayer, play: Callable[[], Iterator[Any]]
+    ) -> None:
+        self.number, self.epoch, self.is_over = number, epoch, False
+        self._player, self._play = player, play
+        self._has_begun = self._is_in_batch = False
+        self._mean: float | None = None
+
+    @property
+    def batches(self) -> Iterator[Any]:
+        """The batches of the virtual workers that are played here; once they end, gradients are averaged.
+
+        More may come than expected: those of a worker that died in this step.
+
+        Raises:
+            ReductionError: they were asked for before.
+        """
+        if self._has_begun:
+            raise ReductionError(f"step {self.number}: batches were taken already (expected one loop, got a second)")
+        self._has_begun = True
+        for batch in self._play():
+            self._is_in_batch = True
+            try:
+                yield batch
+            finally:
+                self._is_in_batch = False
+        values = self._player.recorded
+        # sum() adds in another way from Python 3.12 on.
+        self._mean = functools.reduce(operator.add, values) / len(values)
+        self.is_over = True
+
+    def record(self, value: float | torch.Tensor) -> None:
+        """Keep a number of the batch that is trained, such as its loss, for ``mean``; the last one counts.
+
+        Raises:
+            ArgumentTypeError: it is no single real number.
+            ReductionError: called outside the loop over ``batches``.
+        """
+        given: Any = value
+        if not isinstance(given, numbers.Real) and not is_real_scalar(given):
+            raise ArgumentTypeError(f"record() takes one real number (got {value!r}). Fix: record(loss.mean()).")
+        if not self._is_in_batch:
+            raise ReductionError(
+                "record() takes a value of one batch (expected a call inside the loop over step.batches, got one"
+                " outside). Fix: call record() after backward, and mean() once the loop has ended."
+            )
+        self._player.record(to_float(value))
+
+    def mean(self) -> float:
+        """The mean over all virtual workers of what ``record`` was given, added in their order in float64.
+
+        The same bits on all workers, whoever played whom. NaN where a batch recorded nothing.
+
+        Raises:
+            ReductionError: the batches have not ended.
+        """
+        if self._mean is None:
+            raise ReductionError(
+                "mean() needs the values of all virtual workers (expected a call after the loop over step.batches, got"
+                " one before its end). Fix: record(value) in the loop, mean() after it."
+            )
+        return self._mean

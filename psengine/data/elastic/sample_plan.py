@@ -1,0 +1,83 @@
+"""Which samples a virtual worker takes in a step: a pure function of (seed, epoch, step, virtual worker).
+
+One epoch of 9 samples, for 3 virtual workers and ``batch_size=2``::
+
+    permutation       p0 p1 │ p2 p3 │ p4 p5 ║ p6 │ p7 │ p8
+    virtual worker      0   │   1   │   2   ║ 0  │ 1  │ 2
+    step              1                     ║ 2               the samples that are left, split evenly
+
+With 8 samples there is no step 2: the first two virtual workers would have a sample, the third none. So p6 and p7 join
+step 1, in which two virtual workers take three samples.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from psengine.data.elastic.random_state import random_key
+from psengine.errors import ConfigurationError
+
+
+class SamplePlan:
+    """The samples of every step of a training; each sample is in one step of an epoch.
+
+    Args:
+        length: number of samples of the dataset.
+        virtual_workers: V.
+        batch_size: samples that a virtual worker takes in a full step.
+        seed: of the permutations.
+        shuffle: permute, differently in each epoch; else keep the dataset's order.
+        drop_last: leave out the samples of an epoch that fill no step.
+
+    Attributes:
+        steps_per_epoch: how many steps an epoch has.
+
+    Raises:
+        ConfigurationError: an epoch would have no step in which each virtual worker has a sample.
+    """
+
+    def __init__(
+        self, length: int, virtual_workers: int, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool
+    ) -> None:
+        self._virtual_workers, self._global_batch = virtual_workers, virtual_workers * batch_size
+        self._seed, self._shuffle = seed, shuffle
+        full, rest = divmod(length, self._global_batch)
+        least = self._global_batch if drop_last else virtual_workers
+        if length < least:
+            raise ConfigurationError(
+                f"every virtual worker needs samples in each step (expected a dataset of at least {least} samples for"
+                f" {virtual_workers} virtual workers, batch_size={batch_size} and drop_last={drop_last}, got {length})."
+                " Fix: choose fewer virtual workers."
+            )
+        self._length = length - rest if drop_last else length
+        has_more = rest >= virtual_workers or full == 0
+        self.steps_per_epoch = full + (has_more and not drop_last)
+        # By epoch: that of the step, and that of the batches which are fetched ahead.
+        self._permutations: dict[int, torch.Tensor] = {}
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch, counted from 0, of a step, counted from 1 over all epochs."""
+        return (step - 1) // self.steps_per_epoch
+
+    def steps_of(self, epoch: int) -> range:
+        """The steps of an epoch."""
+        first = epoch * self.steps_per_epoch + 1
+        return range(first, first + self.steps_per_epoch)
+
+    def samples(self, step: int, virtual_worker: int) -> list[int]:
+        """The indices that a virtual worker takes in a step, in order."""
+        epoch = self.epoch_of(step)
+        steps = self.steps_of(epoch)
+        begin = (step - steps.start) * self._global_batch
+        end = self._length if step == steps[-1] else begin + self._global_batch
+        least, more = divmod(end - begin, self._virtual_workers)
+        begin += virtual_worker * least + min(virtual_worker, more)
+        mine = range(begin, begin + least + (virtual_worker < more))
+        return self._permutation(epoch)[mine.start : mine.stop].tolist() if self._shuffle else list(mine)
+
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._permutations:
+            self._permutations = {one: kept for one, kept in self._permutations.items() if one == epoch - 1}
+            generator = torch.Generator().manual_seed(random_key("permutation", self._seed, epoch))
+            self._permutations[epoch] = torch.randperm(self._length, generator=generator)
+        return self._permutations[epoch]
