@@ -68,6 +68,7 @@ class Player:
         self._playing: int | None = None
         self._value = math.nan
         self._has_begun = False
+        # How an exchange failed; the worker regroups when it comes back into psengine's hands.
         self._error: CollectiveError | None = None
 
     # ---- who takes part ----------------------------------------------------------------------------------------
@@ -125,19 +126,28 @@ class Player:
 
     def leave(self) -> None:
         """The training is over."""
+        if self._error is not None:
+            self._regroup(self._error)
         while self.completed is not None and not self._membership.leave(self.completed):
             self._regroup(None)  # others lack what this worker has
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def _regroup(self, error: CollectiveError | None) -> None:
         self._adopt(self._membership.regroup(self.completed, error))
 
     def _adopt(self, group: Group) -> None:
         """Go on in ``group``: all its members come to the same state, and know who plays whom."""
+        self._error = None
         while True:
             try:
                 self._meet(group)
                 return
             except CollectiveError as error:
+                if self._step is not None and self.completed == self._step:
+                    # It got the averages and has not stepped: its parameters are no state to give away yet.
+                    self._error = error
+                    return
                 group = self._membership.regroup(self.completed, error)
 
     def _meet(self, group: Group) -> None:
@@ -222,7 +232,7 @@ class Player:
         kept = {former_slots[v]: self._slots[v] for v in self._done}
         for part in self.parts:
             part.move(group.collective, owners, kept)
-        self._group, self._is_fresh, self._has_begun, self._error = group, True, False, None
+        self._group, self._is_fresh, self._has_begun = group, True, False
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -237,13 +247,13 @@ class Player:
                 f"step {self._step} has not ended (expected the loop over step.batches to run to its end, got another"
                 " step). Fix: do not break out of step.batches; a virtual worker's batch may be skipped by none."
             )
-        if self._membership.has_news:
-            self._regroup(None)
+        if self._error is not None or self._membership.has_news:
+            self._regroup(self._error)
         assert self.completed == step - 1, f"step {step} follows step {self.completed}"
         is_first = self._group is not None and self._group.collective.rank == 0
         if is_first and self._checkpoints is not None and self._checkpoints.is_due(self.completed):
             self._checkpoints.write(self._snapshot(self.completed))
-        self._step, self._done, self._has_begun, self._error = step, {}, False, None
+        self._step, self._done, self._has_begun = step, {}, False
         self._awaits_first = True
 
     def next_virtual_worker(self) -> int | None:
