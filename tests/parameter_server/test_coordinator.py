@@ -102,11 +102,11 @@ def crew(rule, count=2):
 
 
 class Hand:
-    """A worker's process: it says what the test has it say, and adopts views."""
+    """A worker's process: it says what the test has it say, adopts views, and answers PREPARE if it ``obeys``."""
 
     def __init__(self, bench, rank, nonce, run="run", user_id="", incarnation=0):
         self.bench, self.rank, self.nonce, self.run, self.user_id = bench, rank, nonce, run, user_id
-        self.incarnation, self.view = incarnation, None
+        self.incarnation, self.obeys, self.view = incarnation, True, None
         self.completed = self.connection = self.requests = 0
         self.welcome: dict[str, Any] = {}
         self.inbox: list[Message] = []
@@ -190,7 +190,7 @@ class Hand:
         elif message.type is MessageType.RELEASE:
             self.releases.append(release_of(message.body))
             check_digest(message, self.welcome["key"], self.releases[-1])
-        elif message.type is MessageType.PREPARE:
+        elif message.type is MessageType.PREPARE and self.obeys:
             self.prepare(message.view)
 
     def prepare(self, number):
@@ -307,7 +307,104 @@ def test_who_reaches_a_restarted_shard_later_than_another_has_a_lease_for_it():
     assert bench.ranks == [0, 1]
 
 
+def test_no_state_overwrites_the_values_that_a_slow_worker_begins_with():
+    bench, first, slow = crew(AVERAGE | {"quorum": 1})
+    first.step(1)
+    joiner = bench.worker(2)
+    joiner.hello()
+    joiner.commit("join")
+    assert not any(one.type is MessageType.STATE_WANTED for one in first.inbox)
+    slow.step(1)
+    assert first.last(MessageType.STATE_WANTED).body["rank"] == 2
+
+
+def test_prepare_reaches_the_donor_before_its_ok():
+    """After the OK it would complete another step."""
+    bench, donor, other = crew(AVERAGE)
+    for worker in (donor, other):
+        worker.completed = 8
+        worker.heartbeat()
+    joiner = bench.worker(2)
+    joiner.hello()
+    joiner.commit("join")
+    wanted = donor.last(MessageType.STATE_WANTED).body
+    heard = donor.commit("donated", step=8, epochs=list(bench.view.shards), **wanted)
+    assert (heard[0], heard[-1]) == (MessageType.PREPARE, MessageType.OK)
+    assert bench.ranks == [0, 1, 2]
+
+
 # ---- servers that restart ----------------------------------------------------------------------------------------
+
+
+def test_a_restarted_shard_gets_a_view_that_names_its_life_once():
+    bench, first, second = crew(AVERAGE)
+    first.completed, second.completed = 6, 5
+    first.life(1, 11)
+    number = bench.view.number
+    assert (bench.view.shards, bench.view.donor, bench.view.from_step) == ((7, 11), 0, 7)
+    second.life(1, 11)
+    late = {"what": "life", "shard": 1, "epoch": 9, "chunks": 0, "version": 0, "view": 0}
+    second.say(MessageType.COMMIT, late, view=number - 1)
+    assert (bench.view.number, bench.view.shards) == (number, (7, 11))
+
+
+def test_a_shard_with_a_view_of_another_coordinator_gets_a_higher_one():
+    bench, first, second = crew(APPLY)
+    first.life(1, 9, chunks=2, view=40)
+    second.life(1, 9, chunks=2, view=40)
+    assert bench.view.number == 41
+
+
+def test_what_changed_is_all_that_a_restart_needs():
+    bench = Bench(APPLY)
+    metas = []
+
+    def take():
+        meta = bench.coordinators.take_changed()
+        metas.extend([json.loads(json.dumps(meta))] if meta is not None else [])
+
+    bench.team(2)
+    take()
+    bench.worker(2).hello()
+    take()
+    bench.workers[0].heartbeat()
+    take()
+    whole = json.loads(json.dumps(bench.coordinators.to_meta()))
+    assert len(metas) == 2
+    bench.restart(with_disk=False)
+    for meta in metas:
+        bench.coordinators.restore(meta, bench.now_s)
+    restored = json.loads(json.dumps(bench.coordinators.to_meta()))
+    number = str(job_number("job"))
+    assert restored[number].pop("state") == "resuming"
+    assert whole[number].pop("state") == "open"
+    assert restored == whole
+
+
+def test_new_processes_begin_an_abandoned_averaging_job_anew():
+    bench, first, second = crew(AVERAGE)
+    second.obeys = False
+    number = bench.view.number
+    new = [bench.worker(0), bench.worker(1)]
+    assert [refusal(one.hello) for one in new] == [ErrorCode.NOT_READY] * 2  # the old ones may be alive
+    bench.wait(3.0)
+    assert [one.hello() for one in new] == ["join", "wait"]
+    assert new[0].welcome["state"] == "initialise"  # unasked
+    # Shards have to forget the old members before they let anybody register.
+    empty = new[0].last(MessageType.VIEW)
+    assert (view_of(empty.body).members, view_of(empty.body).number) == ((), number + 1)
+    check_digest(empty, first.welcome["key"], view_of(empty.body))
+    new[0].register()
+    assert (bench.ranks, bench.view.number) == ([0, 1], number + 2)
+    assert refusal(first.reconnect) == ErrorCode.DUPLICATE_RANK
+
+
+def test_what_a_worker_said_before_it_heard_that_it_has_left_is_answered():
+    bench, first, _ = crew(APPLY | {"max_staleness": 2})
+    first.leave()
+    assert first.step(1) == [MessageType.OK]
+    assert first.heartbeat() == {}
+    assert bench.ranks == [1]
 
 
 def test_a_server_that_comes_back_without_weights_loses_the_job():
