@@ -1,10 +1,11 @@
-"""The operators of codecs with each table of kernels: the references' bits."""
+"""The operators of codecs with each table of kernels: the bits of the payloads in tests/oracles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kernels import references
+from oracles import payloads
+from support.tensors import assert_same_bits
 
 from psengine.kernels import codec_ops, native, ops
 from psengine.kernels.codec_ops import FP4, INT8, ONEBIT
@@ -57,16 +58,10 @@ def unaligned(numel, dtype):
     return torch.zeros(numel + 1, dtype=dtype)[1:]
 
 
-def assert_same_bits(actual, expected):
-    is_nan = expected.isnan()
-    assert torch.equal(actual.isnan(), is_nan)
-    integer = {4: torch.int32, 2: torch.int16}[expected.element_size()]
-    assert ((actual.view(integer) == expected.view(integer)) | is_nan).all()
-
-
 @pytest.mark.parametrize("make", [ordinary, of_all_magnitudes, poisoned])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_blocks(table, form, make, generator):
+@pytest.mark.parametrize("codec", FORMS)
+def test_blocks(table, codec, make, generator):
+    form = FORMS[codec]
     for numel in NUMELS:
         values, residual = make(numel, generator), make(numel, generator)
         for left, dtype in ((residual, torch.float32), (None, torch.float32), (residual, torch.bfloat16)):
@@ -74,37 +69,39 @@ def test_blocks(table, form, make, generator):
             expected = torch.empty_like(payload)
             kept, expected_kept = unaligned(numel, torch.float32), torch.empty(numel)
             codec_ops.encode_blocks_(payload, given, form, left, kept)
-            references.encode_blocks_(expected, given, form, left, expected_kept)
+            payloads.encode_blocks_(expected, given, codec, left, expected_kept)
             assert torch.equal(payload, expected) or make is poisoned, "of a NaN the sign may differ"
             assert_same_bits(kept, expected_kept)
             for adds in (False, True):
                 into, expected_into = unaligned(numel, dtype).copy_(residual), residual.to(dtype)
                 codec_ops.decode_blocks_(into, payload, form, adds=adds)
-                references.decode_blocks_(expected_into, expected, form, adds=adds)
+                payloads.decode_blocks_(expected_into, expected, codec, adds=adds)
                 assert_same_bits(into, expected_into)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_residual_that_is_larger_than_caches(table, form, generator):
+@pytest.mark.parametrize("codec", FORMS)
+def test_a_residual_that_is_larger_than_caches(table, codec, generator):
     """It is written past them, from whole cache lines on."""
+    form = FORMS[codec]
     numel = (1 << 20) + 700
     values, residual = ordinary(numel, generator), unaligned(numel, torch.float32).copy_(ordinary(numel, generator))
     payload, expected = (torch.empty(form.payload_bytes(numel), dtype=torch.uint8) for _ in range(2))
     expected_kept = torch.empty(numel)
-    references.encode_blocks_(expected, values, form, residual, expected_kept)
+    payloads.encode_blocks_(expected, values, codec, residual, expected_kept)
     for kept in (torch.empty(numel), unaligned(numel, torch.float32), residual):  # the last: in place
         codec_ops.encode_blocks_(payload, values, form, residual, kept)
         assert torch.equal(payload, expected)
         assert_same_bits(kept, expected_kept)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_any_bytes_are_decoded_as_the_reference_decodes_them(table, form, generator):
+@pytest.mark.parametrize("codec", FORMS)
+def test_any_bytes_are_decoded_as_the_reference_decodes_them(table, codec, generator):
+    form = FORMS[codec]
     payload = torch.randint(0, 256, (form.payload_bytes(5000),), dtype=torch.uint8, generator=generator)
     into, expected = ordinary(5000, generator), torch.empty(5000)
     expected.copy_(into)
     codec_ops.decode_blocks_(into, payload, form, adds=True)
-    references.decode_blocks_(expected, payload, form, adds=True)
+    payloads.decode_blocks_(expected, payload, codec, adds=True)
     assert_same_bits(into, expected)
 
 
@@ -139,7 +136,7 @@ def test_largest(table, make, generator):
         values, residual = make(numel, generator), make(numel, generator)
         for left, is_in_place in ((residual, False), (None, False), (residual, True)):
             results = []
-            for encode in (codec_ops.encode_largest_, references.encode_largest_):
+            for encode in (codec_ops.encode_largest_, payloads.encode_largest_):
                 places, found = torch.empty(wanted, dtype=torch.int32), torch.empty(wanted)
                 kept = residual.clone() if is_in_place else torch.empty(numel)
                 encode(places, found, values, kept if is_in_place else left, kept)

@@ -9,16 +9,13 @@ import sys
 
 import pytest
 import torch
-from support.marks import slow
+from support.tensors import FLOATS, assert_same_bits
 
 from psengine.kernels import native, ops
 
 needs_native = pytest.mark.skipif(not ops.native_available(), reason="psengine._native was not built")
 
-FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 PAIRS = [(a, b) for a in FLOATS for b in FLOATS]
-# Each dtype once on each side.
-SOME_PAIRS = list(zip(FLOATS, FLOATS[:1] + FLOATS[:0:-1], strict=True))
 TABLES = ["baseline", "avx2", "avx512"]
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 # Below, at and above a vector, a cache block (1,024) and a block of a thread's work (4,096).
@@ -71,54 +68,28 @@ def unaligned(numel, dtype, generator, lead=1):
     return torch.randn(numel + lead, generator=generator, dtype=torch.float64).to(dtype)[lead:]
 
 
-def assert_same_bits(got, expected):
-    """Equal to the last bit, zeros' signs included; of NaNs only the places must agree."""
-    assert got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    nan = expected.isnan()
-    assert torch.equal(got.isnan(), nan)
-    kind = BITS[got.element_size()]
-    zero = torch.zeros((), dtype=got.dtype)
-    got_bits, expected_bits = (torch.where(nan, zero, t).contiguous().view(kind) for t in (got, expected))
-    differing = (got_bits != expected_bits).nonzero()
-    assert not len(differing), (
-        f"at {differing[0].tolist()}: {got[tuple(differing[0])]}, {expected[tuple(differing[0])]}"
-    )
-
-
 # ---- values ----
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
-def test_pack_gathers_scaled(flat_dtype, dtype, scale, table, generator):
+def test_tensors_are_packed_and_unpacked_scaled(flat_dtype, dtype, scale, table, generator):
     tensors = [unaligned(numel, dtype, generator, lead=i % 3) for i, numel in enumerate(SIZES)]
-    numel = sum(SIZES)
-    memory = poisoned(numel + 5, dtype=flat_dtype)
+    work = work_dtype(flat_dtype, dtype)
+    memory = poisoned(sum(SIZES) + 5, dtype=flat_dtype)
     flat = memory[3:-2]
 
     ops.pack_(flat, tensors, scale)
 
-    given = torch.cat(tensors)
-    assert_same_bits(flat, (given.to(work_dtype(flat_dtype, dtype)) * scale).to(flat_dtype))
-    if flat_dtype == dtype:
-        assert_same_bits(flat, torch.mul(given, scale))
-    assert memory[:3].isnan().all()
-    assert memory[-2:].isnan().all()
+    assert_same_bits(flat, (torch.cat(tensors).to(work) * scale).to(flat_dtype))
+    assert memory.isnan().sum() == 5
 
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
-def test_unpack_spreads_scaled(flat_dtype, dtype, scale, table, generator):
-    flat = unaligned(sum(SIZES), flat_dtype, generator, lead=3)
     memories = [poisoned(numel + 2, dtype=dtype) for numel in SIZES]
-    tensors = [memory[1:-1] for memory in memories]
-    given = flat.clone()
+    tensors, given = [memory[1:-1] for memory in memories], flat.clone()
 
     ops.unpack_(tensors, flat, scale)
 
-    got = torch.cat(tensors)
-    assert_same_bits(got, (flat.to(work_dtype(flat_dtype, dtype)) * scale).to(dtype))
+    assert_same_bits(torch.cat(tensors), (given.to(work) * scale).to(dtype))
     assert all(memory[0].isnan() and memory[-1].isnan() for memory in memories)
     assert_same_bits(flat, given)
 
@@ -268,47 +239,21 @@ def test_what_is_not_finite_is_counted_by_tensor(flat_dtype, dtype, table, gener
     assert counts.tolist()[10] == 3
 
 
-@needs_native
-@pytest.mark.parametrize(("flat_dtype", "dtype"), [pair if pair in SOME_PAIRS else slow(*pair) for pair in PAIRS])
-def test_every_table_and_any_number_of_threads_give_the_same_bits(flat_dtype, dtype, threads, generator):
-    tensors = [unaligned(numel, dtype, generator) for numel in (200_001, 100, 0, 120_000)]
-    tensors += strided_tensors(dtype, generator)
-    numel = sum(t.numel() for t in tensors)
-    best = ops.native_kernels()
-    results = []
-    for name in TABLES:
-        if not native.extension._use_kernels(name):
-            continue
-        for count in (1, 2):
-            threads(count)
-            flat = poisoned(numel, dtype=flat_dtype)
-            plain = poisoned(numel, dtype=flat_dtype)
-            counts = ops.pack_counting_(flat, tensors, 1 / 3)
-            ops.pack_(plain, tensors, 1 / 3)
-            targets = [torch.full_like(t, math.nan) for t in tensors]
-            ops.unpack_(targets, flat, 1 / 3)
-            total = tensors[0].clone()
-            ops.accumulate_(total, flat[: total.numel()], 1 / 3)
-            back = torch.cat([t.flatten() for t in targets])
-            results.append((flat, plain, back, counts, total))
-    assert native.extension._use_kernels(best)
-    for result in results:
-        for got, expected in zip(result, results[0], strict=True):
-            assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-        assert torch.equal(result[0], result[1])
-
-
 @pytest.mark.parametrize("thread_count", [1, 2])
 def test_calls_larger_than_the_caches(thread_count, table, threads, generator):
     threads(thread_count)
     dense = torch.randn(4_500_001, generator=generator)
+    dense[-7] = math.inf
     tensors = [dense[1:2_000_000], dense[:3], dense[2_300_000:], torch.randn(300, 400, generator=generator).t()[1:]]
     numel = sum(t.numel() for t in tensors)
     memory = poisoned(numel + 9, dtype=torch.float32)
     flat = memory[5:-4]
     assert flat.nbytes >= 16 * 2**20
-    ops.pack_(flat, tensors, 1 / 3)
+    assert ops.pack_counting_(flat, tensors, 1 / 3).tolist() == [0, 0, 1, 0]
     assert_same_bits(flat, torch.cat([t.flatten() for t in tensors]) * (1 / 3))
+    total = flat.clone()
+    ops.accumulate_(total, flat, 1 / 3)
+    assert_same_bits(total, flat + flat * (1 / 3))
     targets = [poisoned(t.numel() + 3, dtype=torch.float32)[2:-1].view(t.shape) for t in tensors]
     ops.unpack_(targets, flat, 0.7)
     assert_same_bits(torch.cat([t.flatten() for t in targets]), flat * 0.7)
@@ -361,7 +306,6 @@ def flat_of(numel=10, **options):
 def bad_calls():
     """name -> (function's stem, arguments, what the message says)"""
     shared = torch.zeros(20)
-    short_layout = ops.layout_of([torch.zeros(5)])
     crooked = torch.tensor([1, 10, 2])
     return {
         "numel": ("pack", (flat_of(), [torch.zeros(4), torch.zeros(5)]), r"expected 10 elements, got 9 in 2 tensors"),
@@ -370,11 +314,6 @@ def bad_calls():
             "pack",
             (shared[:10], [shared[5:15]]),
             r"tensor 0 and flat must not share memory",
-        ),
-        "flat among targets": (
-            "unpack",
-            ([torch.zeros(4), shared[9:15]], shared[:10]),
-            r"tensor 1 and flat must not share memory",
         ),
         "expanded target": (
             "unpack",
@@ -385,11 +324,6 @@ def bad_calls():
             "pack",
             (flat_of(), [torch.zeros(10)], 1.0, ops.layout_of([torch.zeros(5, 2)])),
             r"made for these tensors \(tensor 0 has sizes \[10\]",
-        ),
-        "short layout": (
-            "unpack",
-            ([torch.zeros(5), torch.zeros(5)], flat_of(), 1.0, short_layout),
-            r"made for these tensors \(tensor 1 has sizes \[5\]",
         ),
         "layout not dense": (
             "pack",

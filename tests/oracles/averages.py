@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from oracles.codec_values import CASTS, REFERENCE_VALUES, Factors, Pieces, Sender, WithFeedback, is_covered, sender
+from oracles.codec_values import REFERENCE_VALUES, Factors, Pieces, Sender, WithFeedback, is_covered, sender
+from oracles.payloads import CASTS
 from oracles.ring_order import add_in_ring_order
 from psengine.codecs.base import Codec
 

@@ -3,12 +3,13 @@
     values ─ + residual ─► what the codec keeps of them ─► arrives        residual: what does not
 
 An oracle, in plain torch: it shares the codecs' names and options with psengine.codecs, and nothing else.
-``REFERENCE_VALUES`` says of each codec what arrives of float32 values; ``Factors`` is "powersgd"; casts round values
-and keep nothing.
+``REFERENCE_VALUES`` says of each codec what arrives of float32 values (``payloads`` says how); ``Factors`` is
+"powersgd"; casts round values and keep nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -16,6 +17,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from oracles import payloads
+from oracles.payloads import CASTS
 from psengine.codecs.base import Codec
 
 Arrives: TypeAlias = Callable[[Tensor], Tensor]
@@ -23,65 +26,36 @@ Arrives: TypeAlias = Callable[[Tensor], Tensor]
 Pieces: TypeAlias = Sequence[tuple[int, int]]
 
 
-def _blocks(values: Tensor, numel: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -len(values) % numel)).view(-1, numel)
+def of_blocks(codec: str) -> Arrives:
+    """What the blocks of "int8", "fp4" or "onebit" keep."""
 
+    def arrives(values: Tensor) -> Tensor:
+        block = payloads.BLOCKS[codec]
+        block_bytes = block.scale_bytes + block.code_bytes
+        payload = torch.empty(-(-len(values) // block.numel) * block_bytes, dtype=torch.uint8)
+        payloads.encode_blocks_(payload, values, codec)
+        return payloads.decoded(codec, payload, len(values))
 
-def int8(values: Tensor) -> Tensor:
-    """Blocks of 256: steps of the largest magnitude / 127."""
-    blocks = _blocks(values, 256)
-    largest = blocks.abs().amax(dim=1, keepdim=True)
-    most = torch.full_like(largest, 127)
-    steps = (blocks * torch.where(largest > 0, most / largest, 0.0)).round()
-    return (steps * (largest / most) + 0.0).view(-1)[: len(values)]  # an integer has no negative zero
-
-
-def fp4(values: Tensor) -> Tensor:
-    """Blocks of 32: E2M1 times the smallest power of two with which nothing is beyond 6."""
-    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    blocks = _blocks(values, 32)
-    mantissa, exponent = torch.frexp(blocks.abs().amax(dim=1, keepdim=True))  # mantissa from 0.5 up to 1
-    scale = torch.ldexp(torch.ones_like(mantissa), (exponent - 3 + (mantissa > 0.75)).clamp(min=-126))
-    scaled = (blocks / scale).abs().contiguous()
-    below = (torch.searchsorted(codes, scaled, right=True) - 1).clamp(0, 6)
-    to_low, to_high = scaled - codes[below], codes[below + 1] - scaled
-    nearest = below + ((to_low > to_high) | ((to_low == to_high) & (below % 2 == 1)))
-    return torch.copysign(codes[nearest] * scale, blocks).view(-1)[: len(values)]
-
-
-def onebit(values: Tensor) -> Tensor:
-    """Blocks of 512: signs times the mean magnitude, which is added in sixteen lanes, and the lanes by halves."""
-    blocks = _blocks(values, 512)
-    counts = torch.full((len(blocks), 1), 512.0)
-    counts[-1] = len(values) - 512 * (len(blocks) - 1)
-    lanes = torch.zeros(len(blocks), 16)
-    for part in blocks.abs().split(16, dim=1):
-        lanes = lanes + part
-    while lanes.shape[1] > 1:
-        low, high = lanes.chunk(2, dim=1)
-        lanes = low + high
-    return torch.copysign(lanes / counts, blocks).view(-1)[: len(values)]
+    return arrives
 
 
 def topk(ratio: float = 0.01) -> Arrives:
-    """The largest ``ratio`` of the values; of equal magnitudes the first."""
+    """The largest ``ratio`` of the values."""
 
     def arrives(values: Tensor) -> Tensor:
-        order = values.abs().argsort(descending=True, stable=True)
-        taken = order[: max(1, math.ceil(ratio * len(values)))]
-        return torch.zeros_like(values).index_copy_(0, taken, values[taken])
+        count = max(1, math.ceil(ratio * len(values)))
+        places, found = torch.empty(count, dtype=torch.int32), torch.empty(count)
+        payloads.encode_largest_(places, found, values)
+        return torch.zeros_like(values).index_copy_(0, places.long(), found)
 
     return arrives
 
 
 # From a codec's options to what arrives.
 REFERENCE_VALUES: dict[str, Callable[..., Arrives]] = {
-    "int8": lambda: int8,
-    "fp4": lambda: fp4,
-    "onebit": lambda: onebit,
+    **{name: functools.partial(of_blocks, name) for name in payloads.BLOCKS},
     "topk": topk,
 }
-CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Sender:

@@ -29,7 +29,8 @@ from oracles.averages import (
     scatter,
     whole,
 )
-from oracles.codec_values import CASTS, Sender, is_covered, sender
+from oracles.codec_values import Sender, is_covered, sender
+from oracles.payloads import CASTS
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import resolve_codec

@@ -13,16 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from oracles.payloads import decoded
 
 from psengine.parameter_server.client.flow import Flow
 from psengine.protocol.messages import Message, MessageType
 from simulation import inspection
 from simulation.job import Job
-from simulation.payloads import NUMEL, decoded
 from simulation.reference import OPTIMIZERS, State, Values, compensated, layout, numbers, step
 from simulation.violation import require
 
 TOLERANCE = 1e-9
+# They send blocks, or a part, of a chunk.
+LOSSY = ("int8", "fp4", "onebit", "topk")
 
 
 @dataclass(eq=False)
@@ -63,9 +65,9 @@ class ApplyingJob(Job):
         coded = scenario.codec.partition(":")[0]
         self._dtype = torch.float64 if coded in ("", "fp32") else torch.float32
         self._tolerance = TOLERANCE if self._dtype is torch.float64 else 1e-4
-        self._has_differences = coded in ("int8", "fp4", "onebit", "topk") and scenario.rule == "apply"
+        self._has_differences = coded in LOSSY and scenario.rule == "apply"
         self._is_whole = not coded or scenario.rule == "merge"  # answers bring the weights as they are
-        self.specs = layout(scenario.chunks, NUMEL.get(coded, 6), self._dtype)
+        self.specs = layout(scenario.chunks, 256 if coded in LOSSY else 6, self._dtype)
         self.optimizer = scenario.optimizer
         self.rule: dict[str, Any] = {
             "name": "apply",
@@ -234,7 +236,8 @@ class ApplyingJob(Job):
         self._brought[update].add(push.key)
 
     def _decoded(self, push: Message) -> Values:
-        return decoded(self.scenario.codec, push.payload, self.specs[push.key].numel)
+        codec = self.scenario.codec.partition(":")[0]
+        return decoded(codec, push.payload, self.specs[push.key].numel).numpy()
 
     def _take(self, server, shard: Any, key: int, version: int, values: Values, push: Message | None) -> None:
         """A chunk has a new version: that of this push."""

@@ -16,7 +16,6 @@ from oracles.averages import Part, whole
 from oracles.models import MODELS, Model
 from oracles.rules import rule_of
 from support.processes import run_ranks
-from support.server_process import running_server
 
 import psengine
 from psengine.specification import Specification
@@ -151,10 +150,9 @@ def differences(rank: int, world_size: int, address: str, job: str, trials: list
     return found
 
 
-@pytest.fixture(scope="module")
-def address():
-    with running_server() as server:
-        yield server.addresses[0]
+@pytest.fixture
+def address(server):
+    return server.addresses[0]
 
 
 def find(address: str, world_size: int, trials: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], list[str]]:

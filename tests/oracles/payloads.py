@@ -1,10 +1,14 @@
-"""The functions of psengine.kernels.codec_ops in plain torch: an oracle for the native operators."""
+"""What codecs' payloads mean, in plain torch; shares no code with the codecs.
+
+``encode_blocks_``, ``decode_blocks_`` and ``encode_largest_`` are those of psengine.kernels.codec_ops, to the bit, with
+a codec's name in place of its form.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
 
-from psengine.kernels.codec_ops import FP4, INT8, BlockForm
+import torch
 
 # Below it the reciprocal of a scale is infinite, and such values are zero.
 _SMALLEST_LARGEST = 127 * torch.finfo(torch.float32).tiny
@@ -14,25 +18,57 @@ _LARGEST = 3 * 2.0**126
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Midway between two of them; of a tie the even code is taken.
 _E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Block(NamedTuple):
+    """Values in a block, and bytes of its scale; codes follow."""
+
+    numel: int
+    scale_bytes: int
+    code_bytes: int
+
+
+BLOCKS = {"int8": Block(256, 4, 256), "fp4": Block(32, 1, 16), "onebit": Block(512, 4, 64)}
+
+
+def decoded(codec: str, payload: torch.Tensor | bytes | memoryview, numel: int) -> torch.Tensor:
+    """The values of a payload, in float32; without a codec, and of "fp32", in float64."""
+    if isinstance(payload, torch.Tensor):
+        data = payload.contiguous().view(torch.uint8)
+    else:
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    if not codec:
+        return data.view(torch.float64)
+    if codec in CASTS:
+        return data.view(CASTS[codec]).to(torch.float64 if codec == "fp32" else torch.float32)
+    values = torch.zeros(numel)
+    if codec == "topk":
+        places, found = data.view(torch.int32).chunk(2)
+        values[places.long()] = found.view(torch.float32)
+    else:
+        decode_blocks_(values, data, codec)
+    return values
 
 
 def encode_blocks_(
     payload: torch.Tensor,
     values: torch.Tensor,
-    form: BlockForm,
+    codec: str,
     residual: torch.Tensor | None = None,
     next_residual: torch.Tensor | None = None,
 ) -> None:
     """Codes are computed in float32, the residual in the values' own dtype."""
     if not values.numel():
         return
+    form = BLOCKS[codec]
     corrected = _corrected(values, residual)
     blocks = torch.zeros(-(-values.numel() // form.numel) * form.numel, dtype=torch.float32, device=values.device)
     blocks[: values.numel()] = corrected
     blocks = blocks.view(-1, form.numel)
-    if form == INT8:
+    if codec == "int8":
         scale, codes = _int8_codes(blocks)
-    elif form == FP4:
+    elif codec == "fp4":
         scale, codes = _fp4_codes(blocks)
     else:
         counts = torch.full((len(blocks), 1), float(form.numel), device=values.device)
@@ -40,21 +76,22 @@ def encode_blocks_(
         scale, codes = _signs(blocks, counts)
     payload.copy_(torch.cat([scale, codes], dim=1).view(-1))
     if next_residual is not None:
-        decoded = torch.empty_like(corrected)
-        decode_blocks_(decoded, payload, form)
-        _keep(next_residual, corrected - decoded)
+        arrived = torch.empty_like(corrected)
+        decode_blocks_(arrived, payload, codec)
+        _keep(next_residual, corrected - arrived)
 
 
-def decode_blocks_(into: torch.Tensor, payload: torch.Tensor, form: BlockForm, *, adds: bool = False) -> None:
+def decode_blocks_(into: torch.Tensor, payload: torch.Tensor, codec: str, *, adds: bool = False) -> None:
     if not into.numel():
         return
+    form = BLOCKS[codec]
     blocks = payload.view(-1, form.scale_bytes + form.code_bytes)
     scale, codes = (
         part.clone(memory_format=torch.contiguous_format) for part in blocks.tensor_split([form.scale_bytes], dim=1)
     )
-    if form == INT8:
+    if codec == "int8":
         values = codes.view(torch.int8).float() * scale.view(torch.float32)
-    elif form == FP4:
+    elif codec == "fp4":
         exponents = scale.int()
         bits = torch.where(exponents == 0, 0x400000, torch.where(exponents == 255, 0x7FC00000, exponents << 23))
         both = torch.cat([codes & 15, codes >> 4], dim=1)
