@@ -1,4 +1,4 @@
-"""Unix sockets in a directory of this user's own, beside loopback TCP, and who listens at an address.
+"""Unix sockets in a directory of this user's own, beside TCP addresses, and who listens at an address.
 
     tcp://127.0.0.1:7077     every user of the machine may connect, and every user may be the first to listen there
     /tmp/psengine-1000/...   only user 1000 and root can enter the directory, so only they listen in it
@@ -25,6 +25,8 @@ from psengine.errors import ConfigurationError
 LONGEST_PATH_BYTES = 107
 _DIRECTORY_VARIABLE = "PSENGINE_RUNTIME_DIR"
 _LOOPBACK = re.compile(r"tcp://(?P<host>localhost|127(?:\.\d{1,3}){3}|\[::1\]):(?P<port>\d+)")
+_TCP = re.compile(r"tcp://(?P<host>[^:\[\]/]+|\[[^\[\]/]+\]):(?P<port>\d+)")
+_EVERY_INTERFACE = "tcp://0.0.0.0:"
 # Younger sockets may be bound and not listen yet.
 _STALE_S = 60.0
 
@@ -64,13 +66,13 @@ def is_loopback(address: str) -> bool:
 
 
 def socket_beside(address: str, *, make: bool = False) -> str:
-    """The ipc:// address of the socket that a server of this user has beside a loopback TCP address.
+    """The ipc:// address of the socket that a server of this user has beside a TCP address that it binds.
 
     Raises:
         ConfigurationError: see ``private_directory``; or the directory's name is too long for a socket's.
     """
-    match = _LOOPBACK.fullmatch(address)
-    assert match is not None, "callers ask is_loopback first"
+    match = _TCP.fullmatch(address)
+    assert match is not None, "a TCP address, as zmq says what is bound"
     namespace = 0
     with contextlib.suppress(OSError):
         namespace = os.stat("/proc/self/ns/net").st_ino
@@ -100,11 +102,29 @@ def _in_directory(name: str, *, make: bool) -> str:
 
 
 def way_to(address: str) -> str:
-    """The address a client connects to: the socket beside ``address`` if this user's server listens there."""
+    """The address a client connects to: the socket beside ``address``, or beside all interfaces of this host, if this
+    user's server listens there.
+    """
+    match = _TCP.fullmatch(address)
+    if match is None or not _is_here(_host(match)):
+        return address
     with contextlib.suppress(ConfigurationError):
-        if is_loopback(address) and is_listening(beside := socket_beside(address)):
-            return beside
+        for bound in (address, _EVERY_INTERFACE + match["port"]):
+            if is_listening(beside := socket_beside(bound)):
+                return beside
     return address
+
+
+def _is_here(host: str) -> bool:
+    """Whether this is this host's own name or number; other names are not looked up, because that may take long."""
+    if host == socket.gethostname():
+        return True
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        socket.inet_pton(family, host)
+        probe.bind((host, 0))
+        return True
+    return False
 
 
 def is_listening(address: str) -> bool:
@@ -131,7 +151,8 @@ def listener_uid(address: str) -> int | None:
 
 
 def _host(match: re.Match[str]) -> str:
-    return "127.0.0.1" if match["host"] == "localhost" else match["host"].strip("[]")
+    host = match["host"].strip("[]")
+    return {"localhost": "127.0.0.1", "::": "0.0.0.0"}.get(host, host)
 
 
 def remove_stale_sockets() -> None:

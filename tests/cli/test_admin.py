@@ -111,6 +111,7 @@ def test_the_workers_secret_does_not_give_orders(admin, tmp_path, monkeypatch):
         address = f"tcp://127.0.0.1:{server.addresses[0].rpartition(':')[2]}"
         assert order(address, client_keys_of_secret(secret)).body["code"] == "not_allowed"
         monkeypatch.setenv("PSENGINE_SECRET_FILE", str(secret))
+        monkeypatch.setenv("PSENGINE_RUNTIME_DIR", str(tmp_path))  # the way of other users and hosts: TCP
         code, said = admin("drain", server=address)
         assert (code, "not_allowed" in said) == (1, True), said
 

@@ -145,6 +145,8 @@ class Connection(Transport):
         is_allowed = read_integer(inherited_variables(), "PSENGINE_SEGMENTS", 0, 1) != 0
         is_wanted = options.uses_segments and options.uses_local_socket and is_allowed
         self.segments = WorkerSegments(is_wanted=is_wanted and is_this_user)
+        # To the Unix socket beside an address, where there is one.
+        self._way_to = local_sockets.way_to if options.uses_local_socket else str
         self._process_id = os.getpid()
         self._context: Any = zmq.Context()
         self._lines: dict[Channel, _Line] = {}
@@ -219,10 +221,6 @@ class Connection(Transport):
         if (stranger := handshakes.find_stranger(line.way)) is not None:
             self._drop(line)
             self._job.fail(stranger)
-
-    def _way_to(self, address: str) -> str:
-        """The Unix socket beside the address, where there is one."""
-        return local_sockets.way_to(address) if self._options.uses_local_socket else address
 
     def _drop(self, line: _Line) -> None:
         del self._lines[line.channel]

@@ -31,7 +31,7 @@ class SessionOptions:
         credit_bytes: of pushes that may be on their way to a server and unanswered; None: by the number of servers.
         keys: CURVE keys; None speaks in the clear.
         is_embedded: a worker on this host started the server: once nothing listens there, it does not come back.
-        uses_local_socket: connect to the Unix socket beside a loopback TCP address, where this user's server has one.
+        uses_local_socket: connect to the Unix socket beside an address of this host, where this user's server has one.
         uses_segments: share memory with servers on this host, so that gradients, averages and weights are not sent.
             PSENGINE_SEGMENTS=0 turns it off too.
     """

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,9 +16,10 @@ from typing import Any, TypeVar
 import zmq
 
 from psengine.environment.local_sockets import is_loopback, remove_stale_sockets, socket_beside
+from psengine.errors import ConfigurationError
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.transport.authentication import Authenticator
-from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, Endpoint
+from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.parameter_server.status_model import ShardStatus
 
@@ -87,9 +89,12 @@ class ShardGroup:
         for address in self._settings.bind_addresses():
             endpoint = Endpoint(self._context, address, self.authenticator, lease_s=self._settings.lease_s)
             self.endpoints.append(endpoint)
-            if is_loopback(endpoint.address):  # where this user's clients look first; others use TCP
-                remove_stale_sockets()
-                endpoint.open_local(socket_beside(endpoint.address, make=True))
+            # This user's clients on this host look here first; others use TCP, also where /tmp is read-only.
+            may_fail = () if is_loopback(endpoint.address) else (ConfigurationError, BindError)
+            with suppress(*may_fail):
+                if endpoint.address.startswith("tcp://"):
+                    remove_stale_sockets()
+                    endpoint.open_local(socket_beside(endpoint.address, make=True))
         if self.authenticator is not None:
             # After all binds: a client that TCP refuses looks for the Unix socket once more, and then gives up.
             self.authenticator.start()

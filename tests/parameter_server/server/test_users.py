@@ -20,7 +20,7 @@ from support.server_process import Peer, ServerFailedError, running_server
 
 import psengine
 from psengine.environment import local_sockets
-from psengine.environment.local_sockets import listener_uid, private_directory, socket_beside
+from psengine.environment.local_sockets import listener_uid, private_directory, socket_beside, way_to
 from psengine.errors import AuthenticationError, ConfigurationError
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.transport.authentication import Authenticator
@@ -230,6 +230,25 @@ def test_a_server_leaves_no_socket_behind_and_clears_up_after_those_that_were_ki
         assert [entry.name for entry in directory.iterdir()] == ["notes"]
     finally:
         shutil.rmtree(directory)
+
+
+def test_a_server_on_all_interfaces_has_one_socket_for_all_names_of_its_host():
+    with running_server(bind="tcp://0.0.0.0:0", insecure=True) as server:
+        port = server.addresses[0].rpartition(":")[2]
+        for host in ("127.0.0.1", "localhost", socket.gethostname()):
+            assert way_to(f"tcp://{host}:{port}") == socket_beside(f"tcp://0.0.0.0:{port}")
+            assert len(connected_status(f"tcp://{host}:{port}")) == 1
+        for elsewhere in (f"tcp://node.example:{port}", f"tcp://192.0.2.1:{port}", f"tcp://[2001:db8::1]:{port}"):
+            assert way_to(elsewhere) == elsewhere
+
+
+def test_a_server_that_can_make_no_socket_beside_all_interfaces_is_reached_by_tcp(tmp_path):
+    (tmp_path / "file").touch()
+    unusable = {"PSENGINE_RUNTIME_DIR": str(tmp_path / "file")}
+    with running_server(bind="tcp://0.0.0.0:0", insecure=True, environment=unusable) as server:
+        address = f"tcp://127.0.0.1:{server.addresses[0].rpartition(':')[2]}"
+        assert way_to(address) == address
+        assert len(connected_status(address)) == 1
 
 
 @needs_root
