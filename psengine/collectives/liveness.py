@@ -27,15 +27,15 @@ the store PATIENCE_S.
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from psengine.environment.processes import has_exited, process_state, process_table
 
 POLL_INTERVAL_S = 0.1
 # A question and its answer take a millisecond; a second is much even over a link that data fills.
@@ -64,27 +64,6 @@ class Process(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.process_id} {self.table or '-'} {self.host}"
-
-
-@functools.cache
-def process_table() -> str:
-    """A word for the processes that this one can see by number: the same in another process if, and only if, process
-    numbers mean the same there. Hosts and containers may have a name in common. Empty where Linux does not say.
-    """
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot_id}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
-def process_state(process_id: int) -> str | None:
-    """The letter of a process's state as Linux gives it, such as "T" for stopped; None where there is none."""
-    try:
-        # The state follows the command name, which may itself hold spaces and parentheses (man 5 proc).
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
 
 
 class Liveness:
@@ -231,8 +210,7 @@ class Liveness:
         return bool(self._here.table) and rank in self._processes and self._processes[rank][1:] == self._here[1:]
 
     def _has_exited(self, rank: int) -> bool:
-        """Also where it is a zombie: dead, not yet reaped by its parent."""
-        return self._is_seen(rank) and process_state(self._processes[rank].process_id) in (None, "Z", "X")
+        return self._is_seen(rank) and has_exited(self._processes[rank].process_id)
 
     # ---- the store ----
 

@@ -16,7 +16,7 @@ from psengine.parameter_server.status_model import (
     WorkerStatus,
 )
 
-_STRATEGIES = {"average": "sync-server", "apply": "async", "merge": "diloco-server"}
+_STRATEGIES = {"average": "sync-server", "apply": "async", "merge": "diloco-server", "elastic": "sync"}
 
 
 def merge_jobs(shards: Iterable[ShardStatus]) -> dict[str, JobStatus]:
@@ -84,7 +84,7 @@ def _merge_workers(
 
 def owns_weights(rule: Mapping[str, Any]) -> bool:
     """Whether a job of this rule keeps its weights at the servers; where gradients are averaged, workers have them."""
-    return str(rule["name"]) != "average"
+    return rule["name"] not in ("average", "elastic")
 
 
 def rule_text(rule: Mapping[str, Any]) -> str:
@@ -93,7 +93,8 @@ def rule_text(rule: Mapping[str, Any]) -> str:
         f"{name}={str(value).replace(':', ',')}"  # options of a codec are written like the strategy's own
         for name, value in rule.items()
         # 0 is a value of these two; of other options it means that there is no such thing.
-        if name != "name" and (value or (name in ("max_staleness", "compensation_decay") and value is not None))
+        if value or (name in ("max_staleness", "compensation_decay") and value is not None)
+        if name not in ("name", "facts")
     ]
     return ":".join([_kind(rule), ",".join(options)] if options else [_kind(rule)])
 

@@ -82,11 +82,22 @@ class Apply(Rule, tag="apply", kw_only=True):
     compensation_decay: Annotated[float, Meta(ge=0.0, lt=1.0)] | None = None
 
 
+class Elastic(Rule, tag="elastic", kw_only=True):
+    """Workers exchange gradients among themselves, as ``virtual_workers``. ``facts``: what all must have alike."""
+
+    virtual_workers: bounds.Workers
+    facts: Annotated[dict[bounds.Printable, bounds.Printable], Meta(max_length=64)]
+
+
+# Of jobs with chunks.
 AnyRule = Average | Merge | Apply
 
 
 class Hello(Body):
-    """HELLO. Without ``rule`` it only reserves a rank. The last four: of a process that was in a view."""
+    """HELLO. Without ``rule`` it only reserves a rank. ``view`` and what follows: of a process that was in a view.
+
+    ``checkpoint``: the step of the newest checkpoint that an "elastic" worker can load.
+    """
 
     job: bounds.JobName
     run: bounds.Label
@@ -95,7 +106,8 @@ class Hello(Body):
     pid: bounds.Unsigned
     rank: bounds.Rank | UnsetType | None = UNSET
     world_size: bounds.Workers | UnsetType = UNSET
-    rule: AnyRule | UnsetType = UNSET
+    rule: AnyRule | Elastic | UnsetType = UNSET
+    checkpoint: bounds.Counted | UnsetType = UNSET
     view: View | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
     completed: bounds.Counted | UnsetType = UNSET
@@ -137,10 +149,18 @@ class Registered(Commit, tag="registered"):
 
 
 class Prepared(Commit, tag="prepared"):
-    """Answers PREPARE: no step completes before the view comes."""
+    """Answers PREPARE: no step completes before the view comes. ``has_state``: of an "elastic" worker."""
 
     view: bounds.ViewNumber
     completed: bounds.Counted
+    has_state: bool | UnsetType = UNSET
+
+
+class GroupFailed(Commit, tag="failed"):
+    """The members of an "elastic" view cannot exchange; ``lost``: those whose processes this worker sees are gone."""
+
+    view: bounds.ViewNumber
+    lost: Annotated[list[bounds.Rank], Meta(max_length=messages.MAX_WORKERS)]
 
 
 class StepTaken(Commit, tag="step"):
@@ -333,7 +353,7 @@ TYPES: dict[MessageType, Any] = {
     MessageType.HELLO: Hello,
     MessageType.WELCOME: Welcome,
     MessageType.HEARTBEAT: Heartbeat,
-    MessageType.COMMIT: Registered | Prepared | StepTaken | Joining | Donated | ShardLife,
+    MessageType.COMMIT: Registered | Prepared | GroupFailed | StepTaken | Joining | Donated | ShardLife,
     MessageType.LEAVE: Leave,
     MessageType.STATE_WANTED: WorkerLife,
     MessageType.VIEW: ViewBody,

@@ -14,7 +14,18 @@ import msgspec
 from msgspec import Struct
 
 from psengine.errors import ProtocolError
-from psengine.protocol.bounds import DIGEST_BYTES, Label, Positive, Rank, Unsigned, Unsigned64, ViewNumber, Workers
+from psengine.protocol.bounds import (
+    DIGEST_BYTES,
+    Counted,
+    Label,
+    Port,
+    Positive,
+    Rank,
+    Unsigned,
+    Unsigned64,
+    ViewNumber,
+    Workers,
+)
 from psengine.protocol.messages import Message, MessageType
 
 
@@ -32,6 +43,18 @@ class ViewMember(Struct, frozen=True, forbid_unknown_fields=True, array_like=Tru
     incarnation: Unsigned64
     user_id: Label
     first_step: Positive
+
+
+class MemberState(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """How far a member of an "elastic" job is.
+
+    Attributes:
+        completed: the last step of which it has the averages; None: it has no state.
+        checkpoint: the step of the newest checkpoint that it can load; 0 none.
+    """
+
+    completed: Counted | None
+    checkpoint: Counted
 
 
 class Release(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -63,6 +86,8 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
         oldest: the least step that each member has completed; nobody asks for earlier ones.
         chunks: how many chunks each shard of the job has; () where the coordinator does not know.
         releases: those that some shard may not have, in order.
+        states: "elastic" jobs: by member.
+        store: the port of the store where they meet, at the lead's address; 0 none.
     """
 
     number: ViewNumber
@@ -75,11 +100,15 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     oldest: Unsigned = 0
     chunks: tuple[Unsigned, ...] = ()
     releases: tuple[Release, ...] = ()
+    states: tuple[MemberState, ...] = ()
+    store: Port = 0
 
     def __post_init__(self) -> None:
-        """Check that every shard is there."""
+        """Check that every shard, and every member, is there."""
         if self.chunks and len(self.chunks) != len(self.shards):
             raise ValueError("chunks must be counted of every shard")
+        if self.states and len(self.states) != len(self.members):
+            raise ValueError("states must be those of every member")
 
     def member(self, rank: int) -> ViewMember | None:
         """The member with this rank."""

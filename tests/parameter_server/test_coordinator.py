@@ -21,6 +21,7 @@ from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import View, ViewMember, check_digest, release_of, view_of
 
+ELASTIC = {"name": "elastic", "virtual_workers": 3, "facts": {"seed": "0"}}
 LEASE_S, HEARTBEAT_S, TICK_S = 5.0, 1.0, 0.1
 
 
@@ -31,6 +32,8 @@ class Bench:
         self.rule, self.world_size = rule, world_size
         self.now_s, self.epoch = 100.0, 7
         self.workers = []
+        self.ended, self.gone = set(), set()  # connections, and processes
+        self._under_way, self._is_delivering = [], False
         self.restart(with_disk=False)
 
     def restart(self, *, with_disk):
@@ -41,7 +44,16 @@ class Bench:
         settings = ShardSettings(lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S)
         keys = iter(bytes([self.epoch, number]) * 16 for number in range(100))
         self.coordinators = Coordinators(
-            Interfaces(self.epoch, settings, lambda: 1e6 + self.now_s, lambda *_, **__: None, lambda: next(keys))
+            Interfaces(
+                self.epoch,
+                settings,
+                lambda: 1e6 + self.now_s,
+                lambda *_, **__: None,
+                lambda: next(keys),
+                is_connected=lambda route: route not in self.ended,
+                is_gone=self.gone.__contains__,
+                store_port=lambda: 4711,
+            )
         )
         if meta:
             self.coordinators.restore(meta, self.now_s)
@@ -52,11 +64,16 @@ class Bench:
         return self.workers[-1]
 
     def deliver(self, outgoing):
-        for one in outgoing or ():
+        self._under_way += outgoing or ()
+        while self._under_way and not self._is_delivering:
+            one = self._under_way.pop(0)
             decode(encode(one.message))  # each is a legal message
+            # What a worker says at once comes after what the others were sent before.
+            self._is_delivering = True
             for worker in self.workers:
                 if worker.route == one.route:
                     worker.receive(one.message)
+            self._is_delivering = False
 
     def wait(self, seconds, *alive):
         """Time passes; these send heartbeats."""
@@ -90,7 +107,8 @@ class Bench:
         team = [self.worker(rank) for rank in range(count)]
         for worker in team:
             worker.hello()
-        team[0].register()
+        if self.rule is not ELASTIC:
+            team[0].register()
         assert self.ranks == list(range(count))
         return team
 
@@ -108,6 +126,7 @@ class Hand:
         self.bench, self.rank, self.nonce, self.run, self.user_id = bench, rank, nonce, run, user_id
         self.incarnation, self.obeys, self.view = incarnation, True, None
         self.completed = self.connection = self.requests = 0
+        self.has_state = True  # in an elastic job
         self.welcome: dict[str, Any] = {}
         self.inbox: list[Message] = []
         self.releases = []
@@ -129,7 +148,7 @@ class Hand:
         }
         message = Message(type, job_number("job"), body=body, **fields | header)
         before = len(self.inbox)
-        sender = Sender(self.route, self.user_id)
+        sender = Sender(self.route, self.user_id, self.nonce)
         self.bench.deliver(self.bench.coordinators.handle(message, sender, self.bench.now_s))
         return self.inbox[before:]
 
@@ -194,7 +213,8 @@ class Hand:
             self.prepare(message.view)
 
     def prepare(self, number):
-        self.commit("prepared", view=number, completed=self.completed)
+        elastic = {} if self.has_state else {"has_state": False}
+        self.commit("prepared", view=number, completed=self.completed, **elastic)
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -538,3 +558,182 @@ def test_status_says_who_takes_part():
     status = bench.status
     assert sorted(one.rank for one in status.departed) == [1, 2]
     assert status.evicted == 1
+
+
+# ---- jobs whose workers exchange among themselves ----------------------------------------------------------------
+
+
+def states(bench):
+    return [(one.completed, one.checkpoint) for one in bench.view.states]
+
+
+def test_an_elastic_job_begins_when_all_are_here_or_a_lease_after_the_first():
+    bench = Bench(ELASTIC, 2)
+    first, second = bench.worker(), bench.worker()
+    assert first.hello(checkpoint=4) == "wait"
+    assert bench.view is None
+    assert second.hello() == "ready"
+    assert (bench.ranks, states(bench), bench.view.store) == ([0, 1], [(None, 4), (None, 0)], 4711)
+    assert first.view == second.view == bench.view
+    alone = Bench(ELASTIC, 2)
+    only = alone.worker()
+    only.hello()
+    alone.wait(LEASE_S - 1, only)
+    assert alone.view is None
+    alone.wait(1.5, only)
+    assert alone.ranks == [0]
+
+
+def test_who_differs_is_refused_with_the_name_and_both_values():
+    bench, *_ = crew(ELASTIC, 2)
+    for other in ({**ELASTIC, "facts": {"seed": "1"}}, {**ELASTIC, "facts": {}}, {**ELASTIC, "virtual_workers": 4}):
+        with pytest.raises(ProtocolError) as caught:
+            bench.worker(2).hello(rule=other)
+        name, values = ("virtual_workers", (3, 4)) if "seed" in other["facts"] and other["facts"]["seed"] == "0" else (
+            "seed", ("0", other["facts"].get("seed"))
+        )  # fmt: skip
+        assert caught.value.code == ErrorCode.RULE_MISMATCH
+        assert f"{name!r} (expected {values[0]}, got {values[1]})" in str(caught.value)
+
+
+def test_facts_of_workers_that_are_gone_bind_nobody():
+    bench, first, second = crew(ELASTIC, 2)
+    first.leave(failed=True)
+    second.leave(failed=True)
+    assert bench.worker(0).hello(rule={**ELASTIC, "facts": {"seed": "1"}}) == "wait"
+
+
+def test_a_newcomer_comes_in_once_all_members_said_how_far_they_are():
+    bench, first, second = crew(ELASTIC, 2)
+    first.obeys = False
+    first.completed, second.completed = 7, 6
+    newcomer = bench.worker()
+    newcomer.hello()
+    assert (newcomer.rank, newcomer.view, bench.ranks) == (2, None, [0, 1])
+    first.prepare(first.last(MessageType.PREPARE).view)
+    assert (bench.ranks, states(bench)) == ([0, 1, 2], [(7, 0), (6, 0), (None, 0)])
+    assert newcomer.view == bench.view
+    # It dies before it has a state: whoever has one is still known.
+    newcomer.has_state = False
+    bench.deliver(bench.coordinators.evict("job", 0, bench.now_s))
+    assert (bench.ranks, states(bench)) == ([1, 2], [(6, 0), (None, 0)])
+
+
+def test_workers_beyond_the_virtual_ones_wait_for_a_place():
+    bench, *team = crew(ELASTIC, 3)
+    spare = bench.worker()
+    assert spare.hello() == "wait"
+    bench.wait(3 * LEASE_S, *team, spare)
+    assert (bench.ranks, spare.view) == ([0, 1, 2], None)
+    bench.gone.add(team[1].nonce)
+    bench.wait(2 * TICK_S)
+    assert (bench.ranks, spare.view) == ([0, 2, 3], bench.view)
+
+
+def test_a_dead_process_is_out_at_the_next_tick():
+    bench, first, dead = crew(ELASTIC, 2)
+    bench.gone.add(dead.nonce)
+    bench.wait(2 * TICK_S)
+    assert bench.ranks == [0]
+    assert refusal(dead.reconnect) == ErrorCode.FENCED
+    successor = bench.worker(1)
+    assert successor.hello() == "wait"
+    assert first.view == successor.view == bench.view
+
+
+def test_who_makes_no_new_connection_is_out_after_a_heartbeat():
+    bench, first, second = crew(ELASTIC, 2)
+    bench.ended.add(second.route)
+    bench.wait(HEARTBEAT_S / 2)
+    second.reconnect()
+    bench.wait(2 * HEARTBEAT_S, first, second)
+    assert bench.ranks == [0, 1]
+    bench.ended.add(second.route)
+    bench.wait(HEARTBEAT_S + 2 * TICK_S, first)
+    assert bench.ranks == [0]
+
+
+def test_a_member_tells_of_a_group_that_failed_and_whom_it_saw_die():
+    bench, *team = crew(ELASTIC, 3)
+    number = bench.view.number
+    team[0].commit("failed", view=number, lost=[2])
+    assert (bench.ranks, bench.view.number) == ([0, 1], number + 1)
+    team[1].commit("failed", view=number, lost=[0])  # of a view that is over
+    assert bench.view.number == number + 1
+    team[1].commit("failed", view=number + 1, lost=[])
+    assert (bench.ranks, bench.view.number) == ([0, 1], number + 2)
+
+
+def test_the_silent_are_out_and_have_to_start_again():
+    bench, first, second = crew(ELASTIC, 2)
+    bench.wait(LEASE_S + 1, first)
+    assert bench.ranks == [0]
+    assert second.heartbeat() == {"code": ErrorCode.FENCED}
+    assert refusal(second.reconnect) == ErrorCode.FENCED
+
+
+def test_members_leave_once_nobody_lacks_their_averages_and_then_it_has_ended():
+    bench, first, second = crew(ELASTIC, 2)
+    spare = bench.worker()
+    first.completed = 9
+    assert MessageType.OK not in first.leave()
+    assert spare.hello() == "wait"
+    assert bench.ranks == [0, 1]  # nobody comes in any more
+    second.completed = 9
+    assert MessageType.OK in second.leave()
+    assert MessageType.OK in {one.type for one in first.inbox}
+    assert spare.last(MessageType.ERROR).body["code"] == ErrorCode.ENDED
+    assert refusal(bench.worker(0).hello) == ErrorCode.ENDED
+    assert bench.worker(0, run="another").hello() == "wait"
+
+
+def test_a_death_while_somebody_leaves_has_it_say_leave_again():
+    bench, first, second = crew(ELASTIC, 2)
+    first.completed, second.completed, first.obeys = 9, 8, False
+    first.leave()
+    bench.gone.add(second.nonce)
+    bench.wait(TICK_S)
+    number = first.last(MessageType.PREPARE).view
+    assert MessageType.OK not in first.leave()  # PREPARE came first
+    first.prepare(number)
+    assert bench.ranks == [0]
+    assert MessageType.OK in first.leave()
+    assert refusal(bench.worker(1).hello) == ErrorCode.ENDED
+
+
+def test_it_has_ended_also_where_the_last_member_dies():
+    bench, first, second = crew(ELASTIC, 2)
+    first.completed, second.completed, second.obeys = 9, 9, False
+    second.heartbeat()
+    assert MessageType.OK in first.leave()
+    bench.gone.add(second.nonce)
+    bench.wait(2 * TICK_S)
+    assert refusal(bench.worker(1).hello) == ErrorCode.ENDED
+
+
+@pytest.mark.parametrize("with_disk", [True, False])
+def test_a_coordinator_that_restarts_learns_the_view_from_its_members(with_disk):
+    bench, first, second = crew(ELASTIC, 2)
+    first.completed, second.completed = 5, 5
+    number = bench.view.number
+    bench.restart(with_disk=with_disk)
+    newcomer = bench.worker(2)
+    assert newcomer.hello() == first.reconnect() == "wait"
+    second.reconnect()
+    assert (bench.ranks, states(bench)) == ([0, 1, 2], [(5, 0), (5, 0), (None, 0)])
+    assert bench.view.number > number
+
+
+def test_a_rank_that_was_reserved_is_taken_over_by_an_elastic_worker():
+    bench = Bench(ELASTIC, 1)
+    worker = bench.worker()
+    assert worker.hello(rule=None, world_size=None) == "reserved"
+    assert worker.hello() == "ready"
+    assert bench.ranks == [0]
+
+
+def test_what_other_jobs_say_is_refused_in_an_elastic_one_and_the_reverse():
+    _, first, _ = crew(ELASTIC, 2)
+    assert refusal(lambda: first.commit("join")) == ErrorCode.BAD_MESSAGE
+    _, member, _ = crew(AVERAGE)
+    assert refusal(lambda: member.commit("failed", view=1, lost=[])) == ErrorCode.BAD_MESSAGE

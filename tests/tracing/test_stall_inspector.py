@@ -16,7 +16,7 @@ from support.processes import run_ranks
 
 import psengine
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.liveness import process_state
+from psengine.environment.processes import process_state
 from psengine.tracing.stall_inspector import stall_after_s
 
 STEPS = 4

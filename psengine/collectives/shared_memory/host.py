@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from psengine.collectives.base import Collective
-from psengine.collectives.liveness import process_table
 from psengine.collectives.shared_memory.files import make_file, make_token, open_file, share_file, succeed_together
+from psengine.environment.processes import process_table
 from psengine.errors import SharedMemoryUnavailableError
 from psengine.kernels import native
 

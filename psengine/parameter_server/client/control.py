@@ -59,9 +59,8 @@ class Control(Channel):
             job.leave_view(now_s)  # who has no state does not keep a job alive
         if job.view is not None:
             job.freeze()
-            releases = [msgspec.to_builtins(release_of(release.body)) for release in job.releases]
-            view = msgspec.to_builtins(job.view)
-            body["view"] = [*view[:-1], [*view[-1], *releases]]
+            releases = (*job.view.releases, *(release_of(release.body) for release in job.releases))
+            body["view"] = msgspec.to_builtins(msgspec.structs.replace(job.view, releases=releases))
             body |= {"key": job.key, "completed": job.steps.completed, "unreachable": job.unreachable(now_s)}
         self._hello = job.next_id()
         self.send(Message(MessageType.HELLO, sequence=self._hello, body=body))

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from psengine.environment.processes import has_exited
 from psengine.errors import AuthenticationError, ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
@@ -44,6 +45,7 @@ from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.events import EventLog
+from psengine.parameter_server.server.group_store import GroupStore
 from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
@@ -105,6 +107,7 @@ class Server:
         self._signals = 0
         self._events = EventLog()
         self._shards = ShardGroup(settings)
+        self._store = GroupStore(self._shards)
         self._durability: Durability | None = None
         self._is_draining = False
         self._order_threads = ThreadPoolExecutor(MAX_ORDERS_AT_ONCE, thread_name_prefix="psengine-admin")
@@ -197,8 +200,17 @@ class Server:
             Shard(index, self.epoch, given, self._events.note, partial(self._shards.is_connected, index))
             for index in range(settings.shards)
         ]
-        draw_key = partial(secrets.token_bytes, KEY_BYTES)
-        return shards, Coordinators(Interfaces(self.epoch, given, time.time, self._events.note, draw_key))
+        interfaces = Interfaces(
+            self.epoch,
+            given,
+            time.time,
+            self._events.note,
+            draw_key=partial(secrets.token_bytes, KEY_BYTES),
+            is_connected=partial(self._shards.is_connected, 0),
+            is_gone=has_exited,
+            store_port=self._store.port,
+        )
+        return shards, Coordinators(interfaces)
 
     def _open_status_port(self, port: int) -> HttpStatus:
         try:

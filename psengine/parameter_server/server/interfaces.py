@@ -38,7 +38,7 @@ class Sender(NamedTuple):
 
     route: bytes  # its connection's routing id
     user_id: str = ""  # its public key; "" without CURVE
-    process: int = 0  # its number, of a RESUME over a Unix socket
+    process: int = 0  # its number, of a HELLO or RESUME over a Unix socket
 
 
 class Outgoing(NamedTuple):

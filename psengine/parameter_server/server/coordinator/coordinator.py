@@ -46,15 +46,21 @@ class Interfaces:
     wall_s: Callable[[], float]  # seconds since 1970, for dates, and so that incarnations grow across restarts
     note: Callable[..., None]  # told of what happens, for people: see ``EventLog.note``
     draw_key: Callable[[], bytes]  # makes a job's key
+    is_connected: Callable[[bytes], bool] = lambda route: True  # whether a connection stands
+    is_gone: Callable[[int], bool] = lambda process_id: False  # whether a process of this host has ended
+    store_port: Callable[[], int] = lambda: 0  # of the store where members of elastic jobs meet; opened by the call
 
 
 class Coordinator(JobMemory):
     """See the module's text.
 
     Attributes:
+        hears: what workers may say beside HELLO.
         workers: all that are known.
         is_changed: ``to_meta`` gives something else than before; for the caller to reset.
     """
+
+    hears = frozenset({"heartbeat", "leave", "prepared", "registered", "step", "join", "donated", "life"})
 
     def __init__(self, name: str, interfaces: Interfaces) -> None:
         super().__init__(name)
@@ -97,7 +103,10 @@ class Coordinator(JobMemory):
             return self._settled()
         worker = self.workers.find(message, sender, self.name)
         worker.last_heard_s = now_s
-        is_later = getattr(self, f"_hear_{message.body.get('what', message.type.name.lower())}")(worker, message)
+        what = message.body.get("what", message.type.name.lower())
+        if what not in self.hears:
+            raise ProtocolError(f"{message.type.name} {what!r} is not said in job {self.name!r}")
+        is_later = getattr(self, f"_hear_{what}")(worker, message)
         outgoing = self._settled()
         if not is_later:
             body = self._waits_for(worker) if message.type is MessageType.HEARTBEAT else {}
@@ -278,6 +287,7 @@ class Coordinator(JobMemory):
             worker.leaving, worker.why_gone = None, ""
         worker.route, worker.last_heard_s, worker.nonce = sender.route, self._now_s, body["nonce"]
         worker.host, worker.pid, worker.run, worker.hello = body["host"], body["pid"], body["run"], message.sequence
+        worker.process_id = sender.process
         worker.welcomed, worker.told = ("", 0), 0
         # A joiner that does not know the view which has it says how far it was before.
         if not self.averages or ("view" in body and view_of(body).number >= worker.admitted):
@@ -619,7 +629,7 @@ class Coordinator(JobMemory):
         """Members that want to leave may, once all others have the averages that they have."""
         members = self.workers.members
         for worker in members:
-            if worker.leaving is not None and (not self.averages or _is_spare(worker, members)):
+            if worker.leaving is not None and (not self.averages or is_spare(worker, members)):
                 self._put_out(worker, "left", "its training broke off" if worker.has_failed else "it is done")
 
     # ---- views -------------------------------------------------------------------------------------------------
@@ -629,7 +639,7 @@ class Coordinator(JobMemory):
         newcomers, members, departing = self._newcomers(), self.workers.members, self.workers.departing
         if self.averages and not (newcomers or members or departing):
             if self.view is not None and self.view.members:
-                self._begin_anew()
+                self._end(has_failed=True)
             return
         if newcomers:
             self._want_view()
@@ -691,6 +701,7 @@ class Coordinator(JobMemory):
             releases=tuple(self.releases),
             chunks=tuple(self.chunks),
         )
+        self._complete_view(members)
         self.last_number, self.is_changed = number, True
         self._end_change()
         logger.info("job %r: view %d has workers %s", self.name, number, [one.rank for one in members])
@@ -703,6 +714,9 @@ class Coordinator(JobMemory):
             worker.leaving = None
         if departing and not members:
             self._end(has_failed=has_failed)
+
+    def _complete_view(self, members: list[Worker]) -> None:
+        """Add what the members of such a job have to know."""
 
     def _end_change(self) -> None:
         self._preparing = self._donation = self._joiner = None
@@ -773,6 +787,11 @@ class Coordinator(JobMemory):
         """What a restart has to find, JSON-able."""
         return {one.name: msgspec.to_builtins(getattr(self, one.name), str_keys=True) for one in fields(JobMemory)}
 
+    def take_over(self, former: Coordinator) -> None:
+        """Go on with a job that has no rule, and so no view: of its workers only ranks are reserved."""
+        vars(self).update({one.name: getattr(former, one.name) for one in fields(JobMemory)})
+        self.workers, self._now_s, self.is_changed = former.workers, former._now_s, True
+
     def restore(self, meta: Mapping[str, Any], now_s: float) -> None:
         """Inverse of ``to_meta``, in a new object: the members of the view have a lease to come back."""
         vars(self).update(vars(msgspec.convert(meta, JobMemory, str_keys=True)))
@@ -793,6 +812,6 @@ def _view_that_has(rank: int, message: Message, sender: Sender) -> View | None:
     return view if is_in else None
 
 
-def _is_spare(leaver: Worker, members: list[Worker]) -> bool:
+def is_spare(leaver: Worker, members: list[Worker]) -> bool:
     """Whether all others have every average that a worker has which wants to leave."""
     return leaver.has_failed or all(one.completed >= leaver.completed for one in members)

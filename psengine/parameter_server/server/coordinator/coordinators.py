@@ -12,6 +12,7 @@ from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Interfaces
+from psengine.parameter_server.server.coordinator.elastic import ElasticCoordinator
 from psengine.parameter_server.server.coordinator.states import JobState
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, too_many_jobs
 from psengine.parameter_server.status_model import CoordinatedJob
@@ -65,7 +66,12 @@ class Coordinators:
             )
         if job is None:
             self._make_room(name)
-            job = self.by_number[message.job] = Coordinator(name, self._interfaces)
+        rule = message.body.get("rule")
+        if job is None or (job.rule is None and rule is not None and type(job) is not _kind_of(rule)):
+            former, job = job, _kind_of(rule)(name, self._interfaces)
+            self.by_number[message.job] = job
+            if former is not None:
+                job.take_over(former)
         return job
 
     def _make_room(self, name: str) -> None:
@@ -149,5 +155,10 @@ class Coordinators:
         for number, one in meta.items():
             self.by_number.pop(int(number), None)
             if one is not None:
-                job = self.by_number[int(number)] = Coordinator(one["name"], self._interfaces)
+                job = self.by_number[int(number)] = _kind_of(one["rule"])(one["name"], self._interfaces)
                 job.restore(one, now_s - self._paused_s)
+
+
+def _kind_of(rule: Mapping[str, Any] | None) -> type[Coordinator]:
+    """What leads a job of this rule."""
+    return ElasticCoordinator if rule is not None and rule["name"] == "elastic" else Coordinator

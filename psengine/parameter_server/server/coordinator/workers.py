@@ -35,6 +35,7 @@ class Worker:
     host: str = "unknown host"
     pid: int = 0
     run: str = ""
+    process_id: int = 0  # where the kernel says which process of this host it is
     hello: int = 0  # the id of its newest HELLO
     claims: dict[int, float] = field(default_factory=dict)  # by nonce, since when another process wants its rank
     welcomed: tuple[str, int] = ("", 0)  # since then: the last WELCOME's state and registration
@@ -45,6 +46,9 @@ class Worker:
     completed: int = 0  # the last step of which it has all answers, and of all before
     committed: int = 0  # the last step that all shards have from it
     prepared: int = 0  # the view for which it is frozen
+    has_state: bool = False  # in an elastic job, what it said last, as the next
+    checkpoint: int = 0
+    ended_s: float | None = None  # since when its connection has ended
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
     cut_s: float = 0.0  # since when there are such that others reach

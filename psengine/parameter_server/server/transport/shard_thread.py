@@ -349,7 +349,7 @@ class ShardThread(threading.Thread):
             if message.type is MessageType.ADMIN:
                 self._administer(received, message)
                 return
-            _, process = received.peer if message.type is MessageType.RESUME else (None, 0)
+            _, process = received.peer if message.type in (MessageType.HELLO, MessageType.RESUME) else (None, 0)
             self._handle(Sender(received.route, received.user_id, process), message)
         except ProtocolError as error:
             if message is None or error.code == ErrorCode.BAD_MESSAGE:

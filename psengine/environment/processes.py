@@ -1,0 +1,33 @@
+"""Processes of this host, as Linux shows them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+
+@functools.cache
+def process_table() -> str:
+    """A word for the processes that this one can see by number: the same in another process if, and only if, process
+    numbers mean the same there. Hosts and containers may have a name in common. Empty where Linux does not say.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def process_state(process_id: int) -> str | None:
+    """The letter of a process's state as Linux gives it, such as "T" for stopped; None where there is none."""
+    try:
+        # The state follows the command name, which may itself hold spaces and parentheses (man 5 proc).
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def has_exited(process_id: int) -> bool:
+    """Whether a process is gone, or a zombie: dead, not yet reaped by its parent."""
+    return process_state(process_id) in (None, "Z", "X")

@@ -1,0 +1,187 @@
+"""The coordinator of a job whose workers exchange among themselves (``sync`` with virtual workers). Pure.
+
+    worker ──HELLO──► WAITING ── there is a place ─► PREPARE to members ─► all: COMMIT prepared ─► VIEW
+    member ── COMMIT failed; silent for a lease; its process or its connection is gone ──┘
+
+There are no chunks, so nothing is registered and nobody deposits a state: a view says how far each member is, and
+members give each other what they lack. As many workers as there are virtual ones take part; others wait for a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+from typing_extensions import override
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Interfaces, is_spare
+from psengine.parameter_server.server.coordinator.states import JobState, WorkerState
+from psengine.parameter_server.server.coordinator.workers import Worker
+from psengine.parameter_server.server.interfaces import Outgoing, Sender
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.views import MemberState
+
+
+class ElasticCoordinator(Coordinator):
+    """See the module's text."""
+
+    hears = frozenset({"heartbeat", "leave", "prepared", "failed"})
+
+    def __init__(self, name: str, interfaces: Interfaces) -> None:
+        super().__init__(name, interfaces)
+        self._waiting_since_s: float | None = None  # while there is no view: since when somebody waits for it
+
+    @override
+    def tick(self, now_s: float) -> list[Outgoing]:
+        self._now_s = now_s
+        self._put_out_dead()
+        return super().tick(now_s)
+
+    @override
+    def _settled(self) -> list[Outgoing]:
+        if self.state is JobState.NEW and self.workers.waiting:
+            self._advance("begun")
+            self._advance("registered")
+            self.key, self.registration = self._interfaces.draw_key(), self._next_registration()
+        return super()._settled()
+
+    # ---- who comes ---------------------------------------------------------------------------------------------
+
+    @override
+    def _check(self, body: Mapping[str, Any]) -> None:
+        rule = body.get("rule")
+        if rule is not None and self.rule is not None and rule["name"] == self.rule["name"]:
+            if self.state is JobState.NEW and not self.workers.present:
+                self.rule = None  # of workers that are gone, all of them
+            else:
+                _check_alike(self.name, self.rule, rule)
+        super()._check(body)
+
+    @override
+    def _greet(self, rank: int, message: Message, sender: Sender) -> None:
+        self._hear_view(rank, message, sender)
+        worker = self.workers.by_rank.get(rank)
+        is_it = worker is not None and worker.is_process(message, sender.user_id)
+        if "view" in message.body and not (is_it and worker in self.workers.members):
+            raise ProtocolError(
+                f"the others of job {self.name!r} went on without worker {rank}: it was silent for more than its lease,"
+                " its connection broke, or an operator put it out. It has to start again, and then takes over their"
+                " state; where that happens often, raise --lease-s.",
+                ErrorCode.FENCED,
+            )
+        super()._greet(rank, message, sender)
+        worker = self.workers.by_rank[rank]
+        worker.checkpoint, worker.ended_s = message.body.get("checkpoint", 0), None
+
+    @override
+    def _welcome_state(self, worker: Worker) -> str:
+        if not worker.has_rule:
+            return "reserved"
+        return "ready" if self.state is JobState.OPEN and worker.state is WorkerState.MEMBER else "wait"
+
+    @override
+    def _newcomers(self) -> list[tuple[Worker, int]]:
+        waiting, members = self.workers.waiting, self.workers.members
+        if not waiting:
+            self._waiting_since_s = None
+        if not waiting or self.rule is None:
+            return []
+        places = self.rule["virtual_workers"] - len(members)
+        if self.view is None:
+            self._waiting_since_s = self._now_s if self._waiting_since_s is None else self._waiting_since_s
+            is_late = self._now_s - self._waiting_since_s >= self._lease_s
+            places = places if is_late or len(waiting) >= min(self.world_size, places) else 0
+        elif any(one.leaving for one in members) or any(self.came.values()):
+            places = 0  # the training is over
+        return [(one, 1) for one in waiting[: max(0, places)]]
+
+    @override
+    def _complete_view(self, members: list[Worker]) -> None:
+        assert self.view is not None, "it was just made"
+        states = tuple(MemberState(one.completed if one.has_state else None, one.checkpoint) for one in members)
+        self.view = replace(self.view, states=states, store=self._interfaces.store_port())
+
+    # ---- what members say --------------------------------------------------------------------------------------
+
+    @override
+    def _hear_prepared(self, worker: Worker, message: Message) -> None:
+        super()._hear_prepared(worker, message)
+        if worker.prepared == message.body["view"]:
+            worker.has_state = message.body.get("has_state", True)
+
+    def _hear_failed(self, worker: Worker, message: Message) -> None:
+        """The members of a view cannot exchange any more."""
+        if self.view is None or message.body["view"] != self.view.number or worker.state is not WorkerState.MEMBER:
+            return
+        for rank in message.body["lost"]:
+            lost = self.workers.by_rank.get(rank)
+            if lost is not None and lost is not worker and self.view.member(rank) == lost.to_view():
+                self._put_out(lost, "evicted", f"worker {worker.rank} saw that its process is gone")
+        self._want_view()
+
+    @override
+    def _hear_leave(self, worker: Worker, message: Message) -> bool:
+        is_later = super()._hear_leave(worker, message)
+        if self._preparing is not None and worker.leaving is not None and not worker.has_failed:
+            worker.leaving = None  # it hears PREPARE, gives the others what they lack, and says LEAVE again
+        return is_later
+
+    # ---- who goes ----------------------------------------------------------------------------------------------
+
+    def _put_out_dead(self) -> None:
+        """Put out whose process has ended, or whose connection has, if it makes no other one."""
+        for worker in self.workers.present:
+            if not worker.route:
+                continue  # it has a lease to come back
+            if worker.process_id and self._interfaces.is_gone(worker.process_id):
+                self._put_out(worker, "evicted", "its process has ended")
+            elif self._interfaces.is_connected(worker.route):
+                worker.ended_s = None
+            elif worker.ended_s is None:
+                worker.ended_s = self._now_s
+            elif self._now_s - worker.ended_s >= self._interfaces.settings.heartbeat_s:
+                self._put_out(worker, "evicted", "its connection has ended, and it made no other one")
+
+    @override
+    def _put_out(self, worker: Worker, reason: str, why: str) -> None:
+        has_failed = worker.has_failed
+        super()._put_out(worker, reason, why)
+        if has_failed and worker.rank in self.came:
+            self.came[worker.rank] = False
+
+    @override
+    def _want_view(self) -> None:
+        super()._want_view()
+        for worker in self.workers.members:
+            if not worker.has_failed:
+                worker.leaving = None  # see ``_hear_leave``
+
+    @override
+    def _let_leave(self) -> None:
+        """Whoever may leave goes at once: the view without it takes as long as the others' steps."""
+        members = self.workers.members
+        for worker, message in [(one, one.leaving) for one in members if one.leaving and is_spare(one, members)]:
+            self._put_out(worker, "left", "its training broke off" if worker.has_failed else "it is done")
+            self._send(worker, Message(MessageType.OK, self.number, sequence=message.sequence))
+            worker.leaving = None
+
+    @override
+    def _end(self, *, has_failed: bool) -> None:
+        """A job of which a worker has come to its end is over, however the others went."""
+        super()._end(has_failed=has_failed and not any(self.came.values()))
+
+
+def _check_alike(job: str, expected: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+    """Raise ProtocolError where a worker differs from those that came before in what all must have alike."""
+    there, here = ({"virtual_workers": rule["virtual_workers"], **rule["facts"]} for rule in (expected, got))
+    for name in sorted({*there, *here}):
+        if there.get(name) != here.get(name):
+            raise ProtocolError(
+                f"this worker differs from those of job {job!r} that came before in {name!r} (expected"
+                f" {there.get(name)}, got {here.get(name)}), so its gradients would have other bits. Fix: start all"
+                " workers with the same program, arguments and machine settings; or give another training another job"
+                " (PSENGINE_JOB).",
+                ErrorCode.RULE_MISMATCH,
+            )
