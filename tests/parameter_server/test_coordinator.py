@@ -427,6 +427,18 @@ def test_what_a_worker_said_before_it_heard_that_it_has_left_is_answered():
     assert bench.ranks == [1]
 
 
+def test_a_quorum_decides_again_what_a_view_took_back_whoever_remembers_it():
+    bench, first, second = crew({**AVERAGE, "quorum": 1})
+    first.step(1)
+    bench.wait(LEASE_S + 1, first)
+    assert (bench.ranks, bench.view.from_step) == ([0], 1)
+    assert second.view is not None
+    former = msgspec.structs.replace(second.view, releases=tuple(first.releases))
+    assert second.reconnect(view=msgspec.to_builtins(former)) == "join"
+    first.step(1)
+    assert [(one.number >> 32, one.step) for one in first.releases] == [(1, 1), (2, 1)]
+
+
 def test_a_server_that_comes_back_without_weights_loses_the_job():
     bench, first, second = crew(APPLY)
     first.life(1, 11, chunks=2)
