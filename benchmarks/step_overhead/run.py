@@ -56,11 +56,25 @@ CANDIDATES: dict[str, Callable[[nn.Module], nn.Module]] = {
     NATIVE_VIEWS: partial(DistributedDataParallel, gradient_as_bucket_view=True),
     "psengine-views": partial(psengine.DistributedDataParallel, gradient_as_bucket_view=True),
 }
+
+# How many batches a rank has in a step, where gradients are accumulated, or where virtual workers are played.
+ACCUMULATED = "accumulated"
+VIRTUAL_WORKERS = {"virtual-workers": 1, "virtual-workers-2": 2}
+
+
+def wrap_with_virtual_workers(module: nn.Module, batches: int) -> nn.Module:
+    """As many virtual workers as the ranks have batches in a step."""
+    strategy = f"sync:virtual_workers={batches * dist.get_world_size()}"
+    return psengine.DistributedDataParallel(module, strategy=strategy)
+
+
 # These need their optimizer, so it is timed in every candidate beside them.
 WITH_OPTIMIZER: dict[str, Callable[[nn.Module], nn.Module]] = {
     "sync-server": partial(psengine.DistributedDataParallel, strategy="sync-server"),
     "async": partial(psengine.DistributedDataParallel, strategy="async"),
     "sharded": partial(psengine.DistributedDataParallel, strategy="sync:shard_optimizer=true"),
+    ACCUMULATED: psengine.DistributedDataParallel,
+    **{name: partial(wrap_with_virtual_workers, batches=count) for name, count in VIRTUAL_WORKERS.items()},
 }
 OVER_SERVERS = ("sync-server", "async")
 
@@ -94,9 +108,17 @@ def turn_of(
     if optimizer is not None and isinstance(model, psengine.DistributedDataParallel):
         optimizer = psengine.DistributedOptimizer(optimizer, model)
 
+    loader = psengine.ElasticLoader(range(10**6), collate_fn=lambda _: (inputs, targets))
+    steps = loader.steps(next(loader.epochs(1))) if name in VIRTUAL_WORKERS else None
+
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        F.cross_entropy(model(inputs), targets).backward()
+        if name == ACCUMULATED:
+            with model.no_sync():
+                F.cross_entropy(model(inputs), targets).backward()
+        batches = [(inputs, targets)] if steps is None else next(steps).batches
+        for x, y in batches:
+            F.cross_entropy(model(x), y).backward()
         if optimizer is not None:
             optimizer.step()
         if name == PLAIN:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import io
+import multiprocessing
 import os
 import re
 import subprocess
@@ -39,6 +40,7 @@ PAIRS: list[Run] = [
 SYNC_BATCH_NORM: list[Run] = [("sync_batch_norm",), ("sync_batch_norm", "--frozen")]
 UNEVEN: list[Run] = [("uneven_devices",), ("uneven_devices", "--native")]
 SERVER: list[Run] = [("cpu_parameters",), ("cpu_parameters", "--native")]
+ELASTIC: Run = ("elastic", "--epochs", "1")
 HYBRID: list[Run] = [("hybrid",), ("hybrid", "--native")]
 
 
@@ -49,6 +51,7 @@ def native(run: Run) -> Run:
 def play(rank: int, world_size: int, runs: list[tuple[Run, int]]) -> dict[Run, Any]:
     """Run scripts one after the other, each as torchrun would start it: an agent's store, and these variables."""
     sys.path.insert(0, str(SCRIPTS))
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have processes
     results: dict[Run, Any] = {}
     for run, port in runs:
         set_torchrun_variables(rank, world_size, port, CUDA_VISIBLE_DEVICES="")
@@ -125,6 +128,11 @@ def test_split_models_train_like_one_process(two_ranks, one_process):
 def test_weights_in_the_server_are_master_weights_by_hand(one_process):
     ours, by_hand = (one_process[run] for run in SERVER)
     assert is_close(ours, by_hand, 1e-5)
+
+
+def test_two_workers_have_the_bits_of_four_native_ranks():
+    expected = play_together(4, [native(ELASTIC)])[0][native(ELASTIC)]
+    assert [result[ELASTIC] for result in play_together(2, [ELASTIC])] == [expected, expected]
 
 
 def test_a_hybrid_of_four_ranks_trains_like_one_process(one_process):
