@@ -155,9 +155,13 @@ def _listeners() -> Iterator[Address]:
 def _tcp_sockets() -> Iterator[socket.socket]:
     """The TCP sockets of this process, whoever made them; each is closed when the next one is asked for."""
     for descriptor in os.listdir("/dev/fd"):
+        copy = -1
         try:
-            one = socket.socket(fileno=os.dup(int(descriptor)))
+            copy = os.dup(int(descriptor))
+            one = socket.socket(fileno=copy)
         except OSError:  # no socket, or closed meanwhile
+            if copy >= 0:
+                os.close(copy)
             continue
         with one:
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:

@@ -233,6 +233,34 @@ def test_an_expelled_rank_that_goes_on_changes_nothing(tmp_path, shares_memory):
     run_ranks(stop_rank_1, 3, tmp_path, shares_memory, init_group=False)
 
 
+def meet_often(rank: int, world_size: int, folder: Path, shares_memory: bool) -> list[tuple[int, int]]:
+    """Returns how many files and threads this process has after each group."""
+    found = []
+    for number in range(4):
+        memory = Memory(form(folder, str(number), range(world_size), rank, shares_memory=shares_memory))
+        memory.compute(1)
+        memory.add_up(1)
+        has_sum = folder / f"rank 1 has sum {number}"
+        if rank == 1:
+            has_sum.touch()
+        while not has_sum.exists():
+            time.sleep(0.01)
+        if rank == 0:
+            hanging = memory.collective.all_reduce(torch.ones(1))
+            memory.collective.abandon()
+            del hanging
+        del memory
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return found
+
+
+@pytest.mark.parametrize("shares_memory", WAYS)
+def test_a_group_takes_its_files_and_threads_along(tmp_path, shares_memory):
+    for found in run_ranks(meet_often, 2, tmp_path, shares_memory, init_group=False):
+        assert found[-1] == found[1], found
+
+
 def meet_in_vain(rank: int, world_size: int, folder: Path, shares_memory: bool) -> float:
     """Rank 1 does not come; the others are told so, and meet without it."""
     if rank == 1:
