@@ -17,7 +17,6 @@ from contextlib import closing
 from pathlib import Path
 
 from psengine.errors import ConfigurationError
-from psengine.parameter_server.server.log.disk import UNFINISHED, DirectoryDisk
 from psengine.strategies.elastic.state import Snapshot
 from psengine.tensors.documents import Parts, from_file, take_apart, to_file
 
@@ -50,6 +49,8 @@ class Checkpoints:
                 f"a checkpoint is due after a number of steps (expected at least 1, got {steps!r})"
             )
         self._steps = steps
+        from psengine.parameter_server.server.log.disk import DirectoryDisk  # not on Windows, where no server runs
+
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._disk = DirectoryDisk(Path(directory))
         self._facts: dict[str, str] = {}
@@ -132,6 +133,8 @@ class Checkpoints:
         return snapshot, facts
 
     def _write(self, step: int, parts: Parts) -> None:
+        from psengine.parameter_server.server.log.disk import UNFINISHED
+
         try:
             for name in self._disk.list():
                 if name.startswith(UNFINISHED + _PREFIX):  # of a killed writer

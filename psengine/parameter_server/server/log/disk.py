@@ -9,6 +9,7 @@ open then.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -102,8 +103,6 @@ class DirectoryDisk:
             _sync_names(self.directory.parent)
 
     def lock(self) -> None:
-        import fcntl  # not on Windows, where no server runs
-
         lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
