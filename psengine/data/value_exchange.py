@@ -19,6 +19,7 @@ import torch.distributed as dist
 from psengine.collectives.registry import CPU, collective_for, default_group
 from psengine.environment.context import group_place
 from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchError
+from psengine.strategies.elastic.player import current_player
 from psengine.tensors.leaves import first_difference
 
 DIGEST_BYTES = 32
@@ -31,8 +32,15 @@ def check_has_met(process_group: dist.ProcessGroup | None, verb: str) -> None:
     """Refuse to act as a process alone does where the launcher has started others too.
 
     Raises:
-        ConfigurationError: there is no process group; names ``verb``, the public function.
+        ConfigurationError: there is no process group; or this worker plays virtual workers, so that others may join,
+            who are not in the same call. Names ``verb``, the public function.
     """
+    if process_group is None and current_player() is not None:
+        raise ConfigurationError(
+            f"psengine.{verb}() waits for all workers to make the same call, and a worker that joins a training with"
+            " virtual workers is elsewhere (expected none beside sync:virtual_workers=, got one). Fix:"
+            " step.record(value) in the loop over step.batches, and step.mean() after it."
+        )
     if process_group is None and default_group() is None and (world_size := group_place()[1]) > 1:
         raise ConfigurationError(
             f"psengine.{verb}() needs the process group (expected psengine.init() before it and no shutdown() since,"

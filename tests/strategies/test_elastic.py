@@ -127,6 +127,9 @@ def misuse(rank: int, world_size: int) -> None:
     model = wrap()
     with raises(ReductionError, "got one outside the loop"):
         model(torch.ones(1, 2)).sum().backward()
+    for together in (psengine.mean, psengine.sum, psengine.gather):
+        with raises(ConfigurationError, f"psengine.{together.__name__}()", "step.record(value)"):
+            together(1.0)
     model, batches = begun()
     (x,) = next(batches)
     model(x).sum().backward()
