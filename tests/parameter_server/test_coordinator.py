@@ -349,7 +349,7 @@ def test_prepare_reaches_the_donor_before_its_ok():
     joiner.commit("join")
     wanted = donor.last(MessageType.STATE_WANTED).body
     heard = donor.commit("donated", step=8, epochs=list(bench.view.shards), **wanted)
-    assert (heard[0], heard[-1]) == (MessageType.PREPARE, MessageType.OK)
+    assert heard[:2] == [MessageType.PREPARE, MessageType.OK]
     assert bench.ranks == [0, 1, 2]
 
 

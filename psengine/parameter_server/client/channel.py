@@ -16,7 +16,7 @@ from psengine.parameter_server.client.operation import Request
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
 if TYPE_CHECKING:
-    from psengine.parameter_server.client.job_connection import JobConnection
+    from psengine.parameter_server.client.job_client import JobClient
 
 RETRY_S, RETRY_MOST_S = 0.05, 0.5
 # A connection that is not made by then is tried anew: the name may resolve now.
@@ -41,7 +41,7 @@ class Channel:
         requests: those without an answer, by id.
     """
 
-    def __init__(self, job: JobConnection, address: str) -> None:
+    def __init__(self, job: JobClient, address: str) -> None:
         self.job, self.address = job, address
         self.is_connected = self.is_up = False
         self.down_since_s = self.connected_s = job.runtime.now_s()

@@ -32,7 +32,7 @@ from psengine.environment.variables import inherited_variables
 from psengine.errors import ProtocolError, PSEngineError, ServerError, ServerLostError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.client.channel import Channel
-from psengine.parameter_server.client.job_connection import JobConnection
+from psengine.parameter_server.client.job_client import JobClient
 from psengine.parameter_server.client.operation import forked_error
 from psengine.parameter_server.client.reachability import Handshakes, watch_first_contact
 from psengine.parameter_server.client.runtime import Runtime, Transport
@@ -137,7 +137,7 @@ class Connection(Transport):
     ``close`` is idempotent, and does nothing in a child process.
     """
 
-    def __init__(self, job: JobConnection) -> None:
+    def __init__(self, job: JobClient) -> None:
         self._job = job
         self._options = options = job.options
         # With CURVE keys of its own a client is somebody else than its user.

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from typing_extensions import override
 
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.operation import Request
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
-from psengine.protocol.views import release_of
 
 if TYPE_CHECKING:
-    from psengine.parameter_server.client.job_connection import JobConnection
+    from psengine.parameter_server.client.job_client import JobClient
 
 _EXPECTED = -1  # among the requests: WELCOME or VIEW, for which a thread waits
 # A server that drains takes no HELLO; the next one may.
@@ -33,7 +31,7 @@ class Control(Channel):
         epoch: the coordinator's life; 0 none yet.
     """
 
-    def __init__(self, job: JobConnection, address: str) -> None:
+    def __init__(self, job: JobClient, address: str) -> None:
         super().__init__(job, address)
         self.epoch = 0
         self._hello = self._heartbeat = 0
@@ -55,13 +53,7 @@ class Control(Channel):
         }
         if options.rule is not None:  # else it reserves a rank
             body |= {"world_size": options.world_size, "rule": options.whole_rule}
-        if options.averages and not job.has_state:
-            job.leave_view(now_s)  # who has no state does not keep a job alive
-        if job.view is not None:
-            job.freeze()
-            releases = (*job.view.releases, *(release_of(release.body) for release in job.releases))
-            body["view"] = msgspec.to_builtins(msgspec.structs.replace(job.view, releases=releases))
-            body |= {"key": job.key, "completed": job.steps.completed, "unreachable": job.unreachable(now_s)}
+        body |= job.hello(now_s)
         self._hello = job.next_id()
         self.send(Message(MessageType.HELLO, sequence=self._hello, body=body))
 
@@ -102,10 +94,7 @@ class Control(Channel):
             return
         job = self.job
         self._next_beat_s = now_s + job.heartbeat_s
-        late_s = now_s - job.heartbeat_s
-        is_blocked = any(push.submitted_s <= late_s for link in job.links for push in link.sent.values())
-        said = {"completed": job.steps.completed, "blocked": is_blocked, "unreachable": job.unreachable(now_s)}
-        body, self._heartbeat = job.telemetry.to_body() | said, job.next_id()
+        body, self._heartbeat = job.telemetry.to_body() | job.progress(now_s), job.next_id()
         self.send(Message(MessageType.HEARTBEAT, sequence=self._heartbeat, body=body))
 
     # ---- time --------------------------------------------------------------------------------------------------
@@ -134,7 +123,7 @@ class Control(Channel):
         elif kind is MessageType.PREPARE:
             job.prepare(message.view)
         elif kind is MessageType.STATE_WANTED:
-            job.state_request = message
+            job.receive_state_wanted(message)
         elif kind is MessageType.ERROR:
             self._receive_error(message, now_s)
         elif kind is MessageType.OK and message.sequence == self._heartbeat:

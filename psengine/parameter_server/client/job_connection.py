@@ -1,141 +1,79 @@
-"""A client's part in a job: who it is, its connections to the coordinator and the shards, and the view it holds.
+"""A client's part in a job with chunks: its connections to the shards, and the view it holds.
 
-    any thread       ask(channel, message) ── do ──►  the I/O thread: channel.begin
-    the transport    received, connected, tick ─────► channels
     the coordinator  PREPARE ─► freeze ─ COMMIT       VIEW ─► adopt, forward to every shard, push again what is open
 
-Pure: clock and sockets come with the ``Runtime``.
+Pure.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import secrets
-import threading
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
+from typing_extensions import override
 
 from psengine.errors import ConfigurationError, FencedError, PSEngineError, ServerRefusedError
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.chunk_map import ChunkMap
-from psengine.parameter_server.client.control import Control
+from psengine.parameter_server.client.job_client import JobClient
 from psengine.parameter_server.client.link import Link
-from psengine.parameter_server.client.operation import Parking, Push, Request
+from psengine.parameter_server.client.operation import Push, Request
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.runtime import Runtime, Transport
-from psengine.parameter_server.client.stalls import StallWatch
+from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.steps import Step, Steps
-from psengine.protocol.layout import ChunkSpec, job_number
-from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
-from psengine.protocol.views import View, view_of
-from psengine.tracing.stall_inspector import stall_after_s
-from psengine.tracing.telemetry import Telemetry
+from psengine.protocol.layout import ChunkSpec
+from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.views import View, release_of, view_of
 
 logger = logging.getLogger(__name__)
 
-# Request ids lie above any step, so that an ERROR's sequence tells which of the two it is about.
-FIRST_REQUEST = 1 << 40
 # Decisions since the view, for shards that a new connection is made to: a shard has taken earlier ones.
 KEPT_RELEASES = 64
 
 
-@dataclass(slots=True)
-class Identity:
-    """Who this client is: its job's number, its rank (NOBODY for readers and before WELCOME), which process it is."""
-
-    job: int
-    worker: int = NOBODY
-    incarnation: int = 0
-
-
-class JobConnection:
-    """See the module's text.
-
-    Args:
-        options: of the session.
-        runtime: the clock and sockets.
+class JobConnection(JobClient):
+    """See the module's text; ``options`` are the session's.
 
     Attributes:
-        identity: who this client is.
-        nonce: tells the coordinator this client from others that claim its rank.
-        control: the connection to the coordinator; a reader never opens it.
         links: one per shard, the lead's first.
         chunks: where the job's chunks are.
         state: what WELCOME said last; see ``WorkerSession.state``.
-        key, registration_number: the job's, by WELCOME.
-        view, view_number: the view that this worker is in; None, 0 while it is in none.
+        registration_number: the job's, by WELCOME.
         view_message: what shards hear first: that view, or the one without workers with which the job begins anew.
         releases: the decisions that came since.
         last_view: the number of the last view that had this worker.
         has_state: others may need what this worker has: it gave the job its values, or has pushed.
         is_entering: this worker takes no values for granted: any view may have it, unless it was told to join.
         is_leaving, has_failed: LEAVE was said; the training broke off.
-        news: grows with each WELCOME and each view.
         steps: what this worker exchanges.
         configured: chunk's key -> CONFIGURE's body, sent again to a server whose snapshot is older.
-        lease_s, heartbeat_s: as the coordinator said.
-        telemetry: the counters in this worker's heartbeats.
         fenced: why exchanges need a rejoin first; None while they go on.
         has_asked: the coordinator has heard that this worker lacks state: a view that has it is one that it joins by.
-        fatal: why nothing can go on; None while it can.
         state_request: STATE_WANTED, while a joiner waits for this worker's state.
-        closing: set when the session ends.
     """
 
-    transport: Transport
-
     def __init__(self, options: SessionOptions, runtime: Runtime) -> None:
-        self.options = options
-        self.runtime = runtime
-        self.identity = Identity(job_number(options.job))
-        self.nonce = secrets.randbits(64) if options.nonce is None else options.nonce
         self.links: list[Link] = []
         self.chunks = ChunkMap()
         self.state = ""
-        self.key: bytes | None = None
         self.registration_number = 0
-        self.view: View | None = None
-        self.view_number = 0
         self.view_message: Message | None = None
         self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
         self.last_view = 0
         self.has_state = self.is_entering = self.is_leaving = self.has_failed = False
-        self.news = 0
         self.configured: dict[int, dict[str, Any]] = {}
-        self.lease_s, self.heartbeat_s = 5.0, 1.0
-        self.telemetry = Telemetry(runtime.now_s)
         self.fenced: FencedError | None = None
         self.has_asked = False
-        self.fatal: PSEngineError | None = None
-        self.parking = Parking(runtime.now_s)
         self.state_request: Message | None = None
-        self.closing = threading.Event()
         self.steps = Steps(lambda step: self.transport.do(self._close_step, step), is_shared=options.averages)
         self._awaited_view = 0  # its number or a later one ends what PREPARE has frozen; 0 where nothing is
-        self._ids = itertools.count(FIRST_REQUEST)
-        self._stalls = StallWatch(stall_after_s())
-        self.control = Control(self, options.addresses[0])
-        self.transport = runtime.connect(self)
-
-    def __str__(self) -> str:
-        """Who this is, for the log."""
-        rank = self.identity.worker
-        return f"{'a reader' if rank == NOBODY else f'worker {rank}'} of job {self.options.job!r}"
+        super().__init__(options, runtime)
 
     # ---- asking; any thread ------------------------------------------------------------------------------------
-
-    def next_id(self) -> int:
-        """A request's id."""
-        return next(self._ids)
-
-    def open(self, channel: Channel) -> None:
-        """Begin a connection."""
-        self.transport.do(lambda: channel.open(self.runtime.now_s()))
 
     def add_link(self, address: str) -> Link:
         """Connect to one more shard."""
@@ -158,25 +96,12 @@ class JobConnection:
         push.link.waiting.append(push)
         push.link.pump()
 
-    def ask(self, channel: Channel, message: Message, *, timeout_s: float | None = None, **options: Any) -> Request:
-        """Begin a request; its id is set here. The options are those of ``Request``.
-
-        Raises:
-            ServerError: the session is closed.
-        """
-        message.sequence = self.next_id()
-        request = Request(message, self.parking, self.options.timeout_s if timeout_s is None else timeout_s, **options)
-        self.transport.do(self.begin, channel, request)
-        return request
-
+    @override
     def begin(self, channel: Channel, request: Request) -> None:
-        """A request was made; the I/O thread."""
-        if self.fatal is not None:
-            request.fail(self.fatal)
-        elif self.fenced is not None and request.message.type is MessageType.STORE:
+        if self.fatal is None and self.fenced is not None and request.message.type is MessageType.STORE:
             request.fail(self.fenced)
         else:
-            channel.begin(request)
+            super().begin(channel, request)
 
     def register(self, link: Link, spec: ChunkSpec, values: torch.Tensor | None, **options: Any) -> Request:
         """Begin to REGISTER a chunk; without values only what it is."""
@@ -235,13 +160,29 @@ class JobConnection:
 
     # ---- membership; the I/O thread ----------------------------------------------------------------------------
 
+    @override
+    def hello(self, now_s: float) -> dict[str, Any]:
+        if self.options.averages and not self.has_state:
+            self.leave_view(now_s)  # who has no state does not keep a job alive
+        if self.view is None:
+            return {}
+        self.freeze()
+        releases = (*self.view.releases, *(release_of(release.body) for release in self.releases))
+        view = msgspec.to_builtins(msgspec.structs.replace(self.view, releases=releases))
+        completed, unreachable = self.steps.completed, self.unreachable(now_s)
+        return {"view": view, "key": self.key, "completed": completed, "unreachable": unreachable}
+
+    @override
+    def progress(self, now_s: float) -> dict[str, Any]:
+        late_s = now_s - self.heartbeat_s
+        is_blocked = any(push.submitted_s <= late_s for link in self.links for push in link.sent.values())
+        return {"completed": self.steps.completed, "blocked": is_blocked, "unreachable": self.unreachable(now_s)}
+
+    @override
     def welcomed(self, message: Message, now_s: float, *, is_same: bool) -> None:
-        """The coordinator lets this client in; ``is_same``: the same life of it as before."""
+        super().welcomed(message, now_s, is_same=is_same)
         body, former = message.body, self.state
-        self.identity.worker, self.identity.incarnation = message.worker, message.incarnation
-        self.lease_s, self.heartbeat_s = body["lease_s"], body["heartbeat_s"]
         self.state = body["state"]
-        self.key = body.get("key", self.key)
         self.registration_number = body.get("registration", self.registration_number)
         if not is_same:
             self._awaited_view = self.view_number + 1  # the others may go on from another step
@@ -262,14 +203,15 @@ class JobConnection:
         self.steps.is_frozen = self.options.averages and self._awaited_view > 0
         self.steps.advance()
 
+    @override
     def prepare(self, number: int) -> None:
-        """PREPARE: a view will come."""
         self._awaited_view = number
         self.freeze()
         self.control.commit("prepared", view=number, completed=self.steps.completed)
 
+    @override
     def receive_view(self, message: Message, now_s: float) -> None:
-        """VIEW: adopt it, and forward it to every shard."""
+        """Adopt it, and forward it to every shard."""
         view = view_of(message.body)
         me = view.member(self.identity.worker)
         if me is None or me.incarnation != self.identity.incarnation:
@@ -344,8 +286,13 @@ class JobConnection:
             if push.link is link and answer is not None and answer.payload is not None and answer.epoch != link.epoch:
                 link.send(push.result())
 
+    @override
+    def receive_state_wanted(self, message: Message) -> None:
+        self.state_request = message
+
+    @override
     def receive_release(self, message: Message) -> None:
-        """RELEASE: forward it to every shard."""
+        """Forward it to every shard."""
         self.releases.append(message)
         for link in self.links:
             link.send(message)
@@ -484,18 +431,14 @@ class JobConnection:
     # ---- endings -----------------------------------------------------------------------------------------------
 
     @property
+    @override
     def channels(self) -> list[Channel]:
-        """All connections."""
         return [self.control, *self.links]
 
+    @override
     def fail(self, error: PSEngineError) -> None:
-        """Nothing can go on: every operation ends with ``error``."""
-        if self.fatal is None:
-            self.fatal = error
-        for channel in self.channels:
-            for operation in reversed(channel.open_operations()):
-                channel.fail(operation, self.fatal)
-        self._fail_steps(self.fatal)
+        super().fail(error)
+        self._fail_steps(self.fatal or error)
 
     def _fail_steps(self, error: PSEngineError) -> None:
         """End also the pushes whose answers are here, and did not count yet."""
@@ -506,16 +449,12 @@ class JobConnection:
 
     # ---- called by the transport -------------------------------------------------------------------------------
 
+    @override
     def tick(self, now_s: float) -> None:
-        """100 ms have passed."""
-        if self.fatal is None:
-            for channel in self.channels:
-                channel.tick(now_s)
+        super().tick(now_s)
         self._go_on(now_s)
-        self._stalls.look(self, self.channels, now_s)
 
+    @override
     def crashed(self, error: PSEngineError) -> None:
-        """The transport has ended."""
-        self._stalls.look(str(self), self.channels, self.runtime.now_s())  # the end of a stall may be unseen yet
-        self.fail(error)
+        super().crashed(error)
         self.steps.forget()

@@ -51,6 +51,8 @@ class Link(Channel):
         waiting: the pushes that are not sent.
     """
 
+    job: JobConnection
+
     def __init__(self, job: JobConnection, index: int, address: str) -> None:
         super().__init__(job, address)
         self.index = index

@@ -12,7 +12,7 @@ from psengine.protocol.messages import Message
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.channel import Channel
-    from psengine.parameter_server.client.job_connection import JobConnection
+    from psengine.parameter_server.client.job_client import JobClient
     from psengine.parameter_server.client.segments import WorkerSegments
 
 
@@ -63,6 +63,6 @@ class Runtime:
     """
 
     now_s: Callable[[], float]
-    connect: Callable[[JobConnection], Transport]
+    connect: Callable[[JobClient], Transport]
     host: Callable[[], str] = socket.gethostname
     process_id: Callable[[], int] = os.getpid

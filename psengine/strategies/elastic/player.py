@@ -21,7 +21,9 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import CollectiveError, ConfigurationError, ReductionError
+from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.strategies.elastic.checkpoints import Checkpoints
+from psengine.strategies.elastic.coordinated import CoordinatedMembership
 from psengine.strategies.elastic.dealing import deal
 from psengine.strategies.elastic.membership import FixedMembership, Group, Membership
 from psengine.strategies.elastic.part import Part
@@ -379,7 +381,10 @@ def player_for(virtual_workers: int, collective: Collective) -> Player:
     global _latest
     player = None if _latest is None else _latest()
     if player is None or player.has_entered or not player.parts or player.virtual_workers != virtual_workers:
-        player = Player(virtual_workers, FixedMembership(collective))
+        # An independent worker is a world of its own, and meets the others by the coordinator's word.
+        is_coordinated = collective.world_size == 1 and bool(parse_addresses(None))
+        membership = CoordinatedMembership(virtual_workers) if is_coordinated else FixedMembership(collective)
+        player = Player(virtual_workers, membership)
         _latest = weakref.ref(player)
     return player
 

@@ -1,0 +1,219 @@
+"""Independent workers, of which a coordinator says who takes part; each view of it has a new group.
+
+view n     meet in the coordinator's store ── connect ── exchanges ... a death, a newcomer
+view n+1                                                     └─ leave the group at once ── meet ── connect ── ...
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from psengine.collectives.base import Collective
+from psengine.collectives.own_group import form_collective
+from psengine.collectives.solo import SoloCollective
+from psengine.environment.context import DEFAULT_TIMEOUT, assign_worker
+from psengine.environment.launchers import read_worker
+from psengine.environment.processes import has_exited, process_table
+from psengine.environment.variables import inherited_variables, read_variable
+from psengine.errors import CollectiveError, ConfigurationError, PSEngineError, ServerRefusedError
+from psengine.parameter_server.client import elastic
+from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
+from psengine.parameter_server.client.connection import PROCESS
+from psengine.parameter_server.client.elastic import ElasticClient, elastic_rule
+from psengine.parameter_server.client.flow import Flow, run
+from psengine.parameter_server.client.identity import DEFAULT_JOB, ending_with_the_job, taking_reservation
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.protocol.messages import ErrorCode
+from psengine.protocol.views import View
+from psengine.strategies.elastic.guarded import GuardedCollective
+from psengine.strategies.elastic.membership import Group, Member, Membership
+
+logger = logging.getLogger(__name__)
+
+# Members have just answered the coordinator: whoever does not come by then has died, or cannot reach the others.
+FORM_S = 10.0
+LOOK_S = 0.02
+
+
+class CoordinatedMembership(Membership):
+    """See the module's text.
+
+    Args:
+        virtual_workers: so many workers take part at most; others wait in ``enter`` for a place.
+
+    Raises:
+        ConfigurationError: PSENGINE_SERVERS is malformed.
+    """
+
+    def __init__(self, virtual_workers: int) -> None:
+        self._virtual_workers = virtual_workers
+        self._addresses = parse_addresses(None)
+        self._job: ElasticClient | None = None
+        self._collective: Collective = SoloCollective()
+        self._number = 0  # of the view that it is of
+        # By worker of the present group, the process of this host.
+        self._processes: dict[int, int] = {}
+
+    @override
+    def enter(self, facts: Mapping[str, str], checkpoint: int) -> Group:
+        worker, workers = read_worker(inherited_variables())
+        options = SessionOptions(
+            addresses=self._addresses,
+            job=read_variable("PSENGINE_JOB") or DEFAULT_JOB,
+            rule=elastic_rule(self._virtual_workers, facts),
+            rank=worker,
+            world_size=workers or 1,
+            keys=keys_from_environment(),
+            uses_segments=False,
+        )
+        try:
+            with ending_with_the_job():
+                with taking_reservation(options) as taken:
+                    self._job = ElasticClient(taken, PROCESS, checkpoint)
+                    self._run(elastic.start(self._job))
+                if worker is None:
+                    assign_worker(self._job.identity.worker)
+                return self._next_group()
+        except ServerRefusedError as error:
+            if error.code == ErrorCode.RULE_MISMATCH:
+                raise ConfigurationError(str(error)) from None
+            raise
+
+    @property
+    @override
+    def has_news(self) -> bool:
+        return self._job is not None and self._job.has_news
+
+    @override
+    def regroup(self, completed: int | None, error: BaseException | None) -> Group:
+        self._entered.completed = completed
+        self._collective.abandon()
+        if error is not None:
+            logger.info("the group of workers has failed: %s", error)
+        return self._next_group(has_failed=error is not None)
+
+    @override
+    def leave(self, completed: int) -> bool:
+        self._entered.completed = completed
+        has_left: bool = self._run(elastic.leave(self._entered))
+        if has_left:
+            self._end(self._entered)
+        return has_left
+
+    @override
+    def close(self) -> None:
+        job = self._job
+        if job is None or job.closing.is_set():
+            return
+        try:
+            if job.control.is_up and job.fatal is None:
+                self._run(elastic.leave(job, failed=True))
+        except PSEngineError as error:
+            logger.debug("the coordinator has not heard that this worker leaves: %s", error)
+        finally:
+            self._end(job)
+
+    def _end(self, job: ElasticClient) -> None:
+        job.closing.set()
+        job.transport.close()
+        self._collective.abandon()
+
+    @property
+    def _entered(self) -> ElasticClient:
+        assert self._job is not None, "it has entered"
+        return self._job
+
+    def _run(self, flow: Flow[Any]) -> Any:
+        return run(flow, self._entered.closing)
+
+    # ---- groups ------------------------------------------------------------------------------------------------
+
+    def _next_group(self, *, has_failed: bool = False) -> Group:
+        while True:
+            lost = [worker for worker, process_id in self._processes.items() if has_exited(process_id)]
+            view: View = self._run(elastic.regroup(self._entered, self._number, has_failed=has_failed, lost=lost))
+            self._number, self._processes = view.number, {}
+            try:
+                collective = self._form(view)
+            except (CollectiveError, RuntimeError, OSError) as error:
+                logger.warning("the workers of view %d could not meet: %s", view.number, error)
+                has_failed = True
+                continue
+            if collective is None:
+                has_failed = True
+                continue
+            self._collective = collective
+            states = zip(view.members, view.states, strict=True)
+            members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)
+            return Group(number=view.number, members=members, collective=collective)
+
+    def _form(self, view: View) -> Collective | None:
+        """A collective of the view's members; None where another view comes before.
+
+        Raises:
+            CollectiveError, RuntimeError, OSError: somebody did not come.
+        """
+        job, workers = self._entered, [member.rank for member in view.members]
+        if len(workers) == 1:
+            return SoloCollective()
+        deadline_s = time.monotonic() + FORM_S
+        rank = workers.index(job.identity.worker)
+        host = _host_of(job.options.addresses[0])
+        name = f"{job.identity.job}/{view.epoch}/{view.number}"
+        met: Future[tuple[Any, list[str]]] = Future()
+
+        def meet() -> None:
+            try:
+                store = dist.TCPStore(host, view.store, is_master=False, timeout=timedelta(seconds=FORM_S))
+                processes = dist.PrefixStore(f"{name}/process", store)
+                processes.set(str(rank), f"{os.getpid()} {process_table()}")
+                met.set_result((store, [processes.get(str(other)).decode() for other in range(len(workers))]))
+            except BaseException as error:
+                met.set_exception(error)
+
+        # A thread, because asking a store cannot be interrupted.
+        threading.Thread(target=meet, name="psengine-meet", daemon=True).start()
+        while not wait([met], LOOK_S).done:
+            if job.has_news:
+                return None
+        store, processes = met.result()
+        for worker, process in zip(workers, processes, strict=True):
+            process_id, _, table = process.partition(" ")
+            if table and table == process_table():
+                self._processes[worker] = int(process_id)
+
+        def is_interrupted() -> bool:
+            return job.has_news or time.monotonic() >= deadline_s
+
+        timeout_s = DEFAULT_TIMEOUT.total_seconds()
+        own = _own_address(host)
+        collective = form_collective(store, name, rank, len(workers), timeout_s, is_interrupted, host=own)
+        return None if collective is None else GuardedCollective(collective, lambda: job.has_news)
+
+
+def _host_of(address: str) -> str:
+    """The host of a server, whose store is beside it."""
+    if not address.startswith("tcp://"):
+        return "127.0.0.1"
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _own_address(host: str) -> str:
+    """The address of this process on its way to ``host``; "" where gloo is told which interface to take."""
+    if read_variable("GLOO_SOCKET_IFNAME"):
+        return ""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
