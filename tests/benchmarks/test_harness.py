@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from harness import suite
 from harness.figures import Case, Spread
 from harness.machine import sentence
 from harness.record import Record
-from harness.turns import order_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"cpu": "CPU", "cores": 2, "load": 0.5, "python": "3", "torch": "2", "psengine": "0", "kernel": "6"}
@@ -22,18 +20,6 @@ LOAD = {"others": 0.01, "elapsed_s": 12.0}
 
 def record(name="all_reduce", **more):
     return Record(benchmark=name, question="How?", command="python", machine=MACHINE, load=LOAD, **more)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_everybody_begins_equally_often_and_nobody_always_follows_the_same_neighbour(count):
-    names = [f"candidate {index}" for index in range(count)]
-    orders = [order_of(names, index) for index in range(2 * count)]
-    assert all(sorted(order) == names for order in orders)
-    assert set(Counter(order[0] for order in orders).values()) == {2}
-    if count > 2:
-        for name in names:
-            before = {order[order.index(name) - 1] for order in orders if order[0] != name}
-            assert len(before) > 1
 
 
 def test_a_ratio_is_of_one_round_and_not_of_medians():

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.expectations import raises
+from support.expectations import assert_identical, raises
 from support.processes import run_ranks, run_ranks_to_any_end
 
 import psengine
@@ -60,22 +60,9 @@ TENSORS = [
 ]
 
 
-def assert_same(got: Any, expected: Any) -> None:
-    """Same structure, types and values, to the bit."""
-    assert type(got) is type(expected), (got, expected)
-    if isinstance(expected, dict):
-        assert list(got) == list(expected)
-        got, expected = list(got.values()), list(expected.values())
-    if isinstance(expected, list | tuple):
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert repr(got) == repr(expected)
-
-
 @pytest.mark.parametrize("value", [VALUE, math.nan, OrderedDict(a=1), {(1, 2): b"bytes"}], ids=str)
 def test_values_come_back_as_they_went(value):
-    assert_same(psengine.broadcast_object(value), value)
+    assert_identical(psengine.broadcast_object(value), value)
 
 
 def test_tensors_come_back_as_they_went():
@@ -115,7 +102,7 @@ def exchange(rank: int, world_size: int, collective: str) -> None:
         got = psengine.broadcast_object(value if rank == source else None, from_rank=source)
         assert got["from"] == source
         assert torch.equal(got["weights"], torch.full((1000, 3), float(source)))
-        assert_same(got["plain"], VALUE)
+        assert_identical(got["plain"], VALUE)
         got["weights"].zero_()
         assert value["weights"].sum() == 3000 * rank, "a copy, at the source too"
     # Nothing that one rank cannot send keeps the others waiting, and the group goes on.

@@ -77,10 +77,3 @@ def test_a_value_that_is_not_finite_is_found_wherever_it_is(table, dtype):
         poisoned[index] = bad
         assert not is_finite(poisoned), (index, bad)
         assert is_finite(poisoned[index + 1 :])
-
-
-def test_sizes_and_kinds_that_are_none_are_refused():
-    with pytest.raises(RuntimeError, match="of float32 or float64"):
-        native.extension.step_sgd(2, 1, 0, 0, 0, 0, 0.1, 0.0, 0.0, 0.0, False, False, False)
-    with pytest.raises(OverflowError):
-        native.extension.all_finite(0, -1, 0)

@@ -22,7 +22,6 @@ from psengine.codecs.base import Codec
 from psengine.codecs.cast import Bfloat16
 from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
-from psengine.codecs.topk import TopK
 from psengine.errors import ConfigurationError, ServerRefusedError
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
@@ -71,21 +70,6 @@ def test_a_worker_with_another_codec_is_refused(server):
                 ServerRefusedError, match=rf"expected strategy 'sync-server:compress=bf16', got '{got}'"
             ):
                 enter(server.addresses[0], "agreed", 1, codec)
-
-
-class Unknown(Int8):
-    """No server has it."""
-
-    name = "unknown"
-
-    def __init__(self, ratio: float) -> None:
-        super().__init__()
-
-
-def test_a_server_without_the_codec_says_what_to_do(server):
-    message = r"got compress=unknown:ratio=0.5: unknown codec \(expected one of .*'int8'.*--plugins MODULE"
-    with pytest.raises(ServerRefusedError, match=message):
-        enter(server.addresses[0], "unknown", 0, Unknown(0.5))
 
 
 def test_a_server_imports_plugins(tmp_path):
@@ -165,36 +149,3 @@ def test_what_an_average_that_is_not_finite_brought_of_the_residual_goes_with_th
         assert kept[0] == kept[1] != kept[2]
         worker.push(0, None, [landing]).wait()
         assert residual(worker) == kept[2]
-
-
-# ---- weights as differences ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def behind(server, job: str, codec: Codec) -> Iterator[tuple[WorkerSession, torch.Tensor]]:
-    """A worker and its weights; the other has pushed so much that no single difference brings it."""
-    with ExitStack() as context:
-        worker, other = (
-            context.enter_context(closing(enter(server.addresses[0], job, rank, codec, APPLY))) for rank in range(2)
-        )
-        landing, zeros = torch.empty(NUMEL), torch.zeros(NUMEL)
-        worker.push(0, zeros, [landing]).wait()
-        for gradient in torch.randn(5, NUMEL, generator=torch.Generator().manual_seed(7)):
-            other.push(0, gradient, []).wait()
-        worker.push(0, zeros, [landing]).wait()
-        yield worker, landing
-
-
-def distance(worker: WorkerSession, landing: torch.Tensor) -> float:
-    return float((landing - worker.pull(0).wait().payload).norm())
-
-
-@pytest.mark.parametrize("codec", [Int8(), OneBit(), TopK(ratio=0.2)], ids=repr)
-def test_weights_that_a_difference_leaves_out_come_with_later_ones(server, codec):
-    """Steps of zeros change no weights, and each answer brings more of what the worker lacks."""
-    with behind(server, f"held-{codec.name}", codec) as (worker, landing):
-        before = distance(worker, landing)
-        for step in range(30):
-            worker.push(0, torch.zeros(NUMEL), [landing] if step != 3 else []).wait()
-        assert before > 1e-4
-        assert distance(worker, landing) < before / 4

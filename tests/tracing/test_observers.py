@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 
-import pytest
 import torch
 from support.native_twins import assert_same_gradients, pair
 from support.processes import run_ranks
@@ -65,46 +63,6 @@ def interrupted_forwards(rank: int, world_size: int, path: str) -> None:
 
 def test_a_forward_that_was_interrupted_fails_no_later_step(tmp_path):
     run_ranks(interrupted_forwards, 2, str(tmp_path / "timeline.json"))
-
-
-# ---- timelines ---------------------------------------------------------------------------------------------------
-
-
-class Unusual(nn.Module):
-    """Takes a nested tensor, which has no shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return sum(self.layer(row).sum() for row in x.unbind())
-
-
-def _train_unusual(steps: int) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = psengine.DistributedDataParallel(Unusual())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])).backward()
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def unusual_inputs(rank: int, world_size: int, path: str) -> None:
-    plain = _train_unusual(3)
-    with psengine.timeline(path):
-        watched = _train_unusual(3)
-    assert all(map(torch.equal, plain, watched))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_timeline_of_a_model_that_it_cannot_look_into_has_the_rest(tmp_path):
-    path = tmp_path / "timeline.json"
-    run_ranks(unusual_inputs, 1, str(path))
-    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-    assert "forward" in names
 
 
 def folder_is_gone(rank: int, world_size: int, path: str) -> None:

@@ -6,22 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
-from support.server_process import running_server
 from support.server_training import use
 from torch import nn
 
 import psengine
 from psengine.errors import ReductionError
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as running:
-        yield running
 
 
 def images(step: int, rank: int) -> torch.Tensor:

@@ -13,19 +13,12 @@ import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
-from support.server_process import running_server
 from support.waiting import eventually
 from torch import nn
 
 import psengine
 from psengine.errors import ServerError
 from psengine.strategies.servers.worker_state import unpack
-
-
-@pytest.fixture(scope="module")
-def server():
-    with running_server(shards=2) as running:
-        yield running
 
 
 class Gan(nn.Module):
