@@ -375,6 +375,17 @@ def test_a_shard_with_a_view_of_another_coordinator_gets_a_higher_one():
     assert bench.view.number == 41
 
 
+def test_who_joins_a_coordinator_that_forgot_its_view_gets_a_newer_one():
+    bench, first, second = crew(AVERAGE)
+    bench.restart(with_disk=False)
+    first.view = second.view = None
+    second.reconnect()
+    second.say(MessageType.COMMIT, {"what": "join"}, view=40)
+    assert first.reconnect() == "initialise"
+    first.register()
+    assert (bench.ranks, bench.view.number) == ([0, 1], 41)
+
+
 def test_what_changed_is_all_that_a_restart_needs():
     bench = Bench(APPLY)
     metas = []

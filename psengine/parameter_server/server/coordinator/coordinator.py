@@ -153,8 +153,7 @@ class Coordinator(JobMemory):
         """
         welcome = (self._welcome_state(worker), self.registration)
         # All hear also unasked of another registration, with its key, and who waits that it has to join.
-        is_waiting = worker.state in (WorkerState.WAITING, WorkerState.JOINING)
-        is_news = welcome[1] != worker.welcomed[1] or (welcome[0] == "join" and is_waiting)
+        is_news = welcome[1] != worker.welcomed[1] or (welcome[0] == "join" and worker in self.workers.waiting)
         if worker.route and worker.welcomed != welcome and (not worker.welcomed[0] or is_news):
             worker.welcomed = welcome
             self._welcome(worker, welcome[0])
@@ -509,6 +508,7 @@ class Coordinator(JobMemory):
     def _hear_join(self, worker: Worker, message: Message) -> None:
         if not self.averages or worker.state is WorkerState.GONE:
             return
+        self.last_number = max(self.last_number, message.view)  # it takes none that is not newer than its last
         if worker.state is WorkerState.MEMBER:
             if message.view < max(worker.admitted, 1):
                 return  # a repetition: the view that has it is on its way
