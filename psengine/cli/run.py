@@ -36,6 +36,8 @@ psengine run --workers 4 --strategy async:staleness_scaling=inverse --servers 2 
 
 psengine run --workers 4 --strategy async --independent --max-restarts 3 train.py
 
+psengine run --workers 4 --strategy sync:virtual_workers=8 --independent train.py
+
 psengine run --workers 2 --timeline out.json -m package.train
 
 psengine run --nnodes 2 --workers 8 --rdzv-endpoint node-0:29400 train.py  (the same on both nodes)
@@ -78,7 +80,7 @@ def run(
         int | None, typer.Option(min=0, max=65535, metavar="PORT", help="Of rank 0's metrics for Prometheus.")
     ] = None,
     independent: Annotated[
-        bool, typer.Option("--independent", help="Workers meet at the servers only; each may die and restart alone.")
+        bool, typer.Option("--independent", help="No process group: workers may die and restart alone.")
     ] = False,
     first_worker: Annotated[
         int, typer.Option(min=0, max=65535, metavar="W", help="Number of this line's first independent worker.")

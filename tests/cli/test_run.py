@@ -54,7 +54,7 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--nnodes", "2:1", WORKER], "MIN:MAX"),
         (["--nnodes", "2", WORKER], "--rdzv-endpoint"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:1", "--strategy", "async", WORKER], "psengine-server --bind"),
-        (["--independent", WORKER], "got 'sync'"),
+        (["--independent", "--strategy", "sync", WORKER], "got 'sync'"),
         ([*INDEPENDENT, "--rdzv-endpoint=h:1", "--node_rank", "1", "-r3", WORKER], "--rdzv-endpoint, --node-rank, -r"),
         (["--first-worker", "2", WORKER], "expected --independent with it"),
         (["--total-workers", "2", WORKER], "--total-workers numbers independent workers"),
@@ -180,3 +180,13 @@ def test_each_node_writes_the_timeline_of_its_ranks(tmp_path):
                 Path(own.variables["PSENGINE_TIMELINE"] + f".rank{rank}").write_text(part)
     host = socket.gethostname()
     assert sorted(os.listdir(tmp_path)) == [f"out.{host}.rank0.json", f"out.{host}.rank2.json"]
+
+
+def test_independent_workers_get_a_coordinator_unless_their_strategy_has_none(monkeypatch):
+    monkeypatch.delenv("PSENGINE_STRATEGY", raising=False)
+    parts = RunArguments(script=[WORKER])
+    for strategy in (None, "sync:virtual_workers=8"):
+        plan = make_plan(parts, RunOptions(strategy=strategy, independent=True, workers="2"))
+        assert (plan.servers, plan.uses_servers, plan.torchrun.max_restarts) == (1, True, 10)
+    plan = make_plan(RunArguments(script=[WORKER], torchrun={"--max-restarts": "2"}), RunOptions(independent=True))
+    assert plan.torchrun.max_restarts == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import uuid
 from argparse import Namespace
@@ -23,6 +24,9 @@ _INDEPENDENT_OPTIONS = (
     *("--nproc-per-node", "--max-restarts", "--signals-to-handle", "--shutdown-timeout"),
     *("-m", "--module", "--no-python"),
 )
+# How often a worker with virtual workers is started again, unless --max-restarts says it; and the life of one that is
+# no longer counted. A program that fails at its start ends the run.
+ELASTIC_RESTARTS, ELASTIC_FORGIVEN_S = 10, 30.0
 # psengine's own, known before torch is imported.
 SERVER_STRATEGIES = ("sync-server", "async", "diloco-server")
 
@@ -64,6 +68,7 @@ class Plan:
         servers: how many to start; 0 where there are some already, or none are needed.
         uses_servers: whether the strategy does.
         variables: PSENGINE_* that workers get besides those of this process.
+        forgiven_s: an independent worker that has run so long may be started again as often as at first.
     """
 
     options: RunOptions = field(default_factory=RunOptions)
@@ -75,6 +80,7 @@ class Plan:
     servers: int = 0
     uses_servers: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    forgiven_s: float = math.inf
 
     @property
     def is_multi_node(self) -> bool:
@@ -132,7 +138,8 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
     nodes, workers = _counts(options)
     strategy = given.strategy or default_strategy()
     named = given.server_address or read_variable("PSENGINE_SERVERS")
-    uses_servers = _uses_servers(strategy, is_default=bool(given.servers or named))
+    is_elastic = given.independent and _may_be_elastic(given)
+    uses_servers = is_elastic or _uses_servers(strategy, is_default=bool(given.servers or named))
     if given.servers and named:
         raise ConfigurationError(
             f"--servers starts servers of this run's own (expected no others, got {named}). Fix: leave --servers out,"
@@ -144,9 +151,11 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
             f"strategy {strategy!r} uses no servers (got {option}). Fix: leave {option} out, or name the strategy that"
             " uses them: --strategy async or sync-server"
         )
-    servers = expected_servers(given)
+    servers, forgiven_s = expected_servers(given), math.inf
     if given.independent:
         _check_independent(parts, strategy, uses_servers=uses_servers)
+        if is_elastic and not ("--max-restarts" in parts.torchrun or read_variable("PET_MAX_RESTARTS")):
+            options.max_restarts, forgiven_s = ELASTIC_RESTARTS, ELASTIC_FORGIVEN_S
     elif given.first_worker or given.total_workers:
         option = "--first-worker" if given.first_worker else "--total-workers"
         raise ConfigurationError(f"{option} numbers independent workers (expected --independent with it)")
@@ -174,6 +183,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         servers=servers,
         uses_servers=uses_servers,
         variables={name: value for name, value in variables.items() if value},
+        forgiven_s=forgiven_s,
     )
 
 
@@ -183,6 +193,7 @@ def expected_servers(given: RunOptions) -> int:
         return 0
     strategy = Specification.parse("strategy", given.strategy or default_strategy())
     needed = strategy.name in SERVER_STRATEGIES and not strategy.options.get("servers")
+    needed |= given.independent and _may_be_elastic(given)  # whose coordinator is a server without chunks
     return int(needed) if given.servers is None else given.servers
 
 
@@ -267,6 +278,12 @@ def _counts(options: Namespace) -> tuple[tuple[int, int], int]:
     return (fewest, most), workers
 
 
+def _may_be_elastic(given: RunOptions) -> bool:
+    """Whether workers may exchange among themselves, with virtual workers: said here, or perhaps in the script."""
+    named = given.strategy or read_variable("PSENGINE_STRATEGY")
+    return not named or "virtual_workers" in Specification.parse("strategy", named).written
+
+
 def _uses_servers(strategy: str, *, is_default: bool) -> bool:
     """Whether the strategy does; ``is_default`` where only the script, which registers it, knows."""
     from psengine.strategies.registry import STRATEGIES
@@ -289,8 +306,8 @@ def _signals(names: str) -> tuple[str, ...]:
 def _check_independent(parts: RunArguments, strategy: str, *, uses_servers: bool) -> None:
     if not uses_servers:
         raise ConfigurationError(
-            f"--independent workers meet at parameter servers alone (expected --strategy async or sync-server, got"
-            f" {strategy!r})"
+            "--independent workers have no process group (expected --strategy sync:virtual_workers=V, async or"
+            f" sync-server, got {strategy!r})"
         )
     if refused := [name for name in parts.torchrun if name not in _INDEPENDENT_OPTIONS]:
         raise ConfigurationError(

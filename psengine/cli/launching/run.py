@@ -210,6 +210,7 @@ def _run_independent(run: Run) -> None:
     plan, options = run.plan, run.plan.torchrun
     running: dict[int, PContext] = {rank: _start_independent(run, rank) for rank in plan.ranks}
     restarts = dict.fromkeys(plan.ranks, 0)
+    started_s = dict.fromkeys(plan.ranks, time.monotonic())
     try:
         while running:
             for rank, context in list(running.items()):
@@ -222,8 +223,10 @@ def _run_independent(run: Run) -> None:
                 end = rank_end(rank, result.failures[0], context.stderrs[0])
                 for line in (f"worker {rank} failed: {end.how}", *(f"  {word}" for word in end.words)):
                     run.report(line)
+                if time.monotonic() - started_s[rank] >= plan.forgiven_s:
+                    restarts[rank] = 0
                 if restarts[rank] < options.max_restarts:
-                    restarts[rank] += 1
+                    restarts[rank], started_s[rank] = restarts[rank] + 1, time.monotonic()
                     run.report(f"starting worker {rank} again ({restarts[rank]} of {options.max_restarts})")
                     running[rank] = _start_independent(run, rank)
                 else:

@@ -1,0 +1,45 @@
+"""A training with virtual workers, for ``psengine run`` to start; prints each step, and the digest of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import psengine
+
+
+def main() -> None:
+    batch_s = float(sys.argv[1])
+    features = torch.randn(320, 8, generator=torch.Generator().manual_seed(1))
+    with psengine.init() as context:
+        torch.manual_seed(context.worker)  # a newcomer's own values count for nothing
+        network = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+        if not context.worker:
+            torch.manual_seed(0)
+            for parameter in network.parameters():
+                nn.init.normal_(parameter)
+        model = psengine.DistributedDataParallel(network, strategy="sync:virtual_workers=4")
+        optimizer = psengine.DistributedOptimizer(torch.optim.AdamW(network.parameters()), model)
+        dataset = TensorDataset(features, features.sum(1).gt(0).long())
+        loader = psengine.ElasticLoader(dataset, batch_size=2, seed=3)
+        for epoch in loader.epochs(2):
+            for step in loader.steps(epoch):
+                optimizer.zero_grad()
+                for x, y in step.batches:
+                    time.sleep(batch_s)
+                    F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                print(f"process {os.getpid()} worker {context.worker} step {step.number}", flush=True)
+        values = b"".join(parameter.detach().numpy().tobytes() for parameter in network.parameters())
+    print("weights", hashlib.sha256(values).hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
