@@ -537,6 +537,18 @@ def test_a_run_of_which_some_never_came_has_not_ended():
 # ---- decisions ---------------------------------------------------------------------------------------------------
 
 
+def test_a_bound_waits_also_for_workers_that_never_came():
+    bench = Bench(APPLY | {"max_staleness": 2})
+    first, second = bench.worker(0), bench.worker(1)
+    first.hello()
+    first.register()
+    first.step(1)
+    assert first.releases == []
+    second.hello()
+    second.step(1)
+    assert [one.step for one in first.releases] == [1]
+
+
 def test_a_quorum_does_not_run_away_from_the_slowest():
     _, first, second, third = crew(AVERAGE | {"quorum": 2}, 3)
     for step in range(1, 11):
