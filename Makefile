@@ -1,4 +1,5 @@
-# make demo         two workers train on real images under each strategy, one of them slow: a table and a plot
+# make demo         two workers train on real images under each strategy, one of them slow: a table and a plot; then
+#                   one of two workers is killed, and the weights are compared with native DDP's
 # make test         what must pass before a change is merged
 # make test-slow    also the soak and exhaustive tests
 # make mutants      changes the pure core in one place at a time: which changes does no test see? An hour or two;
@@ -42,6 +43,7 @@ demo: export OMP_NUM_THREADS := 1
 demo: export CUDA_VISIBLE_DEVICES :=
 demo: $(STAMP)
 	$(BIN)/psengine run --workers 2 --strategy async --no-prefix $(DEMO)
+	$(BIN)/python examples/survive_a_kill.py
 
 # Each rank imports its test module: where bytecode is not kept, compiling it is half of a short test.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
