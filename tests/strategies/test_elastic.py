@@ -58,6 +58,8 @@ def train(rank: int, world_size: int, strategy: str, options: dict[str, Any], ke
         model = psengine.DistributedDataParallel(network, strategy=strategy, **options)
         optimizer = psengine.DistributedOptimizer(optimizer, model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+    if strategy != "native":
+        model.register_state("scheduler", scheduler)
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(89, 3, 8, 8, generator=generator)
     dataset = TensorDataset(images, torch.randint(5, (89,), generator=generator))
@@ -136,7 +138,7 @@ def misuse(rank: int, world_size: int) -> None:
     with raises(ReductionError, "got a second one"):
         model(x).sum().backward()
     model, batches = begun()
-    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    (optimizer,) = model._optimizers
     (x,) = next(batches)
     model(x).sum().backward()
     with raises(ReductionError, "got one before"):
@@ -145,11 +147,28 @@ def misuse(rank: int, world_size: int) -> None:
     with raises(ReductionError, "virtual worker 1 had no backward"):
         next(batches)
 
+    with raises(ConfigurationError, "got no optimizer"):
+        next(loader_of(wrap()).epochs(1))
+    model = wrap()
+    scheduler = torch.optim.lr_scheduler.StepLR(stepped(model), 1)
+    with raises(ConfigurationError, "model.register_state('scheduler', scheduler)"):
+        next(loader_of(model).epochs(1))
+    del scheduler
+
+
+def stepped(model: Any) -> torch.optim.Optimizer:
+    return psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def loader_of(model: Any, seed: int = 0) -> Any:
+    return psengine.ElasticLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, seed=seed, model=model)
+
 
 def begun() -> Any:
     """A model, and the batches of its first step."""
     model = wrap()
-    loader = psengine.ElasticLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, model=model)
+    model.optimizer = stepped(model)  # it lives as long as the model
+    loader = loader_of(model)
     return model, next(loader.steps(next(loader.epochs(1)))).batches
 
 
@@ -162,9 +181,11 @@ def differ(rank: int, world_size: int) -> None:
     seed, texts = 0, ("at most 2 workers, got 3",)
     if world_size == 2:
         seed, texts = rank, ("rank 1 differs", "seed", "(expected 0, got 1)")
-    loader = psengine.ElasticLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, seed=seed, model=wrap())
+    model = wrap()
+    optimizer = stepped(model)
     with raises(ConfigurationError, *texts):
-        next(loader.epochs(1))
+        next(loader_of(model, seed).epochs(1))
+    del optimizer
 
 
 @pytest.mark.parametrize("workers", [2, 3])

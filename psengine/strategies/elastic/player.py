@@ -99,6 +99,7 @@ class Player:
                 "the training has begun (expected one call of loader.epochs(...) for each wrapped model, got a second)."
                 " Fix: loop over all epochs in one call; wrap the model again for another training."
             )
+        self.state.check_complete()
         alike = {"virtual workers": str(self.virtual_workers)} | self.state.facts() | dict(facts)
         checkpoint = 0 if self._checkpoints is None else self._checkpoints.newest(alike)
         self._adopt(self._membership.enter(alike, checkpoint))

@@ -89,6 +89,22 @@ class StateRegistry:
         take_apart(holder.state_dict(), name)
         self._registered[name] = holder
 
+    def check_complete(self) -> None:
+        """Raise ConfigurationError where a worker that joins would lack a state that decides bits."""
+        optimizers = self._optimizers.alive()
+        if not optimizers and not self._registered:
+            raise ConfigurationError(
+                "a worker that joins takes the optimizer's state from another one (expected optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model), got no optimizer of this model)"
+            )
+        is_scheduled = any("initial_lr" in group for one in optimizers for group in one.param_groups)
+        if is_scheduled and not self._registered:
+            raise ConfigurationError(
+                "a scheduler sets the learning rate, and a worker that joins would begin its schedule anew (expected"
+                " a registered state, got none). Fix: model.register_state('scheduler', scheduler) before the first"
+                " epoch."
+            )
+
     def facts(self) -> dict[str, str]:
         """What all workers must have alike, by name: bits depend on it, or states would not fit."""
         own = self._own()
