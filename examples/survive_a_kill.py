@@ -13,6 +13,7 @@ from pathlib import Path
 RECIPE = str(Path(__file__).parent / "recipes" / "elastic.py")
 PSENGINE = str(Path(sys.executable).with_name("psengine"))
 NATIVE_RANKS = 4
+EPOCHS = ("--epochs", "8")
 
 
 def weights_of(what: str, command: list[str]) -> set[str]:
@@ -25,9 +26,9 @@ def weights_of(what: str, command: list[str]) -> set[str]:
 
 def main() -> None:
     native = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NATIVE_RANKS}"]
-    expected = weights_of("native DDP", [*native, RECIPE, "--native"])
+    expected = weights_of("native DDP", [*native, RECIPE, "--native", *EPOCHS])
     ours = [sys.executable, PSENGINE, "run", "--workers", "2", "--independent", "--max-restarts", "1"]
-    found = weights_of("one worker dies in step 60", [*ours, RECIPE, "--fail-at", "60"])
+    found = weights_of("one worker dies in step 60", [*ours, RECIPE, "--fail-at", "60", *EPOCHS])
     if found != expected or len(found) != 1:
         sys.exit(f"weights differ: native DDP with {NATIVE_RANKS} ranks {expected}, two workers with a kill {found}")
     print(f"\nweights sha256 {found.pop()[:12]}... = native DDP with {NATIVE_RANKS} ranks; faults 1")
