@@ -300,7 +300,7 @@ class LocalRule(Rule):
             parameters of a fragment travel in buckets that the rule plans itself.
     """
 
-    def __init__(self, replicas: Replicas, options: RuleOptions, layout: Layout | None = None) -> None:
+    def __init__(self, replicas: Replicas, options: RuleOptions, layout: Layout) -> None:
         self._replicas = replicas
         self._options = options
         self._step = 0
@@ -311,7 +311,7 @@ class LocalRule(Rule):
             names, tensors = list(fragment), list(fragment.values())
             plans = plan_buckets(tensors, [FRAGMENT_BUCKET_BYTES], [False] * len(tensors))
             self._groups.append([whole([names[index] for index in plan], replicas[0]) for plan in plans])
-        if isinstance(options.over, AtServers) and layout is not None:
+        if isinstance(options.over, AtServers):
             self._groups = [list(layout())]
         # By fragment and group.
         self._averages = [[self._average_of(parts) for parts in groups] for groups in self._groups]

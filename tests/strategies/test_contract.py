@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from oracles.rules import LocalRule, RuleOptions
+from oracles.averages import whole
+from oracles.rules import rule_of
 from support import top_one_codec
 from support.averaging_strategy import Averaging
 from support.expectations import raises
@@ -58,65 +59,34 @@ def batch_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def train_plainly(world_size: int, after_backward: Any, after_step: Any) -> list[torch.Tensor]:
-    """Replicas in one process; the parameters of replica 0 after the last step."""
-    models = [make_model(0) for _ in range(world_size)]
-    optimizers = [make_optimizer(model.parameters()) for model in models]
+def train_plainly(rule_name: str, world_size: int) -> list[torch.Tensor]:
+    """The parameters of replica 0 after the last step, where one process has all replicas and follows the rule."""
+    replicas = [make_model(0) for _ in range(world_size)]
+    optimizers = [make_optimizer(replica.parameters()) for replica in replicas]
+    layout = [whole([name], replicas[0]) for name, _ in replicas[0].named_parameters()]
+    rule = rule_of(rule_name, replicas, lambda: layout)
     for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        rule.before_forward()
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             optimizer.zero_grad()
-            model(batch_of(rank, step)).square().mean().backward()
-        for replicated in zip(*(model.parameters() for model in models), strict=True):
-            after_backward(replicated)
+            replica(batch_of(rank, step)).square().mean().backward()
+        rule.before_step()
         for optimizer in optimizers:
             optimizer.step()
-        for replicated in zip(*(model.parameters() for model in models), strict=True):
-            after_step(replicated, step + 1)
-    return [parameter.detach() for parameter in models[0].parameters()]
-
-
-def averaging_gradients(world_size: int) -> list[torch.Tensor]:
-    def average(replicated: tuple[torch.nn.Parameter, ...]) -> None:
-        mean = sum(parameter.grad for parameter in replicated) / world_size
-        for parameter in replicated:
-            parameter.grad = mean
-
-    return train_plainly(world_size, average, lambda replicated, step: None)
-
-
-def averaging_parameters(world_size: int) -> list[torch.Tensor]:
-    def average(replicated: tuple[torch.nn.Parameter, ...], step: int) -> None:
-        if step % 4 == 0:
-            mean = sum(parameter.detach() for parameter in replicated) / world_size
-            for parameter in replicated:
-                parameter.data.copy_(mean)
-
-    return train_plainly(world_size, lambda replicated: None, average)
-
-
-def taking_outer_steps(world_size: int) -> list[torch.Tensor]:
-    models = [make_model(0) for _ in range(world_size)]
-    optimizers = [make_optimizer(model.parameters()) for model in models]
-    rule = LocalRule(models, RuleOptions(every=4, outer_lr=0.7, outer_momentum=0.9))
-    for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            model(batch_of(rank, step)).square().mean().backward()
-            optimizer.step()
         rule.after_step()
-    return [parameter.detach() for parameter in models[0].parameters()]
+    return [parameter.detach() for parameter in replicas[0].parameters()]
 
 
-# The strategies that the contract holds, each with the plain training that it equals, to the bit, with so many workers.
-ORACLES: dict[str, tuple[Callable[..., list[torch.Tensor]], list[int]]] = {
-    "sync": (averaging_gradients, [1, 2]),
-    "sync-server": (averaging_gradients, [1, 2]),
-    "sync:shard_optimizer=true": (averaging_gradients, [1, 2]),
-    "async": (averaging_gradients, [1]),
-    "averaging:every=4": (averaging_parameters, [1, 2]),
-    "local:every=4": (averaging_parameters, [1, 2]),
-    "diloco:every=4": (taking_outer_steps, [1, 2]),
-    "diloco-server:every=4": (taking_outer_steps, [1, 2]),
+# The strategies that the contract holds, each with the rule that it follows, to the bit, with so many workers.
+ORACLES: dict[str, tuple[str, list[int]]] = {
+    "sync": ("sync", [1, 2]),
+    "sync-server": ("sync", [1, 2]),
+    "sync:shard_optimizer=true": ("sync", [1, 2]),
+    "async": ("async", [1]),
+    "averaging:every=4": ("local:every=4", [1, 2]),
+    "local:every=4": ("local:every=4", [1, 2]),
+    "diloco:every=4": ("diloco:every=4", [1, 2]),
+    "diloco-server:every=4": ("diloco:every=4", [1, 2]),
 }
 psengine.register_strategy("averaging", Averaging)
 top_one_codec.register()
@@ -259,7 +229,7 @@ def train(
 @pytest.mark.parametrize(("name", "world_size"), STRATEGIES_AND_WORKERS)
 def test_training_equals_the_oracle(name, world_size, options, servers):
     for parameters, _ in run_ranks(train, world_size, name, servers, options, range(STEPS), None):
-        for parameter, wanted in zip(parameters, ORACLES[name][0](world_size), strict=True):
+        for parameter, wanted in zip(parameters, train_plainly(ORACLES[name][0], world_size), strict=True):
             assert torch.equal(parameter, wanted)
 
 
@@ -269,7 +239,7 @@ def test_training_goes_on_from_a_checkpoint(name, world_size, servers):
     servers["PSENGINE_JOB"] += "-again"
     checkpoint = [saved for _, saved in first]
     for parameters, _ in run_ranks(train, world_size, name, servers, {}, range(6, STEPS), checkpoint):
-        for parameter, wanted in zip(parameters, ORACLES[name][0](world_size), strict=True):
+        for parameter, wanted in zip(parameters, train_plainly(ORACLES[name][0], world_size), strict=True):
             assert torch.equal(parameter, wanted)
 
 

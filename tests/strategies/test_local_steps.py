@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.rules import LocalRule, RuleOptions
+from oracles.rules import rule_of
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
@@ -19,13 +19,7 @@ import psengine
 from psengine.errors import ConfigurationError
 
 STEPS = 14
-MIDWAY = {
-    "local:every=4": RuleOptions(every=4),
-    "diloco:every=4": RuleOptions(every=4, outer_lr=0.7, outer_momentum=0.9),
-    "diloco:every=4,fragments=2,overlap=3,keep=0.25": RuleOptions(
-        every=4, fragments=2, overlap=3, keep=0.25, outer_lr=0.7, outer_momentum=0.9
-    ),
-}
+MIDWAY = ["local:every=4", "diloco:every=4", "diloco:every=4,fragments=2,overlap=3,keep=0.25"]
 
 
 def make_model() -> nn.Module:
@@ -45,13 +39,13 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(batch_of(rank, step)).square().mean()
 
 
-def in_one_process(options: RuleOptions, world_size: int) -> list[list[torch.Tensor]]:
+def in_one_process(name: str, world_size: int) -> list[list[torch.Tensor]]:
     """The state of each replica after the last step."""
     torch.set_num_threads(1)  # as in ranks
     replicas = [make_model() for _ in range(world_size)]
     optimizers = [adamw(replica) for replica in replicas]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) for optimizer in optimizers]
-    rule = LocalRule(replicas, options)
+    rule = rule_of(name, replicas, list)
     for step in range(STEPS):
         rule.before_forward()
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
@@ -100,13 +94,13 @@ def train(
 
 def test_training_goes_on_from_a_checkpoint_in_the_middle_of_a_round():
     """After ten steps a fragment of the last strategy is on its way; ranks have different parameters."""
-    first = run_ranks(train, 2, list(MIDWAY), range(10), None)
+    first = run_ranks(train, 2, MIDWAY, range(10), None)
     saved = [checkpoints for _, checkpoints in first]
     in_transit = torch.load(io.BytesIO(saved[0][2]))[0]["_psengine_strategy"]["state"]
     assert any("sent" in part for part in in_transit["parts"])
-    results = run_ranks(train, 2, list(MIDWAY), range(10, STEPS), saved)
-    for index, (name, options) in enumerate(MIDWAY.items()):
-        wanted = in_one_process(options, 2)
+    results = run_ranks(train, 2, MIDWAY, range(10, STEPS), saved)
+    for index, name in enumerate(MIDWAY):
+        wanted = in_one_process(name, 2)
         for rank, (states, _) in enumerate(results):
             assert all(map(torch.equal, states[index], wanted[rank])), f"{name} on rank {rank}"
 

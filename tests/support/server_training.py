@@ -17,20 +17,6 @@ from support.processes import run_ranks
 STEPS = 12
 
 
-Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
-
-
-OPTIMIZERS: Optimizers = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-}
-
-
 class Model(nn.Module):
     """Odd sizes, a parameter of several chunks, buffers, channels_last weights, a frozen parameter."""
 
