@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
@@ -21,9 +20,9 @@ import torch.distributed._functional_collectives as functional
 from support.interpreters import running_program
 from support.marks import slow
 from support.native_extension import needs_shared_memory
-from support.processes import run_ranks, run_ranks_to_any_end
+from support.processes import free_port, run_ranks, run_ranks_to_any_end
+from support.tensors import SUMMED, addend
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as Native
 
 import psengine
@@ -33,31 +32,8 @@ from psengine.errors import PeerLostError
 
 pytestmark = needs_shared_memory
 
-SUMMED = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.complex64,
-]
 LEFT_TO_GLOO = [torch.uint8, torch.int8, torch.bool]
 SIZES = (0, 1, 3, 1001, 300_001)
-
-
-def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return drawn_values(rank, numel, dtype).clone()
-
-
-@functools.cache
-def drawn_values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank * 1000 + numel)
-    if dtype.is_complex:
-        return torch.complex(*torch.randn(2, numel, generator=generator))
-    if dtype in (torch.uint8, torch.int8, torch.bool):
-        return torch.randint(0, 2, (numel,), generator=generator).to(dtype)
-    return (torch.randn(numel, generator=generator) * 10).to(dtype)
 
 
 def raising(call, *arguments: Any, **options: Any) -> Any:
@@ -82,7 +58,7 @@ def every_operation(rank: int, world_size: int, group: dist.ProcessGroup) -> dic
     found: dict[Any, Any] = {}
 
     def input_of(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return values(rank, numel, dtype)
+        return addend(rank, numel, dtype)
 
     for dtype in SUMMED + LEFT_TO_GLOO:
         for numel in SIZES:
@@ -242,65 +218,6 @@ def test_async_operations_do_not_block_and_complete_in_any_order_of_waits():
     run_ranks(begin_and_wait_in_any_order, 2)
 
 
-# ---- training ----
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 4))
-        self.norm = nn.BatchNorm1d(4)
-        self.sometimes = nn.Linear(4, 4)
-
-    def forward(self, x, use_all=True):
-        y = self.norm(self.layers(x))
-        return self.sometimes(y) if use_all else y
-
-
-def train(rank: int, wrapper: Any, group: Any, hook: Any = None, unused: bool = False, **options: Any) -> list[Any]:
-    torch.manual_seed(0)
-    model = wrapper(Net(), process_group=group, bucket_cap_mb=0.1, find_unused_parameters=unused, **options)
-    if hook is not None:
-        model.register_comm_hook(group, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for step in range(8):
-        x = torch.randn(8, 20, generator=generator)
-        optimizer.zero_grad()
-        loss = model(x, use_all=not unused or step % 3 != 0).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return [losses, *(parameter.detach().clone() for parameter in model.parameters())]
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "view": {"gradient_as_bucket_view": True},
-    "unused": {"unused": True},
-    "fp16": {"hook": default_hooks.fp16_compress_hook},
-    "hook": {"hook": default_hooks.allreduce_hook, "gradient_as_bucket_view": True},
-    "static": {"static_graph": True},
-}
-
-
-def train_natively(rank: int, world_size: int) -> dict[str, bool]:
-    group = dist.new_group(backend="psengine")
-    same = {}
-    for name, options in VARIANTS.items():
-        ours, gloos = (train(rank, Native, g, **options) for g in (group, dist.group.WORLD))
-        same[name] = ours[0] == gloos[0] and all(map(torch.equal, ours[1:], gloos[1:]))
-    wrapped, native = (train(rank, w, group) for w in (psengine.DistributedDataParallel, Native))
-    same["psengine's own"] = wrapped[0] == native[0] and all(map(torch.equal, wrapped[1:], native[1:]))
-    return same
-
-
-def test_native_ddp_trains_as_over_gloo_to_the_last_bit():
-    for same in run_ranks(train_natively, 2):
-        assert same == dict.fromkeys([*VARIANTS, "psengine's own"], True)
-
-
 def shard_fully(rank: int, world_size: int, backend: str) -> list[torch.Tensor]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -371,10 +288,6 @@ def descriptor_of(number: str) -> str:
         return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
         return ""
-
-
-def free_port() -> int:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
 
 
 @pytest.mark.parametrize(

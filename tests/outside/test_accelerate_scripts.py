@@ -22,10 +22,9 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.parallel.distributed
+from support.native_class import drop_devices, replace_native_class
 from support.native_extension import needs_shared_memory
 from support.processes import RanksFailedError, run_ranks, set_torchrun_variables
-from support.server_process import running_server
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="accelerate's ranks on the CPU speak gloo")
 
@@ -57,12 +56,6 @@ Models = list[dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with running_server(shards=2) as server:
-        yield server.addresses[0]
-
-
-@pytest.fixture(scope="module")
 def oracles() -> dict[str, list[Models]]:
     """By script, what native DDP made of it; filled by the first test that asks."""
     return {}
@@ -77,7 +70,8 @@ def cases() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("script", "over"), list(cases()))
-def test_script(script: str, over: str, address: str, oracles: dict[str, list[Models]], tmp_path: Path) -> None:
+def test_script(script: str, over: str, server: Any, oracles: dict[str, list[Models]], tmp_path: Path) -> None:
+    address = server.addresses[0]
     pytest.importorskip("accelerate")
     if script == "test_ddp_comm_hook" and OVER[over][1] is SERVER:
         with pytest.raises(RanksFailedError, match=NO_HOOKS):
@@ -145,18 +139,15 @@ def _values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def install(by: str) -> list[torch.nn.Module]:
     """Put a class where programs find it; return a list that grows by each module that is wrapped."""
     wrapper_classes: list[Any] = [torch.nn.parallel.DistributedDataParallel]
-    if by in ("psengine", "accelerator"):
-        from psengine.wrapper.ddp import DistributedDataParallel
-
-        wrapper_classes.append(DistributedDataParallel)
     if by == "psengine":
-        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
-        torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
+        wrapper_classes.append(replace_native_class())
     elif by == "accelerator":
         import accelerate
 
         from psengine.integrations.accelerate import PSEngineAccelerator
+        from psengine.wrapper.ddp import DistributedDataParallel
 
+        wrapper_classes.append(DistributedDataParallel)
         accelerate.Accelerator = accelerate.accelerator.Accelerator = PSEngineAccelerator
     elif by == "backend":
         import psengine  # noqa: F401  (makes its backend known)
@@ -164,27 +155,8 @@ def install(by: str) -> list[torch.nn.Module]:
         dist.init_process_group("psengine")
     wrapped: list[torch.nn.Module] = []
     for wrapper_class in wrapper_classes:
-        _prepend_to_constructor(wrapper_class, wrapped)
+        drop_devices(wrapper_class, wrapped)
     return wrapped
-
-
-def _prepend_to_constructor(wrapper_class: Any, wrapped: list[torch.nn.Module]) -> None:
-    # In place, because the class's identity matters to isinstance, pickle and its own class attributes.
-    construct = wrapper_class.__init__
-
-    @functools.wraps(construct)
-    def construct_on_cpu(
-        self: Any,
-        module: torch.nn.Module,
-        device_ids: Any = None,
-        output_device: Any = None,
-        *rest: Any,
-        **options: Any,
-    ) -> None:
-        wrapped.append(module)
-        construct(self, module, None, None, *rest, **options)
-
-    wrapper_class.__init__ = construct_on_cpu
 
 
 def start_accelerate(world_size: int, *, pretend_gpus: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the server strategies save, load and carry along: state dicts, options, snapshots; and misuse of them."""
+"""Optimizers whose state was loaded before a model was wrapped, or made after the servers' snapshot."""
 
 from __future__ import annotations
 
@@ -11,37 +11,10 @@ from typing import Any
 import torch
 from support.processes import run_ranks
 from support.server_process import running_server
-from support.server_training import assert_equal, at_servers, batches, build, state_of, train, use, wrap
+from support.server_training import assert_equal, at_servers, batches, build, state_of, train, use
 from torch.nn import functional as F
 
 import psengine
-
-
-@at_servers(1)
-def test_state_dicts_of_model_and_optimizer(rank, world_size):
-    """Train, save, train on; load the checkpoint in a new job, and train on alike."""
-    data = batches(0)
-    wrapped = wrap(psengine.AsyncServer(job="save"))
-    optimizer = psengine.DistributedOptimizer(torch.optim.Adam(wrapped.parameters(), lr=0.01), wrapped)
-    train(wrapped, optimizer, data[:5])
-    checkpoint = copy.deepcopy({"model": wrapped.module.state_dict(), "optimizer": optimizer.state_dict()})
-    train(wrapped, optimizer, data[5:])
-    straight = state_of(wrapped.module)
-    wrapped.leave()
-
-    wrapped = wrap(psengine.AsyncServer(job="load"), seed=7)
-    optimizer = psengine.DistributedOptimizer(torch.optim.Adam(wrapped.parameters(), lr=0.01), wrapped)
-    train(wrapped, optimizer, data[:1])
-    wrapped.module.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # torch keeps its tensors, and steps them
-    train(wrapped, optimizer, data[5:])
-    assert_equal(state_of(wrapped.module), straight)
-    wrapped.leave()
-
-    plain = build(0)
-    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    train(plain, plain_optimizer, data[:5])
-    torch.testing.assert_close(checkpoint["optimizer"], plain_optimizer.state_dict(), rtol=0, atol=0)
 
 
 @at_servers(1)
@@ -100,29 +73,3 @@ def test_a_snapshot_may_be_older_than_the_optimizer(tmp_path):
             with running_server(bind=address, **options):
                 restarted.touch()
                 ranks.result(timeout=60)
-
-
-@at_servers(1)
-def test_a_momentum_buffer_is_saved_while_momentum_is_off(rank, world_size):
-    """And what another training makes of it: ours, and torch's."""
-    data = batches(0)
-    results = []
-    for is_ours in (True, False):
-        saved: Any = None
-        for job, momenta in (("first", (0.9, 0.0)), ("second", (0.9,))):
-            model: Any = wrap(psengine.AsyncServer(job=job)) if is_ours else build(0)
-            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-            optimizer = psengine.DistributedOptimizer(optimizer, model) if is_ours else optimizer
-            if saved is not None:
-                getattr(model, "module", model).load_state_dict(saved[1])
-                optimizer.load_state_dict(copy.deepcopy(saved[0]))
-            for step, momentum in enumerate(momenta):
-                optimizer.param_groups[0]["momentum"] = momentum
-                train(model, optimizer, data[step : step + 1])
-            saved = copy.deepcopy(optimizer.state_dict()), state_of(getattr(model, "module", model))
-            results.append(saved)
-            if is_ours:
-                model.leave()
-    for (state, values), (wanted, wanted_values) in zip(results[:2], results[2:], strict=True):
-        torch.testing.assert_close(state["state"], wanted["state"], rtol=0, atol=0)
-        assert_equal(values, wanted_values)

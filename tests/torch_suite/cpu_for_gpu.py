@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from support.native_class import drop_devices
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
@@ -36,7 +36,7 @@ def pretend_gpus(device_count: int, wrapper_class: type[torch.nn.Module]) -> Non
     torch.cuda.Stream = InstantStream
     torch.Stream = InstantStream
     torch.Event = InstantEvent
-    _drop_devices(wrapper_class)
+    drop_devices(wrapper_class, [])
 
 
 class CudaMeansCpu(TorchFunctionMode):
@@ -95,24 +95,6 @@ def _on_cpu(device: Any) -> Any:
         or (isinstance(device, torch.device) and device.type == "cuda")
     )
     return CPU if names_gpu else device
-
-
-def _drop_devices(wrapper_class: type[torch.nn.Module]) -> None:
-    # In place, because the class's identity matters to isinstance, pickle and its own class attributes.
-    construct = wrapper_class.__init__
-
-    @functools.wraps(construct)
-    def construct_on_cpu(
-        self: torch.nn.Module,
-        module: torch.nn.Module,
-        device_ids: object = None,
-        output_device: object = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        construct(self, module, None, None, *args, **kwargs)
-
-    wrapper_class.__init__ = construct_on_cpu
 
 
 def _undecorated(test: Callable[..., None]) -> Callable[..., None]:

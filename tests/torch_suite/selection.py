@@ -159,14 +159,7 @@ SLOW = {
     ("test_optimizer_in_hook_adamw", 2),
 }
 
-EXCLUDED = {
-    "test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
-        "hands the wrapper's logger to torch's C++ code, which takes its own Logger only; we have none by design"
-    ),
-    "test_SyncBatchNorm_process_group": "needs torchvision",
-    "test_ddp_device": "tests that inputs land on the GPU with the rank's number",
-    "test_ddp_has_finalized": "needs NCCL: gloo times out in the backward that the test wants to succeed",
-    "test_ddp_logging_data_gpu": "tests that the rank's GPU is logged",
-    "test_ddp_static_graph_nested_types": "wraps a wrapped model, which psengine refuses",
-    "test_ddp_profiling_execution_trace": "asserts that the backend is NCCL",
-}
+# Not run: test_compute_bucket_assignment_by_size_sparse_error_with_logger hands the wrapper's logger to torch's C++
+# code, and we have none by design; test_SyncBatchNorm_process_group needs torchvision; test_ddp_device and
+# test_ddp_logging_data_gpu test the rank's GPU; test_ddp_has_finalized and test_ddp_profiling_execution_trace need
+# NCCL; test_ddp_static_graph_nested_types wraps a wrapped model, which psengine refuses.

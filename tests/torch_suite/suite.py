@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from support.native_class import replace_native_class
 from torch_suite.selection import LOOKS_FOR_GLOO, SKIPPED_BY_TORCH
 
 MAX_WORLD_SIZE = 4
@@ -76,7 +77,7 @@ def load(wrapper: str, test_timeout_s: float) -> Any:
     import torch
 
     torch.set_num_threads(1)
-    wrapper_class = replace_native_class(wrapper)
+    wrapper_class = replace_native_class() if wrapper == "psengine" else torch.nn.parallel.DistributedDataParallel
     from torch.testing._internal import common_distributed
     from torch_suite import cpu_for_gpu
 
@@ -153,21 +154,6 @@ def _unskipped(test: Callable[[Any], None]) -> Callable[[Any], None]:
         test(self)
 
     return run_anyway
-
-
-def replace_native_class(wrapper: str) -> Any:
-    """Put ``wrapper``'s class wherever a program finds torch's by name; return it."""
-    import torch
-    import torch.nn.parallel.distributed
-
-    if wrapper == "psengine":
-        from psengine.wrapper.ddp import DistributedDataParallel
-
-        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
-        torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
-    elif wrapper != "torch":
-        raise ValueError(f"a suite class is 'torch' or 'psengine' (got {wrapper!r})")
-    return torch.nn.parallel.DistributedDataParallel
 
 
 def run(test_class: Any, request: Request) -> str:

@@ -73,3 +73,13 @@ def first_step_accumulates(run: Run) -> None:
         classify(model, x, y).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@row
+def nothing_exchanged(run: Run) -> None:
+    """All micro-batches inside no_sync."""
+    model = run.wrap(mlp())
+    for x, y in run.training(run.sgd(model)):
+        for part in range(2):
+            with model.no_sync():
+                classify(model, x[part::2], y[part::2]).backward()

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
-from ways_of_training.table import apart_from, left_out, row
-
-import psengine
+from ways_of_training.table import apart_from, row
 
 # Rank 1's are its own after its last forward under native DDP, and rank 0's under sync-server (docs/design.md).
 LATER = apart_from("buffer", reason="they are rank 0's at the end of backward, not before the next forward")
@@ -39,15 +37,6 @@ def batch_norm_evaluated(run: Run) -> None:
 def batch_norm_of_ones_own(run: Run) -> None:
     """BatchNorm1d whose buffers stay each rank's own: forward_sync_buffers=False."""
     train(run, run.wrap(normed(nn.BatchNorm1d(8)), forward_sync_buffers=False))
-
-
-@row(
-    native=left_out("torch's layer refuses the CPU"),
-    everywhere=left_out("torch's layer refuses the CPU; tests/data/test_sync_batch_norm.py has one"),
-)
-def synchronised_batch_norm(run: Run) -> None:
-    """SyncBatchNorm."""
-    train(run, run.wrap(psengine.convert_sync_batchnorm(normed(nn.BatchNorm1d(8)))))
 
 
 class Counting(nn.Module):

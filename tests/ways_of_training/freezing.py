@@ -40,15 +40,20 @@ def unused_head(run: Run) -> None:
     train(run, run.wrap(Pieces()))
 
 
-@row(slow=True)
-def unused_head_in_a_static_graph(run: Run) -> None:
-    """A head that is never used, with static_graph."""
-    train(run, run.wrap(Pieces(), static_graph=True))
-
-
 @row
 def heads_by_turns(run: Run) -> None:
     """A head that is used in every second step, by rank 0 in others than by rank 1, with find_unused_parameters."""
     model = run.wrap(Pieces(), find_unused_parameters=True)
     for step, (x, y) in enumerate(run.training(run.sgd(model), 5)):
         F.cross_entropy(model(x, with_spare=step % 3 == run.rank), y).backward()
+
+
+@row(one_worker=refused("when the model was wrapped it was frozen"))
+def thawed_after_wrapping(run: Run) -> None:
+    """A layer that was frozen when the model was wrapped is trained from the third step on."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = run.wrap(module)
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
+        module[0].requires_grad_(step >= 2)
+        classify(model, x, y).backward()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from ways_of_training.networks import Pieces, classify, mlp
+from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import refused, row
 
@@ -80,31 +80,12 @@ class TwoHeads(Pieces):
         return self.head(hidden), self.spare(hidden)
 
 
-def train_one_head(run: Run, **options: Any) -> None:
-    model = run.wrap(TwoHeads(), **options)
-    for x, y in run.training(run.sgd(model)):
-        F.cross_entropy(model(x)[0], y).backward()
-
-
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def output_without_a_loss(run: Run) -> None:
-    """An output that has no part in the loss."""
-    train_one_head(run)
-
-
 @row
 def output_without_a_loss_searched(run: Run) -> None:
     """An output that has no part in the loss, with find_unused_parameters."""
-    train_one_head(run, find_unused_parameters=True)
-
-
-@row
-def clipped_by_norm(run: Run) -> None:
-    """clip_grad_norm_, torch's."""
-    model = run.wrap(mlp())
+    model = run.wrap(TwoHeads(), find_unused_parameters=True)
     for x, y in run.training(run.sgd(model)):
-        classify(model, x, y).backward()
-        run.note(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        F.cross_entropy(model(x)[0], y).backward()
 
 
 @row
@@ -117,3 +98,64 @@ def gradients_as_bucket_views(run: Run) -> None:
         classify(model, x, y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
+
+
+@row
+def gradients_by_hand(run: Run) -> None:
+    """Gradients that torch.autograd.grad made of the inner model, assigned."""
+    module = mlp()
+    model = run.wrap(module)
+    optimizer = run.sgd(model)
+    for x, y in run.batches():
+        parameters = list(module.parameters())
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(classify(module, x, y), parameters), strict=True
+        ):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+@row
+def past_the_wrapper(run: Run) -> None:
+    """In every second step the inner model is called."""
+    model = run.wrap(mlp())
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4)):
+        classify(model if step % 2 else model.module, x, y).backward()
+
+
+class Drop(torch.autograd.Function):
+    """The first argument; the other one's gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+@row
+def undefined_gradient(run: Run) -> None:
+    """A parameter that takes part, and whose gradient is undefined, under weight decay."""
+
+    class Dropping(Pieces):
+        def forward(self, x: Tensor) -> Tensor:
+            return Drop.apply(super().forward(x), self.spare.weight) + self.spare.bias
+
+    model = run.wrap(Dropping())
+    train(run, model, optimizer=run.sgd(model, weight_decay=0.1))
+
+
+OVERWRITTEN = refused("has been modified by an inplace operation")
+
+
+@row(native=OVERWRITTEN, plain=OVERWRITTEN, everywhere=OVERWRITTEN)
+def graph_of_older_weights(run: Run) -> None:
+    """Backward through weights that a step has overwritten since."""
+    model = run.wrap(mlp())
+    (batch, other) = run.batches(2)
+    late = classify(model.module, *batch)
+    for x, y in run.training(run.sgd(model), batches=[other]):
+        classify(model, x, y).backward()
+    late.backward()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import refused, row
@@ -27,12 +28,6 @@ def adam(run: Run) -> None:
 def adamw_fused(run: Run) -> None:
     """AdamW with fused=True, twelve steps."""
     train_with(run, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), 12)
-
-
-@row
-def adagrad_fused(run: Run) -> None:
-    """Adagrad with fused=True."""
-    train_with(run, lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True), 8)
 
 
 @row(one_worker=refused("one optimizer"))
@@ -171,3 +166,89 @@ def rates_set_by_hand(run: Run) -> None:
         for group in optimizer.param_groups:
             group.update(lr=0.1 / (step + 1), weight_decay=0.01 * step, momentum=0.9 - 0.1 * step)
         classify(model, x, y).backward()
+
+
+@row
+def state_reset_by_loading(run: Run) -> None:
+    """A state without any entry is loaded in mid-run."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.training(optimizer, 4)):
+        if step == 2:
+            optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+        classify(model, x, y).backward()
+
+
+@row(one_worker=refused("trains the parameters that the optimizer had"))
+def parameters_exchanged(run: Run) -> None:
+    """A group's parameters are put in another order in the third step."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.training(optimizer, 4)):
+        if step == 2:
+            optimizer.param_groups[0]["params"].reverse()
+        classify(model, x, y).backward()
+
+
+@row
+def hooks_of_optimizers(run: Run) -> None:
+    """Hooks of this optimizer and of all, each once, also after a state was loaded."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    calls: list[int] = []
+
+    def noting(number: int) -> Callable[..., None]:
+        return lambda owner, arguments, options: calls.append(number) if owner is optimizer else None
+
+    handles = [register_optimizer_step_pre_hook(noting(1)), register_optimizer_step_post_hook(noting(2))]
+    optimizer.register_step_pre_hook(noting(3))
+    optimizer.register_step_post_hook(noting(4))
+    try:
+        train(run, model, 2, optimizer=optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(run, model, 2, optimizer=optimizer)
+    finally:
+        for handle in handles:
+            handle.remove()
+    run.note(torch.tensor(calls))
+
+
+@row
+def closure_replaced_by_a_hook(run: Run) -> None:
+    """A hook before the step gives it another closure, whose gradients count."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    (x, y), *_ = run.batches(1)
+
+    def doubled() -> float:
+        optimizer.zero_grad()
+        loss = classify(model, x, y) * 2
+        loss.backward()
+        return loss.item()
+
+    optimizer.register_step_pre_hook(lambda owner, arguments, options: ((owner,), {"closure": doubled}))
+    run.note(optimizer.step(lambda: 7.0))
+
+
+def halve_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+
+
+def clamp_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        next(model.parameters()).clamp_(-0.1, 0.1)
+
+
+def load_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.module.load_state_dict({name: tensor + 1 for name, tensor in model.module.state_dict().items()})
+
+
+@row
+def changes_between_backward_and_step(run: Run) -> None:
+    """The rate, and weights, are changed after a backward."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    changes = (halve_rate, clamp_weights, load_weights, halve_rate)
+    for change, (x, y) in zip(changes, run.training(optimizer, len(changes)), strict=True):
+        classify(model, x, y).backward()
+        change(model, optimizer)

@@ -64,9 +64,3 @@ def output_in_an_object(run: Run) -> None:
             self.scores = scores
 
     train(run, lambda s, h: Opaque(s), lambda o: o.scores)
-
-
-@row(slow=True)
-def output_in_a_static_graph(run: Run) -> None:
-    """A dict under static_graph."""
-    train(run, lambda s, h: {"scores": s}, lambda o: o["scores"], static_graph=True)

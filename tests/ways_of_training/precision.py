@@ -55,25 +55,19 @@ def scaled_gradients_clipped(run: Run) -> None:
     train_scaled(run, bad_step=1, clip=True)
 
 
-def train_in(run: Run, dtype: torch.dtype, make: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
-    model = run.wrap(mlp().to(dtype))
-    optimizer = run.optimizer(make(model.parameters(), lr=0.05), model)
-    for x, y in run.training(optimizer):
-        loss = classify(model, x.to(dtype), y)
-        loss.backward()
-        run.note(loss)
+@row
+def scaled_gradients_in_a_fused_step(run: Run) -> None:
+    """A GradScaler whose scale a fused kernel divides by."""
+    train_scaled(run, bad_step=1, fused=True)
 
 
 @row
-def model_in_float64(run: Run) -> None:
-    """A model in float64."""
-    train_in(run, torch.float64)
-
-
-@row
-def model_in_bfloat16_under_adamw(run: Run) -> None:
-    """A model in bfloat16 under AdamW."""
-    train_in(run, torch.bfloat16, torch.optim.AdamW)
+def models_in_other_dtypes(run: Run) -> None:
+    """A model in float64 under SGD, one in bfloat16 under AdamW."""
+    for dtype, make in ((torch.float64, torch.optim.SGD), (torch.bfloat16, torch.optim.AdamW)):
+        model = run.wrap(mlp().to(dtype))
+        optimizer = run.optimizer(make(model.parameters(), lr=0.05), model)
+        train(run, model, optimizer=optimizer, batches=[(x.to(dtype), y) for x, y in run.batches()])
 
 
 @row(one_worker=refused("expected optimizer = psengine.DistributedOptimizer", "servers step what they hold"))
@@ -126,3 +120,18 @@ class Phases(nn.Module):
 def complex_parameters(run: Run) -> None:
     """Complex parameters beside real ones."""
     train(run, run.wrap(Phases()))
+
+
+@row
+def memory_changed_after_wrapping(run: Run) -> None:
+    """Parameters are given channels_last memory, and then copies."""
+    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, CLASSES))
+    model = run.wrap(module)
+    for step, (x, y) in enumerate(run.training(run.sgd(model), 4, size=10)):
+        if step == 1:
+            module.to(memory_format=torch.channels_last)
+        if step == 2:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        images = x.repeat(1, 9)[:, :50].view(-1, 2, 5, 5)
+        classify(model, images, y).backward()

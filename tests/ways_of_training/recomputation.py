@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import refused, row

@@ -6,7 +6,7 @@ from ways_of_training.table import ROWS
 
 SUBJECTS = (
     *("wrapping", "outputs", "layers", "buffers", "freezing", "precision", "gradients", "accumulation"),
-    *("recomputation", "skipped_batches", "hooks", "optimizers", "loops", "saving"),
+    *("recomputation", "skipped_batches", "hooks", "optimizers", "loops", "saving", "companions"),
 )
 
 for subject in SUBJECTS:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as NativeDDP
 
@@ -36,6 +38,12 @@ class Plain(nn.Module):
 
     def join(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+
+@functools.cache
+def backend_group() -> dist.ProcessGroup:
+    """All ranks, over the backend "psengine"."""
+    return dist.new_group(backend="psengine")
 
 
 @dataclass
@@ -75,7 +83,7 @@ class Run:
 
     def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer as this column's users have it; over c10d they changed nothing but the class of the wrapper."""
-        if self.column in ("native", "plain", "c10d"):
+        if self.column in ("native", "plain", "c10d", "backend"):
             return optimizer
         return psengine.DistributedOptimizer(optimizer, model)  # type: ignore[arg-type]
 
@@ -110,6 +118,9 @@ class Run:
             return Plain(module)
         if self.column == "native":
             return NativeDDP(module, **options)
+        if self.column == "backend":
+            group = {} if {"process_group", "device_mesh"} & options.keys() else {"process_group": backend_group()}
+            return NativeDDP(module, **group, **options)
         strategy: Any = "sync"
         if self.column in ("sync_server", "one_worker"):
             kind = psengine.SyncServer if self.column == "sync_server" else psengine.AsyncServer

@@ -99,3 +99,20 @@ def optimizer_made_before_wrapping(run: Run) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     model = run.wrap(module)
     steps(run, model, optimizer)
+
+
+@row
+def momentum_switched_off_and_saved(run: Run) -> None:
+    """Momentum is 0 when a training is saved, and on again where it is loaded."""
+    model = run.wrap(mlp())
+    optimizer = run.sgd(model)
+    steps(run, model, optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    steps(run, model, optimizer, 2)
+    module = mlp()
+    module.load_state_dict(copy.deepcopy(model.module.state_dict()))
+    again = run.wrap(module)
+    resumed = run.sgd(again)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.param_groups[0]["momentum"] = 0.9
+    steps(run, again, resumed, 4)

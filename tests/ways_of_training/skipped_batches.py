@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import Run
-from ways_of_training.table import refused, row
+from ways_of_training.table import SAME, left_out, refused, row
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
@@ -189,3 +190,16 @@ def backward_of_a_freed_graph(run: Run) -> None:
                 raise BadBatchError from None
 
     train(run, model, step_of)
+
+
+@row(everywhere=left_out("which gradients are averages depends on the buckets"), one_worker=SAME)
+def step_after_a_backward_that_raised(run: Run) -> None:
+    """Backward raises half-way, and the optimizer steps with the gradients that are there."""
+    model = run.wrap(Watched(), gradient_as_bucket_view=True)
+    optimizer = run.sgd(model)
+    for step, (x, y) in enumerate(run.batches()):
+        model.module.watch = attack if step == 2 else let_pass
+        optimizer.zero_grad()
+        with contextlib.suppress(BadBatchError):
+            classify(model, x, y).backward()
+        optimizer.step()

@@ -11,13 +11,14 @@ from ways_of_training.run import Run
 Program = Callable[[Run], None]
 
 # Columns by their oracle. Several workers are compared with native DDP, one asynchronous one with plain training.
-# The columns of sync have wrapper options, which native DDP has too where it is their oracle.
+# The columns of sync have wrapper options, which native DDP has too where it is their oracle; "backend" is native DDP.
 SYNC: dict[str, dict[str, Any]] = {
     "c10d": {},
     "shared_memory": {},
     "views": {"gradient_as_bucket_view": True},
     "batched": {"batched_grad_copy": True},
     "default_buckets": {"bucket_cap_mb": None},
+    "backend": {},
 }
 # gloo's ring adds in an order that depends on an element's place in its bucket, and a third is no power of two: hence
 # three workers.
@@ -49,6 +50,9 @@ class Expected:
     reason: str = ""
 
 
+SAME = Expected()
+
+
 def refused(text: str, reason: str = "") -> Expected:
     """An error that contains ``text`` on every rank."""
     return Expected(refused=text, reason=reason)
@@ -78,7 +82,7 @@ class Row:
         return self.program.__name__
 
     def expects(self, column: str) -> Expected:
-        return self.expected.get(column, Expected())
+        return self.expected.get(column, SAME)
 
 
 ROWS: dict[str, Row] = {}
@@ -92,16 +96,14 @@ def row(
     Args:
         slow: run by ``make test-slow`` only.
         since_torch: the oldest version whose native DDP can train so.
-        expected: by column, where it is not "same bits"; ``sync`` stands for its columns, ``everywhere`` for all;
-            ``native`` and ``plain`` may refuse too.
+        expected: by column, where it is not "same bits"; ``everywhere`` stands for all; ``native`` and ``plain`` may
+            refuse too.
     """
 
     def enter(program: Program) -> Program:
         columns = dict(expected)
         if "everywhere" in columns:
             columns = {**dict.fromkeys(COLUMNS, columns.pop("everywhere")), **columns}
-        if "sync" in columns:
-            columns = {**dict.fromkeys((*SYNC, "three_workers"), columns.pop("sync")), **columns}
         unknown = columns.keys() - {*COLUMNS, "native", "plain"}
         assert not unknown, f"{program.__name__}: no column is called {unknown}"
         assert program.__name__ not in ROWS, f"two rows are called {program.__name__}"

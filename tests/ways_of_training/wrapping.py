@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as NativeDDP
 from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run
@@ -31,15 +28,6 @@ def static_graph_accumulating(run: Run) -> None:
             with model.no_sync():
                 classify(model, x[:2], y[:2]).backward()
         classify(model, x[2:], y[2:]).backward()
-
-
-@row
-def static_graph_set_later(run: Run) -> None:
-    """_set_static_graph after wrapping."""
-    model = run.wrap(mlp())
-    if run.column != "plain":
-        model._set_static_graph()
-    train(run, model)
 
 
 @row(slow=True)
@@ -82,13 +70,6 @@ def group_of_ones_own(run: Run) -> None:
     train(run, run.wrap(mlp(), process_group=group))
 
 
-@row(one_worker=NO_GROUP)
-def device_mesh(run: Run) -> None:
-    """A one-dimensional device_mesh."""
-    mesh = init_device_mesh("cpu", (run.world_size,))
-    train(run, run.wrap(mlp(), device_mesh=mesh))
-
-
 @row(sync_server=refused("delay_all_reduce_named_params"), one_worker=NO_GROUP, since_torch=(2, 13))
 def delayed_exchange(run: Run) -> None:
     """delay_all_reduce_named_params: the head's gradients are exchanged when the body's first is there."""
@@ -125,24 +106,9 @@ def nothing_to_train(run: Run) -> None:
     run.wrap(mlp().requires_grad_(False))
 
 
-def train_compiled(run: Run, model: Any, called: Any) -> None:
-    for x, y in run.training(run.sgd(model)):
-        loss = classify(called, x, y)
-        loss.backward()
-        run.note(loss)
-
-
 @row(slow=True)
 def compiled_around_with_autograd(run: Run) -> None:
     """The wrapped model compiled, backend aot_eager."""
     torch._dynamo.reset()
     model = run.wrap(mlp(), bucket_cap_mb=25)
-    train_compiled(run, model, torch.compile(model, backend="aot_eager"))
-
-
-@row(slow=True)
-def compiled_inside(run: Run) -> None:
-    """A compiled module that is wrapped, backend aot_eager."""
-    torch._dynamo.reset()
-    model = run.wrap(torch.compile(mlp(), backend="aot_eager"), bucket_cap_mb=25)
-    train_compiled(run, model, model)
+    train(run, torch.compile(model, backend="aot_eager"), optimizer=run.sgd(model))
