@@ -12,6 +12,8 @@ from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import refused, row
 
+DEFAULT_GROUP = refused("only supported when using DDP with the default process group")
+
 
 def steps(run: Run, model: Any, optimizer: torch.optim.Optimizer, first: int = 0, count: int = 2) -> None:
     train(run, model, optimizer=optimizer, batches=list(run.batches(first + count))[first:])
@@ -55,7 +57,7 @@ def resumed_in_a_new_wrapper(run: Run) -> None:
     steps(run, again, optimizer, 2)
 
 
-@row
+@row(backend=DEFAULT_GROUP)
 def deep_copy_of_the_wrapper(run: Run) -> None:
     """copy.deepcopy of the wrapped model, evaluated while the original is trained."""
     model = run.wrap(mlp())
@@ -69,7 +71,7 @@ def deep_copy_of_the_wrapper(run: Run) -> None:
     run.compare(kept)
 
 
-@row
+@row(backend=DEFAULT_GROUP)
 def pickled_wrapper(run: Run) -> None:
     """torch.save and pickle of the wrapped model, evaluated after loading."""
     model = run.wrap(mlp())
