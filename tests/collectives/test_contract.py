@@ -9,13 +9,11 @@ A collective of yours, which ``my_module`` registers as "my-name", is tried from
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import os
 import random
 import resource
 import signal
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,7 +28,8 @@ from support.expectations import raises
 from support.hosts_of_one_machine import live_on_host, needs_users
 from support.marks import slow
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
-from support.processes import RanksFailedError, in_ranks, run_ranks, run_ranks_to_any_end
+from support.processes import RanksFailedError, free_port, in_ranks, run_ranks, run_ranks_to_any_end
+from support.tensors import SUMMED, addend, digest
 
 import psengine
 from psengine.collectives.base import Collective, Work
@@ -46,7 +45,6 @@ for chosen in os.environ.get("PSENGINE_TEST_COLLECTIVES", "").split():
     module, _, registered = chosen.partition(":")
     importlib.import_module(module)
     CONTRACT[registered] = [1, 2, 3]
-SUMMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.complex64]
 COPIED = [*SUMMED, torch.bool, torch.uint8, torch.int16]
 NUMELS = [0, 1, 3, 1001, 300_001]
 
@@ -58,18 +56,6 @@ def contract_cases() -> list[Any]:
 
 def make(name: str) -> Collective:
     return collective_for(None if name == "solo" else default_group(), "auto" if name == "solo" else name)
-
-
-def addend(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank * 1000 + numel)
-    if dtype.is_complex:
-        return torch.complex(*torch.randn(2, numel, generator=generator))
-    return (torch.randn(numel, generator=generator) * 10).to(dtype)
-
-
-def bits(tensor: torch.Tensor) -> str:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return hashlib.sha256(bytes(real.contiguous().view(torch.uint8).numpy())).hexdigest()
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------
@@ -86,10 +72,10 @@ def sums(collective: Collective) -> list[str]:
             assert (flat.shape, flat.dtype) == ((numel,), dtype)
             flat.copy_(addends[rank])
             collective.all_reduce(flat, what="test").wait()
-            found.append(bits(flat))
+            found.append(digest(flat))
             at_once = addends[rank].clone()
             collective.sum(at_once, what="test")
-            assert bits(at_once) == found[-1], "all_reduce and sum are one operation"
+            assert digest(at_once) == found[-1], "all_reduce and sum are one operation"
             if not (dtype.is_floating_point or dtype.is_complex):
                 assert torch.equal(flat, sum(addends))
             elif numel > 0:
@@ -183,8 +169,8 @@ def contributions(collective: Collective) -> list[str]:
         memory, sum_under_way, expected = begin_contributions(collective, count, numel, dtype)
         for work in sum_under_way:
             assert work.wait_unless(lambda: False)
-        assert bits(memory) == bits(expected), (count, dtype, numel)
-        found.append(bits(memory[0]))
+        assert digest(memory) == digest(expected), (count, dtype, numel)
+        found.append(digest(memory[0]))
     # Two under way.
     begun = [begin_contributions(collective, count, 100_003, torch.float32) for count in (4, 7)]
     works = [next(sum_under_way) for _, sum_under_way, _ in begun]
@@ -408,29 +394,10 @@ def test_a_collective_that_failed_on_one_rank_is_replaced_on_all():
     run_ranks(fail_and_ask_again, 2)
 
 
-def train_counting(rank: int, world_size: int) -> tuple[list[tuple[str, int]], float]:
-    module = torch.nn.Linear(4, 2, bias=False)
-    model = psengine.DistributedDataParallel(module, collective="counting")
-    counting = model._collective
-    assert isinstance(counting, CountingCollective)
-    counting.calls.clear()
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.full((1, 4), float(rank))).sum().backward()
-    return counting.calls, module.weight.grad[0, 0].item()
-
-
-def test_training_over_a_registered_collective():
-    gradients, order = ("all_reduce", 8 * 4), ("broadcast", 8)  # of one parameter, when buckets are rebuilt
-    (first, gradient), (second, _) = run_ranks(train_counting, 2)
-    assert first == [gradients, order, gradients, gradients]
-    assert second == [gradients] * 3
-    assert gradient == 0.5
-
-
 def train_large_layers(rank: int, world_size: int) -> int:
     layers = [torch.nn.Linear(200, 200) for _ in range(3)]
     model = psengine.DistributedDataParallel(torch.nn.Sequential(*layers), collective="counting", bucket_cap_mb=0.1)
+    assert isinstance(model._collective, CountingCollective)
     counts = []
     for _ in range(3):
         model(torch.ones(1, 200)).sum().backward()
@@ -497,19 +464,6 @@ def test_silent_rank_is_named_within_the_timeout(name):
     assert 0.9 <= seconds < 2.9  # before rank 1 wakes up
 
 
-def late_but_alive(rank: int, world_size: int) -> float:
-    collective = C10dCollective()
-    if rank == 1:
-        time.sleep(1.4)  # longer than a wait slice: the others look for alarms and find none
-    flat = torch.ones(3)
-    collective.all_reduce(flat).wait()
-    return float(flat[0])
-
-
-def test_a_late_rank_is_waited_for():
-    assert run_ranks(late_but_alive, 2) == [2.0, 2.0]
-
-
 def host_a_store_and_stop(rank: int, world_size: int, port: int) -> tuple[float, str]:
     """Rank 0 hosts the store and is stopped: neither its collectives nor its store answer."""
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
@@ -530,11 +484,8 @@ def host_a_store_and_stop(rank: int, world_size: int, port: int) -> tuple[float,
 
 @pytest.mark.slow
 def test_a_stopped_store_does_not_hang_the_others():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with pytest.raises(RanksFailedError, match=r"ranks \[0\] had not finished") as caught:
-        run_ranks_to_any_end(host_a_store_and_stop, 2, port, init_group=False, deadline_s=20)
+        run_ranks_to_any_end(host_a_store_and_stop, 2, free_port(), init_group=False, deadline_s=20)
     assert "store does not answer" in str(caught.value)
     assert "Lost rank 0" in str(caught.value)
 

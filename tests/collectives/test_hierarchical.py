@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
@@ -20,6 +19,7 @@ from support.hosts_of_one_machine import live_on_host, needs_users
 from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import run_ranks, run_ranks_to_any_end
+from support.tensors import SUMMED, addend
 
 import psengine
 from psengine.collectives.registry import collective_for, default_group
@@ -47,24 +47,14 @@ def expected(layout: tuple[int, ...], addends: list[torch.Tensor], scale: float)
     return add([add([scaled[rank] for rank in host]) for host in hosts_of(layout)])
 
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.complex64)
-
-
-def addends_of(layout: tuple[int, ...], numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(numel)
-    if dtype.is_complex:
-        return [torch.complex(*torch.randn(2, numel, generator=generator)) for _ in layout]
-    return [(torch.randn(numel, generator=generator) * 10).to(dtype) for _ in layout]
-
-
 def add_in_order(rank: int, world_size: int, layout: tuple[int, ...]) -> None:
     live_on_host(layout[rank])
     collective = collective_for(default_group(), "hierarchical")
     collective.connect()
     assert [list(host) for host in collective._levels.hosts] == hosts_of(layout)
-    for dtype in DTYPES:
+    for dtype in SUMMED:
         for numel in (0, 1, 7, 5000, 1_300_001):  # the last one goes in pieces
-            addends = addends_of(layout, numel, dtype)
+            addends = [addend(other, numel, dtype) for other in range(world_size)]
             for scale in (1.0, 1 / world_size) if dtype.is_floating_point else (1.0,):
                 flat = collective.allocate(numel, dtype, torch.device("cpu")).copy_(addends[rank])
                 collective.all_reduce(flat, scale).wait()
@@ -163,34 +153,6 @@ def test_strategies_codecs_and_uneven_inputs_need_no_other_collective(layout):
     run_ranks(train_in_other_ways, len(layout), layout)
 
 
-BETWEEN_HOSTS = """
-import os, sys, time, torch, torch.distributed as dist
-from datetime import timedelta
-from psengine.collectives.registry import collective_for, default_group
-from psengine.errors import CollectiveError
-dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[1])))
-collective = collective_for(default_group(), "hierarchical")
-flat = torch.ones(300_000)
-collective.all_reduce(flat, 0.25).wait()
-print(collective._levels.hosts, flush=True)
-try:
-    for _ in range(10_000):
-        collective.all_reduce(flat, 0.25, what="gradient bucket 3").wait()
-        print("step", flush=True)
-        time.sleep(0.02)
-        if os.path.exists(sys.argv[2]):
-            break
-    assert (flat == 1).all()
-    print("ended")
-except CollectiveError as error:
-    print("error", getattr(error, "ranks", ()), error)
-deadline = time.monotonic() + 30
-while not os.path.exists(sys.argv[2]) and time.monotonic() < deadline:  # rank 0 has the store
-    time.sleep(0.05)
-os._exit(0)
-"""
-
-
 @contextmanager
 def ranks_on_hosts(
     layout: tuple[int, ...], program: str, folder: Path, *arguments: Any
@@ -243,43 +205,3 @@ def test_hosts_send_the_documented_share_of_a_rings_bytes(tmp_path, layout, shar
             sent.append([int(line) for line in process.stdout.split()])
     ring, hierarchical = (max(sizes) for sizes in zip(*sent, strict=True))
     assert hierarchical / ring == pytest.approx(share, rel=0.05)
-
-
-@contextmanager
-def ranks_on_two_hosts(folder: Path, timeout_s: float) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Two hosts with two ranks each that have begun; yields the hosts and the ranks' processes."""
-    with ranks_on_hosts((0, 0, 1, 1), BETWEEN_HOSTS, folder, timeout_s, folder / "stop") as (hosts, processes):
-        for process in processes:
-            process.wait_until(lambda process=process: process.stdout.count("step") > 2)
-            assert process.stdout.startswith("((0, 1), (2, 3))"), process.stdout
-        yield hosts, processes
-
-
-@pytest.mark.slow
-@needs_hosts
-def test_a_cut_link_that_heals_is_waited_for(tmp_path):
-    with ranks_on_two_hosts(tmp_path, 60.0) as (hosts, processes):
-        hosts[1].cut()
-        before = [process.stdout.count("step") for process in processes]
-        time.sleep(1.5)
-        assert all(p.stdout.count("step") <= count + 2 for p, count in zip(processes, before, strict=True))
-        hosts[1].mend()
-        for process, count in zip(processes, before, strict=True):
-            process.wait_until(lambda process=process, count=count: process.stdout.count("step") > count + 3)
-        (tmp_path / "stop").touch()
-        time.sleep(0.1)
-        assert not any("error" in process.stdout for process in processes)
-
-
-@pytest.mark.slow
-@needs_hosts
-def test_a_link_that_stays_cut_ends_with_the_names_of_the_ranks_beyond_it(tmp_path):
-    with ranks_on_two_hosts(tmp_path, 4.0) as (hosts, processes):
-        hosts[1].cut()
-        for rank, process in enumerate(processes):
-            process.wait_until(lambda process=process: "error" in process.stdout, 40)
-            # Those with the store see who is missing; the others see that the store is gone.
-            expected = "error (2, 3) Lost rank 2" if rank < 2 else "The rendezvous store does not answer"
-            assert expected in process.stdout, process.stdout
-            assert "gradient bucket 3" in process.stdout
-        (tmp_path / "stop").touch()

@@ -11,11 +11,11 @@ from oracles.ring_order import MAX_SEGMENT_BYTES, add_in_ring_order
 from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks
+from support.tensors import FLOATS
 
 from psengine.collectives.registry import collective_for, default_group
 
 CPU = torch.device("cpu")
-FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int32, torch.int64, torch.complex64, torch.complex128]
 
 
