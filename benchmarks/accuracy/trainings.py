@@ -105,7 +105,7 @@ def train_in_turns(plan: Plan) -> Run:
     network = task.model()
     flat = parameters_to_vector(network.parameters()).detach()
     rule = resolve_strategy(plan.strategy).rule  # what the strategy asks of servers
-    workers = team(World(codec=False), plan.workers, [spec(0, flat.numel())], values={0: flat}, rule=rule)
+    workers = team(World(), plan.workers, [spec(0, flat.numel())], values={0: flat}, rule=rule)
     settings = SGD | {"lr": plan.learning_rate, "momentum": plan.momentum}
     workers[0].configure(0, flat.numel(), groups=[settings])
     held = [(0, flat)] * plan.workers  # version, weights
