@@ -72,7 +72,7 @@ def test_jobs_of_both_kinds(capsys, monkeypatch):
             with training_client(server.addresses[0], steps=3):
                 # The second shard's address leads to the same shards.
                 code, found = 0, {"jobs": {}}
-                while "default" not in found["jobs"]:  # a server makes its status once in a tick
+                while found["jobs"].get("default", {}).get("applied") != 3:  # a server makes its status once in a tick
                     code, found = status_of(capsys, "--server-address", ",".join(server.addresses))
                 assert (code, found["problems"]) == (0, [])
                 job, averaging = found["jobs"]["default"], found["jobs"]["averaging"]
