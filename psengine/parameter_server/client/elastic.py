@@ -142,7 +142,7 @@ def regroup(job: ElasticClient, former: int, *, has_failed: bool = False, lost: 
     """
     answered = None
     if has_failed and job.preparing is None:
-        yield from _said(job.control.commit("failed", view=former, lost=list(lost)))
+        yield from _said(job, job.control.commit("failed", view=former, lost=list(lost)))
     while True:
         seen, prepare, view = job.news, job.preparing, job.view
         if view is not None and view.number > former and prepare is None:
@@ -151,18 +151,18 @@ def regroup(job: ElasticClient, former: int, *, has_failed: bool = False, lost: 
             answered = prepare
             completed, has_state = job.completed or 0, job.completed is not None
             said = job.control.commit("prepared", view=prepare.view, completed=completed, has_state=has_state)
-            if not (yield from _said(said)):
+            if not (yield from _said(job, said)):
                 answered = None
         else:
             yield from _heard(job, job.control.expect("the next view", job.options.timeout_s, seen))
 
 
-def _said(request: Request) -> Flow[bool]:
+def _said(job: ElasticClient, request: Request) -> Flow[bool]:
     """Wait for the answer to a COMMIT; False where this worker has to say HELLO, and does."""
     try:
         yield [request]
     except ServerRefusedError as error:
-        if error.code not in _SAYS_HELLO:
+        if job.fatal is not None or error.code not in _SAYS_HELLO:
             raise
         logger.info("saying HELLO again: %s", error)
         return False
