@@ -191,9 +191,9 @@ class Part:
 
     # ---- what travels to others --------------------------------------------------------------------------------
 
-    def result(self) -> dict[str, Any]:
-        """What a worker needs that lacks the last step's averages; see ``take_result``."""
-        return {"averages": self.averages, "buffers": list(self.replica.buffers().values())}
+    def result(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What a worker needs that lacks the last step's averages; ``buffers``: of its end. See ``take_result``."""
+        return {"averages": self.averages, "buffers": list(buffers.values())}
 
     def take_result(self, result: Mapping[str, Any], used: Sequence[float] | None) -> None:
         """End the step with what another worker has of it."""

@@ -171,16 +171,18 @@ class Player:
         mine = to_bytes(known) if is_source else b""
         told = from_bytes(collective.broadcast_bytes(mine, source, CPU, what=f"state after step {newest}"))
         if any(member.completed == newest - 1 for member in members):
-            self._take_averages(collective, source, newest)
+            self._take_averages(collective, source, newest, told["orders"])
         if any(member.completed is None for member in members):
             self._take_state(collective, source, newest)
         self._lay_out(told["orders"])
         self._deal(group, told["owners"])
 
-    def _take_averages(self, collective: Collective, source: int, newest: int) -> None:
+    def _take_averages(
+        self, collective: Collective, source: int, newest: int, orders: Sequence[list[int] | None]
+    ) -> None:
         """Who lacks the averages of step ``newest`` takes those of ``source``."""
         is_source = collective.rank == source
-        mine = [part.result() for part in self.parts], self.recorded, self._used
+        mine = [part.result(self._buffers_of(part)) for part in self.parts], self.recorded, self._used
         payload = to_bytes(list(mine)) if is_source else b""
         payload = collective.broadcast_bytes(payload, source, CPU, what=f"averages of step {newest}")
         if self.completed == newest - 1:
@@ -188,6 +190,7 @@ class Player:
             for part, result, used in zip(self.parts, results, self._used, strict=True):
                 part.take_result(result, used or None)
             self._complete(newest)
+            self._lay_out(orders)  # at once: if the transfer of the state fails, only this worker may know them
 
     def _load(self, step: int) -> None:
         """Begin with a checkpoint; with none where ``step`` is 0."""
@@ -207,11 +210,12 @@ class Player:
 
     def _snapshot(self, completed: int) -> Snapshot:
         """The state of this worker as the step began that is under way, or as it is between two steps."""
-        buffers = [
-            part.replica.buffers() if self._awaits_first or self._step is None else part.buffers_at_start()
-            for part in self.parts
-        ]
+        buffers = [self._buffers_of(part) for part in self.parts]
         return self.state.snapshot(completed, {"orders": [part.order for part in self.parts]}, buffers)
+
+    def _buffers_of(self, part: Part) -> Mapping[str, torch.Tensor]:
+        """The buffers as of the end of step ``completed``, though batches of the next one may have changed them."""
+        return part.replica.buffers() if self._awaits_first or self._step is None else part.buffers_at_start()
 
     def _lay_out(self, orders: Sequence[list[int] | None]) -> None:
         for part, order in zip(self.parts, orders, strict=True):
