@@ -49,13 +49,17 @@ class Forwarding(Collective):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.inner.allocate(numel, dtype, device)
 
+    def wrapped(self, work: Work) -> Work:
+        """What this collective returns for the work of an operation that it passes on. Default: that work."""
+        return work
+
     @override
     def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        return self.inner.all_reduce(flat, scale, what=what)
+        return self.wrapped(self.inner.all_reduce(flat, scale, what=what))
 
     @override
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
-        return self.inner.all_gather(output, tensor, what=what)
+        return self.wrapped(self.inner.all_gather(output, tensor, what=what))
 
     @override
     def all_to_all(
@@ -67,21 +71,22 @@ class Forwarding(Collective):
         senders: Sequence[int] | None = None,
         what: str = "tensor",
     ) -> Work:
-        return self.inner.all_to_all(output, flat, sizes, senders=senders, what=what)
+        return self.wrapped(self.inner.all_to_all(output, flat, sizes, senders=senders, what=what))
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
-        return self.inner.broadcast(tensors, source_rank, what=what)
+        return self.wrapped(self.inner.broadcast(tensors, source_rank, what=what))
 
     @override
     def barrier(self) -> Work:
-        return self.inner.barrier()
+        return self.wrapped(self.inner.barrier())
 
     @override
     def sum_contributions(
         self, memory: torch.Tensor, owners: Sequence[tuple[int, int]], *, what: str = "contributions"
     ) -> Generator[Work, None, None]:
-        return self.inner.sum_contributions(memory, owners, what=what)
+        for work in self.inner.sum_contributions(memory, owners, what=what):
+            yield self.wrapped(work)
 
     @override
     def progress(self) -> None:

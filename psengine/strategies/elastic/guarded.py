@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 
-import torch
 from typing_extensions import override
 
 from psengine.collectives.base import Collective, Intermediate, Work
@@ -19,44 +18,10 @@ class GuardedCollective(Forwarding):
         super().__init__(inner)
         self._has_news = has_news
 
-    def _guarded(self, work: Work) -> Work:
+    @override
+    def wrapped(self, work: Work) -> Work:
         guarded = GuardedWork(work, self._has_news)
         return Intermediate(guarded) if isinstance(work, Intermediate) else guarded
-
-    @override
-    def all_reduce(self, flat: torch.Tensor, scale: float = 1.0, *, what: str = "tensor") -> Work:
-        return self._guarded(super().all_reduce(flat, scale, what=what))
-
-    @override
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
-        return self._guarded(super().all_gather(output, tensor, what=what))
-
-    @override
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        flat: torch.Tensor,
-        sizes: Sequence[int],
-        *,
-        senders: Sequence[int] | None = None,
-        what: str = "tensor",
-    ) -> Work:
-        return self._guarded(super().all_to_all(output, flat, sizes, senders=senders, what=what))
-
-    @override
-    def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
-        return self._guarded(super().broadcast(tensors, source_rank, what=what))
-
-    @override
-    def barrier(self) -> Work:
-        return self._guarded(super().barrier())
-
-    @override
-    def sum_contributions(
-        self, memory: torch.Tensor, owners: Sequence[tuple[int, int]], *, what: str = "contributions"
-    ) -> Generator[Work, None, None]:
-        for work in super().sum_contributions(memory, owners, what=what):
-            yield self._guarded(work)
 
 
 class GuardedWork(Work):
