@@ -204,9 +204,6 @@ class Reducer:
             return self.strategy.slot_memory(index, slot)
         return self.strategy.allocate(numel, dtype, device, keeps_dtype=self._keeps_dtype)
 
-    def _should_rebuild(self) -> bool:
-        return self.graph.may_rebuild and not self._layout_is_final
-
     def _rebuild_buckets(self) -> bool:
         """Once, between the first and the second iteration: lay out buckets in the order gradients arrived on rank 0.
 
@@ -218,7 +215,7 @@ class Reducer:
         """
         self._check_reducer_finalized()
         order = self.arrival_order
-        if order is None or not self._should_rebuild() or self.strategy.capabilities.orders_buckets:
+        if order is None or not self.awaits_order or self.strategy.capabilities.orders_buckets:
             return False
         agreed = torch.tensor(order, dtype=torch.int64, device=self._device)
         self._collective.broadcast([agreed], 0, what="order of gradients").wait()
@@ -238,7 +235,7 @@ class Reducer:
     @property
     def awaits_order(self) -> bool:
         """See ``Gradients``."""
-        return self._should_rebuild()
+        return self.graph.may_rebuild and not self._layout_is_final
 
     def pack_in(self, slot: int) -> None:
         """See ``Gradients``."""
@@ -428,7 +425,7 @@ class Reducer:
         is_counted = self.graph.is_being_counted
         self.in_flight.shadow(self.graph)
         self._settle()
-        if not is_counted and self._should_rebuild():
+        if not is_counted and self.awaits_order:
             # All ranks rebuild; rank 0's order overwrites this one.
             self.ready_order = self.ready_order or list(range(len(self.parameters)))
 

@@ -46,7 +46,7 @@ class ScriptedPlayer:
         self._left = [*self._plan(step)[0], *self._plan(step)[1]]
         self._values = [math.nan] * self.virtual_workers
 
-    def upcoming(self, step):
+    def upcoming(self):
         return self._plan(self._now)[0]
 
     def next_virtual_worker(self):

@@ -199,7 +199,7 @@ class ElasticLoader:
         return key, self._plan.samples(step, virtual_worker)
 
     def _upcoming(self, step: int) -> Sequence[int]:
-        return self._player.upcoming(step) if step <= self._last_step else ()
+        return self._player.upcoming() if step <= self._last_step else ()
 
     def _check_step_is_over(self) -> None:
         if self._step is not None and not self._step.is_over:

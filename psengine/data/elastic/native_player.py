@@ -31,7 +31,7 @@ class NativePlayer:
     def begin_step(self, step: int) -> None:
         self._is_playing, self._value = False, None
 
-    def upcoming(self, step: int) -> Sequence[int]:
+    def upcoming(self) -> Sequence[int]:
         return [self._exchange.collective.rank]
 
     def next_virtual_worker(self) -> int | None:

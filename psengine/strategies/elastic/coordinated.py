@@ -156,7 +156,7 @@ class CoordinatedMembership(Membership):
             self._collective = collective
             states = zip(view.members, view.states, strict=True)
             members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)
-            return Group(number=view.number, members=members, collective=collective)
+            return Group(members=members, collective=collective)
 
     def _form(self, view: View) -> Collective | None:
         """A collective of the view's members; None where another view comes before.

@@ -34,13 +34,11 @@ class Group:
     """Those who exchange with each other, until one of them dies or another comes.
 
     Attributes:
-        number: of the view; it only grows.
         members: in the order of ranks in ``collective``.
         collective: of exactly these, new for each group. Its waits end with CollectiveError where another view is to
             come.
     """
 
-    number: int
     members: tuple[Member, ...]
     collective: Collective
 
@@ -104,7 +102,7 @@ class FixedMembership(Membership):
         for rank, (theirs, _) in enumerate(ranks):
             check_alike(dict(ranks[0][0]), theirs, f"rank {rank}")
         members = [Member(worker=rank, completed=None, checkpoint=found) for rank, (_, found) in enumerate(ranks)]
-        return Group(number=1, members=tuple(members), collective=self._collective)
+        return Group(members=tuple(members), collective=self._collective)
 
     @override
     def regroup(self, completed: int | None, error: BaseException | None) -> Group:

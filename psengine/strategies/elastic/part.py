@@ -21,7 +21,7 @@ class Part:
 
     Args:
         replica: the model.
-        index: its place among the models that are trained together.
+        gradients: the reducer of its gradients.
 
     Attributes:
         averages: of the last step that ended, by bucket, as they stay until the next ones are written.
@@ -162,20 +162,25 @@ class Part:
         assert average is not None, "every bucket's exchange was begun"
         return average
 
-    def share_buffers(self, source_rank: int) -> None:
-        """Everybody's buffers become those of virtual worker 0, whose owner is ``source_rank``."""
-        if self._collective.rank == source_rank:
+    @property
+    def _first_rank(self) -> int:
+        """The rank that plays virtual worker 0."""
+        return self._owners[0][0]
+
+    def share_buffers(self) -> None:
+        """All workers' buffers become those of virtual worker 0."""
+        if self._collective.rank == self._first_rank:
             self._write_buffers(self._first_buffers)
         if self._start_buffers:
-            self._broadcast.run(list(self.replica.buffers().values()), self._collective, source_rank)
+            self._broadcast.run(list(self.replica.buffers().values()), self._collective, self._first_rank)
 
-    def share_order(self, source_rank: int) -> list[int] | None:
+    def share_order(self) -> list[int] | None:
         """In which order buckets are to be laid out once this step is over; None: they stay as they are."""
         if not self._gradients.awaits_order:
             return None
         count = len(self.replica.parameters)
         order = torch.tensor(self._first_order or [0] * count, dtype=torch.int64)
-        self._collective.broadcast([order], source_rank, what="order of gradients").wait()
+        self._collective.broadcast([order], self._first_rank, what="order of gradients").wait()
         return [int(index) for index in order]
 
     def write(self, averages: list[torch.Tensor], used: Sequence[float] | None) -> None:

@@ -123,8 +123,8 @@ class Player:
         """See ``DistributedDataParallel.checkpoint_every``."""
         self._checkpoints = Checkpoints(steps, directory)
 
-    def upcoming(self, step: int) -> Sequence[int]:
-        """The virtual workers that are played here in a later step, in order, if nobody dies or comes."""
+    def upcoming(self) -> Sequence[int]:
+        """The virtual workers that are played here in each later step, in order, if nobody dies or comes."""
         return sorted(self._slots)
 
     def leave(self) -> None:
@@ -346,12 +346,11 @@ class Player:
             for part in self.parts:
                 part.begin_exchanges()
             self._has_begun = True
-        first_rank = [member.worker for member in self._group.members].index(self._owners[0])
         averages = [part.end_exchanges() for part in self.parts]
-        orders = [part.share_order(first_rank) for part in self.parts]
+        orders = [part.share_order() for part in self.parts]
         numbers = self._share_numbers(collective)
         for part in self.parts:
-            part.share_buffers(first_rank)
+            part.share_buffers()
         # From here on nothing waits for others.
         self.recorded, self._used = numbers[0], numbers[1:]
         for part, mine, used in zip(self.parts, averages, self._used, strict=True):
