@@ -13,7 +13,7 @@ import typer
 from psengine.cli.console import printable
 from psengine.cli.status import ServerAddress, TimeoutS
 from psengine.cli.status_overview import StatusSource, merge, open_sources
-from psengine.environment.local_sockets import is_listening
+from psengine.environment.local_sockets import host_and_port, is_listening
 from psengine.errors import PSEngineError, ServerRefusedError
 
 EXIT_REFUSED = 1
@@ -127,11 +127,11 @@ def _tell(servers: Sequence[StatusSource], **order: Any) -> None:
 
 def _has_ended(address: str) -> bool:
     """Whether nobody listens there."""
-    if address.startswith("ipc://"):
+    place = host_and_port(address)
+    if place is None:
         return not is_listening(address)
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=POLL_S).close()
+        socket.create_connection(place, timeout=POLL_S).close()
     except OSError as error:
         return isinstance(error, ConnectionRefusedError)
     return False

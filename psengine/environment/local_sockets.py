@@ -65,6 +65,20 @@ def is_loopback(address: str) -> bool:
     return _LOOPBACK.fullmatch(address) is not None
 
 
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Those of a TCP address, an IPv6 host without its brackets; None of another address."""
+    if not address.startswith("tcp://"):
+        return None
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def host_of(address: str) -> str:
+    """The host of a server's address; loopback of a Unix socket's."""
+    place = host_and_port(address)
+    return "127.0.0.1" if place is None else place[0]
+
+
 def socket_beside(address: str, *, make: bool = False) -> str:
     """The ipc:// address of the socket that a server of this user has beside a TCP address that it binds.
 

@@ -141,13 +141,12 @@ def watch_first_contact(channel: Channel) -> None:
         channel: to an address as ``addresses.parse_addresses`` returns it; ipc:// is not checked.
     """
     closing, options = channel.job.closing, channel.job.options
-    if not channel.address.startswith("tcp://"):
+    address = local_sockets.host_and_port(channel.address)
+    if address is None:
         return
-    host, _, port = channel.address.removeprefix("tcp://").rpartition(":")
-    address = host.strip("[]"), int(port)
 
     def look() -> None:
-        reason, fix = f"the host name {host!r} does not resolve here", "or add the name to DNS or /etc/hosts"
+        reason, fix = f"the host name {address[0]!r} does not resolve here", "or add the name to DNS or /etc/hosts"
         try:
             socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
             reason, fix = "nobody can be reached there", "or start psengine-server there"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+from psengine.environment.local_sockets import host_of
 from psengine.parameter_server.server.shard_group import ShardGroup
 
 
@@ -36,10 +37,3 @@ class GroupStore:
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
         return int(self._store.port)
-
-
-def host_of(address: str) -> str:
-    """The host of a server's address; loopback of a Unix socket's."""
-    if not address.startswith("tcp://"):
-        return "127.0.0.1"
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

@@ -24,6 +24,7 @@ from psengine.collectives.own_group import form_collective
 from psengine.collectives.solo import SoloCollective
 from psengine.environment.context import DEFAULT_TIMEOUT, assign_worker
 from psengine.environment.launchers import read_worker
+from psengine.environment.local_sockets import host_of
 from psengine.environment.processes import has_exited, process_table
 from psengine.environment.variables import inherited_variables, read_variable
 from psengine.errors import CollectiveError, ConfigurationError, PSEngineError, ServerRefusedError
@@ -169,7 +170,7 @@ class CoordinatedMembership(Membership):
             return SoloCollective()
         deadline_s = time.monotonic() + FORM_S
         rank = workers.index(job.identity.worker)
-        host = _host_of(job.options.addresses[0])
+        host = host_of(job.options.addresses[0])
         name = f"{job.identity.job}/{view.epoch}/{view.number}"
         met: Future[tuple[Any, list[str]]] = Future()
 
@@ -200,13 +201,6 @@ class CoordinatedMembership(Membership):
         own = _own_address(host)
         collective = form_collective(store, name, rank, len(workers), timeout_s, is_interrupted, host=own)
         return None if collective is None else GuardedCollective(collective, lambda: job.has_news)
-
-
-def _host_of(address: str) -> str:
-    """The host of a server, whose store is beside it."""
-    if not address.startswith("tcp://"):
-        return "127.0.0.1"
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def _own_address(host: str) -> str:
