@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from psengine.collectives.base import Collective
 from psengine.errors import ConfigurationError
+from psengine.protocol.facts import difference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class Membership(ABC):
         return True
 
     def close(self) -> None:  # noqa: B027 - ranks of a process group hold nothing
-        """Go without a word: training broke off. Safe to call twice, and after ``leave``."""
+        """Go without telling the others: training broke off. Safe to call twice, and after ``leave``."""
 
 
 class FixedMembership(Membership):
@@ -100,7 +101,11 @@ class FixedMembership(Membership):
         rows = self._collective.gather_bytes(mine, torch.device("cpu"), what="what workers must have alike")
         ranks = [json.loads(row) for row in rows]
         for rank, (theirs, _) in enumerate(ranks):
-            check_alike(dict(ranks[0][0]), theirs, f"rank {rank}")
+            if differs := difference(ranks[0][0], theirs):
+                raise ConfigurationError(
+                    f"rank {rank} differs from the workers that are there {differs}. Fix: start all workers with the"
+                    " same program, arguments and machine settings."
+                )
         members = [Member(worker=rank, completed=None, checkpoint=found) for rank, (_, found) in enumerate(ranks)]
         return Group(members=tuple(members), collective=self._collective)
 
@@ -108,14 +113,3 @@ class FixedMembership(Membership):
     def regroup(self, completed: int | None, error: BaseException | None) -> Group:
         assert error is not None, "there is no news of a process group"
         raise error
-
-
-def check_alike(expected: Mapping[str, str], got: Mapping[str, str], who: str) -> None:
-    """Raise ConfigurationError where ``got``, of the worker ``who``, differs from what the others have."""
-    for name in sorted({*expected, *got}):
-        if expected.get(name) != got.get(name):
-            raise ConfigurationError(
-                f"{who} differs from the workers that are there in {name!r} (expected {expected.get(name)}, got"
-                f" {got.get(name)}), so its gradients would have other bits. Fix: start all workers with the same"
-                " program, arguments and machine settings."
-            )

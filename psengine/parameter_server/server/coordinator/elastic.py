@@ -20,6 +20,7 @@ from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.states import JobState, WorkerState
 from psengine.parameter_server.server.coordinator.workers import Worker
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
+from psengine.protocol.facts import difference
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import MemberState
 
@@ -131,7 +132,7 @@ class ElasticCoordinator(Coordinator):
     # ---- who goes ----------------------------------------------------------------------------------------------
 
     def _put_out_dead(self) -> None:
-        """Put out whose process has ended, or whose connection has, if it makes no other one."""
+        """Put out a worker whose process has ended, or whose connection has ended without another one."""
         for worker in self.workers.present:
             if not worker.route:
                 continue  # it has a lease to come back
@@ -176,12 +177,9 @@ class ElasticCoordinator(Coordinator):
 def _check_alike(job: str, expected: Mapping[str, Any], got: Mapping[str, Any]) -> None:
     """Raise ProtocolError where a worker differs from those that came before in what all must have alike."""
     there, here = ({"virtual_workers": rule["virtual_workers"], **rule["facts"]} for rule in (expected, got))
-    for name in sorted({*there, *here}):
-        if there.get(name) != here.get(name):
-            raise ProtocolError(
-                f"this worker differs from those of job {job!r} that came before in {name!r} (expected"
-                f" {there.get(name)}, got {here.get(name)}), so its gradients would have other bits. Fix: start all"
-                " workers with the same program, arguments and machine settings; or give another training another job"
-                " (PSENGINE_JOB).",
-                ErrorCode.RULE_MISMATCH,
-            )
+    if differs := difference(there, here):
+        raise ProtocolError(
+            f"this worker differs from those of job {job!r} that came before {differs}. Fix: start all workers with the"
+            " same program, arguments and machine settings; or give another training another job (PSENGINE_JOB).",
+            ErrorCode.RULE_MISMATCH,
+        )
