@@ -35,7 +35,7 @@ plant("a view begins one step too early", Coordinator, "_publish", _with_view(fr
 plant("nobody returns the average that some lack", Coordinator, "_publish", _with_view(donor=lambda donor: None))
 plant("a view has no decisions", Coordinator, "_publish", _with_view(releases=lambda releases: ()))
 plant("a view does not wait for what members have completed", Coordinator, "_unprepared", constant([]))
-plant("a worker may leave at once", module, "is_spare", constant(True))
+plant("a worker may leave at once", module, "may_leave", constant(True))
 plant("no lease ever ends", Coordinator, "_put_out_silent", constant(None))
 plant("a restarted shard is not heard of", Coordinator, "_hear_life", constant(None))
 plant("who is cut off from a shard stays", Coordinator, "_put_out_cut_off", constant(None))

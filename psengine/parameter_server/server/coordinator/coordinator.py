@@ -629,7 +629,7 @@ class Coordinator(JobMemory):
         """Members that want to leave may, once all others have the averages that they have."""
         members = self.workers.members
         for worker in members:
-            if worker.leaving is not None and (not self.averages or is_spare(worker, members)):
+            if worker.leaving is not None and (not self.averages or may_leave(worker, members)):
                 self._put_out(worker, "left", "its training broke off" if worker.has_failed else "it is done")
 
     # ---- views -------------------------------------------------------------------------------------------------
@@ -812,6 +812,6 @@ def _view_that_has(rank: int, message: Message, sender: Sender) -> View | None:
     return view if is_in else None
 
 
-def is_spare(leaver: Worker, members: list[Worker]) -> bool:
+def may_leave(leaver: Worker, members: list[Worker]) -> bool:
     """Whether all others have every average that a worker has which wants to leave."""
     return leaver.has_failed or all(one.completed >= leaver.completed for one in members)

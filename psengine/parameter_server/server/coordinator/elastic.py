@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Interfaces, is_spare
+from psengine.parameter_server.server.coordinator.coordinator import Coordinator, Interfaces, may_leave
 from psengine.parameter_server.server.coordinator.states import JobState, WorkerState
 from psengine.parameter_server.server.coordinator.workers import Worker
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
@@ -163,7 +163,7 @@ class ElasticCoordinator(Coordinator):
     def _let_leave(self) -> None:
         """Whoever may leave goes at once: the view without it takes as long as the others' steps."""
         members = self.workers.members
-        for worker, message in [(one, one.leaving) for one in members if one.leaving and is_spare(one, members)]:
+        for worker, message in [(one, one.leaving) for one in members if one.leaving and may_leave(one, members)]:
             self._put_out(worker, "left", "its training broke off" if worker.has_failed else "it is done")
             self._send(worker, Message(MessageType.OK, self.number, sequence=message.sequence))
             worker.leaving = None
