@@ -148,8 +148,8 @@ class SyncVirtualWorkers(Strategy):
         """Each worker steps itself, with the averages."""
         if self.player.is_in_step:
             raise ReductionError(
-                "gradients are averages once the loop over step.batches has ended (expected optimizer.step() behind"
-                " it, got one before). Fix: move it behind the loop, and do not break out of the loop."
+                "gradients are averages once the loop over step.batches has ended (expected optimizer.step() after"
+                " it, got one before). Fix: move it after the loop, and do not break out of the loop."
             )
         return local_step()
 
