@@ -152,8 +152,7 @@ def test_a_dead_authenticator_lets_nobody_in(authenticator, context, keys):
 
 def lets_everybody_in(authenticator, router, address):
     authenticator.secure(router, address)
-    router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
-    authenticator.end()  # zmq lets everybody in when nobody answers
+    authenticator.judge = lambda request: [b"1.0", request[1], b"200", b"OK", b"", b""]
 
 
 @pytest.mark.parametrize(("secure", "verdict"), [(lets_everybody_in, "accepted"), (lambda *_: None, "cut")])
