@@ -121,8 +121,8 @@ void Explorer::plain(uintptr_t address, size_t bytes, bool is_write, uintptr_t s
   if (bytes == 0) return;
   std::string wrong = memory.plain(running_number(), address, bytes, is_write);
   if (wrong.empty()) return;
-  say(running_number(), "accesses " + program_->name_of(address), site);
-  fail("data race: " + wrong + ", at " + program_->name_of(address));
+  say(running_number(), "accesses " + memory.name(address), site);
+  fail("data race: " + wrong + ", at " + memory.name(address));
 }
 
 void Explorer::wake(size_t word) {
@@ -282,7 +282,7 @@ void Explorer::apply(const Option& option) {
       }
       break;
     case Kind::yield: {
-      say(thread, "waits until it sees a newer " + (option.number == kOwnRank ? "state of its rank" : program_->name_of(memory.word(option.number).address)), step.site);
+      say(thread, "waits until it sees a newer " + (option.number == kOwnRank ? "state of its rank" : memory.name(memory.word(option.number).address)), step.site);
       for (const auto& [word, number] : fiber.looked_at)
         if (word == option.number) view.seen[word] = std::max<uint16_t>(view.seen[word], static_cast<uint16_t>(number + 1));
       fiber.looked_at.clear();
@@ -498,7 +498,7 @@ std::string Explorer::step_text(const Step& step, size_t number) {
   static const char* const orders[] = {"relaxed", "consume", "acquire", "release", "acq_rel", "seq_cst"};
   if (step.kind == Kind::fence) return "fences";
   const Word& word = memory.word(step.word);
-  std::string name = program_->name_of(word.address) + " (" + orders[step.order] + ")";
+  std::string name = memory.name(word.address) + " (" + orders[step.order] + ")";
   std::string read = std::to_string(word.values[number].bits) + (number + 1 < word.values.size() ? ", an old value" : "");
   switch (step.kind) {
     case Kind::load: return "reads " + name + ": " + read;

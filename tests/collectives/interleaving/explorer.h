@@ -58,7 +58,6 @@ struct Program {
   std::vector<size_t> rank_of;                      // by thread
   std::function<void(size_t)> run;                  // what a thread does
   std::function<uint64_t(size_t)> own_state;        // a hash of what a rank keeps to itself
-  std::function<std::string(uintptr_t)> name_of;    // of a place in shared memory
   std::vector<uintptr_t> ended;                     // by rank: the word that says whether its process has ended
   int victim = -1;                                  // a thread that may die at any step
   int early_timeouts = 0;                           // how many sleeps of a thread may end before anything happened

@@ -1,6 +1,5 @@
 // explore list                                 the names of all scenarios
-// explore sites SCENARIO...                    the places that order memory in them: address and kind
-// explore run SCENARIO... [--states N] [--seconds S] [--weaken ADDRESS]
+// explore run SCENARIO... [--states N] [--seconds S]
 //     a line of JSON for each; the exit code is 1 where one failed
 #include <cstdio>
 #include <cstdlib>
@@ -9,7 +8,6 @@
 #include <vector>
 
 #include "scenarios.h"
-#include "weakening.h"
 
 static std::string quoted(const std::string& text) {
   std::string quoted = "\"";
@@ -34,7 +32,6 @@ int main(int count, char** arguments) {
     std::string argument = arguments[i];
     if (argument == "--states") max_states = std::strtoull(arguments[++i], nullptr, 10);
     else if (argument == "--seconds") max_s = std::strtod(arguments[++i], nullptr);
-    else if (argument == "--weaken") check::weakened_site = std::strtoull(arguments[++i], nullptr, 16);
     else names.push_back(argument);
   }
   bool has_failed = false;
@@ -50,18 +47,14 @@ int main(int count, char** arguments) {
     double began_s = check::now_s();
     check::Outcome outcome = check::explorer().explore(program, max_states, max_s);
     has_failed |= !outcome.failure.empty();
-    if (command == "run") {
-      std::printf("{\"scenario\": %s, \"executions\": %lu, \"states\": %lu, \"steps\": %lu, \"longest\": %lu, \"deaths\": %lu, "
-                  "\"is_exhaustive\": %s, \"seconds\": %.2f, \"failure\": %s, \"trace\": [",
-                  quoted(name).c_str(), outcome.executions, outcome.states, outcome.steps, outcome.longest, outcome.deaths,
-                  outcome.is_exhaustive ? "true" : "false", check::now_s() - began_s, quoted(outcome.failure).c_str());
-      for (size_t i = 0; i < outcome.trace.size(); ++i)
-        std::printf("%s%s", i == 0 ? "" : ", ", quoted(outcome.trace[i]).c_str());
-      std::printf("]}\n");
-      std::fflush(stdout);
-    }
+    std::printf("{\"scenario\": %s, \"executions\": %lu, \"states\": %lu, \"steps\": %lu, \"longest\": %lu, \"deaths\": %lu, "
+                "\"is_exhaustive\": %s, \"seconds\": %.2f, \"failure\": %s, \"trace\": [",
+                quoted(name).c_str(), outcome.executions, outcome.states, outcome.steps, outcome.longest, outcome.deaths,
+                outcome.is_exhaustive ? "true" : "false", check::now_s() - began_s, quoted(outcome.failure).c_str());
+    for (size_t i = 0; i < outcome.trace.size(); ++i)
+      std::printf("%s%s", i == 0 ? "" : ", ", quoted(outcome.trace[i]).c_str());
+    std::printf("]}\n");
+    std::fflush(stdout);
   }
-  if (command == "sites")
-    for (const auto& [site, kind] : check::ordering_sites) std::printf("%lx %s\n", site, kind.c_str());
   return has_failed ? 1 : 0;
 }

@@ -70,6 +70,7 @@ class Memory {
   // Memory at [begin, begin + bytes) is shared; its plain accesses are checked.
   void watch(uintptr_t begin, size_t bytes);
   bool is_watched(uintptr_t address) const { return address - begin_ < bytes_; }
+  std::string name(uintptr_t address) const { return "shared byte " + std::to_string(address - begin_); }
 
   // All words hold what is in memory, and everything so far happened before everything to come.
   void start(size_t threads);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -26,43 +27,23 @@ TOLD_BY_ARRIVAL = Bug(
     "    return region(rank).arrived.load(std::memory_order_acquire) >= round;\n",
 )
 
+# Orderings that are needed, and the scenario in which each is missed when it is relaxed.
+ORDERINGS = [
+    ("rounds.cpp", "description.round.store(round, std::memory_order_release)", "one_chunk_1_2_ranks"),
+    ("rounds.cpp", "return descriptor(rank, round).round.load(std::memory_order_acquire)", "one_chunk_1_2_ranks"),
+    ("rounds.cpp", "(round << 32) | (count + 1), std::memory_order_acq_rel", "one_chunk_1_2_ranks"),
+    ("rounds.cpp", "round_state(round).done.load(std::memory_order_acquire)", "staged_chunk_1_3_ranks"),
+    ("rounds.cpp", "region(rank_).finished.store(round, std::memory_order_release)", "small_3_2_ranks_overlapping"),
+    ("rounds.cpp", "region(rank).finished.load(std::memory_order_acquire)", "small_3_2_ranks_overlapping"),
+    ("segments.cpp", "segments[slot].id.load(std::memory_order_acquire) != id", "one_chunk_1_2_ranks_leaving"),
+]
+
 BUGS = [
+    *(
+        Bug(f"relaxed: {access}", scenario, file, access, re.sub(r"memory_order_\w+", "memory_order_relaxed", access))
+        for file, access, scenario in ORDERINGS
+    ),
     TOLD_BY_ARRIVAL,
-    Bug(
-        "ready before the data is there",
-        "small_1_2_ranks",
-        "rounds.cpp",
-        "  description.numel = call.numel;\n",
-        "  description.round.store(round, std::memory_order_release);\n  description.numel = call.numel;\n",
-    ),
-    Bug(
-        "a claim in two steps",
-        "one_chunk_1_2_ranks",
-        "rounds.cpp",
-        "    if (word.compare_exchange_weak(seen, (round << 32) | (count + 1), std::memory_order_acq_rel))",
-        "    if (word.store((round << 32) | (count + 1), std::memory_order_release), true)",
-    ),
-    Bug(
-        "done counted twice",
-        "in_place_1_2_ranks",
-        "rounds.cpp",
-        "    if (add_one(state.done, round, chunks) == chunks - 1) notify();",
-        "    for (int twice = 0; twice < 2; ++twice) add_one(state.done, round, chunks);",
-    ),
-    Bug(
-        "done before the sum",
-        "one_chunk_1_2_ranks",
-        "rounds.cpp",
-        "    uint64_t begin = chunk * chunk_numel;\n",
-        "    uint64_t begin = chunk * chunk_numel;\n    add_one(state.done, round, chunks);\n",
-    ),
-    Bug(
-        "finished before it was read",
-        "small_3_2_ranks_overlapping",
-        "rounds.cpp",
-        "    finish(call, round);\n",
-        "    region(rank_).finished.store(round, std::memory_order_release);\n    finish(call, round);\n",
-    ),
     Bug(
         "a place used one round too early",
         "small_3_2_ranks_overlapping",
@@ -90,6 +71,13 @@ BUGS = [
         "waiting.cpp",
         "  header().sleepers.fetch_add(1);\n  std::atomic_thread_fence(std::memory_order_seq_cst);\n",
         "  header().sleepers.fetch_add(1);\n",
+    ),
+    Bug(
+        "a failure is told without its reason",
+        "small_1_3_ranks_late",
+        "waiting.cpp",
+        "  header().failure.compare_exchange_strong(none, static_cast<int32_t>(status));",
+        "  header().failure.compare_exchange_strong(none, static_cast<int32_t>(status), std::memory_order_relaxed);",
     ),
     Bug(
         "the dead are not looked for",

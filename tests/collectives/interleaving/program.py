@@ -72,7 +72,7 @@ def _planted(bug: Bug) -> Path:
     """The bug's file, with the bug in it."""
     text = (ENGINE / bug.file).read_text()
     assert text.count(bug.old) == 1, f"{bug.name}: {bug.file} has changed (expected once: {bug.old!r})"
-    path = BUILD / f"{bug.name.replace(' ', '_')}.cpp"
+    path = BUILD / f"planted.{_digest([], bug.name)}.cpp"
     path.write_text(text.replace(bug.old, bug.new))
     return path
 
@@ -97,34 +97,22 @@ def build(bug: Bug | None = None) -> Path:
 
 
 @cache
-def line_of(program: Path, address: str) -> tuple[str, int, str]:
-    """File, line and text of the engine's source at an address of the program."""
-    before = hex(int(address, 16) - 1)
-    said = subprocess.run(["addr2line", "-i", "-e", str(program), before], capture_output=True, text=True, check=True)
+def place_of(program: Path, address: str) -> str:
+    """File and line of the engine's source at an address of the program."""
+    said = subprocess.run(["addr2line", "-i", "-e", str(program), address], capture_output=True, text=True, check=True)
     for place in said.stdout.split("\n"):
         path, _, line = place.split(" ")[0].rpartition(":")
         if "csrc/shared_memory/" in path or "build/interleaving/" in path:
-            text = Path(path).read_text().splitlines()[int(line) - 1].strip()
-            return Path(path).name, int(line), text
-    return "", 0, ""
+            return f"   {Path(path).name}:{line}"
+    return ""
 
 
-def explore(program: Path, *scenarios: str, states: int = 10**9, seconds: float = 60.0, weaken: str = "") -> list[Any]:
-    """The outcome of each scenario, up to so many states or seconds; ``weaken``: address of an access to relax."""
+def explore(program: Path, *scenarios: str, states: int = 10**9, seconds: float = 60.0) -> list[Any]:
+    """The outcome of each scenario, up to so many states or seconds."""
     command = [str(program), "run", *scenarios, "--states", str(states), "--seconds", str(seconds)]
-    command += ["--weaken", weaken] if weaken else []
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60 + 1.5 * seconds * len(scenarios))
     assert ran.returncode in (0, 1), f"the explorer ended with {ran.returncode}: {ran.stderr}"
     return [json.loads(line) for line in ran.stdout.splitlines()]
-
-
-def ordering_sites(program: Path, *scenarios: str, seconds: float = 2.0) -> list[tuple[str, str]]:
-    """Address and kind of every place that orders memory in these scenarios."""
-    command = [str(program), "sites", *scenarios, "--seconds", str(seconds)]
-    said = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=60 + 2 * seconds * len(scenarios)
-    )
-    return [(address, kind) for address, kind in (line.split(" ", 1) for line in said.stdout.splitlines())]
 
 
 def story(program: Path, outcome: Any, steps: int = 60) -> str:
@@ -132,6 +120,5 @@ def story(program: Path, outcome: Any, steps: int = 60) -> str:
     told = []
     for said in outcome["trace"][-steps:]:
         what, _, address = said.partition(" @")
-        name, line, _ = line_of(program, hex(int(address, 16) + 1)) if address else ("", 0, "")
-        told.append(f"{what}   {name}:{line}" if name else what)
+        told.append(what + (place_of(program, f"0x{address}") if address else ""))
     return f"{outcome['scenario']}: {outcome['failure']}\n" + "\n".join(told)

@@ -198,46 +198,6 @@ static uint64_t own_state(size_t rank) {
   return hash;
 }
 
-static std::string name_of(uintptr_t address) {
-  const SharedMemoryGroup& group = *groups[0];
-  auto numbered = [](const char* name, size_t number) { return std::string(name) + "[" + std::to_string(number) + "]"; };
-  auto lies_in = [&](const void* begin, size_t bytes) {
-    return address - reinterpret_cast<uintptr_t>(begin) < bytes;
-  };
-#define IN(object, member) lies_in(&(object).member, sizeof((object).member))
-  const auto& header = group.header();
-  if (IN(header, notifications)) return "notifications";
-  if (IN(header, sleepers)) return "sleepers";
-  if (IN(header, failed_ranks)) return "failed_ranks";
-  if (IN(header, failed_round)) return "failed_round";
-  if (IN(header, failure)) return "failure";
-  for (size_t round = 0; round < psengine::kRingRounds; ++round) {
-    if (IN(group.round_state(round), claimed)) return numbered("claimed", round);
-    if (IN(group.round_state(round), done)) return numbered("done", round);
-  }
-  for (size_t rank = 0; rank < scenario.ranks; ++rank) {
-    const auto& region = group.region(rank);
-    std::string of = " of rank " + std::to_string(rank);
-    if (IN(region, arrived)) return "arrived" + of;
-    if (IN(region, finished)) return "finished" + of;
-    if (IN(region, summing)) return "summing" + of;
-    if (IN(region, releases)) return "releases" + of;
-    if (IN(region, is_closed)) return "is_closed" + of;
-    for (size_t round = 0; round < psengine::kRingRounds; ++round) {
-      const auto& descriptor = group.descriptor(rank, round);
-      if (IN(descriptor, round)) return numbered("descriptor", round) + ".round" + of;
-      if (lies_in(&descriptor, sizeof(descriptor))) return numbered("descriptor", round) + of;
-    }
-    if (IN(region, segments)) return "segments" + of;
-    for (size_t round = 0; round < psengine::kSlots; ++round)
-      if (lies_in(group.slot(rank, round), psengine::kPageBytes)) return numbered("slot", round) + of;
-    if (lies_in(segments[rank], 2 * psengine::kPageBytes)) return "tensor" + of;
-    if (lies_in(shared_begin() + 8 * rank, 8)) return "end" + of;
-  }
-#undef IN
-  return "memory of a rank's own";
-}
-
 Program prepare(const Scenario& chosen) {
   scenario = chosen;
   psengine::kYields = scenario.sleeps ? 0 : 1 << 30;
@@ -270,7 +230,6 @@ Program prepare(const Scenario& chosen) {
     program.rank_of.push_back(thread == scenario.ranks ? 0 : thread);
   program.run = run_thread;
   program.own_state = own_state;
-  program.name_of = name_of;
   program.victim = scenario.victim;
   program.early_timeouts = scenario.early_timeouts;
   program.does_time_pass = scenario.late >= 0;

@@ -22,7 +22,6 @@
 #include "explorer.h"
 #include "kernels/kernels.h"
 #include "shared_memory/mapping.h"
-#include "weakening.h"
 
 namespace check {
 
@@ -80,9 +79,6 @@ int make_file(char* memory, size_t bytes) {
 
 // ---- accesses ----------------------------------------------------------------------------------------------------
 
-uintptr_t weakened_site = 0;
-std::map<uintptr_t, std::string> ordering_sites;
-
 uintptr_t unexplored_word = 0;
 
 static bool is_explored(const volatile void* address) {
@@ -90,18 +86,11 @@ static bool is_explored(const volatile void* address) {
   return explorer().is_in_thread() && explorer().memory.is_watched(place) && place != unexplored_word;
 }
 
-static int order_at(uintptr_t site, int order, const char* what) {
-  if (order == __ATOMIC_RELAXED) return order;
-  ordering_sites.emplace(site, what);
-  return site == weakened_site ? __ATOMIC_RELAXED : order;
-}
-
-static Step step_of(Kind kind, const volatile void* address, size_t bytes, int order, uintptr_t site, const char* what) {
+static Step step_of(Kind kind, const volatile void* address, size_t bytes, int order, uintptr_t site) {
   Step step;
   step.kind = kind;
   step.word = explorer().memory.word_at(reinterpret_cast<uintptr_t>(address), bytes);
-  step.order = order_at(site, order, what);
-  step.failure_order = step.order;
+  step.order = step.failure_order = order;
   step.site = site;
   return step;
 }
@@ -116,14 +105,14 @@ template <typename T>
 static T load(const volatile T* address, int order, uintptr_t site) {
   if (!is_explored(address)) return __atomic_load_n(address, __ATOMIC_SEQ_CST);
   InProgram outside(false);
-  return static_cast<T>(explorer().perform(step_of(Kind::load, address, sizeof(T), order, site, "load")));
+  return static_cast<T>(explorer().perform(step_of(Kind::load, address, sizeof(T), order, site)));
 }
 
 template <typename T>
 static void store(volatile T* address, T value, int order, uintptr_t site) {
   if (!is_explored(address)) return __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
   InProgram outside(false);
-  Step step = step_of(Kind::store, address, sizeof(T), order, site, "store");
+  Step step = step_of(Kind::store, address, sizeof(T), order, site);
   step.operand = value;
   explorer().perform(step);
 }
@@ -139,7 +128,7 @@ static T modify(Modify how, volatile T* address, T operand, int order, uintptr_t
     }
   }
   InProgram outside(false);
-  Step step = step_of(Kind::modify, address, sizeof(T), order, site, "read-modify-write");
+  Step step = step_of(Kind::modify, address, sizeof(T), order, site);
   step.modify = how;
   step.operand = operand;
   return static_cast<T>(explorer().perform(step));
@@ -151,11 +140,11 @@ static int compare(volatile T* address, T* expected, T value, int order, int fai
   if (!is_explored(address))
     return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   InProgram outside(false);
-  Step step = step_of(Kind::modify, address, sizeof(T), order, site, "compare-exchange");
+  Step step = step_of(Kind::modify, address, sizeof(T), order, site);
   step.modify = Modify::compare;
   step.operand = value;
   step.expected = *expected;
-  step.failure_order = site == weakened_site ? __ATOMIC_RELAXED : failure_order;
+  step.failure_order = failure_order;
   T found = static_cast<T>(explorer().perform(step));
   bool is_equal = found == *expected;
   *expected = found;
@@ -209,10 +198,9 @@ void __tsan_write_range(void* address, size_t bytes) { check::plain(address, byt
 ATOMIC(32, uint32_t)
 ATOMIC(64, uint64_t)
 
-void __tsan_atomic_thread_fence(int order) {
+void __tsan_atomic_thread_fence(int) {
   if (!check::explorer().is_in_thread()) return;
   check::InProgram outside(false);
-  if (check::order_at(SITE, order, "fence") == __ATOMIC_RELAXED) return;
   check::Step step;
   step.kind = check::Kind::fence;
   step.site = SITE;
