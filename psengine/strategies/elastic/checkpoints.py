@@ -123,7 +123,8 @@ class Checkpoints:
 
     def _read(self, step: int) -> tuple[Snapshot, dict[str, str]]:
         try:
-            value = from_file(self.path(step).read_bytes())
+            name = self.path(step).name
+            value = from_file(self._disk.read(name, 0, self._disk.size_bytes(name)))
             facts = value.pop("facts")
             snapshot = Snapshot(**value)
         except (LookupError, TypeError, AttributeError) as error:
