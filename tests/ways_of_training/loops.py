@@ -39,7 +39,6 @@ def uneven_inputs(run: Run) -> None:
 
 @row(
     views=VIEWS_MOVE,
-    backend=left_out("native DDP hangs in its first backward"),
     sync_server=refused("divides by all ranks inside join"),
     one_worker=ALONE,
 )

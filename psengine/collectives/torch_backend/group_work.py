@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,9 @@ from psengine.collectives.shared_memory.collective import SharedMemoryWork
 from psengine.errors import CollectiveError
 
 _NO_TIMEOUT = timedelta(0)
+# Native DDP's join(divide_by_initial_world_size=False) keeps a forward's count of ranks by its C++ half alone (torch
+# 2.13): when Python's half goes, wait() is no longer ours and never returns. So the last works of such a size are kept.
+_KEPT, _KEPT_BYTES = 16, 64
 
 
 class GroupWork(dist.Work):
@@ -55,6 +59,11 @@ class GroupWork(dist.Work):
         self._until_done.acquire()
         self._error: Exception | None = None
         self._signals: list[torch.futures.Future[None]] = []  # of those who asked for a future
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(tensor.nbytes for tensor in self._result)
 
     def complete(self) -> None:
         """Work on the operation until it is done or has failed; raises only interrupts."""
@@ -151,9 +160,12 @@ class Waiter:
 
 
 def _complete_in_order(works: queue.SimpleQueue[GroupWork | None]) -> None:
+    kept: deque[GroupWork] = deque(maxlen=_KEPT)
     while True:
         work: Any = works.get()
         if work is None:
             return
+        if work.result_bytes <= _KEPT_BYTES:
+            kept.append(work)
         work.complete()
         del work  # not kept until the next one comes
