@@ -32,7 +32,8 @@ def launch_attempt() -> str:
 
 def launched_run() -> str:
     """Return the name of the launch that this process belongs to, the same when the launcher starts it again, or ""."""
-    run, torchrun, slurm = (os.environ.get(name, "") for name in (RUN_ID, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
+    run = os.environ.get("PSENGINE_RUN_NAME") or os.environ.get(RUN_ID, "")
+    torchrun, slurm = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("SLURM_JOB_ID", "")
     if not run and torchrun != "none":  # what torchrun sets where nobody named the run
         run = torchrun
     if not run and slurm:

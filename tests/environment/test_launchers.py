@@ -175,11 +175,12 @@ def test_an_independent_worker_takes_the_device_of_its_place_on_the_host():
         ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "7.2"),
         ({"TORCHELASTIC_RUN_ID": "mine", "SLURM_JOB_ID": "7"}, "mine"),
         ({"PSENGINE_RUN_ID": "ours", "TORCHELASTIC_RUN_ID": "mine"}, "ours"),
+        ({"PSENGINE_RUN_ID": "ours", "PSENGINE_RUN_NAME": "the user's"}, "the user's"),
         ({"PSENGINE_RUN_ID": "", "TORCHELASTIC_RUN_ID": "x" * 300}, "x" * 200),
     ],
 )
 def test_a_launch_has_the_name_that_its_launcher_gave(monkeypatch, variables, run):
-    for name in ("PSENGINE_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+    for name in ("PSENGINE_RUN_NAME", "PSENGINE_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

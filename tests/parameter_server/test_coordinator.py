@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,9 @@ class Bench:
         self.workers = []
         self.ended, self.gone = set(), set()  # connections, and processes
         self._under_way, self._is_delivering = [], False
-        self.restart(with_disk=False)
+        self.restart(with_disk=False, has_former=False)
 
-    def restart(self, *, with_disk):
+    def restart(self, *, with_disk, has_former=True):
         """The server's process dies, and another begins."""
         meta = json.loads(json.dumps(self.coordinators.to_meta())) if with_disk else {}
         self.epoch += 1
@@ -53,6 +54,7 @@ class Bench:
                 is_connected=lambda route: route not in self.ended,
                 is_gone=self.gone.__contains__,
                 store_port=lambda: 4711,
+                started_s=self.now_s if has_former else -math.inf,
             )
         )
         if meta:
@@ -757,6 +759,37 @@ def test_a_coordinator_that_restarts_learns_the_view_from_its_members(with_disk)
     second.reconnect()
     assert (bench.ranks, states(bench)) == ([0, 1, 2], [(5, 0), (5, 0), (None, 0)])
     assert bench.view.number > number
+
+
+def test_a_newcomer_who_is_first_at_a_restarted_coordinator_waits_for_those_who_are_under_way():
+    bench, first, second = crew(ELASTIC, 2)
+    bench.world_size = 1  # as the newcomer knows it
+    bench.restart(with_disk=False)
+    newcomer = bench.worker(2)
+    newcomer.hello()
+    bench.wait(LEASE_S - 1, newcomer)
+    assert bench.view is None
+    first.reconnect()
+    second.reconnect()
+    assert bench.ranks == [0, 1, 2]
+    # Nobody waits for others where all places are taken.
+    bench.restart(with_disk=False)
+    for worker in (bench.worker(rank) for rank in range(3)):
+        worker.hello()
+    assert bench.ranks == [0, 1, 2]
+
+
+def test_a_job_has_ended_also_for_the_run_of_a_worker_that_died():
+    bench, *team = crew(ELASTIC, 2)
+    other = bench.worker(2, run="another launcher's")
+    other.hello()
+    bench.gone.add(other.nonce)
+    bench.wait(2 * TICK_S)
+    assert bench.ranks == [0, 1]
+    for worker in team:
+        worker.leave()
+    assert refusal(bench.worker(2, run="another launcher's").hello) == ErrorCode.ENDED
+    assert bench.worker(0, run="a later one").hello() == "wait"
 
 
 def test_a_rank_that_was_reserved_is_taken_over_by_an_elastic_worker():

@@ -186,6 +186,7 @@ class JobConnection(JobClient):
         self.registration_number = body.get("registration", self.registration_number)
         if not is_same:
             self._awaited_view = self.view_number + 1  # the others may go on from another step
+            self.has_asked = False
         self._thaw()
         if self.options.averages and self.state in ("join", "initialise") and self.last_view and self.fenced is None:
             self._fence(now_s)

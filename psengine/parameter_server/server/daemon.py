@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import resource
 import secrets
@@ -209,6 +210,8 @@ class Server:
             is_connected=partial(self._shards.is_connected, 0),
             is_gone=has_exited,
             store_port=self._store.port,
+            # The workers of an embedded server are those of who started it: all of them are known.
+            started_s=-math.inf if self._until_stdin_closes else self._started_s,
         )
         return shards, Coordinators(interfaces)
 

@@ -14,6 +14,7 @@ last, before a view says from which step on shards forget what they have. ``stat
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -49,6 +50,7 @@ class Interfaces:
     is_connected: Callable[[bytes], bool] = lambda route: True  # whether a connection stands
     is_gone: Callable[[int], bool] = lambda process_id: False  # whether a process of this host has ended
     store_port: Callable[[], int] = lambda: 0  # of the store where members of elastic jobs meet; opened by the call
+    started_s: float = -math.inf  # when this life of the server began, by the clock of messages
 
 
 class Coordinator(JobMemory):
@@ -444,7 +446,8 @@ class Coordinator(JobMemory):
         logger.log(logging.INFO if code == ErrorCode.ENDED else logging.ERROR, "%s", text)
         self._lost = "" if code == ErrorCode.ENDED else text
         for worker in self.workers.by_rank.values():
-            if worker.run and worker.why_gone != "evicted":
+            # Where the servers hold the weights, who was evicted may still do its part.
+            if worker.run and (self.averages or worker.why_gone != "evicted"):
                 self.refused.setdefault(worker.run, (code, text))
         self.refused = dict(list(self.refused.items())[-MAX_REMEMBERED:])
         self.came.clear()

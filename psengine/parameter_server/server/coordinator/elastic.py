@@ -93,7 +93,10 @@ class ElasticCoordinator(Coordinator):
         if self.view is None:
             self._waiting_since_s = self._now_s if self._waiting_since_s is None else self._waiting_since_s
             is_late = self._now_s - self._waiting_since_s >= self._lease_s
-            places = places if is_late or len(waiting) >= min(self.world_size, places) else 0
+            # Workers that are under way may still come back to a server that has just started.
+            is_young = self._now_s - self._interfaces.started_s < self._lease_s
+            expected = places if is_young else self.world_size
+            places = places if is_late or len(waiting) >= min(expected, places) else 0
         elif any(one.leaving for one in members) or any(self.came.values()):
             places = 0  # the training is over
         return [(one, 1) for one in waiting[: max(0, places)]]
