@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from psengine.codecs.base import Codec
@@ -11,10 +11,11 @@ from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 from psengine.strategies.base import Strategy
-from psengine.strategies.elastic.sync import SyncVirtualWorkers
+from psengine.strategies.elastic.sync import ServerVirtualWorkers, SyncVirtualWorkers
 from psengine.strategies.local.diloco_server import DilocoServer
 from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.servers.asynchronous import AsyncServer
+from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S
 from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sharding.sync import SyncShardedOptimizer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
@@ -43,11 +44,7 @@ def _sync(
 ) -> Strategy:
     """Strategy "sync": gradients are averaged, of ranks or of virtual workers; the optimizer may be sharded."""
     if virtual_workers is not None:
-        if compress is not None or shard_optimizer is not False:
-            other = "shard_optimizer" if compress is None else "compress"
-            raise ConfigurationError(
-                f"strategy 'sync' (expected virtual_workers alone, got {other} beside it). Fix: leave one of them out"
-            )
+        _check_alone("sync", compress=compress, shard_optimizer=shard_optimizer or None)
         return SyncVirtualWorkers(virtual_workers=virtual_workers)
     if not isinstance(shard_optimizer, bool):
         raise ConfigurationError(
@@ -56,8 +53,44 @@ def _sync(
     return (SyncShardedOptimizer if shard_optimizer else SyncAllReduce)(compress=compress)
 
 
+def _sync_server(
+    *,
+    virtual_workers: int | None = None,
+    quorum: int | None = None,
+    servers: str | Sequence[str] | None = None,
+    job: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    compress: str | Codec | None = None,
+    durability: str | None = None,
+) -> Strategy:
+    """Strategy "sync-server": servers average the gradients of workers, or of virtual workers."""
+    options: dict[str, Any] = {
+        "quorum": quorum,
+        "servers": servers,
+        "job": job,
+        "timeout_s": None if timeout_s == DEFAULT_TIMEOUT_S else timeout_s,
+        "compress": compress,
+        "durability": durability,
+    }
+    if virtual_workers is not None:
+        _check_alone("sync-server", **options)
+        return ServerVirtualWorkers(virtual_workers=virtual_workers)
+    return SyncServer(**{name: value for name, value in options.items() if value is not None})
+
+
+def _check_alone(strategy: str, **others: Any) -> None:
+    """Raise ConfigurationError where options are given that virtual workers do not have."""
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"strategy {strategy!r} (expected virtual_workers alone, got {name} beside it). Fix: leave one of them"
+                " out"
+            )
+
+
 register_strategy(SyncAllReduce.name, _sync)
-for _class in (SyncServer, AsyncServer, LocalSteps, Diloco, DilocoServer):
+register_strategy(SyncServer.name, _sync_server)
+for _class in (AsyncServer, LocalSteps, Diloco, DilocoServer):
     register_strategy(_class.name, _class)
 
 

@@ -14,7 +14,7 @@ from psengine.cli.launching.plan import SERVER_STRATEGIES, RunOptions, expected_
 from psengine.cli.launching.servers import launched_servers
 from psengine.cli.run_arguments import RunArguments
 from psengine.parameter_server.client.embedded import launch
-from psengine.strategies.registry import STRATEGIES
+from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.servers.base import ServerStrategy
 
 
@@ -65,10 +65,7 @@ def test_servers_are_launched_ahead_as_many_as_the_plan_starts(options):
 
 
 def test_psengine_knows_its_strategies_over_servers_before_it_imports_torch():
-    kinds = {name: STRATEGIES[name] for name in STRATEGIES}
-    assert set(SERVER_STRATEGIES) == {
-        name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, ServerStrategy)
-    }
+    assert set(SERVER_STRATEGIES) == {name for name in STRATEGIES if isinstance(resolve_strategy(name), ServerStrategy)}
 
 
 def test_a_server_launched_ahead_ends_where_the_run_is_refused():

@@ -16,7 +16,7 @@ import psengine
 
 
 def main() -> None:
-    batch_s = float(sys.argv[1])
+    batch_s, strategy = float(sys.argv[1]), (*sys.argv[2:], "sync:virtual_workers=4")[0]
     features = torch.randn(320, 8, generator=torch.Generator().manual_seed(1))
     with psengine.init() as context:
         torch.manual_seed(context.worker)  # a newcomer's own values count for nothing
@@ -25,7 +25,7 @@ def main() -> None:
             torch.manual_seed(0)
             for parameter in network.parameters():
                 nn.init.normal_(parameter)
-        model = psengine.DistributedDataParallel(network, strategy="sync:virtual_workers=4")
+        model = psengine.DistributedDataParallel(network, strategy=strategy, bucket_cap_mb_list=[0.0002])
         optimizer = psengine.DistributedOptimizer(torch.optim.AdamW(network.parameters()), model)
         dataset = TensorDataset(features, features.sum(1).gt(0).long())
         loader = psengine.ElasticLoader(dataset, batch_size=2, seed=3)

@@ -107,7 +107,8 @@ class JobConnection(JobClient):
         """Begin to REGISTER a chunk; without values only what it is."""
         described = spec.to_body()
         body = {"kind": described["kind"], "segments": described["segments"]}
-        message = Message(MessageType.REGISTER, key=spec.key, body=body, payload=values)
+        payload = None if values is None else values.detach()
+        message = Message(MessageType.REGISTER, key=spec.key, body=body, payload=payload)
         message.dtype, message.numel = spec.dtype, spec.numel
         size_bytes = 0 if values is None else spec.size_bytes
         return self.ask(link, message, what=f"REGISTER of {spec.describe()}", size_bytes=size_bytes, **options)

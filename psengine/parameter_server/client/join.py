@@ -79,7 +79,7 @@ def _greeting(job: JobConnection, link: Link) -> Request:
 
 
 def take_part(
-    job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
+    job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor | None]
 ) -> Flow[str]:
     """Do what the coordinator asks for until a view has this worker; see ``WorkerSession.enter``."""
     layout = sorted(layout, key=lambda spec: spec.key)
@@ -146,7 +146,7 @@ def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[
 
 
 def _initialise(
-    job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]
+    job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor | None]
 ) -> Flow[None]:
     """Give the job its values."""
     number = job.registration_number
@@ -156,7 +156,7 @@ def _initialise(
     under_way: deque[Request] = deque()
     for spec in layout:
         link = job.links[job.chunks.shard_of[spec.key]]
-        under_way.append(job.register(link, spec, initial(spec).detach()))
+        under_way.append(job.register(link, spec, initial(spec)))
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way

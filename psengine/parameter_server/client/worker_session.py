@@ -16,10 +16,12 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
+from psengine.errors import PSEngineError
 from psengine.parameter_server.chunk_codecs import gradient_codec
 from psengine.parameter_server.client import join
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
@@ -39,6 +41,9 @@ __all__ = ["Push", "Request", "SessionOptions", "WorkerSession", "wait_all"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# Others of the job may have died: they are put out within one.
+ABANDON_LEASES = 2
 
 
 class WorkerSession:
@@ -94,12 +99,13 @@ class WorkerSession:
             self.close(failed=True)
             raise
 
-    def enter(self, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor]) -> str:
+    def enter(self, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor | None]) -> str:
         """Take part in the job with this model.
 
         Args:
             layout: the model's chunks, keys 0, 1, ...
             initial: a chunk's first values, 1-D on the CPU; called only where this worker gives the job its values.
+                None where nobody reads them, of a job whose servers average.
 
         Returns:
             "initialised" (the servers have this worker's values), "ready" (pull the servers' values) or "joined" (pull
@@ -157,6 +163,26 @@ class WorkerSession:
         """
         self.job_connection.has_failed = self.job_connection.has_failed or failed
         self._finalizer()
+
+    def abandon(self) -> None:
+        """Leave without waiting for anybody, whatever is under way; from any thread, also while others wait.
+
+        The I/O thread ends, and all that is under way fails, when the coordinator has let this worker go: at the end of
+        a dead worker's lease, so that shards hear of the view without workers with which such a job is over.
+        """
+        job = self.job_connection
+        job.is_leaving = True
+
+        def end(_answer: object = None) -> None:
+            job.closing.set()
+            job.transport.close()
+
+        message = Message(MessageType.LEAVE, body={"completed": job.steps.completed})
+        with suppress(PSEngineError):  # it has ended
+            if job.control.is_up and job.fatal is None:
+                job.ask(job.control, message, what="LEAVE", timeout_s=ABANDON_LEASES * job.lease_s, then=end)
+            else:
+                job.transport.do(end)
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -389,7 +415,9 @@ def _say_goodbye(job: JobConnection, process_id: int) -> None:
         return
     failed = job.has_failed or getattr(sys, "last_value", None) is not None  # at exit
     try:
-        if not job.transport.is_own_thread:
+        if job.is_leaving:
+            job.closing.wait(join.GOODBYE_S)  # it was abandoned
+        elif not job.transport.is_own_thread:
             run(join.leave(job, failed=failed), job.closing)
         else:
             # The garbage collector may close a forgotten session on the I/O thread, which must not wait.

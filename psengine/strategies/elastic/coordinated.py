@@ -39,6 +39,7 @@ from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import View
 from psengine.strategies.elastic.guarded import GuardedCollective
 from psengine.strategies.elastic.membership import Group, Member, Membership
+from psengine.strategies.elastic.server_sums import ServerSums
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,14 @@ class CoordinatedMembership(Membership):
 
     Args:
         virtual_workers: so many workers take part at most; others wait in ``enter`` for a place.
+        sums_at_servers: whether servers sum contributions; see ``ServerSums``.
 
     Raises:
         ConfigurationError: PSENGINE_SERVERS is malformed.
     """
 
-    def __init__(self, virtual_workers: int) -> None:
-        self._virtual_workers = virtual_workers
+    def __init__(self, virtual_workers: int, *, sums_at_servers: bool = False) -> None:
+        self._virtual_workers, self._sums_at_servers = virtual_workers, sums_at_servers
         self._addresses = parse_addresses(None)
         self._job: ElasticClient | None = None
         self._collective: Collective = SoloCollective()
@@ -72,7 +74,7 @@ class CoordinatedMembership(Membership):
         options = SessionOptions(
             addresses=self._addresses,
             job=read_variable("PSENGINE_JOB") or DEFAULT_JOB,
-            rule=elastic_rule(self._virtual_workers, facts),
+            rule=elastic_rule(self._virtual_workers, {"sums at servers": str(self._sums_at_servers), **facts}),
             rank=worker,
             world_size=workers or 1,
             keys=keys_from_environment(),
@@ -154,6 +156,9 @@ class CoordinatedMembership(Membership):
             if collective is None:
                 has_failed = True
                 continue
+            if self._sums_at_servers:
+                options, count = self._entered.options, self._virtual_workers
+                collective = ServerSums(collective, options, count, view.number, lambda: self.has_news)
             self._collective = collective
             states = zip(view.members, view.states, strict=True)
             members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)

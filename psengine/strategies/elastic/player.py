@@ -376,20 +376,36 @@ class Player:
         self.completed, self._is_fresh, self._done = step, False, {}
 
 
-# The player of the models that were wrapped last; they are trained together until training begins.
+# The player of the models that were wrapped last, and for which strategy; they are trained together until training
+# begins.
 _latest: weakref.ref[Player] | None = None
+_latest_kind = (0, False)
 
 
-def player_for(virtual_workers: int, collective: Collective) -> Player:
-    """The player of a model that is being wrapped: that of models wrapped before, or a new one."""
-    global _latest
-    player = None if _latest is None else _latest()
-    if player is None or player.has_entered or not player.parts or player.virtual_workers != virtual_workers:
+def player_for(virtual_workers: int, collective: Collective, *, sums_at_servers: bool = False) -> Player:
+    """The player of a model that is being wrapped: that of models wrapped before, or a new one.
+
+    Raises:
+        ConfigurationError: there are no servers to sum, or they do not know this worker.
+    """
+    global _latest, _latest_kind
+    player, kind = current_player(), (virtual_workers, sums_at_servers)
+    if player is None or player.has_entered or not player.parts or kind != _latest_kind:
         # An independent worker is a world of its own, and meets the others by the coordinator's word.
         is_coordinated = collective.world_size == 1 and bool(parse_addresses(None))
-        membership = CoordinatedMembership(virtual_workers) if is_coordinated else FixedMembership(collective)
+        if sums_at_servers and not is_coordinated:
+            got = "no servers" if collective.world_size == 1 else f"a process group of {collective.world_size} ranks"
+            raise ConfigurationError(
+                f"strategy 'sync-server:virtual_workers={virtual_workers}' is for independent workers and servers"
+                f" (expected PSENGINE_SERVERS, and no process group, got {got}). Fix: psengine run --independent"
+            )
+        membership = (
+            CoordinatedMembership(virtual_workers, sums_at_servers=sums_at_servers)
+            if is_coordinated
+            else FixedMembership(collective)
+        )
         player = Player(virtual_workers, membership)
-        _latest = weakref.ref(player)
+        _latest, _latest_kind = weakref.ref(player), kind
     return player
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from psengine.strategies.elastic.player import Player, player_for
 from psengine.strategies.exchange import BucketExchange, CommHook, Gradients, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
-from psengine.tensors.share import Share
+from psengine.tensors.share import WHOLE, Share
 
 
 class SyncVirtualWorkers(Strategy):
@@ -37,6 +38,7 @@ class SyncVirtualWorkers(Strategy):
     """
 
     name = "sync"
+    sums_at_servers = False
     capabilities = Capabilities(
         needs_process_group=False, orders_buckets=True, carries_buffers=True, has_virtual_workers=True
     )
@@ -44,7 +46,8 @@ class SyncVirtualWorkers(Strategy):
     def __init__(self, *, virtual_workers: int) -> None:
         if not isinstance(virtual_workers, int) or virtual_workers < 1:
             raise ConfigurationError(
-                f"virtual_workers of strategy 'sync' (expected a whole number of at least 1, got {virtual_workers!r})"
+                f"virtual_workers of strategy {self.name!r} (expected a whole number of at least 1, got"
+                f" {virtual_workers!r})"
             )
         self.virtual_workers = virtual_workers
         self._part: Part | None = None
@@ -74,7 +77,7 @@ class SyncVirtualWorkers(Strategy):
                 f"virtual workers train dense gradients on the CPU (expected these, got {got}). Fix: strategy='sync'"
             )
         self._replica = replica
-        self._player = player_for(self.virtual_workers, replica.collective)
+        self._player = player_for(self.virtual_workers, replica.collective, sums_at_servers=self.sums_at_servers)
 
     @override
     def serve(self, gradients: Gradients) -> None:
@@ -166,3 +169,22 @@ class SyncVirtualWorkers(Strategy):
             self._player.drop(self._part)
         self._part = self._player = None
         super().close()
+
+
+class ServerVirtualWorkers(SyncVirtualWorkers):
+    """The same, and servers average the contributions: with the bits of "sync-server" with ``virtual_workers`` workers.
+
+    Args:
+        virtual_workers: see ``SyncVirtualWorkers``.
+    """
+
+    name = "sync-server"
+    sums_at_servers = True
+    # The servers' sums do not depend on how buckets are laid out.
+    capabilities = replace(SyncVirtualWorkers.capabilities, keeps_first_layout=True, exchange_name="push")
+
+    @override
+    def begin(self, step: Step) -> Share:
+        """Servers divide."""
+        super().begin(step)
+        return WHOLE

@@ -1,0 +1,92 @@
+"""Strategy "sync-server:virtual_workers=V": plain sync-server's bits with V workers, whoever plays or dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from functools import cache
+
+import pytest
+import torch
+from support import elastic_training
+from support.command_process import RunningCommand, run_command, running_command, servers_of
+
+import psengine
+from psengine.errors import ConfigurationError
+from psengine.strategies.registry import resolve_strategy
+
+SCRIPT = elastic_training.__file__
+STRATEGY = "sync-server:virtual_workers=4"
+
+
+@cache
+def expected() -> str:
+    """The digest of a training by four workers, under plain sync-server."""
+    code, stdout, stderr = run_command(["run", "--workers", "4", SCRIPT, "0", "sync-server"])
+    assert code == 0, stderr
+    (digest,) = set(re.findall(r"weights (\w+)", stdout))
+    return digest
+
+
+def process_of(command: RunningCommand, worker: int) -> int:
+    """The process of a worker, once it has done step 5, or a later one."""
+
+    def found() -> int:
+        lines = re.findall(rf"process (\d+) worker {worker} step (\d+)", command.stdout)
+        return next((int(process) for process, done in reversed(lines) if int(done) >= 5), 0)
+
+    return command.wait_until(found)
+
+
+def nobody(command: RunningCommand) -> None:
+    """Everybody lives."""
+
+
+def a_worker(command: RunningCommand) -> None:
+    os.kill(process_of(command, 1), signal.SIGKILL)
+
+
+def the_last_server(command: RunningCommand) -> None:
+    process_of(command, 0)
+    os.kill(servers_of(command.pid)[-1], signal.SIGKILL)
+
+
+def a_server_and_a_worker(command: RunningCommand) -> None:
+    the_last_server(command)
+    a_worker(command)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "kill"),
+    [
+        (1, 1, nobody),
+        (4, 2, nobody),
+        (3, 1, a_worker),
+        (2, 1, the_last_server),
+        (2, 2, the_last_server),
+        (3, 2, a_server_and_a_worker),
+    ],
+)
+def test_the_bits_of_plain_sync_server(workers, servers, kill):
+    options = ["--workers", str(workers), "--independent", "--servers", str(servers), "--server-option", "lease_s=2"]
+    batch_s = "0" if kill is nobody else "0.02"
+    with running_command(["run", *options, SCRIPT, batch_s, STRATEGY]) as command:
+        kill(command)
+        assert command.wait() == 0, command.stderr
+        digests = re.findall(r"weights (\w+)", command.stdout)
+    assert len(digests) >= 1
+    assert set(digests) == {expected()}
+
+
+@pytest.mark.parametrize(
+    "option", ["quorum=2", "servers=tcp://a:1", "job=j", "timeout_s=9", "compress=bf16", "durability=log"]
+)
+def test_options_of_plain_sync_server_are_refused(option):
+    with pytest.raises(ConfigurationError, match=f"expected virtual_workers alone, got {option.partition('=')[0]}"):
+        resolve_strategy(f"{STRATEGY},{option}")
+
+
+def test_a_training_without_servers_is_refused():
+    with pytest.raises(ConfigurationError, match="expected PSENGINE_SERVERS, and no process group, got no servers"):
+        psengine.DistributedDataParallel(torch.nn.Linear(1, 1), strategy=STRATEGY)
