@@ -109,11 +109,12 @@ class C10dCollective(Collective):
         if self.world_size == 1:
             output.view(-1).copy_(flat)
             return CompletedWork()
-        exchange = all_to_all_of(self.process_group)
         is_sender = [senders is None or rank in senders for rank in range(self.world_size)]
         received = [sizes[self.rank] * sends for sends in is_sender]
         sent = [size * is_sender[self.rank] for size in sizes]
-        return self.begin(lambda: [exchange(output.view(-1), flat, received, sent)], what, flat.device)
+        return self.begin(
+            lambda: [all_to_all_of(self.process_group)(output.view(-1), flat, received, sent)], what, flat.device
+        )
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:
@@ -148,7 +149,7 @@ class C10dCollective(Collective):
         """
         try:
             works = start()
-        except RuntimeError as error:
+        except (RuntimeError, ReferenceError) as error:  # ReferenceError: the group is gone
             raise self.diagnose(error, what) from error
         self._latest_works.append(works)
         operation = self.count() if operation is None else operation

@@ -1,9 +1,10 @@
 """Groups that one collective alone uses, and that can be left at once, whoever hangs in them.
 
-gloo's works cannot be cancelled: ``abort`` does nothing (torch 2.13), and a group's destructor waits for them, with the
-interpreter's lock, as long as their timeout. What ends them is a broken connection. So a group here knows its sockets:
-those that connect two ranks' listeners, of which each rank has its own. To leave a group is to shut them down: works
-under way fail, here and on the ranks that wait for this one.
+gloo's works cannot be cancelled: ``abort`` does nothing (torch 2.13), and a group's destructor waits for them, as long
+as their timeout. What ends them is a broken connection. So a group here knows its sockets: those that connect two
+ranks' listeners, of which each rank has its own. To leave a group is to shut them down: works under way fail, here and
+on the ranks that wait for this one. Except a receive that has a part of its message: gloo tells it nothing, so a thread
+of its own waits in the destructor.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from psengine.environment.variables import read_variable
 from psengine.errors import CollectiveError
 
 Address = tuple[str, int]
+
+# A group that nothing hangs in has gone by then.
+LEAVE_S = 0.1
 
 _making_device = threading.Lock()
 
@@ -60,11 +64,12 @@ class OwnGroup(C10dCollective):
             self._addresses = {tuple(json.loads(prefix.get(f"address/{other}"))) for other in range(world_size)}
         except (RuntimeError, OSError) as error:
             raise CollectiveError(f"rank {rank} of {world_size} did not meet the others: {error}") from error
-        self._group = dist.ProcessGroup(prefix, rank, world_size)
-        self._group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._group._set_group_name(dist.distributed_c10d.GroupName(name))
-        super().__init__(self._group, timeout_s, is_watched=False)
+        group = dist.ProcessGroup(prefix, rank, world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group._set_group_name(dist.distributed_c10d.GroupName(name))
+        super().__init__(group, timeout_s, is_watched=False)
+        self._groups = [group]  # its only reference; none once it was abandoned
 
     @override
     def abandon(self) -> None:
@@ -72,6 +77,9 @@ class OwnGroup(C10dCollective):
             with contextlib.suppress(OSError):  # not connected
                 if not self._addresses.isdisjoint((one.getsockname()[:2], one.getpeername()[:2])):
                     one.shutdown(socket.SHUT_RDWR)
+        leaving = threading.Thread(target=self._groups.clear, name="psengine-leave-group", daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_S)
 
 
 def form_collective(
