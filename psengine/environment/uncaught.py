@@ -14,10 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from psengine.environment.variables import RUN_ID, read_variable
-from psengine.errors import ConfigurationError, PSEngineError
+from psengine.errors import PSEngineError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -39,12 +38,7 @@ def install_hook() -> None:
         file = read_variable("TORCHELASTIC_ERROR_FILE")
         if file:
             # As torch.distributed.elastic's ErrorHandler writes it.
-            details: dict[str, Any] = {
-                "py_callstack": text,
-                "timestamp": str(int(time.time())),
-                "hint": HINT if is_short else "",
-            }
-            details["is_final"] = isinstance(error, ConfigurationError)  # the same program ends so again
+            details = {"py_callstack": text, "timestamp": str(int(time.time())), "hint": HINT if is_short else ""}
             message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
             new = Path(f"{file}.new")
             with suppress(OSError):

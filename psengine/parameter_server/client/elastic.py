@@ -163,7 +163,7 @@ def _said(job: ElasticClient, request: Request) -> Flow[bool]:
         yield [request]
     except ServerRefusedError as error:
         if job.fatal is not None or error.code not in _SAYS_HELLO:
-            raise job.fatal or error from None  # the answer to HELLO says more
+            raise
         logger.info("saying HELLO again: %s", error)
         return False
     return True

@@ -49,6 +49,7 @@ class Part:
         self.is_played = False
         self._exchanges_at_once = False
         # Of the step.
+        self._is_at_start = True
         self._first_order: list[int] | None = None
         self._start_gradients: list[torch.Tensor | None] = []
         self._start_buffers: dict[str, torch.Tensor] = {}
@@ -102,7 +103,7 @@ class Part:
         self._start_gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
         self._start_buffers = self._copied_buffers()
         self._first_buffers = {}
-        self._first_order = None
+        self._is_at_start, self._first_order = True, None
         self.used = None
 
     def begin_batch(self, slot: int, *, exchanges_at_once: bool) -> None:
@@ -112,10 +113,13 @@ class Part:
             slot: of its contribution.
             exchanges_at_once: whether it is the last one, so that buckets are exchanged as they fill.
         """
+        if not self._is_at_start:  # also where contributions of the batches before were dealt to another worker
+            self._restore()
+        self._is_at_start = False
         self.is_played, self._exchanges_at_once = True, exchanges_at_once
         self._gradients.pack_in(slot)
 
-    def restore(self) -> None:
+    def _restore(self) -> None:
         """Set gradients and buffers back to the beginning of the step."""
         for parameter, gradient in zip(self.replica.parameters.values(), self._start_gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()

@@ -308,8 +308,6 @@ class Player:
         self._playing, self._value = virtual_worker, math.nan
         self._has_begun = is_last and not self._is_fresh
         for part in self.parts:
-            if self._done:
-                part.restore()
             part.begin_batch(self._slots[virtual_worker], exchanges_at_once=self._has_begun)
 
     def _end_batch(self, virtual_worker: int) -> None:
