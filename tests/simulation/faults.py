@@ -171,7 +171,38 @@ def _flip_bits(world, fault: Fault) -> None:
         world.job.damaged(fault.server, note)
 
 
+def _cut_workers(world, fault: Fault) -> None:
+    count = len(world.slots)
+    other = (fault.rank + 1 + int(fault.detail * 100) % max(1, count - 1)) % count
+    there, back = (fault.rank, other), (other, fault.rank)
+    links = [[there], [back], [there, back]][int(fault.detail * 1000) % 3]
+    world.groups.cut(links)
+    world.clock.after(fault.lasts_s, lambda: world.groups.mend(links, breaks=fault.detail < 0.3))
+
+
+def _kill_workers(world, fault: Fault) -> None:
+    for rank in range(len(world.slots)):
+        _kill_worker(world, fault._replace(rank=rank))
+
+
+def _fail_checkpoint(world, fault: Fault) -> None:
+    disk = world.job.disk_of(fault.rank).state
+    disk.problem = ("fsync fails", "disk full")[int(fault.detail * 1000) % 2]
+    world.clock.after(fault.lasts_s, lambda: setattr(disk, "problem", ""))
+
+
+def _flip_checkpoint(world, fault: Fault) -> None:
+    """A bit of a checkpoint flips, and all workers have to read theirs."""
+    world.job.disk_of(fault.rank).flip_bit()
+    world.job.excused.update((0, fault.rank))
+    _kill_workers(world, fault)
+
+
 _BEGIN = {
+    "cut workers": _cut_workers,
+    "kill workers": _kill_workers,
+    "checkpoint fails": _fail_checkpoint,
+    "bits of a checkpoint flip": _flip_checkpoint,
     "break": _break,
     "cut": _cut,
     "cut off": _cut,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from psengine.errors import PSEngineError
 from psengine.parameter_server.client.flow import Flow
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import Message
@@ -61,6 +62,9 @@ class Job:
 
     def durable(self, server, note: dict[int, int]) -> None:
         """That snapshot is on the disk."""
+
+    def failed(self, process, error: PSEngineError) -> None:
+        """A worker's program has raised."""
 
     def damaged(self, server: int, note: dict[int, int] | None) -> None:
         """The newest snapshot that a server can restore is an older one, or none."""

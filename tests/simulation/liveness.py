@@ -24,6 +24,7 @@ class Liveness:
         scenario = world.scenario
         latency_s = 40 * scenario.latency_s[1]
         self._longest_s = scenario.lease_s * (1 + scenario.grace) + SLACK_S + 3 * scenario.think_s + latency_s
+        self._longest_s += scenario.virtual_workers * scenario.think_s  # one may play all
         world.clock.after(CHECK_S, self._check)
 
     def _check(self) -> None:
@@ -41,5 +42,11 @@ class Liveness:
         for process in world.processes:
             began_s = max(process.waits_since_s, since_s)
             passed_s = world.clock.now_s - began_s
-            is_late = not (process.is_dead or process.is_stopped or process.rank == spared) and passed_s > longest_s
-            require(not is_late, "worker {} has waited for {:.1f} s: {}", process.rank, passed_s, world.where())
+            waits = not (process.is_dead or process.is_stopped or process.is_spare or process.rank == spared)
+            require(
+                not waits or passed_s <= longest_s,
+                "worker {} has waited for {:.1f} s: {}",
+                process.rank,
+                passed_s,
+                world.where(),
+            )

@@ -29,7 +29,7 @@ class Scenario:
 
     Attributes:
         seed: of every draw that is made while it runs.
-        rule: "average", "apply" or "merge".
+        rule: "average", "apply", "merge" or "elastic".
         codec: of gradients and of the answers to them; "" has none.
         quorum: of "average", where None waits for all, and of "merge".
         grace: of "merge".
@@ -46,7 +46,10 @@ class Scenario:
         shares: how many workers, from rank 0 on, share memory with the servers.
         snapshot_s: from one snapshot to the next; None keeps none.
         keeps_log: an update is acknowledged once it is on the disk.
-        think_s: the longest time between two steps of a worker.
+        think_s: the longest time between two steps of a worker, or of a batch.
+        virtual_workers: of "elastic"; more workers are spares.
+        checkpoint_steps: of "elastic", from one checkpoint to the next; 0 writes none.
+        shares_checkpoints: whether all workers have one directory for them.
     """
 
     seed: int
@@ -73,6 +76,9 @@ class Scenario:
     tick_s: float = 0.1
     snapshot_s: float | None = None
     keeps_log: bool = False
+    virtual_workers: int = 0
+    checkpoint_steps: int = 0
+    shares_checkpoints: bool = False
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -112,6 +118,28 @@ KINDS = {
     "disk full": (1, 0.1, 4.0),
     "bits flip": (1, 0.0, 0.0),  # of a file
 }
+# Each so many-th seed is of an elastic job, with these.
+ELASTIC_SEEDS = 5
+ELASTIC_KINDS = {
+    "break": (2, 0.0, 0.5),
+    "cut": (2, 0.2, 6.0),
+    "cut workers": (3, 0.2, 6.0),  # nothing passes from one to another, one way or both
+    "slow": (1, 0.1, 2.0),
+    "kill worker": (8, 0.1, 5.0),
+    "kill workers": (2, 0.1, 1.0),  # all of them
+    "stop worker": (3, 0.1, 6.0),
+    "zombie": (2, 0.5, 6.0),
+    "kill lead": (4, 0.1, 3.0),
+    "stop server": (2, 0.1, 5.0),
+    "evict": (1, 0.0, 0.0),
+    "checkpoint fails": (1, 0.1, 4.0),
+    "bits of a checkpoint flip": (2, 0.1, 1.0),
+}
+# Messages, where the coordinator stands, and how names of operations of a group begin.
+ELASTIC_MOMENTS = (
+    *("HELLO", "COMMIT", "PREPARE", "VIEW", "LEAVE", "open", "preparing", "resuming"),
+    *("state", "averages", "description", "a", "barrier", "gradient", "order", "numbers", "buffers", "buffers"),
+)
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 FAULTY_S = 4.0
 WAITS_S = 2.0
@@ -134,6 +162,8 @@ CODECS = {
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
+    if seed % ELASTIC_SEEDS == ELASTIC_SEEDS - 1:
+        return _draw_elastic(seed)
     rng = random.Random(f"scenario {seed}")
     rule = rng.choice(("apply", "average", "average", "merge"))
     lease_s = rng.choice((1.0, 2.0, 2.0, 4.0))
@@ -169,6 +199,49 @@ def draw(seed: int) -> Scenario:
     if scenario.servers > 1 and rng.random() < 0.1:
         faults = [_draw_long_cut(rng, scenario)]
     return replace(scenario, faults=tuple(faults))
+
+
+def _draw_elastic(seed: int) -> Scenario:
+    rng = random.Random(f"elastic scenario {seed}")
+    lease_s = rng.choice((1.0, 2.0, 2.0, 4.0))
+    workers = rng.choice((1, 2, 2, 3, 3, 4))
+    tier = rng.choice(("memory", "memory", "snapshot", "log"))
+    scenario = Scenario(
+        seed=seed,
+        rule="elastic",
+        workers=workers,
+        joins_s=tuple(round(rng.uniform(0.2, 3.0), 3) for _ in range(rng.choice((0, 0, 1, 1, 2)))),
+        steps=rng.randint(2, 8),
+        shares=rng.choice((0, 0, 2, 5)),
+        think_s=rng.choice((0.02, 0.1, 0.3)),
+        latency_s=rng.choice(((0.0005, 0.002), (0.001, 0.05), (0.01, lease_s / 12))),
+        lease_s=lease_s,
+        tick_s=rng.choice((0.05, 0.1)),
+        snapshot_s=None if tier == "memory" else rng.choice((0.3, 1.0)),
+        keeps_log=tier == "log",
+        virtual_workers=rng.choice((1, 2, 3, 3, 4, 5, 6)),
+        checkpoint_steps=rng.choice((0, 1, 1, 2, 3)),
+        shares_checkpoints=rng.random() < 0.5,
+    )
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    faults = sorted((_draw_elastic_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
+    return replace(scenario, faults=tuple(faults))
+
+
+def _draw_elastic_fault(rng: random.Random, scenario: Scenario) -> Fault:
+    kind = rng.choices(list(ELASTIC_KINDS), [weight for weight, _, _ in ELASTIC_KINDS.values()])[0]
+    _, shortest_s, longest_s = ELASTIC_KINDS[kind]
+    batches = scenario.virtual_workers / scenario.workers + 2
+    lasts_s = 0.5 + scenario.steps * (0.6 * batches * scenario.think_s + 8 * scenario.latency_s[1])
+    return Fault(
+        kind,
+        round(rng.random() * min(FAULTY_S, lasts_s), 3),
+        round(shortest_s + (longest_s - shortest_s) * rng.random() ** 2, 3),
+        rng.randrange(scenario.ranks),
+        0,
+        round(rng.random(), 3),
+        rng.choice(ELASTIC_MOMENTS) if rng.random() < 0.6 else "",
+    )
 
 
 _RULES = {

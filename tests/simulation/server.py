@@ -61,7 +61,12 @@ class ServerProcess:
             durability=scenario.durability,
         )
         around = Interfaces(
-            self.epoch, settings, lambda: WALL_S + wrong_s + clock.now_s, _ignore, lambda: rng.randbytes(32)
+            self.epoch,
+            settings,
+            lambda: WALL_S + wrong_s + clock.now_s,
+            _ignore,
+            lambda: rng.randbytes(32),
+            is_connected=self.connections.__contains__,
         )
         self.coordinators = Coordinators(around)
         self.shards = [

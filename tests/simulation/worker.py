@@ -58,17 +58,22 @@ class WorkerProcess:
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.segments = SimulatedSegments() if shares else None
         clock = self.clock
-        runtime = Runtime(
+        self.options = replace(options, nonce=nonce)
+        self.runtime = Runtime(
             now_s=lambda: clock.now_s,
             connect=lambda _: self,
             host=lambda: "node",
             process_id=lambda: 1,
         )
-        self.session = WorkerSession(replace(options, nonce=nonce), runtime)
-        inspection.forget_at_exit(self.session)  # nobody says goodbye for a process that was killed
-        self._program = SteppedFlow(self._life())
+        self._begin()
         clock.note("worker starts", rank, number)
         clock.after(0.0, self._tick)
+
+    def _begin(self) -> None:
+        """Make what runs in it."""
+        self.session = WorkerSession(self.options, self.runtime)
+        inspection.forget_at_exit(self.session)  # nobody says goodbye for a process that was killed
+        self._program: Any = SteppedFlow(self._life())
 
     @property
     def receiver(self) -> Any:
@@ -84,6 +89,19 @@ class WorkerProcess:
     def incarnation(self) -> int:
         """As the coordinator gave it."""
         return self.receiver.identity.incarnation  # type: ignore[no-any-return]
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it waits until another one is gone."""
+        return False
+
+    def shares_host(self, rank: int) -> bool:
+        """Whether that worker runs on this one's host; those that share memory with servers run on the servers'."""
+        shares = self.world.scenario.shares
+        return self.rank < shares and rank < shares
+
+    def release(self) -> None:
+        """The simulation is over."""
 
     @property
     def takes_part(self) -> bool:
@@ -174,8 +192,11 @@ class WorkerProcess:
     def _tick(self) -> None:
         if not self.is_dead:
             if not self.is_stopped:
-                self._call(lambda: self.receiver.tick(self.clock.now_s))
+                self._call(self._look)
             self.clock.after(self.world.scenario.tick_s, self._tick)
+
+    def _look(self) -> None:
+        self.receiver.tick(self.clock.now_s)
 
     def _step(self) -> None:
         """Let the program go on as far as it can."""

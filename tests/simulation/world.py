@@ -16,7 +16,10 @@ from simulation import inspection
 from simulation.applying import ApplyingJob
 from simulation.averaging import AveragingJob
 from simulation.clock import Clock
+from simulation.elastic import ElasticJob
+from simulation.elastic_worker import ElasticProcess, simulated_machine
 from simulation.faults import Faults
+from simulation.groups import Groups
 from simulation.job import Job
 from simulation.liveness import Liveness
 from simulation.merging import MergingJob
@@ -33,7 +36,7 @@ LIVENESS_S = 90.0
 # A few chunks, in every second job.
 CREDIT_BYTES = 200
 TIMEOUT_S = 300.0
-JOBS: dict[str, type[Job]] = {"apply": ApplyingJob, "average": AveragingJob, "merge": MergingJob}
+JOBS: dict[str, type[Job]] = {"apply": ApplyingJob, "average": AveragingJob, "merge": MergingJob, "elastic": ElasticJob}
 OPERATOR_S = 0.25
 REST_S = 0.3
 # How workers may end that have not come to the end of their training.
@@ -92,6 +95,8 @@ class Simulation:
         self.liveness = Liveness(self)
         self.job = JOBS[scenario.rule](self)
         self.all_processes: list[WorkerProcess] = []
+        self.groups = Groups(self)
+        self.running: WorkerProcess | None = None  # whose thread runs
 
     @property
     def processes(self) -> Iterator[WorkerProcess]:
@@ -109,7 +114,7 @@ class Simulation:
         """Until everything has ended, or a promise is broken."""
         violation = ""
         try:
-            with shard_thread_time(self):
+            with shard_thread_time(self), simulated_machine(self):
                 self._run()
         except Violation as error:
             violation = str(error)
@@ -118,6 +123,8 @@ class Simulation:
             if self.clock.trace is not None:
                 raise
         finally:
+            for process in self.all_processes:
+                process.release()
             for server in self.network.servers:
                 server.release()
         counts, clock = self.counts + self.network.counts, self.clock
@@ -219,9 +226,10 @@ class Simulation:
             connect_timeout_s=TIMEOUT_S,
             credit_bytes=CREDIT_BYTES if scenario.seed % 2 else None,
         )
-        shares = slot.rank < scenario.shares
+        shares = slot.rank < scenario.shares and scenario.rule != "elastic"
         number, nonce = len(self.all_processes), self._rng.getrandbits(64)
-        slot.process = WorkerProcess(self, number, slot.rank, options, nonce, shares=shares)
+        kind = ElasticProcess if scenario.rule == "elastic" else WorkerProcess
+        slot.process = kind(self, number, slot.rank, options, nonce, shares=shares)
         self.all_processes.append(slot.process)
         self.liveness.unrest_s = self.clock.now_s
 
@@ -239,6 +247,8 @@ class Simulation:
                 if process.has_finished:
                     slot.is_done = True
                     continue
+                if process.error is not None:
+                    self.job.failed(process, process.error)
                 if process.error is not None and self._must_begin_anew(process.error):
                     self._start_anew()
                     break
@@ -273,7 +283,7 @@ class Simulation:
 
     def _waits_for_values(self) -> bool:
         """Whether workers wait for worker 0, which has ended, because servers have lost what it gave them."""
-        if not self.slots[0].is_done or self.scenario.rule == "average":
+        if not self.slots[0].is_done or self.scenario.rule in ("average", "elastic"):
             return False
         since_s = self.clock.now_s - self.scenario.lease_s
         waiting = [one for one in self.processes if not one.is_dead and not one.has_state]
@@ -303,6 +313,8 @@ class Simulation:
 
     def _end_training(self) -> None:
         """Once a replica is trained, nobody waits for processes that have yet to get its state, or to get it again."""
+        if self.scenario.rule == "elastic":
+            return  # the coordinator tells them
         are_done = [slot.is_done for slot in self.slots]
         if not (any(are_done) if self.scenario.rule == "average" else all(are_done)):
             return

@@ -1,0 +1,113 @@
+"""Bugs of jobs whose workers exchange among themselves: of the coordinator, of membership, player and parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psengine.errors import CollectiveError
+from psengine.parameter_server.client.elastic import ElasticClient
+from psengine.parameter_server.server.coordinator.elastic import ElasticCoordinator
+from psengine.strategies.elastic import player as module
+from psengine.strategies.elastic.coordinated import CoordinatedMembership
+from psengine.strategies.elastic.guarded import GuardedWork
+from psengine.strategies.elastic.part import Part
+from psengine.strategies.elastic.player import Player
+from psengine.strategies.elastic.state import StateRegistry
+from psengine.tensors import documents
+from simulation.planted.registry import constant, plant
+
+# ---- who has what ----------------------------------------------------------------------------------------------------
+
+
+@plant("an elastic worker takes a step twice whose averages another one gave it", Player, "_take_averages")
+def _step_again(take, self, collective, source, newest, orders):
+    completed = self.completed
+    take(self, collective, source, newest, orders)
+    self.completed = completed
+
+
+@plant("an elastic worker says that it has averages which have not come", Player, "_exchange")
+def _claim_averages(exchange, self, step):
+    try:
+        exchange(self, step)
+    except CollectiveError:
+        self._complete(step)
+        raise
+
+
+@plant("an elastic newcomer is a source before it has all of the state", Player, "_take_state")
+def _claim_state(take, self, collective, source, newest):
+    try:
+        take(self, collective, source, newest)
+    except CollectiveError:
+        self.completed = newest
+        raise
+
+
+plant("an elastic newcomer keeps its initial values", StateRegistry, "install", constant(None))
+
+
+@plant("the order of buckets is not told", module, "to_bytes")
+def _no_orders(encode, value: Any):
+    if isinstance(value, dict) and "orders" in value:
+        value = value | {"orders": [None] * len(value["orders"])}
+    return encode(value)
+
+
+@plant("who gets averages from another keeps its own records", Player, "_take_averages")
+def _keep_records(take, self, collective, source, newest, orders):
+    records = self.recorded
+    take(self, collective, source, newest, orders)
+    self.recorded = records
+
+
+plant("a damaged checkpoint is taken for a whole one", documents, "_digest", constant(""))
+
+# ---- who plays whom --------------------------------------------------------------------------------------------------
+
+
+@plant("each elastic worker deals by what it knows itself", Player, "_deal")
+def _deal_by_own(deal, self, group, former):
+    deal(self, group, self._owners)
+
+
+@plant("what is in a slot counts for whoever gets the slot", Player, "_deal")
+def _keep_slots(deal, self, group, former):
+    done = {self._slots[v]: value for v, value in self._done.items()}
+    deal(self, group, former)
+    self._done = {v: done[slot] for v, slot in self._slots.items() if slot in done}
+
+
+@plant("contributions are not moved with their virtual workers", Part, "move")
+def _leave_contributions(move, self, collective, owners, kept):
+    move(self, collective, owners, {})
+
+
+plant("buffers stay those of the worker's own last batch", Part, "share_buffers", constant(None))
+plant("a batch begins with the buffers of the one before", Part, "_restore", constant(None))
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+@plant("exchanges stay in the former group", Part, "move")
+def _stay(move, self, collective, owners, kept):
+    former = self._collective
+    move(self, collective, owners, kept)
+    if former.world_size == collective.world_size:
+        self._collective = former
+
+
+@plant("nobody says that a group has failed", CoordinatedMembership, "_next_group")
+def _say_nothing(next_group, self, *, has_failed=False):
+    return next_group(self)
+
+
+plant("exchanges go on though a view is prepared", GuardedWork, "wait", lambda wait, self: self._work.wait())
+plant("an elastic worker keeps PREPARE to itself", ElasticClient, "prepare", constant(None))
+
+
+@plant("an elastic coordinator hears that a step has ended and forgets it", ElasticCoordinator, "_hear_prepared")
+def _forget_completed(hear, self, worker, message):
+    completed = worker.completed
+    hear(self, worker, message)
+    worker.completed = completed
