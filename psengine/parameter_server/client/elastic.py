@@ -28,6 +28,8 @@ from psengine.protocol.views import View, view_of
 
 logger = logging.getLogger(__name__)
 
+# How long a member waits for the others to come back into psengine's hands, while the coordinator is heard.
+REGROUP_S = 1800.0
 # How often a worker that leaves looks whether it may.
 LEAVE_LOOK_S = 0.02
 # After these the coordinator has restarted, or put this worker out; the answer to HELLO says which.
@@ -138,9 +140,9 @@ def regroup(job: ElasticClient, former: int, *, has_failed: bool = False, lost: 
 
     Raises:
         FencedError: the others went on without this worker.
-        ServerLostError: the coordinator was not heard for ``timeout_s``.
+        ServerLostError: the coordinator was not heard for ``timeout_s``, or a member did not answer for ``REGROUP_S``.
     """
-    answered = None
+    answered, began_s = None, job.runtime.now_s()
     if has_failed and job.preparing is None:
         yield from _said(job, job.control.commit("failed", view=former, lost=list(lost)))
     while True:
@@ -154,7 +156,7 @@ def regroup(job: ElasticClient, former: int, *, has_failed: bool = False, lost: 
             if not (yield from _said(job, said)):
                 answered = None
         else:
-            yield from _heard(job, job.control.expect("the next view", job.options.timeout_s, seen))
+            yield from _heard(job, job.control.expect(f"the next view of {job}", job.options.timeout_s, seen), began_s)
 
 
 def _said(job: ElasticClient, request: Request) -> Flow[bool]:
@@ -169,13 +171,17 @@ def _said(job: ElasticClient, request: Request) -> Flow[bool]:
     return True
 
 
-def _heard(job: ElasticClient, request: Request) -> Flow[bool]:
-    """Wait for ``request``, for as long as the coordinator is heard at all; whether it is answered."""
+def _heard(job: ElasticClient, request: Request, began_s: float) -> Flow[bool]:
+    """Wait for ``request``, for as long as the coordinator is heard at all; whether it is answered.
+
+    A worker with a state, which others wait for too, gives up ``REGROUP_S`` after ``began_s``; a spare never does.
+    """
     try:
         yield [request]
     except ServerLostError:
-        heard_s = job.control.last_heard_s
-        if job.fatal is not None or heard_s is None or job.runtime.now_s() - heard_s >= job.options.timeout_s:
+        heard_s, now_s = job.control.last_heard_s, job.runtime.now_s()
+        is_late = job.completed is not None and now_s - began_s >= REGROUP_S
+        if job.fatal is not None or heard_s is None or now_s - heard_s >= job.options.timeout_s or is_late:
             raise
         return False
     return True
@@ -189,7 +195,7 @@ def leave(job: ElasticClient, *, failed: bool = False) -> Flow[bool]:
     """
     body = {"completed": job.completed or 0, "failed": failed}
     timeout_s = GOODBYE_S if failed else job.options.timeout_s
-    request = None
+    request, began_s = None, job.runtime.now_s()
     while request is None or not request.is_done:
         request = job.ask(job.control, Message(MessageType.LEAVE, body=body), what="LEAVE", timeout_s=timeout_s)
         while not request.is_done:
@@ -200,6 +206,6 @@ def leave(job: ElasticClient, *, failed: bool = False) -> Flow[bool]:
             yield LEAVE_LOOK_S
         if failed:
             return True
-        if not (yield from _heard(job, request)):
+        if not (yield from _heard(job, request, began_s)):
             request = None
     return True

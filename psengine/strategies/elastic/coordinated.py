@@ -27,7 +27,7 @@ from psengine.environment.launchers import read_worker
 from psengine.environment.local_sockets import host_of
 from psengine.environment.processes import has_exited, process_table
 from psengine.environment.variables import inherited_variables, read_variable
-from psengine.errors import CollectiveError, ConfigurationError, PSEngineError, ServerRefusedError
+from psengine.errors import CollectiveError, ConfigurationError, PSEngineError, ServerError, ServerRefusedError
 from psengine.parameter_server.client import elastic
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.connection import PROCESS
@@ -143,6 +143,7 @@ class CoordinatedMembership(Membership):
     # ---- groups ------------------------------------------------------------------------------------------------
 
     def _next_group(self, *, has_failed: bool = False) -> Group:
+        failed_s: float | None = None  # since when groups have failed to form
         while True:
             lost = [worker for worker, process_id in self._processes.items() if has_exited(process_id)]
             view: View = self._run(elastic.regroup(self._entered, self._number, has_failed=has_failed, lost=lost))
@@ -152,6 +153,8 @@ class CoordinatedMembership(Membership):
             except (CollectiveError, RuntimeError, OSError) as error:
                 logger.warning("the workers of view %d could not meet: %s", view.number, error)
                 has_failed = True
+                failed_s = failed_s or time.monotonic()
+                self._give_up_late(view, failed_s, error)
                 continue
             if collective is None:
                 has_failed = True
@@ -163,6 +166,16 @@ class CoordinatedMembership(Membership):
             states = zip(view.members, view.states, strict=True)
             members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)
             return Group(members=members, collective=collective)
+
+    def _give_up_late(self, view: View, failed_s: float, error: Exception) -> None:
+        options, waited_s = self._entered.options, time.monotonic() - failed_s
+        if waited_s >= options.timeout_s:
+            raise ServerError(
+                f"{self._entered} has met no group of workers for {waited_s:.0f} s (expected that it reaches port"
+                f" {view.store} beside {options.addresses[0]}, and all workers each other; got: {error}). Fix: let"
+                " firewalls pass connections between these hosts, to any port; name the interface between them in"
+                " GLOO_SOCKET_IFNAME."
+            ) from error
 
     def _form(self, view: View) -> Collective | None:
         """A collective of the view's members; None where another view comes before.
@@ -205,6 +218,8 @@ class CoordinatedMembership(Membership):
         timeout_s = DEFAULT_TIMEOUT.total_seconds()
         own = _own_address(host)
         collective = form_collective(store, name, rank, len(workers), timeout_s, is_interrupted, host=own)
+        if collective is None and not job.has_news:
+            raise CollectiveError(f"workers {workers} did not all connect to each other within {FORM_S:g} s")
         return None if collective is None else GuardedCollective(collective, lambda: job.has_news)
 
 
