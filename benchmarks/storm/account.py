@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,8 +12,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# After a fault, for so long at most, the longest time without a step is its stall.
+# After a fault, until the next one and for so long at most, the longest time without a step is its stall.
 WINDOW_S = 20.0
+# By when a coordinator that was killed has started again and heard the others.
+COORDINATOR_S = 5.0
+SILENCES = frozenset({"worker stopped", "link cut"})
+DEATHS = frozenset({"worker killed", "host left"})
+KINDS = ("a kill", "silence", "coordinator dead too")
+
+
+@dataclass(frozen=True)
+class Befallen:
+    """A fault that came about: when, to which host, and until when it lasted."""
+
+    at_s: float
+    cause: str
+    host: str
+    until_s: float
+
+
+@dataclass
+class Process:
+    """Of a worker: when it began, met the others or waited for a place, and computed its first batch."""
+
+    host: str
+    began_s: float
+    ready_s: float = math.inf
+    worked_s: float = math.inf
 
 
 @dataclass
@@ -25,14 +51,14 @@ class Training:
         numbers: by step, the largest number that a worker wrote down with it.
         batches: by step, the samples of each batch that somebody computed; a batch that was computed twice is there
             once.
-        begins: by host, when processes began; and when each computed its first batch.
+        processes: of all workers.
     """
 
     weights: set[str] = field(default_factory=set)
     steps: dict[int, float] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)
     batches: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
-    begins: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    processes: list[Process] = field(default_factory=list)
 
     @classmethod
     def read(cls, directory: Path) -> Training:
@@ -45,15 +71,16 @@ class Training:
 
     def take(self, host: str, events: Iterable[Sequence[Any]]) -> None:
         """The events of one process."""
-        began_s, has_worked = 0.0, False
+        process = Process(host, 0.0)
+        self.processes.append(process)
         for at_s, kind, *rest in events:
             if kind == "begin":
-                began_s = at_s
+                process.began_s = at_s
+            elif kind == "ready":
+                process.ready_s = at_s
             elif kind == "batch":
                 self.batches.setdefault(rest[0], set()).add(tuple(rest[1]))
-                if not has_worked:
-                    has_worked = True
-                    self.begins.setdefault(host, []).append((began_s, at_s))
+                process.worked_s = min(process.worked_s, at_s)
             elif kind == "step":
                 self.steps[rest[0]] = min(at_s, self.steps.get(rest[0], at_s))
                 self.numbers[rest[0]] = max([self.numbers.get(rest[0], 0.0), *rest[1:]])
@@ -78,18 +105,51 @@ class Training:
             counts.update((epoch, index) for batch in batches for index in batch)
         return sum(counts[epoch, index] == 1 for epoch in range(epochs) for index in range(samples))
 
-    def stall_s(self, at_s: float) -> float:
-        """How much longer than usual no step ended, at or after a fault."""
+    def gap(self, at_s: float, until_s: float) -> tuple[float, float]:
+        """The longest time between two steps' ends, of those that ended after ``at_s`` and began before ``until_s``."""
         ends = sorted(self.steps.values())
-        gaps = list(itertools.pairwise(ends))
-        usual_s = statistics.median(end - begin for begin, end in gaps)
-        later = [end - begin for begin, end in gaps if end > at_s and begin < at_s + WINDOW_S]
-        return max(0.0, max(later, default=usual_s) - usual_s)
+        gaps = [(begin, end) for begin, end in itertools.pairwise(ends) if end > at_s and begin < until_s]
+        return max(gaps, key=lambda gap: gap[1] - gap[0], default=(at_s, at_s))
 
-    def next_contribution_s(self, host: str, at_s: float) -> float | None:
-        """How long after a kill the next process of ``host`` had a batch; None where none had."""
-        later = [worked_s - at_s for began_s, worked_s in self.begins.get(host, ()) if began_s > at_s]
-        return min(later, default=None)
+    def stalls(self, faults: Sequence[Befallen]) -> dict[str, list[float]]:
+        """By kind, how much longer than usual no step ended after the faults that took a worker away."""
+        ends = sorted(self.steps.values())
+        usual_s = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
+        found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for fault in faults:
+            if fault.cause not in SILENCES | DEATHS or not self._took_part(fault):
+                continue
+            next_s = min((other.at_s for other in faults if other.at_s > fault.at_s), default=math.inf)
+            begin_s, end_s = self.gap(fault.at_s, min(next_s, fault.at_s + WINDOW_S))
+            meanwhile = {
+                other.cause
+                for other in faults
+                if other.at_s <= end_s
+                and other.until_s + COORDINATOR_S * (other.cause == "coordinator killed") >= fault.at_s
+            }
+            kind = KINDS[2] if "coordinator killed" in meanwhile else KINDS[1] if meanwhile & SILENCES else KINDS[0]
+            found[kind].append(max(0.0, end_s - begin_s - usual_s))
+        return found
+
+    def next_contributions(self, faults: Sequence[Befallen]) -> tuple[list[float], list[float]]:
+        """After kills of workers: how long until a spare had a batch; and until the next process of the host had one,
+        where it lived so long.
+        """
+        spares, successors = [], []
+        for fault in faults:
+            if fault.cause != "worker killed" or not self._took_part(fault):
+                continue
+            waiting = [one.worked_s for one in self.processes if one.ready_s < fault.at_s < one.worked_s < math.inf]
+            later = [one for one in self.processes if one.host == fault.host and one.began_s > fault.at_s]
+            spares += [min(waiting) - fault.at_s] if waiting else []
+            next_s = min(later, key=lambda one: one.began_s).worked_s if later else math.inf
+            successors += [next_s - fault.at_s] if next_s < math.inf else []
+        return spares, successors
+
+    def _took_part(self, fault: Befallen) -> bool:
+        """Whether the host's process had computed a batch when the fault came."""
+        before = [one for one in self.processes if one.host == fault.host and one.began_s < fault.at_s]
+        return bool(before) and max(before, key=lambda one: one.began_s).worked_s < fault.at_s
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:

@@ -16,16 +16,18 @@ SHARES = {
     "host left": 11,
 }
 # How long a worker is stopped, a link is cut and a host is away, in leases: shorter and longer than one.
-STOPPED, CUT, AWAY = (0.2, 2.5), (0.2, 2.5), (1.0, 8.0)
+LASTS = {"worker stopped": (0.2, 2.5), "link cut": (0.2, 2.5), "host left": (1.0, 8.0)}
+# How many hosts leave at once, of eight.
+LEAVING = (1, 1, 2, 4, 6)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``cause`` befalls ``host`` at ``at_s`` after the first step; what can be undone is, ``lasts_s`` later."""
+    """``cause`` befalls ``hosts`` at ``at_s`` after the first step; what can be undone is, ``lasts_s`` later."""
 
     at_s: float
     cause: str
-    host: int
+    hosts: tuple[int, ...]
     lasts_s: float
 
 
@@ -40,5 +42,6 @@ def plan(
         if at_s > most_s:
             return found
         (cause,) = chance.choices(causes, [SHARES[one] for one in causes])
-        range_of = {"worker stopped": STOPPED, "link cut": CUT, "host left": AWAY}.get(cause, (0.0, 0.0))
-        found.append(Fault(at_s, cause, chance.randrange(hosts), lease_s * chance.uniform(*range_of)))
+        count = chance.choice(LEAVING) if cause == "host left" else 1
+        chosen = tuple(chance.sample(range(hosts), min(count, hosts)))
+        found.append(Fault(at_s, cause, chosen, lease_s * chance.uniform(*LASTS.get(cause, (0.0, 0.0)))))

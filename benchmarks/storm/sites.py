@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,30 +23,30 @@ LAUNCHERS = ("psengine.cli.main run", "torch.distributed.run")
 class Local:
     """This machine in the place of a host: its link cannot be cut."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._directory = directory
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], *, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        output = (self._directory / f"{self.name}-{len(self._started)}.log").open("wb")
-        with output:
-            self._started.append(
-                subprocess.Popen(
-                    list(map(str, command)),
-                    env={**os.environ, **environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
+        self._started.append(
+            subprocess.Popen(
+                list(map(str, command)),
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
+        )
         return self._started[-1]
 
     def close(self) -> None:
         for process in self._started:
             process.kill()
             process.wait(10)
+
+
+def logging_to(path: Path, command: Sequence[str]) -> list[str]:
+    """The command, whose output is added to ``path``."""
+    return ["sh", "-c", f'exec "$@" >> {shlex.quote(str(path))} 2>&1', "sh", *command]
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def sites(count: int, directory: Path) -> Iterator[tuple[list[Any], str]]:
             hosts: list[Any] = stack.enter_context(emulated_hosts(count, shared=shared))
             yield hosts, f"tcp://{hosts[-1].name}:{PORT}"
             return
-        hosts = [Local(f"node-{index}", directory) for index in range(count)]
+        hosts = [Local(f"node-{index}") for index in range(count)]
         for host in hosts:
             stack.callback(host.close)
         yield hosts, f"tcp://127.0.0.1:{free_port()}"

@@ -10,8 +10,10 @@ Native DDP, the oracle: psengine run --workers 8 training.py OUT --native
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -35,8 +37,9 @@ def main() -> None:
     add("--checkpoints", type=Path)
     add("--every", type=int, default=50, help="steps between checkpoints")
     options = parser.parse_args()
-    name = f"{options.host}-{os.getpid()}-{time.monotonic_ns()}.events"
-    with (options.out / name).open("w", buffering=1) as file:
+    path = options.out / f"{options.host}-{os.getpid()}-{time.monotonic_ns()}.events"
+    with path.open("w", buffering=1) as file, path.with_suffix(".stacks").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)  # asked for where a storm does not end
 
         def note(*event: object) -> None:
             file.write(json.dumps([time.monotonic(), *event]) + "\n")
@@ -61,6 +64,7 @@ def train(options: argparse.Namespace, note) -> None:
         if options.checkpoints is not None:
             model.checkpoint_every(options.every, options.checkpoints)
     loader = psengine.ElasticLoader(Text(options.samples), batch_size=options.batch, seed=0)
+    note("ready")
     for epoch in loader.epochs(options.epochs):
         for step in loader.steps(epoch):
             optimizer.zero_grad()

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from psengine.environment.variables import RUN_ID, read_variable
-from psengine.errors import PSEngineError
+from psengine.errors import ConfigurationError, PSEngineError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -38,7 +39,12 @@ def install_hook() -> None:
         file = read_variable("TORCHELASTIC_ERROR_FILE")
         if file:
             # As torch.distributed.elastic's ErrorHandler writes it.
-            details = {"py_callstack": text, "timestamp": str(int(time.time())), "hint": HINT if is_short else ""}
+            details: dict[str, Any] = {
+                "py_callstack": text,
+                "timestamp": str(int(time.time())),
+                "hint": HINT if is_short else "",
+            }
+            details["is_final"] = isinstance(error, ConfigurationError)  # the same program ends so again
             message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
             new = Path(f"{file}.new")
             with suppress(OSError):

@@ -9,7 +9,14 @@ from functools import cache
 
 import pytest
 from support import elastic_training
-from support.command_process import RunningCommand, run_command, running_command, servers_of
+from support.command_process import (
+    RunningCommand,
+    run_command,
+    running_command,
+    running_server_command,
+    servers_of,
+)
+from support.processes import free_port
 
 SCRIPT = elastic_training.__file__
 
@@ -17,7 +24,8 @@ SCRIPT = elastic_training.__file__
 @cache
 def undisturbed() -> str:
     """The digest of a training by one worker, without a coordinator."""
-    code, stdout, stderr = run_command(["run", "--workers", "1", SCRIPT, "0"])
+    arguments = ["run", "--workers", "1", SCRIPT, "0"]
+    code, stdout, stderr = run_command(arguments, environment={"OMP_NUM_THREADS": "1"})
     assert code == 0, stderr
     return re.findall(r"weights (\w+)", stdout)[0]
 
@@ -32,16 +40,15 @@ def process_of(command: RunningCommand, worker: int, step: int) -> int:
     return command.wait_until(found)
 
 
-def kill_one(command: RunningCommand) -> None:
-    os.kill(process_of(command, 1, 5), signal.SIGKILL)
-
-
 def kill_the_first_and_stop_another(command: RunningCommand) -> None:
     first, second = process_of(command, 0, 5), process_of(command, 1, 5)
     os.kill(first, signal.SIGKILL)
     os.kill(second, signal.SIGSTOP)
     command.wait_until(lambda: re.search(r"worker 2 step 1[0-9]", command.stdout))
-    os.kill(second, signal.SIGKILL)
+    os.kill(second, signal.SIGCONT)
+    # It exits, and another process joins in its place.
+    command.wait_until(lambda: "went on without worker 1" in command.stderr)
+    command.wait_until(lambda: "starting worker 1 again" in command.stderr)
 
 
 def kill_the_coordinator_and_one(command: RunningCommand) -> None:
@@ -51,7 +58,7 @@ def kill_the_coordinator_and_one(command: RunningCommand) -> None:
     os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("disturb", [kill_one, kill_the_first_and_stop_another, kill_the_coordinator_and_one])
+@pytest.mark.parametrize("disturb", [kill_the_first_and_stop_another, kill_the_coordinator_and_one])
 def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
     arguments = ["run", "--workers", "3", "--independent", "--server-option", "lease_s=2", SCRIPT, "0.02"]
     with running_command(arguments) as command:
@@ -60,3 +67,56 @@ def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
         digests = re.findall(r"weights (\w+)", command.stdout)
     assert len(digests) >= 1
     assert set(digests) == {undisturbed()}
+
+
+def test_a_spare_takes_the_place_of_a_worker_that_dies():
+    with running_command(["run", "--workers", "5", "--independent", SCRIPT, "0.05"]) as command:
+
+        def at_work() -> set[str]:
+            return set(re.findall(r"worker (\d) step", command.stdout))
+
+        command.wait_until(lambda: len(at_work()) == 4)
+        first = at_work()
+        os.kill(process_of(command, int(min(first)), 3), signal.SIGKILL)
+        command.wait_until(lambda: at_work() - first)
+        assert command.wait() == 0, command.stderr
+        assert set(re.findall(r"weights (\w+)", command.stdout)) == {undisturbed()}
+
+
+def test_training_goes_on_without_a_coordinator_until_somebody_dies():
+    bind = f"tcp://127.0.0.1:{free_port()}"
+    start = ["--bind", bind, "--lease-s", "2"]
+    arguments = ["run", "--workers", "2", "--independent", "--server-address", bind, SCRIPT, "0.05"]
+    with running_command(arguments) as command:
+        with running_server_command(start) as server:
+            worker = process_of(command, 1, 3)
+            server.signal(signal.SIGKILL)
+            assert server.wait() == -signal.SIGKILL
+        last = max(map(int, re.findall(r"step (\d+)", command.stdout)))
+        process_of(command, 0, last + 5)
+        os.kill(worker, signal.SIGKILL)
+        with running_server_command(start):
+            assert command.wait() == 0, command.stderr
+        assert set(re.findall(r"weights (\w+)", command.stdout)) == {undisturbed()}
+
+
+def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
+    arguments = ["run", "--workers", "2", "--independent", SCRIPT, "0.02"]
+    with running_command(arguments, environment={"TEST_CHECKPOINTS": str(tmp_path)}) as command:
+        processes = {process_of(command, worker, 9) for worker in (0, 1)}
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+        assert command.wait() == 0, command.stderr
+        said = re.findall(r"process (\d+) worker \d step (\d+)", command.stdout)
+        assert min(int(step) for process, step in said if int(process) not in processes) > 1
+        assert set(re.findall(r"weights (\w+)", command.stdout)) == {undisturbed()}
+
+
+def test_who_differs_is_refused_once_and_the_others_go_on():
+    arguments = ["run", "--workers", "2", "--independent", "--server-option", "lease_s=2", SCRIPT, "0.02"]
+    code, stdout, stderr = run_command(arguments, environment={"TEST_SEED": "4"})
+    assert code == 1
+    assert len(re.findall(r"worker \d failed", stderr)) == 1
+    assert "ConfigurationError: " in stderr
+    assert "is not started again; 1 others go on" in stderr
+    assert len(re.findall(r"weights (\w+)", stdout)) == 1

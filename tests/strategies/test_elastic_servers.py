@@ -43,36 +43,38 @@ def nobody(command: RunningCommand) -> None:
     """Everybody lives."""
 
 
-def a_worker(command: RunningCommand) -> None:
+def kill_a_server(command: RunningCommand) -> None:
+    process_of(command, 0)
+    os.kill(servers_of(command.pid)[0], signal.SIGKILL)
+
+
+def kill_a_server_and_a_worker(command: RunningCommand) -> None:
+    kill_a_server(command)
     os.kill(process_of(command, 1), signal.SIGKILL)
 
 
-def the_last_server(command: RunningCommand) -> None:
-    process_of(command, 0)
-    os.kill(servers_of(command.pid)[-1], signal.SIGKILL)
-
-
-def a_server_and_a_worker(command: RunningCommand) -> None:
-    the_last_server(command)
-    a_worker(command)
+def stop_a_worker(command: RunningCommand) -> None:
+    process = process_of(command, 1)
+    os.kill(process, signal.SIGSTOP)
+    command.wait_until(lambda: re.search(r"worker 0 step 2[0-9]", command.stdout))
+    os.kill(process, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("workers", "servers", "kill"),
+    ("workers", "servers", "disturb"),
     [
         (1, 1, nobody),
         (4, 2, nobody),
-        (3, 1, a_worker),
-        (2, 1, the_last_server),
-        (2, 2, the_last_server),
-        (3, 2, a_server_and_a_worker),
+        (3, 1, stop_a_worker),
+        (2, 2, kill_a_server),
+        (3, 1, kill_a_server_and_a_worker),
     ],
 )
-def test_the_bits_of_plain_sync_server(workers, servers, kill):
+def test_the_bits_of_plain_sync_server(workers, servers, disturb):
     options = ["--workers", str(workers), "--independent", "--servers", str(servers), "--server-option", "lease_s=2"]
-    batch_s = "0" if kill is nobody else "0.02"
+    batch_s = "0" if disturb is nobody else "0.02"
     with running_command(["run", *options, SCRIPT, batch_s, STRATEGY]) as command:
-        kill(command)
+        disturb(command)
         assert command.wait() == 0, command.stderr
         digests = re.findall(r"weights (\w+)", command.stdout)
     assert len(digests) >= 1

@@ -1,4 +1,7 @@
-"""A training with virtual workers, for ``psengine run`` to start; prints each step, and the digest of its weights."""
+"""A training with virtual workers, for ``psengine run`` to start; prints each step, and the digest of its weights.
+
+Arguments: the seconds that a batch takes, the strategy. Variables: a directory for checkpoints, other workers' seed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def main() -> None:
         model = psengine.DistributedDataParallel(network, strategy=strategy, bucket_cap_mb_list=[0.0002])
         optimizer = psengine.DistributedOptimizer(torch.optim.AdamW(network.parameters()), model)
         dataset = TensorDataset(features, features.sum(1).gt(0).long())
-        loader = psengine.ElasticLoader(dataset, batch_size=2, seed=3)
+        if directory := os.environ.get("TEST_CHECKPOINTS"):
+            model.checkpoint_every(2, directory)
+        seed = int(os.environ.get("TEST_SEED", "3")) if context.worker else 3
+        loader = psengine.ElasticLoader(dataset, batch_size=2, seed=seed)
         for epoch in loader.epochs(2):
             for step in loader.steps(epoch):
                 optimizer.zero_grad()

@@ -35,6 +35,7 @@ class RankEnd:
         was_ended: the launcher ended it.
         words: what it said of its error: the user's line and the sentence, or the last traceback.
         hint: how to learn more than ``words``.
+        is_final: the same program would fail so again.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankEnd:
     was_ended: bool = False
     words: tuple[str, ...] = ()
     hint: str = ""
+    is_final: bool = False
 
     @property
     def lost_peer(self) -> bool:
@@ -64,10 +66,10 @@ def rank_end(rank: int, failure: ProcessFailure, stderr: str, *, was_running: bo
 
     ``was_running``: until the launcher ended the workers.
     """
-    error_file, words, hint, failed_s = Path(failure.error_file), "", "", time.time()
+    error_file, words, hint, failed_s, is_final = Path(failure.error_file), "", "", time.time(), False
     if error_file.is_file():
         details = json.loads(error_file.read_text())["message"]["extraInfo"]
-        words, hint = details["py_callstack"], details.get("hint", "")
+        words, hint, is_final = details["py_callstack"], details.get("hint", ""), details.get("is_final", False)
         failed_s = error_file.stat().st_mtime
     elif stderr:
         with open(stderr, "rb") as file:
@@ -79,7 +81,13 @@ def rank_end(rank: int, failure: ProcessFailure, stderr: str, *, was_running: bo
         lines = lines[headers[-1] if headers else -10 :]
     was_ended = was_running and -failure.exitcode in (signal.SIGTERM, signal.SIGKILL)
     return RankEnd(
-        rank=rank, exit_code=failure.exitcode, failed_s=failed_s, was_ended=was_ended, words=tuple(lines), hint=hint
+        rank=rank,
+        exit_code=failure.exitcode,
+        failed_s=failed_s,
+        was_ended=was_ended,
+        words=tuple(lines),
+        hint=hint,
+        is_final=is_final,
     )
 
 

@@ -225,7 +225,7 @@ def _run_independent(run: Run) -> None:
                     run.report(line)
                 if time.monotonic() - started_s[rank] >= plan.forgiven_s:
                     restarts[rank] = 0
-                if restarts[rank] < options.max_restarts:
+                if restarts[rank] < options.max_restarts and not end.is_final:
                     restarts[rank], started_s[rank] = restarts[rank] + 1, time.monotonic()
                     run.report(f"starting worker {rank} again ({restarts[rank]} of {options.max_restarts})")
                     running[rank] = _start_independent(run, rank)

@@ -165,7 +165,7 @@ def _said(job: ElasticClient, request: Request) -> Flow[bool]:
         yield [request]
     except ServerRefusedError as error:
         if job.fatal is not None or error.code not in _SAYS_HELLO:
-            raise
+            raise job.fatal or error from None  # the answer to HELLO says more
         logger.info("saying HELLO again: %s", error)
         return False
     return True

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from psengine.collectives.base import Collective, Work
 from psengine.collectives.forwarding import Forwarding
-from psengine.errors import CollectiveError, ServerError, ServerLostError, ServerRefusedError
+from psengine.errors import CollectiveError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.partition import TensorImage, cut_images
@@ -39,8 +39,11 @@ RULE = {"name": "average", "quorum": None}
 # comes again, so that servers forget the job that had it.
 NAMES = 4
 LOOK_S = 0.02
-# What another group would meet again.
-_LASTING = (ErrorCode.RULE_MISMATCH, ErrorCode.MEMORY, ErrorCode.BAD_VALUE)
+# Refusals that another group will not meet.
+_PASSING = (
+    *(ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE, ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY),
+    *(ErrorCode.STATE_LOST, ErrorCode.DUPLICATE_RANK, ErrorCode.SHUTTING_DOWN),
+)
 
 
 class ServerSums(Forwarding):
@@ -113,15 +116,8 @@ class ServerSums(Forwarding):
         if self._is_abandoned:
             self.abandon()
         GuardedWork(_Entered(entered), self._has_news).wait()
-        # Those who take part are of this group: a process that stood still may come to a name's next job.
-        incarnations = torch.zeros(self._options.world_size, dtype=torch.int64)
-        for session in self._sessions:
-            incarnations[session.rank] = session.job_connection.identity.incarnation
-        self.inner.sum(incarnations, what="the virtual workers of a view")
-        view = self._sessions[0].job_connection.view
-        taking_part = () if view is None else [(one.rank, one.incarnation) for one in view.members]
-        if list(taking_part) != list(enumerate(incarnations.tolist())):
-            raise CollectiveError(f"job {self._options.job!r} has others than this group's virtual workers")
+        # A process that stood still may come to the next job of a name, instead of one of this group.
+        self.inner.barrier().wait()
 
     def _lay_out(self, *, rows: int) -> list[ChunkSpec]:
         """The chunks of all buckets, which are alike on all workers."""
@@ -170,9 +166,8 @@ class _Asking(Work):
                 if is_interrupted():
                     return False
             return True
-        except ServerError as error:
-            is_lasting = not isinstance(error, (ServerLostError, ServerRefusedError))
-            if is_lasting or getattr(error, "code", None) in _LASTING:
+        except (ServerLostError, ServerRefusedError) as error:
+            if isinstance(error, ServerRefusedError) and error.code not in _PASSING:
                 raise
             raise CollectiveError(f"the servers did not sum contributions: {error}") from error
 

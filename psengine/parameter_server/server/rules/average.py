@@ -125,8 +125,7 @@ class Average(ChunkRule):
             if step >= first or not gathered.by_rank:
                 del self._open[step]
         self._released.clear()
-        # Nobody may ask for those of a job that is over.
-        self._results = {step: result for step, result in self._results.items() if step < first and view.members}
+        self._results = {step: result for step, result in self._results.items() if step < first}
         if self._former is not None and self._former[0] >= first:
             self._state = self._former[1]
             self._former = None
