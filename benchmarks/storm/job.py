@@ -6,7 +6,7 @@ import math
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,18 +152,20 @@ def train(
     hosts: int,
     deadline_s: float,
     most_s: float = math.inf,
+    shared: Sequence[Path] = (),
 ) -> tuple[Training, Storm]:
     """Through ``faults``, on so many hosts; told to stop ``most_s`` after the first step.
 
     Args:
         out: directory for events and logs, made here.
         program_at: the program of the job whose coordinator has this address.
+        shared: folders of /tmp that it needs.
 
     Raises:
         TimeoutError: the training has not ended after ``deadline_s``.
     """
     out.mkdir()
-    with sites(hosts + 1, out) as (places, address):
+    with sites(hosts + 1, [out, *shared]) as (places, address):
         job = Job(places, program_at(address), out)
         storm = Storm(job, faults)
         end_s, begun_s = time.monotonic() + deadline_s, math.inf

@@ -180,7 +180,7 @@ def beside_torchft(directory: Path, options: argparse.Namespace) -> Table:
         for kind, faults in (("calm", []), ("storm", kills)):
             out = directory / f"{name}-{kind}"
             end = {"hosts": PEER_WORKERS, "deadline_s": options.deadline, "most_s": most_s}
-            trainings.append(train(out, program_of(out), faults, **end))
+            trainings.append(train(out, program_of(out), faults, **end, shared=[options.torchft.parents[1]]))
         (calm, _), (found, storm) = trainings
         # What torchft writes down with a step is how many replicas took part.
         left_out = sum(batch * (PEER_WORKERS - count) for count in found.numbers.values()) if name == "torchft" else 0

@@ -50,13 +50,13 @@ def logging_to(path: Path, command: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def sites(count: int, directory: Path) -> Iterator[tuple[list[Any], str]]:
-    """``count`` of them, and the address of a coordinator on the last one."""
+def sites(count: int, shared: Sequence[Path]) -> Iterator[tuple[list[Any], str]]:
+    """``count`` of them, which see the folders ``shared``; and the address of a coordinator on the last one."""
     with ExitStack() as stack:
         if missing_for_hosts() is None:
             # Hosts have a /tmp of their own; modules may be imported from this one.
-            shared = [directory, *(Path(path) for path in sys.path if path.startswith("/tmp/") and Path(path).is_dir())]
-            hosts: list[Any] = stack.enter_context(emulated_hosts(count, shared=shared))
+            modules = [Path(path) for path in sys.path if path.startswith("/tmp/") and Path(path).is_dir()]
+            hosts: list[Any] = stack.enter_context(emulated_hosts(count, shared=[*shared, *modules]))
             yield hosts, f"tcp://{hosts[-1].name}:{PORT}"
             return
         hosts = [Local(f"node-{index}") for index in range(count)]

@@ -35,6 +35,7 @@ def main() -> None:
             model.checkpoint_every(2, directory)
         seed = int(os.environ.get("TEST_SEED", "3")) if context.worker else 3
         loader = psengine.ElasticLoader(dataset, batch_size=2, seed=seed)
+        print(f"process {os.getpid()} worker {context.worker} is ready", flush=True)
         for epoch in loader.epochs(2):
             for step in loader.steps(epoch):
                 optimizer.zero_grad()
