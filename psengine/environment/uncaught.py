@@ -43,8 +43,8 @@ def install_hook() -> None:
                 "py_callstack": text,
                 "timestamp": str(int(time.time())),
                 "hint": HINT if is_short else "",
+                "is_final": isinstance(error, ConfigurationError),  # the same program ends so again
             }
-            details["is_final"] = isinstance(error, ConfigurationError)  # the same program ends so again
             message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
             new = Path(f"{file}.new")
             with suppress(OSError):
