@@ -282,11 +282,14 @@ class Simulation:
         return True
 
     def _waits_for_values(self) -> bool:
-        """Whether workers wait for worker 0, which has ended, because servers have lost what it gave them."""
-        if not self.slots[0].is_done or self.scenario.rule in ("average", "elastic"):
+        """Whether workers wait for others that have ended, because servers have lost what those did."""
+        scenario, lead = self.scenario, self.network.servers[0]
+        ended = [slot.rank for slot in self.slots if slot.is_done]
+        are_awaited = not scenario.keeps_log and any(inspection.awaits(lead, rank) for rank in ended)
+        if scenario.rule in ("average", "elastic") or not (0 in ended or are_awaited):
             return False
-        since_s = self.clock.now_s - self.scenario.lease_s
-        waiting = [one for one in self.processes if not one.is_dead and not one.has_state]
+        since_s = self.clock.now_s - scenario.lease_s
+        waiting = [one for one in self.processes if not one.is_dead and (are_awaited or not one.has_state)]
         return any(one.waits_since_s < since_s for one in waiting)
 
     def _start_if_needed(self, slot: Slot) -> None:
