@@ -186,8 +186,7 @@ def test_a_worker_whose_lease_ran_out_beyond_a_cut_link_comes_again(tmp_path, st
 @pytest.mark.parametrize(
     ("strategy", "collective", "victim"),
     [
-        ("sync", "auto", 1),
-        *(slow(strategy, "auto", 1, id=strategy) for strategy in (*OVER_COLLECTIVES[1:4], *ROADS[1:])),
+        *(slow(strategy, "auto", 1, id=strategy) for strategy in (*OVER_COLLECTIVES[:4], *ROADS[1:])),
         *(slow(strategy, "hierarchical", 3, id=f"{strategy} hierarchical") for strategy in ROADS),
     ],
 )

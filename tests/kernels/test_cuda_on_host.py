@@ -15,7 +15,7 @@ import pytest
 HERE = Path(__file__).parent / "cuda_on_host"
 CSRC = Path(__file__).parents[2] / "csrc"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", *SANITIZERS]
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", *SANITIZERS]
 SOURCES = {
     "fusion": CSRC / "kernels" / "fusion_cuda.cu",
     "codecs": CSRC / "kernels" / "codecs_cuda.cu",

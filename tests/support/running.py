@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0  # a busy machine starts an interpreter with torch in half a minute
 
 
 class Running(ABC):
