@@ -175,7 +175,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Honest]:
 
 def assert_serves(server: ServerProcess) -> None:
     for _ in range(10):
-        with urllib.request.urlopen(f"{server.status_url}/healthz", timeout=2) as reply:
+        with urllib.request.urlopen(f"{server.status_url}/healthz", timeout=10) as reply:
             assert reply.status == 200
     with Peer(server.addresses[0]) as newcomer:
         assert newcomer.request("STATUS", worker=NOBODY, timeout_s=10) is not None

@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from support.marks import slow
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
 from support.processes import RanksFailedError, free_port, in_ranks, run_ranks, run_ranks_to_any_end
 from support.tensors import SUMMED, addend, digest
+from support.waiting import eventually
 
 import psengine
 from psengine.collectives.base import Collective, Work
@@ -413,7 +415,8 @@ def test_backward_moves_exchanges_along():
 # ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 
-def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str) -> tuple[Any, ...]:
+def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str, told: Path) -> tuple[Any, ...]:
+    """``told``: once the others know of a silent rank."""
     if fate == "silent":
         C10dCollective().barrier().wait()  # to start may take a rank longer than this timeout
         torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
@@ -421,9 +424,8 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
     collective.all_reduce(torch.ones(1)).wait()
     if rank == 1:
         if fate == "silent":
-            time.sleep(3)
+            eventually(told.exists)
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
     flat = torch.ones(60_000)
     try:
         if operation == "all_reduce":
@@ -435,33 +437,34 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
         else:
             collective.barrier().wait()
     except PeerLostError as error:
-        return time.monotonic() - started, str(error), error.ranks
+        told.touch()
+        return str(error), error.ranks
     raise AssertionError("the operation succeeded without rank 1")
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", *(slow(name) for name in ("barrier", "broadcast", "all_gather"))])
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
-def test_killed_rank_is_named_by_all_others(name, operation):
-    results = run_ranks_to_any_end(lose_a_rank, 3, name, "killed", operation, group_timeout_s=30)
+def test_killed_rank_is_named_by_all_others(tmp_path, name, operation):
+    arguments = (name, "killed", operation, tmp_path / "told")
+    results = run_ranks_to_any_end(lose_a_rank, 3, *arguments, deadline_s=40)  # the group's timeout is 60 s
     assert results[1].exit_code == -signal.SIGKILL
     for result in results[:1] + results[2:]:
         assert result.error is None, result.error
-        seconds, message, ranks = result.value
+        message, ranks = result.value
         assert ranks == (1,)
         assert "Lost rank 1 (process " in message
         assert "which has exited" in message
-        assert seconds < 25
     if operation == "all_reduce":
-        assert "gradient bucket 3 (layer.weight)" in results[0].value[1]
+        assert "gradient bucket 3 (layer.weight)" in results[0].value[0]
 
 
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
-def test_silent_rank_is_named_within_the_timeout(name):
-    results = run_ranks_to_any_end(lose_a_rank, 2, name, "silent", "all_reduce", deadline_s=40)
-    seconds, message, ranks = results[0].value
+def test_silent_rank_is_named_within_the_timeout(tmp_path, name):
+    arguments = (name, "silent", "all_reduce", tmp_path / "told")
+    results = run_ranks_to_any_end(lose_a_rank, 2, *arguments, deadline_s=40)
+    message, ranks = results[0].value
     assert ranks == (1,)
     assert "Lost rank 1" in message
-    assert 0.9 <= seconds < 2.9  # before rank 1 wakes up
 
 
 def host_a_store_and_stop(rank: int, world_size: int, port: int) -> tuple[float, str]:

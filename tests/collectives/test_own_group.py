@@ -30,6 +30,7 @@ from psengine.errors import CollectiveError
 CPU = torch.device("cpu")
 NUMEL = 300_001
 COUNT = 5  # of contributions
+SOON_S = 15.0  # on a busy machine; what waits for its timeout takes 30 s
 WAYS = [pytest.param(True, marks=needs_shared_memory, id="shared_memory"), pytest.param(False, id="gloo")]
 
 
@@ -86,8 +87,7 @@ class Memory:
         return True
 
 
-def lose_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool, when: str) -> float:
-    """Returns how long the longest of what must be quick took."""
+def lose_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool, when: str) -> None:
     memory = Memory(form(folder, "first", range(world_size), rank, shares_memory=shares_memory))
     memory.compute(1)
     memory.add_up(1)
@@ -99,26 +99,22 @@ def lose_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool, w
         next(works)
         os.kill(os.getpid(), signal.SIGKILL)
     is_told_s = time.monotonic() + 0.5  # that a view is prepared
-    begun_s = time.monotonic()
     try:
         is_done = memory.add_up(2, lambda: time.monotonic() > is_told_s)
         assert not is_done or when == "begun"
     except CollectiveError:
         pass
-    late_s = time.monotonic() - max(begun_s, is_told_s)
-    assert late_s < 2
-    left_s = time.monotonic()
+    assert time.monotonic() < is_told_s + SOON_S
     memory.collective.abandon()
     former = memory
     memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
     memory.compute(2, former)
     del former
-    left_s = time.monotonic() - left_s
+    assert time.monotonic() < is_told_s + SOON_S
     memory.add_up(2)
     memory.compute(3)
     memory.add_up(3)
     memory.collective.barrier().wait()
-    return left_s
 
 
 @pytest.mark.parametrize("when", ["early", "begun"])
@@ -128,7 +124,6 @@ def test_the_others_go_on_in_a_new_group(tmp_path, shares_memory, when):
     assert results[1].exit_code == -signal.SIGKILL
     for result in (results[0], results[2]):
         assert result.error is None, result.error
-        assert result.value < 5
 
 
 def lose_rank_1_at_any_moment(rank: int, world_size: int, folder: Path, shares_memory: bool, delay_s: float) -> int:
@@ -218,7 +213,7 @@ def stop_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool) -
     began_s = time.monotonic()
     del former, works, work
     gc.collect()
-    assert time.monotonic() - began_s < 10, "dropping a group waits for its works"
+    assert time.monotonic() < began_s + SOON_S, "dropping a group waits for its works"
     if rank == 0:
         os.kill(int((folder / "process").read_text()), signal.SIGCONT)
     for step in range(2, 20):
@@ -288,23 +283,22 @@ def test_a_group_takes_its_files_and_threads_along(tmp_path, shares_memory):
         assert found[-1] == found[1], found
 
 
-def meet_in_vain(rank: int, world_size: int, folder: Path, shares_memory: bool) -> float:
+def meet_in_vain(rank: int, world_size: int, folder: Path, shares_memory: bool) -> None:
     """Rank 1 does not come; the others are told so, and meet without it."""
     if rank == 1:
-        return 0.0
+        return
     store = dist.FileStore(str(folder / "first"), world_size)
     is_told_s = time.monotonic() + 0.5
     interrupted = lambda: time.monotonic() > is_told_s  # noqa: E731
     made = form_collective(store, "first", rank, world_size, 30.0, interrupted, shares_memory=shares_memory)
-    late_s = time.monotonic() - is_told_s
+    assert time.monotonic() < is_told_s + SOON_S
     assert made is None
     memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
     memory.compute(1)
     memory.add_up(1)
     memory.collective.barrier().wait()
-    return late_s
 
 
 @pytest.mark.parametrize("shares_memory", WAYS)
 def test_a_meeting_to_which_somebody_does_not_come_is_left(tmp_path, shares_memory):
-    assert max(run_ranks(meet_in_vain, 3, tmp_path, shares_memory, init_group=False)) < 0.5
+    run_ranks(meet_in_vain, 3, tmp_path, shares_memory, init_group=False)

@@ -176,20 +176,18 @@ def operations_of_our_own(rank: int, world_size: int) -> list[str]:
 
 def begin_and_wait_in_any_order(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="psengine")
-    dist.barrier()
     if rank == 1:
-        time.sleep(0.6)
-    started = time.monotonic()
+        dist.barrier()
     tensors = [torch.full((numel,), float(rank + 1)) for numel in (10, 2_000_000, 7)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
     gathered = torch.empty(4)
     works.append(single("all_gather_single")(gathered, torch.full((2,), float(rank)), group=group, async_op=True))
     transposed = torch.arange(6.0).view(2, 3).t() * (rank + 1)
     works.append(dist.all_reduce(transposed, group=group, async_op=True))
-    assert time.monotonic() - started < 0.4, "beginning must not wait for rank 1"
     if rank == 0:
         assert "still under way" in str(raising(works[0].wait, timedelta(milliseconds=50)))
         assert not works[0].is_completed()
+        dist.barrier()  # until here rank 1 has not come
     for work in reversed(works):
         assert work.wait() is True
     assert all(work.is_completed() and work.is_success() for work in works)
@@ -343,7 +341,7 @@ def test_psengine_init_takes_the_backend_and_registration_has_no_side_effects():
 # ---- failures ----
 
 
-def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[float, str, Any]:
+def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[str, Any]:
     group = dist.new_group(backend="psengine")
     tensor = torch.ones(3_000_000)
     dist.all_reduce(tensor, group=group)
@@ -352,7 +350,6 @@ def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[float, str, Any]:
     if rank == 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
     try:
         if how == "wait":
             dist.all_reduce(tensor, group=group, async_op=True).wait()
@@ -360,21 +357,19 @@ def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[float, str, Any]:
             model = Native(nn.Linear(4, 4), process_group=group, init_sync=False)
             model(torch.ones(2, 4)).sum().backward()
     except RuntimeError as error:
-        lost_s = time.monotonic() - started
         dist.destroy_process_group(group)
-        return lost_s, str(error), getattr(error, "ranks", None)
+        return str(error), getattr(error, "ranks", None)
     raise AssertionError("went on without rank 1")
 
 
 @pytest.mark.parametrize("how", ["wait", "ddp"])
 def test_a_killed_rank_is_named(how):
-    results = run_ranks_to_any_end(lose_a_rank, 3, how)
+    results = run_ranks_to_any_end(lose_a_rank, 3, how, deadline_s=40)  # the group's timeout is 60 s
     assert results[1].exit_code == -signal.SIGKILL
     for rank in (0, 2):
         assert results[rank].error is None, results[rank].error
-        seconds, message, ranks = results[rank].value
+        message, ranks = results[rank].value
         assert "Lost rank 1 (process " in message, message
-        assert seconds < 3
         if how == "wait":
             assert ranks == (1,)
 
@@ -395,21 +390,21 @@ def test_a_rank_that_is_killed_while_the_default_group_is_made_is_named():
     assert results[0].value == (2,), results[0].error
 
 
-def come_late(rank: int, world_size: int) -> tuple[float, str]:
+def come_late(rank: int, world_size: int) -> str:
     group = dist.new_group(backend="psengine")
     dist.all_reduce(torch.ones(3), group=group)
     # Not before, because to set up a group may take longer.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), group)
     if rank == 1:
-        time.sleep(1)
-    started = time.monotonic()
+        dist.barrier()
     error = raising(dist.all_reduce, torch.ones(3), group=group)
-    return time.monotonic() - started, str(error)
+    if rank == 0:
+        dist.barrier()
+    return str(error)
 
 
 def test_the_groups_timeout_is_kept():
-    (seconds, message), (_, message_of_the_late_one) = run_ranks(come_late, 2)
-    assert 0.2 < seconds < 0.9
+    message, message_of_the_late_one = run_ranks(come_late, 2)
     assert "another rank stopped waiting for this one" in message_of_the_late_one
     assert "Lost rank 1" in message
     assert "did not arrive within 0.3 s" in message

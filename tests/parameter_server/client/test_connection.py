@@ -91,18 +91,18 @@ def test_nonsense_harms_nobody(nonsense):
 
 
 def test_nothing_but_nonsense_is_an_error_that_says_so():
-    with connected() as (peer, session):
+    with connected(timeout_s=30.0) as (peer, session):
         peer.script[T.PUSH] = lambda *_: [[b"y" * 96]]
         peer.script[T.WAITS] = lambda *_: [[b"y" * 96]]
         peer.script[T.HEARTBEAT] = lambda *_: None
         begun = time.monotonic()
         with pytest.raises(ProtocolError, match=r"does not speak this protocol.*no psengine message"):
             push(session)[0].wait()
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() < begun + 20
 
 
 def test_what_is_refused_names_the_push_and_wakes_who_waits_for_something_slower():
-    with connected() as (peer, session):
+    with connected(timeout_s=30.0) as (peer, session):
         body = {"code": "unknown_key", "text": "no such chunk"}
         peer.script[T.PUSH] = lambda peer, route, m: peer.reply(m, T.ERROR, body=body) if m.key == 0 else None
         peer.script[T.WAITS] = lambda peer, route, m: peer.reply(m, T.PENDING, body={"waiting_for": [1]})
@@ -110,7 +110,7 @@ def test_what_is_refused_names_the_push_and_wakes_who_waits_for_something_slower
         with pytest.raises(ServerRefusedError, match=words) as caught:
             wait_all([push(session, 0)[0], push(session, 1)[0]])
         assert caught.value.code == "unknown_key"
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() < begun + 20
 
 
 def test_no_answer_until_the_deadline_names_everything():

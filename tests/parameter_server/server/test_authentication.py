@@ -217,7 +217,7 @@ def test_a_server_with_keys_serves_its_clients_and_others_learn_why_not(keys):
             begun_s = time.monotonic()
             with pytest.raises(AuthenticationError, match=reason):
                 entered(server.addresses[0], 0, keys=curve)
-            assert time.monotonic() - begun_s < 3
+            assert time.monotonic() < begun_s + 15  # far from the deadline
             for address in server.addresses:
                 with Peer(address, curve=curve) as peer:
                     assert try_to_speak(peer) is None
