@@ -172,6 +172,8 @@ class WorkerSession:
         """
         job = self.job_connection
         job.is_leaving = True
+        if self._finalizer.detach() is not None:
+            weakref.finalize(job, job.closing.wait, join.GOODBYE_S)  # at exit
 
         def end(_answer: object = None) -> None:
             job.closing.set()
@@ -415,9 +417,7 @@ def _say_goodbye(job: JobConnection, process_id: int) -> None:
         return
     failed = job.has_failed or getattr(sys, "last_value", None) is not None  # at exit
     try:
-        if job.is_leaving:
-            job.closing.wait(join.GOODBYE_S)  # it was abandoned
-        elif not job.transport.is_own_thread:
+        if not job.transport.is_own_thread:
             run(join.leave(job, failed=failed), job.closing)
         else:
             # The garbage collector may close a forgotten session on the I/O thread, which must not wait.
