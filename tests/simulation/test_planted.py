@@ -16,6 +16,7 @@ QUICK = (
     "views do not grow",
     "a log goes on after an fsync that failed",
     "a torn record is taken for damage",
+    "an elastic newcomer keeps its initial values",
 )
 
 
