@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import pytest
@@ -146,6 +147,11 @@ def misuse(rank: int, world_size: int) -> None:
     next(batches)
     with raises(ReductionError, "virtual worker 1 had no backward"):
         next(batches)
+    for left in (1.0, -0.0, math.nan):
+        model, batches = begun()
+        model.module.bias.grad = torch.tensor([0.0, left])
+        with raises(ReductionError, "the gradient of 'bias' is left from another step", "optimizer.zero_grad()"):
+            next(batches)
 
     with raises(ConfigurationError, "got no optimizer"):
         next(loader_of(wrap()).epochs(1))

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from psengine.collectives.base import Collective
+from psengine.errors import ReductionError
 from psengine.strategies.buffer_broadcast import BufferBroadcast
 from psengine.strategies.exchange import BucketExchange, Driver, Gradients
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What a model is set back to before each batch of a step.
+
+    Attributes:
+        gradients: indices of the parameters that have a gradient; it is zero.
+        buffers: by name.
+    """
+
+    gradients: list[int]
+    buffers: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """With what a step ends; plain values, because it also travels to a worker that lacks it.
+
+    Attributes:
+        averages: by bucket, in memory that stays as it is until the next ones are written.
+        used: by parameter, how many workers used it; None where all count as used.
+        order: in which gradients arrive, if buckets are to be laid out so from now on.
+        buffers: by name, those of virtual worker 0.
+    """
+
+    averages: list[torch.Tensor]
+    used: list[int] | None
+    order: list[int] | None
+    buffers: dict[str, torch.Tensor]
 
 
 class Part:
@@ -24,35 +56,31 @@ class Part:
         gradients: the reducer of its gradients.
 
     Attributes:
-        averages: of the last step that ended, by bucket, as they stay until the next ones are written.
-        order: in which buckets are laid out; None until it is known, or where it never changes.
         slots: how many virtual workers are played here.
+        outcome: of the last step that ended; None before.
         is_played: whether a backward is expected, of a virtual worker's batch.
-        used: by parameter, 1 where one of this worker's virtual workers used it in this step; None where all count.
     """
 
     def __init__(self, replica: Replica, gradients: Gradients) -> None:
         self.replica = replica
+        self.slots = 1
+        self.outcome: Outcome | None = None
         self._gradients = gradients
-        self.averages: list[torch.Tensor] = []
-        self.order: list[int] | None = None
-        self.used: torch.Tensor | None = None
+        self._collective: Collective = replica.collective
+        self._owners: Sequence[tuple[int, int]] = ()
         self._buckets: Sequence[Bucket] = ()
         self._memories: list[torch.Tensor] = []
         self._allocated: list[torch.Tensor] = []
-        self._collective: Collective = replica.collective
-        self.slots = 1
-        self._broadcast = BufferBroadcast()
+        self._order: list[int] | None = None  # in which buckets are laid out; None until that is known
         self._driver = Driver(self._sum)
-        self._owners: Sequence[tuple[int, int]] = ()
+        self._broadcast = BufferBroadcast()
         # Of the batch that is played.
         self.is_played = False
         self._exchanges_at_once = False
-        # Of the step.
-        self._is_at_start = True
+        # Of the step, None before its first batch.
+        self._start: Beginning | None = None
+        self._used: torch.Tensor | None = None  # by parameter, 1 where a batch of this worker used it
         self._first_order: list[int] | None = None
-        self._start_gradients: list[torch.Tensor | None] = []
-        self._start_buffers: dict[str, torch.Tensor] = {}
         self._first_buffers: dict[str, torch.Tensor] = {}
 
     # ---- memory ------------------------------------------------------------------------------------------------
@@ -89,41 +117,38 @@ class Part:
             for slot, now in kept.items():
                 new[1 + now].copy_(old[1 + slot])
 
-    def lay_out(self, order: list[int] | None) -> None:
-        """Once, between two steps: lay out buckets in the order in which gradients arrive."""
-        if order is not None and self.order is None:
-            self.order = order
-            self._gradients.lay_out_again(order)
-
-    # ---- a step ------------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        """No contribution was made yet."""
-        gradients = [parameter.grad for parameter in self.replica.parameters.values()]
-        self._start_gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
-        self._start_buffers = self._copied_buffers()
-        self._first_buffers = {}
-        self._is_at_start, self._first_order = True, None
-        self.used = None
+    # ---- batches -----------------------------------------------------------------------------------------------
 
     def begin_batch(self, slot: int, *, exchanges_at_once: bool) -> None:
-        """A virtual worker's batch follows.
+        """A virtual worker's batch follows, from the same beginning as any other batch of the step.
 
         Args:
             slot: of its contribution.
             exchanges_at_once: whether it is the last one, so that buckets are exchanged as they fill.
+
+        Raises:
+            ReductionError: a gradient is left from another step.
         """
-        if not self._is_at_start:  # also where contributions of the batches before were dealt to another worker
-            self._restore()
-        self._is_at_start = False
+        if self._start is None:
+            self._check_gradients()
+            self._used, self._start = None, self.beginning()
+        else:  # also where contributions of the batches before were dealt to another worker
+            self._restore(self._start)
         self.is_played, self._exchanges_at_once = True, exchanges_at_once
         self._gradients.pack_in(slot)
 
-    def _restore(self) -> None:
-        """Set gradients and buffers back to the beginning of the step."""
-        for parameter, gradient in zip(self.replica.parameters.values(), self._start_gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-        self._write_buffers(self._start_buffers)
+    def _restore(self, start: Beginning) -> None:
+        self._set_gradients(start.gradients, range(len(self.replica.parameters)))
+        self._write_buffers(start.buffers)
+
+    def _check_gradients(self) -> None:
+        for name, parameter in self.replica.parameters.items():
+            if parameter.grad is not None and not _is_zero(parameter.grad.detach()):
+                raise ReductionError(
+                    f"the gradient of {name!r} is left from another step, and a worker that joins would lack it"
+                    " (expected None, or +0.0 in each place). Fix: call optimizer.zero_grad() in each step, before the"
+                    " loop over step.batches."
+                )
 
     def end_batch(self, *, is_first: bool) -> bool:
         """The batch is over; ``is_first``: of virtual worker 0. Whether it had a backward."""
@@ -135,7 +160,7 @@ class Part:
 
     def note_used(self, used: torch.Tensor) -> None:
         """A backward used these parameters: int32, 1 or 0 by index."""
-        self.used = used.clone() if self.used is None else self.used | used
+        self._used = used.clone() if self._used is None else self._used | used
 
     def packed(self, bucket: Bucket) -> None:
         """A bucket of the batch is packed."""
@@ -157,61 +182,81 @@ class Part:
         for bucket in self._buckets:
             self._driver.begin(bucket)
 
-    def end_exchanges(self) -> list[torch.Tensor]:
-        """Wait for the averages; by bucket."""
-        return [self._require(self._driver.result(bucket)) for bucket in self._buckets]
-
-    @staticmethod
-    def _require(average: torch.Tensor | None) -> torch.Tensor:
-        assert average is not None, "every bucket's exchange was begun"
-        return average
+    def exchange(self) -> Outcome:
+        """Wait for the averages, and exchange what else ends a step. What it begins anew from stays as it is."""
+        for bucket in self._buckets:
+            self._driver.result(bucket)
+        used = None if self._used is None else self._used.clone()
+        if used is not None:
+            self._collective.sum(used, what="used parameters")
+        return Outcome(
+            averages=[memory[0] for memory in self._memories],
+            used=None if used is None else used.tolist(),
+            order=self._share_order(),
+            buffers=self._share_buffers(),
+        )
 
     @property
     def _first_rank(self) -> int:
         """The rank that plays virtual worker 0."""
         return self._owners[0][0]
 
-    def share_buffers(self) -> None:
-        """All workers' buffers become those of virtual worker 0."""
-        if self._collective.rank == self._first_rank:
-            self._write_buffers(self._first_buffers)
-        if self._start_buffers:
-            self._broadcast.run(list(self.replica.buffers().values()), self._collective, self._first_rank)
-
-    def share_order(self) -> list[int] | None:
-        """In which order buckets are to be laid out once this step is over; None: they stay as they are."""
+    def _share_order(self) -> list[int] | None:
         if not self._gradients.awaits_order:
             return None
-        count = len(self.replica.parameters)
-        order = torch.tensor(self._first_order or [0] * count, dtype=torch.int64)
+        order = torch.tensor(self._first_order or [0] * len(self.replica.parameters), dtype=torch.int64)
         self._collective.broadcast([order], self._first_rank, what="order of gradients").wait()
         return [int(index) for index in order]
 
-    def write(self, averages: list[torch.Tensor], used: Sequence[float] | None) -> None:
-        """The step is over: averages become the gradients, but of parameters that no virtual worker used."""
-        self.averages = averages
+    def _share_buffers(self) -> dict[str, torch.Tensor]:
+        buffers = self._first_buffers if self._collective.rank == self._first_rank else self._copied_buffers()
+        if buffers:
+            self._broadcast.run(list(buffers.values()), self._collective, self._first_rank)
+        return buffers
+
+    def end_step(self, outcome: Outcome) -> None:
+        """The step is over, here or elsewhere: averages become the gradients of the parameters that a batch used."""
+        assert self._start is not None, "a step that ends has begun"
+        used = outcome.used
         if used is not None:
-            names = zip(self.replica.parameters.values(), self._start_gradients, used, strict=True)
-            for parameter, gradient, count in names:
-                if not count:
-                    parameter.grad = gradient
-        for bucket, average in zip(self._buckets, averages, strict=True):
+            self._set_gradients(self._start.gradients, [index for index, count in enumerate(used) if not count])
+        for bucket, average in zip(self._buckets, outcome.averages, strict=True):
             self._gradients.write(bucket, average, used)
+        self._write_buffers(outcome.buffers)
+        self.outcome, self._start = outcome, None
+        self._lay_out(outcome.order)
 
-    # ---- what travels to others --------------------------------------------------------------------------------
+    # ---- what a worker that joins takes ------------------------------------------------------------------------
 
-    def result(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """What a worker needs that lacks the last step's averages; ``buffers``: of its end. See ``take_result``."""
-        return {"averages": self.averages, "buffers": list(buffers.values())}
+    def beginning(self) -> Beginning:
+        """Of the step under way, or of one that would begin now."""
+        if self._start is not None:
+            return self._start
+        parameters = enumerate(self.replica.parameters.values())
+        return Beginning(
+            gradients=[index for index, parameter in parameters if parameter.grad is not None],
+            buffers=self._copied_buffers(),
+        )
 
-    def take_result(self, result: Mapping[str, Any], used: Sequence[float] | None) -> None:
-        """End the step with what another worker has of it."""
-        self._write_buffers(dict(zip(self.replica.buffers(), result["buffers"], strict=True)))
-        self.write(result["averages"], used)
+    def progress(self) -> dict[str, Any]:
+        """What it needs besides the model and its optimizers, as plain values."""
+        return {"order": self._order, "gradients": self.beginning().gradients}
 
-    def buffers_at_start(self) -> Mapping[str, torch.Tensor]:
-        """The buffers with which the step began that is under way."""
-        return self._start_buffers
+    def take_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on from another worker's ``progress``."""
+        self._set_gradients(progress["gradients"], range(len(self.replica.parameters)))
+        self._lay_out(progress["order"])
+
+    def _lay_out(self, order: list[int] | None) -> None:
+        if order is not None and order != self._order:
+            self._order = order
+            self._gradients.lay_out_again(order)
+
+    def _set_gradients(self, defined: Container[int], indices: Iterable[int]) -> None:
+        """Let the gradients of these parameters be zeros where ``defined`` has them, else None."""
+        parameters = list(self.replica.parameters.values())
+        for index in indices:
+            parameters[index].grad = torch.zeros_like(parameters[index]) if index in defined else None
 
     def _copied_buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self.replica.buffers().items()}
@@ -221,3 +266,9 @@ class Part:
         with torch.no_grad():
             for name, value in values.items():
                 buffers[name].copy_(value)
+
+
+def _is_zero(gradient: torch.Tensor) -> bool:
+    """Whether adding to it is as if it were not there: not where it has -0.0."""
+    values = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return not (values.any() or values.signbit().any())

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from psengine.collectives.base import Collective
-from psengine.errors import CollectiveError, ConfigurationError, ReductionError
+from psengine.errors import CollectiveError, ConfigurationError, FencedError, ReductionError
 from psengine.parameter_server.client.addresses import parse_addresses
+from psengine.protocol.messages import ErrorCode
 from psengine.strategies.elastic.checkpoints import Checkpoints
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
 from psengine.strategies.elastic.dealing import deal
 from psengine.strategies.elastic.membership import FixedMembership, Group, Membership
-from psengine.strategies.elastic.part import Part
+from psengine.strategies.elastic.part import Outcome, Part
 from psengine.strategies.elastic.state import Snapshot, StateRegistry
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.objects import from_bytes, to_bytes
@@ -59,13 +60,8 @@ class Player:
         self._group: Group | None = None
         self._owners: dict[int, int] = {}
         self._slots: dict[int, int] = {}  # by virtual worker that is played here, the slot of its contribution
-        self._used: list[list[float]] = []  # by part: see Part.used, over all virtual workers, of the last step
-        # Whether no step has ended in this group: until then exchanges wait for the end of the step, so that all
-        # members begin them in the same order, whatever they had done before.
-        self._is_fresh = True
         # Of the step.
         self._step: int | None = None
-        self._awaits_first = False
         self._done: dict[int, float] = {}  # by virtual worker whose contribution is there, what was recorded
         self._playing: int | None = None
         self._value = math.nan
@@ -155,10 +151,10 @@ class Player:
 
     def _meet(self, group: Group) -> None:
         collective, members = group.collective, group.members
-        steps = [member.completed for member in members if member.completed is not None]
-        if steps:
-            newest = max(steps)
-            source = [member.completed for member in members].index(newest)
+        steps = [member.completed for member in members]
+        if any(step is not None for step in steps):
+            newest = max(step for step in steps if step is not None)
+            source = steps.index(newest)
         else:
             # Nobody has a state: the newest checkpoint counts, else the initial values of the first one.
             checkpoints = [member.checkpoint for member in members]
@@ -166,60 +162,59 @@ class Player:
             source = checkpoints.index(newest)
             if collective.rank == source:
                 self._load(newest)
-        is_source = collective.rank == source
-        known = {"owners": self._owners, "orders": [part.order for part in self.parts]}
-        mine = to_bytes(known) if is_source else b""
-        told = from_bytes(collective.broadcast_bytes(mine, source, CPU, what=f"state after step {newest}"))
-        if any(member.completed == newest - 1 for member in members):
-            self._take_averages(collective, source, newest, told["orders"])
-        if any(member.completed is None for member in members):
+        self._check_in_time(newest)
+        mine = to_bytes(self._owners) if collective.rank == source else b""
+        owners = from_bytes(collective.broadcast_bytes(mine, source, CPU, what=f"owners after step {newest}"))
+        if newest - 1 in steps:
+            self._take_averages(collective, source, newest)
+        if None in steps:
             self._take_state(collective, source, newest)
-        self._lay_out(told["orders"])
-        self._deal(group, told["owners"])
+        self._deal(group, owners)
+        self.completed = newest
 
-    def _take_averages(
-        self, collective: Collective, source: int, newest: int, orders: Sequence[list[int] | None]
-    ) -> None:
-        """Who lacks the averages of step ``newest`` takes those of ``source``."""
-        is_source = collective.rank == source
-        mine = [part.result(self._buffers_of(part)) for part in self.parts], self.recorded, self._used
-        payload = to_bytes(list(mine)) if is_source else b""
-        payload = collective.broadcast_bytes(payload, source, CPU, what=f"averages of step {newest}")
-        if self.completed == newest - 1:
-            results, self.recorded, self._used = from_bytes(payload)
-            for part, result, used in zip(self.parts, results, self._used, strict=True):
-                part.take_result(result, used or None)
-            self._complete(newest)
-            self._lay_out(orders)  # at once: if the transfer of the state fails, only this worker may know them
+    def _check_in_time(self, newest: int) -> None:
+        """Raise FencedError where the others are so far that this worker cannot catch up inside its step."""
+        if self.completed in (None, newest) or (self.completed == newest - 1 and self._step == newest):
+            return
+        raise FencedError(
+            f"the other workers went on without this one (expected it to have the averages of step {newest}, as they"
+            f" do, or to be in that step, got those of step {self.completed}). It has to start again, and then takes"
+            " over their state.",
+            ErrorCode.FENCED,
+        )
 
     def _load(self, step: int) -> None:
-        """Begin with a checkpoint; with none where ``step`` is 0."""
+        """Begin with a checkpoint; with the model as it is where ``step`` is 0."""
         if self._checkpoints is not None and step > 0:
             snapshot = self._checkpoints.load(step)
             self.state.install(snapshot, str(self._checkpoints.path(step)))
-            self._lay_out(snapshot.progress["orders"])
-        self.completed = step
+            self._take_progress(snapshot)
+
+    def _take_averages(self, collective: Collective, source: int, newest: int) -> None:
+        """Who is in step ``newest`` ends it with the averages of ``source``."""
+        mine = b""
+        if collective.rank == source:
+            mine = to_bytes([self.recorded, *[vars(part.outcome) for part in self.parts]])
+        told = collective.broadcast_bytes(mine, source, CPU, what=f"averages of step {newest}")
+        if self.completed == newest - 1:
+            recorded, *outcomes = from_bytes(told)
+            self._complete(newest, recorded, [Outcome(**outcome) for outcome in outcomes])
 
     def _take_state(self, collective: Collective, source: int, newest: int) -> None:
         """Who has no state takes that of ``source``, as of the beginning of step ``newest`` + 1."""
         mine = self._snapshot(newest) if collective.rank == source else None
-        has_state = self.completed is not None
-        self.state.transfer(collective, source, mine, has_state=has_state)
-        if not has_state:
-            self.completed = newest
+        arrived = self.state.transfer(collective, source, mine, has_state=self.completed is not None)
+        if arrived is not None:
+            self._take_progress(arrived)
 
     def _snapshot(self, completed: int) -> Snapshot:
         """The state of this worker as the step began that is under way, or as it is between two steps."""
-        buffers = [self._buffers_of(part) for part in self.parts]
-        return self.state.snapshot(completed, {"orders": [part.order for part in self.parts]}, buffers)
+        progress = {"parts": [part.progress() for part in self.parts]}
+        return self.state.snapshot(completed, progress, [part.beginning().buffers for part in self.parts])
 
-    def _buffers_of(self, part: Part) -> Mapping[str, torch.Tensor]:
-        """The buffers as of the end of step ``completed``, though batches of the next one may have changed them."""
-        return part.replica.buffers() if self._awaits_first or self._step is None else part.buffers_at_start()
-
-    def _lay_out(self, orders: Sequence[list[int] | None]) -> None:
-        for part, order in zip(self.parts, orders, strict=True):
-            part.lay_out(order)
+    def _take_progress(self, snapshot: Snapshot) -> None:
+        for part, progress in zip(self.parts, snapshot.progress["parts"], strict=True):
+            part.take_progress(progress)
 
     def _deal(self, group: Group, former: Mapping[int, int]) -> None:
         """Who plays whom in the group; contributions that were made already stay with who has them."""
@@ -239,7 +234,7 @@ class Player:
         kept = {former_slots[v]: self._slots[v] for v in self._done}
         for part in self.parts:
             part.move(group.collective, owners, kept)
-        self._group, self._is_fresh, self._has_begun = group, True, False
+        self._group, self._has_begun = group, False
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -260,8 +255,7 @@ class Player:
         is_first = self._group is not None and self._group.collective.rank == 0
         if is_first and self._checkpoints is not None and self._checkpoints.is_due(self.completed):
             self._checkpoints.write(self._snapshot(self.completed))
-        self._step, self._done, self._has_begun = step, {}, False
-        self._awaits_first = True
+        self._step, self._done = step, {}
 
     def next_virtual_worker(self) -> int | None:
         """End the batch before, if there was one; return whose batch follows in this step.
@@ -270,10 +264,6 @@ class Player:
         """
         if self._playing is not None:
             self._end_batch(self._playing)
-        if self._awaits_first:  # not when the step begins: the user's zero_grad comes between
-            self._awaits_first = False
-            for part in self.parts:
-                part.begin_step()
         while self._step is not None:
             left = [v for v in self._slots if v not in self._done]
             if left:
@@ -305,10 +295,11 @@ class Player:
             self._error = error
 
     def _begin_batch(self, virtual_worker: int, *, is_last: bool) -> None:
-        self._playing, self._value = virtual_worker, math.nan
-        self._has_begun = is_last and not self._is_fresh
+        # Which of several models has its backward first may depend on the batch, so their buckets wait for its end.
+        self._has_begun = is_last and len(self.parts) == 1
         for part in self.parts:
             part.begin_batch(self._slots[virtual_worker], exchanges_at_once=self._has_begun)
+        self._playing, self._value = virtual_worker, math.nan
 
     def _end_batch(self, virtual_worker: int) -> None:
         self._playing = None
@@ -344,34 +335,24 @@ class Player:
             for part in self.parts:
                 part.begin_exchanges()
             self._has_begun = True
-        averages = [part.end_exchanges() for part in self.parts]
-        orders = [part.share_order() for part in self.parts]
-        numbers = self._share_numbers(collective)
-        for part in self.parts:
-            part.share_buffers()
+        outcomes = [part.exchange() for part in self.parts]
+        recorded = self._share_recorded(collective)
         # From here on nothing waits for others.
-        self.recorded, self._used = numbers[0], numbers[1:]
-        for part, mine, used in zip(self.parts, averages, self._used, strict=True):
-            part.write(mine, used or None)
-        self._complete(step)
-        self._lay_out(orders)
+        self._complete(step, recorded, outcomes)
 
-    def _share_numbers(self, collective: Collective) -> list[list[float]]:
-        """What was recorded, by virtual worker, and for each part how many virtual workers used each parameter."""
-        recorded = torch.zeros(2 * self.virtual_workers, dtype=torch.float64)
+    def _share_recorded(self, collective: Collective) -> list[float]:
+        """By virtual worker, what was recorded."""
+        recorded = torch.zeros(2, self.virtual_workers, dtype=torch.float64)
         for virtual_worker, value in self._done.items():
             if not math.isnan(value):
-                recorded[virtual_worker] = value
-                recorded[self.virtual_workers + virtual_worker] = 1
-        used = [torch.zeros(0) if part.used is None else part.used for part in self.parts]
-        numbers = torch.cat([recorded, *(one.to(torch.float64) for one in used)])
-        collective.sum(numbers, what="numbers of a step")
-        values, flags, *counts = numbers.split([self.virtual_workers] * 2 + [one.numel() for one in used])
-        shown = [value if flag else math.nan for value, flag in zip(values.tolist(), flags.tolist(), strict=True)]
-        return [shown, *(count.tolist() for count in counts)]
+                recorded[0, virtual_worker], recorded[1, virtual_worker] = value, 1
+        collective.sum(recorded.view(-1), what="numbers of a step")
+        return [value if is_there else math.nan for value, is_there in recorded.T.tolist()]
 
-    def _complete(self, step: int) -> None:
-        self.completed, self._is_fresh, self._done = step, False, {}
+    def _complete(self, step: int, recorded: list[float], outcomes: Sequence[Outcome]) -> None:
+        for part, outcome in zip(self.parts, outcomes, strict=True):
+            part.end_step(outcome)
+        self.completed, self.recorded, self._done = step, recorded, {}
 
 
 # The player of the models that were wrapped last, and for which strategy; they are trained together until training

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from psengine.errors import CollectiveError
 from psengine.parameter_server.client.elastic import ElasticClient
 from psengine.parameter_server.server.coordinator.elastic import ElasticCoordinator
-from psengine.strategies.elastic import player as module
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
 from psengine.strategies.elastic.guarded import GuardedWork
 from psengine.strategies.elastic.part import Part
@@ -19,11 +16,12 @@ from simulation.planted.registry import constant, plant
 # ---- who has what ----------------------------------------------------------------------------------------------------
 
 
-@plant("an elastic worker takes a step twice whose averages another one gave it", Player, "_take_averages")
-def _step_again(take, self, collective, source, newest, orders):
+@plant("an elastic worker takes a step twice whose averages another one gave it", Player, "_meet")
+def _step_again(meet, self, group):
     completed = self.completed
-    take(self, collective, source, newest, orders)
-    self.completed = completed
+    meet(self, group)
+    if completed is not None:
+        self.completed = completed
 
 
 @plant("an elastic worker says that it has averages which have not come", Player, "_exchange")
@@ -31,7 +29,7 @@ def _claim_averages(exchange, self, step):
     try:
         exchange(self, step)
     except CollectiveError:
-        self._complete(step)
+        self.completed = step
         raise
 
 
@@ -47,17 +45,15 @@ def _claim_state(take, self, collective, source, newest):
 plant("an elastic newcomer keeps its initial values", StateRegistry, "install", constant(None))
 
 
-@plant("the order of buckets is not told", module, "to_bytes")
-def _no_orders(encode, value: Any):
-    if isinstance(value, dict) and "orders" in value:
-        value = value | {"orders": [None] * len(value["orders"])}
-    return encode(value)
+@plant("the order of buckets is not told", Part, "progress")
+def _no_orders(progress, self):
+    return progress(self) | {"order": None}
 
 
 @plant("who gets averages from another keeps its own records", Player, "_take_averages")
-def _keep_records(take, self, collective, source, newest, orders):
+def _keep_records(take, self, collective, source, newest):
     records = self.recorded
-    take(self, collective, source, newest, orders)
+    take(self, collective, source, newest)
     self.recorded = records
 
 
@@ -83,7 +79,9 @@ def _leave_contributions(move, self, collective, owners, kept):
     move(self, collective, owners, {})
 
 
-plant("buffers stay those of the worker's own last batch", Part, "share_buffers", constant(None))
+plant(
+    "buffers stay those of the worker's own last batch", Part, "_share_buffers", lambda _, self: self._copied_buffers()
+)
 plant("a batch begins with the buffers of the one before", Part, "_restore", constant(None))
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
