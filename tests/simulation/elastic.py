@@ -77,6 +77,7 @@ class ElasticJob(Job):
             self.world.clock.after(0.0, process.kill)
             process.park(lambda: False)
         self._check(process, trainee, scenario.steps)
+        self._check_left(process)
 
     def _step(self, process: ElasticProcess, trainee: Trainee, step: int) -> None:
         player, batches, think_s = process.player, self._batches, self.think_s
@@ -123,6 +124,15 @@ class ElasticJob(Job):
         require(np.array_equal(trainee.buffers["mean"].numpy(), expected.mean), "{} has another buffer", where)
         steps = int(trainee.buffers["steps"]), trainee.schedule.steps
         require(steps == (step, step), "{} has counted {}", where, steps)
+
+    def _check_left(self, process: ElasticProcess) -> None:
+        """Who may leave has given its averages to all who take part, as the coordinator that let it go knows them."""
+        views, lead = self.world.views, self.world.network.servers[0]
+        assert process.client is not None
+        if lead.is_up and lead.epoch == process.client.control.epoch:
+            others = [one for one in map(views.member, views.members) if one not in (None, process) and views.has(one)]
+            lacking = [one.rank for one in others if not one.is_dead and one.player.completed != self.scenario.steps]
+            require(not lacking, "worker {} left, and workers {} lack averages", process.rank, lacking)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from psengine.errors import CollectiveError
 from psengine.parameter_server.client.elastic import ElasticClient
+from psengine.parameter_server.server.coordinator import elastic as coordinator
 from psengine.parameter_server.server.coordinator.elastic import ElasticCoordinator
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
 from psengine.strategies.elastic.guarded import GuardedWork
@@ -42,6 +43,7 @@ def _claim_state(take, self, collective, source, newest):
         raise
 
 
+plant("an elastic worker leaves while others lack its averages", coordinator, "may_leave", constant(True))
 plant("an elastic newcomer keeps its initial values", StateRegistry, "install", constant(None))
 
 
