@@ -621,6 +621,26 @@ def test_an_elastic_job_begins_when_all_are_here_or_a_lease_after_the_first():
     assert alone.ranks == [0]
 
 
+def test_without_a_checkpoint_the_initial_values_are_those_of_worker_0():
+    bench = Bench(ELASTIC, 2)
+    team = [bench.worker(rank) for rank in (1, 2, 3)]
+    for worker in team:
+        worker.hello()
+    bench.wait(2 * LEASE_S, *team)
+    assert bench.view is None
+    bench.worker(0).hello()
+    assert bench.ranks == [0, 1, 2]
+    # It never comes.
+    bench = Bench(ELASTIC, 2)
+    only = bench.worker(1)
+    only.hello()
+    bench.wait(12 * LEASE_S + 1, only)
+    assert bench.ranks == [1]
+    bench = Bench(ELASTIC, 1)
+    bench.worker(1).hello(checkpoint=4)
+    assert bench.ranks == [1]
+
+
 def test_who_differs_is_refused_with_the_name_and_both_values():
     bench, *_ = crew(ELASTIC, 2)
     for other in ({**ELASTIC, "facts": {"seed": "1"}}, {**ELASTIC, "facts": {}}, {**ELASTIC, "virtual_workers": 4}):

@@ -24,6 +24,9 @@ from psengine.protocol.facts import difference
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import MemberState
 
+# How long a job that has no checkpoint is not begun without worker 0.
+FIRST_WORKER_LEASES = 12
+
 
 class ElasticCoordinator(Coordinator):
     """See the module's text."""
@@ -92,11 +95,15 @@ class ElasticCoordinator(Coordinator):
         places = self.rule["virtual_workers"] - len(members)
         if self.view is None:
             self._waiting_since_s = self._now_s if self._waiting_since_s is None else self._waiting_since_s
-            is_late = self._now_s - self._waiting_since_s >= self._lease_s
+            waited_s = self._now_s - self._waiting_since_s
             # Workers that are under way may still come back to a server that has just started.
             is_young = self._now_s - self._interfaces.started_s < self._lease_s
             expected = places if is_young else self.world_size
-            places = places if is_late or len(waiting) >= min(expected, places) else 0
+            are_enough = len(waiting) >= min(expected, places) or waited_s >= self._lease_s
+            # Where nobody has a checkpoint, worker 0's initial values are the job's.
+            has_values = any(one.rank == 0 or one.checkpoint for one in waiting)
+            if not (are_enough and has_values) and waited_s < FIRST_WORKER_LEASES * self._lease_s:
+                places = 0
         elif any(one.leaving for one in members) or any(self.came.values()):
             places = 0  # the training is over
         return [(one, 1) for one in waiting[: max(0, places)]]
