@@ -1,4 +1,4 @@
-"""What came of a storm beside a calm day and native DDP, as a line and as rows of tables."""
+"""What came of a storm beside a calm day and an oracle, as a line and as rows of tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Result:
     Attributes:
         found: the training through the storm; without steps where it has not ended.
         calm: the undisturbed one.
-        native: native DDP's.
+        oracle: its training, and its name.
         faults: those that came about.
         samples: in an epoch.
     """
@@ -27,7 +27,7 @@ class Result:
     seed: int
     found: Training
     calm: Training
-    native: Training
+    oracle: tuple[Training, str]
     faults: Sequence[Befallen]
     samples: int
     epochs: int
@@ -38,7 +38,7 @@ class Result:
 
     @property
     def is_equal(self) -> bool:
-        return len(self.found.weights) == 1 and self.found.weights == self.calm.weights == self.native.weights
+        return len(self.found.weights) == 1 and self.found.weights == self.calm.weights == self.oracle[0].weights
 
     @property
     def once(self) -> int:
@@ -60,10 +60,9 @@ class Result:
         if not self.has_ended:
             return "has not ended"
         together = [stall for some in self.stalls().values() for stall in some]
-        native = f"native DDP with {len(self.native.processes)} ranks"
         return (
             f"weights sha256 {_said(self.found)} {self._compared(self.calm, 'undisturbed')}"
-            f" {self._compared(self.native, native)};"
+            f" {self._compared(*self.oracle)};"
             f" samples once: {self.once:,} of {self.samples * self.epochs:,}; faults {len(self.faults)};"
             f" goodput {self.goodput:.0%}; stall {_median_and_p99(together)}"
         )

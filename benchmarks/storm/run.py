@@ -55,13 +55,18 @@ def elastic(address: str, out: Path, arguments: list[str], strategy: str, hosts:
     )
 
 
-def be_native(out: Path, arguments: list[str]) -> Training:
-    """The oracle: torch's DistributedDataParallel, one rank for each virtual worker."""
+def be_oracle(out: Path, arguments: list[str], strategy: str) -> tuple[Training, str]:
+    """What bits are compared with, and its name: one rank for each virtual worker."""
     out.mkdir()
-    command = [sys.executable, "-m", "psengine.cli.main", "run", "--workers", str(VIRTUAL_WORKERS), PROGRAM, str(out)]
-    native = [*arguments, "--epochs", str(EPOCHS), "--native"]
-    subprocess.run([*command, *native], check=True, env={**os.environ, **ENVIRONMENT})
-    return Training.read(out)
+    plain, ranks = strategy.partition(":")[0], str(VIRTUAL_WORKERS)
+    run = [sys.executable, "-m", "psengine.cli.main", "run", "--workers", ranks]
+    own = [PROGRAM, str(out), *arguments, "--epochs", str(EPOCHS)]
+    if plain == "sync":  # torch's DistributedDataParallel
+        command, name = [*run, *own, "--native"], "native DDP"
+    else:
+        command, name = [*run, "--strategy", plain, *own, "--plain"], f"plain {plain}"
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
+    return Training.read(out), f"{name} with {ranks} ranks"
 
 
 def main() -> None:
@@ -104,7 +109,7 @@ def faults_of(options: argparse.Namespace, seed: int, hosts: int, causes: Sequen
 
 
 def compare(directory: Path, options: argparse.Namespace, record: Record) -> bool:
-    """Train natively, on a calm day, and through each storm; return whether all weights are equal."""
+    """Train as the oracle does, on a calm day, and through each storm; return whether all weights are equal."""
 
     def size(steps: int) -> list[str]:
         # The last step of an epoch is not full.
@@ -126,7 +131,7 @@ def compare(directory: Path, options: argparse.Namespace, record: Record) -> boo
         calibration, _ = run("calibration", size(CALIBRATION_STEPS), [])
         steps = max(CALIBRATION_STEPS, int(calibration.steps_per_s * options.minutes * 60 * GOODPUT))
     arguments = size(steps)
-    native = be_native(directory / "native", arguments)
+    oracle = be_oracle(directory / "oracle", arguments, options.strategy)
     calm, _ = run("calm", arguments, [])
     results = []
     for seed in range(options.seed, options.seed + options.seeds):
@@ -136,9 +141,9 @@ def compare(directory: Path, options: argparse.Namespace, record: Record) -> boo
             found, storm = run(name, arguments, faults, options.spares)
         except TimeoutError as error:
             print(f"seed {seed}: {error}", flush=True)
-            results.append(Result(seed, Training(), calm, native, [], int(arguments[3]), EPOCHS))
+            results.append(Result(seed, Training(), calm, oracle, [], int(arguments[3]), EPOCHS))
             continue
-        results.append(Result(seed, found, calm, native, storm.done, int(arguments[3]), EPOCHS))
+        results.append(Result(seed, found, calm, oracle, storm.done, int(arguments[3]), EPOCHS))
         print(f"seed {seed}: {results[-1].line()}", flush=True)
         if results[-1].is_true:
             shutil.rmtree(directory / name)
