@@ -156,6 +156,11 @@ def misuse(rank: int, world_size: int) -> None:
     with raises(ConfigurationError, "got no optimizer"):
         next(loader_of(wrap()).epochs(1))
     model = wrap()
+    again = psengine.DistributedDataParallel(model.module, strategy="sync:virtual_workers=2")
+    with raises(ConfigurationError, "got one that is in two"):
+        next(loader_of(again).epochs(1))
+    del again
+    model = wrap()
     scheduler = torch.optim.lr_scheduler.StepLR(stepped(model), 1)
     with raises(ConfigurationError, "model.register_state('scheduler', scheduler)"):
         next(loader_of(model).epochs(1))

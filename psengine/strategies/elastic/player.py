@@ -95,6 +95,12 @@ class Player:
                 "the training has begun (expected one call of loader.epochs(...) for each wrapped model, got a second)."
                 " Fix: loop over all epochs in one call; wrap the model again for another training."
             )
+        parameters = [id(one) for part in self.parts for one in part.replica.parameters.values()]
+        if len(set(parameters)) < len(parameters):
+            raise ConfigurationError(
+                "virtual workers train each parameter in one wrapped model (got one that is in two). Fix: wrap each"
+                " model once; give up a wrapped model that is not trained."
+            )
         self.state.check_complete()
         alike = {"virtual workers": str(self.virtual_workers)} | self.state.facts() | dict(facts)
         checkpoint = 0 if self._checkpoints is None else self._checkpoints.newest(alike)
