@@ -158,10 +158,11 @@ def train(rank: int, world_size: int, script: Any, uses_all: bool, directory: Pa
 
 BUCKET, LAST, STATE = "gradient bucket 0", "numbers of a step", "a worker's state"
 SCRIPTS: dict[str, Any] = {
-    # Worker 2 lacks the averages of step 3, which worker 1 has; that one is in step 4 already, worker 0 dies there.
+    # Worker 1 lacks the averages of step 3, which worker 2 has; that one is in step 4 already, worker 0 dies there.
+    # Then worker 1 plays virtual worker 0, whose buffers remain.
     "averages for who lacks them": (
         [(0, 1, 2), (1, 2)],
-        {0: [(4, "before", BUCKET)], 1: [(4, "before", BUCKET)], 2: [(3, "after", LAST)]},
+        {0: [(4, "before", BUCKET)], 1: [(3, "after", LAST)], 2: [(4, "before", BUCKET)]},
         False,
     ),
     "a newcomer": (
