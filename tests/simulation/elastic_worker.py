@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from psengine.errors import CollectiveError
 from psengine.parameter_server.client import elastic
 from psengine.parameter_server.client.elastic import ElasticClient, elastic_rule
 from psengine.parameter_server.client.flow import Flow
+from psengine.parameter_server.server.coordinator.elastic import FIRST_WORKER_LEASES
 from psengine.parameter_server.server.log import disk as disk_module
 from psengine.protocol.views import View
 from psengine.strategies.elastic import checkpoints, coordinated
@@ -76,9 +78,13 @@ class ElasticProcess(WorkerProcess):
 
     @property
     @override
-    def is_spare(self) -> bool:
-        members = len(self.world.views.members)
-        return self.needs_state and members >= self.world.scenario.virtual_workers
+    def patience_s(self) -> float:
+        """A spare waits for a place, and a job for its worker 0, which may have ended at a former coordinator."""
+        world = self.world
+        if self.needs_state and len(world.views.members) >= world.scenario.virtual_workers:
+            return math.inf
+        is_first_gone = self.needs_state and world.slots[0].process is None
+        return FIRST_WORKER_LEASES * world.scenario.lease_s if is_first_gone else 0.0
 
     @override
     def describe(self) -> str:

@@ -42,11 +42,6 @@ class Liveness:
         for process in world.processes:
             began_s = max(process.waits_since_s, since_s)
             passed_s = world.clock.now_s - began_s
-            waits = not (process.is_dead or process.is_stopped or process.is_spare or process.rank == spared)
-            require(
-                not waits or passed_s <= longest_s,
-                "worker {} has waited for {:.1f} s: {}",
-                process.rank,
-                passed_s,
-                world.where(),
-            )
+            waits = not (process.is_dead or process.is_stopped or process.rank == spared)
+            is_late = waits and passed_s > longest_s + process.patience_s
+            require(not is_late, "worker {} has waited for {:.1f} s: {}", process.rank, passed_s, world.where())

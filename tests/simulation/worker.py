@@ -91,9 +91,9 @@ class WorkerProcess:
         return self.receiver.identity.incarnation  # type: ignore[no-any-return]
 
     @property
-    def is_spare(self) -> bool:
-        """Whether it waits until another one is gone."""
-        return False
+    def patience_s(self) -> float:
+        """How much longer it may have to wait than others."""
+        return 0.0
 
     def shares_host(self, rank: int) -> bool:
         """Whether that worker runs on this one's host; those that share memory with servers run on the servers'."""
