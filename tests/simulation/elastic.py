@@ -185,5 +185,7 @@ class ElasticJob(Job):
     def failed(self, process, error: PSEngineError) -> None:
         """A worker's program has raised."""
         code = error.code if isinstance(error, ServerRefusedError) else type(error).__name__
-        has_reason = code == ErrorCode.ENDED or not self._is_calm
+        others = [one for one in self.world.processes if one.rank == process.rank and not one.is_dead]
+        is_second = code == ErrorCode.DUPLICATE_RANK and len(others) > 0  # which of them goes is not promised
+        has_reason = code == ErrorCode.ENDED or is_second or not self._is_calm
         require(has_reason, "worker {} failed though nothing did: {}", process.rank, error)

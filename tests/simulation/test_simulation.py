@@ -11,7 +11,7 @@ from simulation.runner import describe, run_seeds
 from simulation.scenario import draw
 from simulation.world import run
 
-SEEDS = 1000
+SEEDS = 600
 
 
 @pytest.mark.timeout(900)
