@@ -59,7 +59,10 @@ def kill_the_coordinator_and_one(command: RunningCommand) -> None:
     os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("disturb", [kill_the_first_and_stop_another, kill_the_coordinator_and_one])
+@pytest.mark.parametrize(
+    "disturb",
+    [kill_the_first_and_stop_another, pytest.param(kill_the_coordinator_and_one, marks=pytest.mark.slow)],
+)
 def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
     arguments = ["run", "--workers", "3", "--independent", "--server-option", "lease_s=2", SCRIPT, "0.02"]
     with running_command(arguments) as command:
@@ -70,6 +73,7 @@ def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
     assert set(digests) == {undisturbed()}
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_worker_that_dies():
     with running_command(["run", "--workers", "5", "--independent", SCRIPT, "0.05"]) as command:
 
@@ -84,6 +88,7 @@ def test_a_spare_takes_the_place_of_a_worker_that_dies():
         assert set(re.findall(r"weights (\w+)", command.stdout)) == {undisturbed()}
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_coordinator_until_somebody_dies():
     bind = f"tcp://127.0.0.1:{free_port()}"
     start = ["--bind", bind, "--lease-s", "2"]

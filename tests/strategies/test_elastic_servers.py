@@ -63,10 +63,10 @@ def stop_a_worker(command: RunningCommand) -> None:
 @pytest.mark.parametrize(
     ("workers", "servers", "disturb"),
     [
-        (1, 1, nobody),
-        (4, 2, nobody),
-        (3, 1, stop_a_worker),
-        (2, 2, kill_a_server),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [(1, 1, nobody), (4, 2, nobody), (3, 1, stop_a_worker), (2, 2, kill_a_server)]
+        ),
         (3, 1, kill_a_server_and_a_worker),
     ],
 )
