@@ -70,7 +70,9 @@ class Scripted(Membership):
 
 
 class Failing(Forwarding):
-    """Its operations fail where the script says so."""
+    """Its operations fail where the script says so; in a group in which a sum has failed no other may begin."""
+
+    sums_fail = False
 
     def __init__(self, inner: Any, script: Scripted) -> None:
         super().__init__(inner)
@@ -90,7 +92,10 @@ class Failing(Forwarding):
         return work
 
     def sum_contributions(self, memory: Any, owners: Any, *, what: str = "") -> Any:
+        assert not self.sums_fail, f"a sum has failed, and that of {what} begins"
+        self.sums_fail = True
         self._script.fail("before", what)
+        self.sums_fail = False
         return super().sum_contributions(memory, owners, what=what)
 
 

@@ -76,7 +76,6 @@ class Part:
         self._broadcast = BufferBroadcast()
         # Of the batch that is played.
         self.is_played = False
-        self._exchanges_at_once = False
         # Of the step, None before its first batch.
         self._start: Beginning | None = None
         self._used: torch.Tensor | None = None  # by parameter, 1 where a batch of this worker used it
@@ -119,12 +118,11 @@ class Part:
 
     # ---- batches -----------------------------------------------------------------------------------------------
 
-    def begin_batch(self, slot: int, *, exchanges_at_once: bool) -> None:
+    def begin_batch(self, slot: int) -> None:
         """A virtual worker's batch follows, from the same beginning as any other batch of the step.
 
         Args:
             slot: of its contribution.
-            exchanges_at_once: whether it is the last one, so that buckets are exchanged as they fill.
 
         Raises:
             ReductionError: a gradient is left from another step.
@@ -134,7 +132,7 @@ class Part:
             self._used, self._start = None, self.beginning()
         else:  # also where contributions of the batches before were dealt to another worker
             self._restore(self._start)
-        self.is_played, self._exchanges_at_once = True, exchanges_at_once
+        self.is_played = True
         self._gradients.pack_in(slot)
 
     def _restore(self, start: Beginning) -> None:
@@ -162,11 +160,11 @@ class Part:
         """A backward used these parameters: int32, 1 or 0 by index."""
         self._used = used.clone() if self._used is None else self._used | used
 
-    def packed(self, bucket: Bucket) -> None:
-        """A bucket of the batch is packed."""
+    def packed(self, bucket: Bucket, *, begins: bool) -> None:
+        """A bucket of the batch is packed; ``begins``: its exchange begins at once."""
         if bucket.index == len(self._buckets) - 1:
             self.is_played = False
-        if self._exchanges_at_once:
+        if begins:
             self._driver.begin(bucket)
 
     # ---- the end of a step -------------------------------------------------------------------------------------

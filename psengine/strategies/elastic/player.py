@@ -296,7 +296,8 @@ class Player:
     def packed(self, part: Part, bucket: Bucket) -> None:
         """A bucket of the batch that is played is packed."""
         try:
-            part.packed(bucket)
+            # After a failure none begins: a group's first exchange may set up what the others need.
+            part.packed(bucket, begins=self._has_begun and self._error is None)
         except CollectiveError as error:
             self._error = error
 
@@ -304,7 +305,7 @@ class Player:
         # Which of several models has its backward first may depend on the batch, so their buckets wait for its end.
         self._has_begun = is_last and len(self.parts) == 1
         for part in self.parts:
-            part.begin_batch(self._slots[virtual_worker], exchanges_at_once=self._has_begun)
+            part.begin_batch(self._slots[virtual_worker])
         self._playing, self._value = virtual_worker, math.nan
 
     def _end_batch(self, virtual_worker: int) -> None:
