@@ -641,6 +641,21 @@ def test_without_a_checkpoint_the_initial_values_are_those_of_worker_0():
     assert bench.ranks == [1]
 
 
+def test_a_spare_whose_members_all_die_waits_as_for_a_first_view():
+    bench = Bench(ELASTIC, 3)
+    team = [bench.worker(rank) for rank in (0, 1, 3)]
+    for worker in team:
+        worker.hello()
+    spare = bench.worker(4)
+    spare.hello()
+    bench.wait(13 * LEASE_S, *team, spare)
+    bench.gone.update(worker.nonce for worker in team)
+    bench.wait(2 * LEASE_S, spare)
+    assert (bench.view, spare.view) == (None, None)
+    bench.worker(0).hello(checkpoint=4)
+    assert (bench.ranks, states(bench)) == ([0, 4], [(None, 4), (None, 0)])
+
+
 def test_who_differs_is_refused_with_the_name_and_both_values():
     bench, *_ = crew(ELASTIC, 2)
     for other in ({**ELASTIC, "facts": {"seed": "1"}}, {**ELASTIC, "facts": {}}, {**ELASTIC, "virtual_workers": 4}):

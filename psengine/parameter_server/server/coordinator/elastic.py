@@ -88,7 +88,7 @@ class ElasticCoordinator(Coordinator):
     @override
     def _newcomers(self) -> list[tuple[Worker, int]]:
         waiting, members = self.workers.waiting, self.workers.members
-        if not waiting:
+        if not waiting or self.view is not None:
             self._waiting_since_s = None
         if not waiting or self.rule is None:
             return []
@@ -104,8 +104,8 @@ class ElasticCoordinator(Coordinator):
             has_values = any(one.rank == 0 or one.checkpoint for one in waiting)
             if not (are_enough and has_values) and waited_s < FIRST_WORKER_LEASES * self._lease_s:
                 places = 0
-        elif any(one.leaving for one in members) or any(self.came.values()):
-            places = 0  # the training is over
+        elif not members or any(one.leaving for one in members) or any(self.came.values()):
+            places = 0  # it begins anew, or the training is over
         return [(one, 1) for one in waiting[: max(0, places)]]
 
     @override
