@@ -18,6 +18,10 @@ from support.command_process import (
     servers_of,
 )
 from support.processes import free_port
+from support.server_process import running_server
+
+from psengine.errors import CollectiveError, ServerError
+from psengine.strategies.elastic.coordinated import CoordinatedMembership
 
 SCRIPT = elastic_training.__file__
 
@@ -142,3 +146,22 @@ def test_who_differs_is_refused_once_and_the_others_go_on():
     assert "ConfigurationError: " in stderr
     assert "is not started again; 1 others go on" in stderr
     assert len(re.findall(r"weights (\w+)", stdout)) == 1
+
+
+def test_groups_that_fail_without_end_are_an_error_with_the_last_words(monkeypatch, caplog):
+    caplog.set_level("WARNING")
+    with running_server() as server:
+        monkeypatch.setenv("PSENGINE_SERVERS", server.addresses[0])
+        monkeypatch.setenv("PSENGINE_WORKER", "0")
+        membership = CoordinatedMembership(1)
+        membership.enter({}, 0)
+        try:
+            for completed in (0, 0, 1):
+                membership.regroup(completed, CollectiveError("a server is gone"))
+                membership._failed_s -= 0 if completed else 200  # as if it had taken so long
+            assert sum("is gone" in message for message in caplog.messages) == 2, "a warning for each step"
+            membership._failed_s -= 300
+            with pytest.raises(ServerError, match="got: server 2 is gone"):
+                membership.regroup(1, CollectiveError("server 2 is gone"))
+        finally:
+            membership.close()

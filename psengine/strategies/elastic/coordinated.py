@@ -64,7 +64,10 @@ class CoordinatedMembership(Membership):
         self._addresses = parse_addresses(None)
         self._job: ElasticClient | None = None
         self._collective: Collective = SoloCollective()
-        self._number = 0  # of the view that it is of
+        self._view: View | None = None  # that it is of
+        # Whose groups fail in which step, and since when.
+        self._failing: object = None
+        self._failed_s = 0.0
         # By worker of the present group, the process of this host.
         self._processes: dict[int, int] = {}
 
@@ -102,8 +105,8 @@ class CoordinatedMembership(Membership):
     def regroup(self, completed: int | None, error: BaseException | None) -> Group:
         self._entered.completed = completed
         self._collective.abandon()
-        if error is not None:
-            logger.info("the group of workers has failed: %s", error)
+        if error is not None and self._view is not None:
+            self._note_failure(self._view, error)
         return self._next_group(has_failed=error is not None)
 
     @override
@@ -143,18 +146,16 @@ class CoordinatedMembership(Membership):
     # ---- groups ------------------------------------------------------------------------------------------------
 
     def _next_group(self, *, has_failed: bool = False) -> Group:
-        failed_s: float | None = None  # since when groups have failed to form
         while True:
+            former = 0 if self._view is None else self._view.number
             lost = [worker for worker, process_id in self._processes.items() if has_exited(process_id)]
-            view: View = self._run(elastic.regroup(self._entered, self._number, has_failed=has_failed, lost=lost))
-            self._number, self._processes = view.number, {}
+            view: View = self._run(elastic.regroup(self._entered, former, has_failed=has_failed, lost=lost))
+            self._view, self._processes = view, {}
             try:
                 collective = self._form(view)
             except (CollectiveError, RuntimeError, OSError) as error:
-                logger.warning("the workers of view %d could not meet: %s", view.number, error)
                 has_failed = True
-                failed_s = failed_s or time.monotonic()
-                self._give_up_late(view, failed_s, error)
+                self._note_failure(view, error)
                 continue
             if collective is None:
                 has_failed = True
@@ -167,14 +168,22 @@ class CoordinatedMembership(Membership):
             members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)
             return Group(members=members, collective=collective)
 
-    def _give_up_late(self, view: View, failed_s: float, error: Exception) -> None:
-        options, waited_s = self._entered.options, time.monotonic() - failed_s
-        if waited_s >= options.timeout_s:
+    def _note_failure(self, view: View, error: BaseException) -> None:
+        """Raise ServerError where groups of the same members have failed for ``timeout_s`` without ending a step."""
+        job, now_s = self._entered, time.monotonic()
+        failing = job.completed, [(member.rank, member.incarnation) for member in view.members]
+        is_first = failing != self._failing
+        if is_first:
+            self._failing, self._failed_s = failing, now_s
+        level = logging.WARNING if is_first and not self.has_news else logging.INFO
+        logger.log(level, "the workers of view %d could not go on together: %s", view.number, error)
+        failed_s = now_s - self._failed_s
+        if failed_s >= job.options.timeout_s and not self.has_news:  # else another one may know more
             raise ServerError(
-                f"{self._entered} has met no group of workers for {waited_s:.0f} s (expected that it reaches port"
-                f" {view.store} beside {options.addresses[0]}, and all workers each other; got: {error}). Fix: let"
-                " firewalls pass connections between these hosts, to any port; name the interface between them in"
-                " GLOO_SOCKET_IFNAME."
+                f"{job} has been in no group of workers that ends a step for {failed_s:.0f} s (expected that it reaches"
+                f" all servers, port {view.store} beside {job.options.addresses[0]}, and all workers each other; got:"
+                f" {error}). Fix: start servers again that are gone; let firewalls pass connections between these"
+                " hosts, to any port; name the interface between them in GLOO_SOCKET_IFNAME."
             ) from error
 
     def _form(self, view: View) -> Collective | None:
