@@ -827,6 +827,20 @@ def test_a_job_has_ended_also_for_the_run_of_a_worker_that_died():
     assert bench.worker(0, run="a later one").hello() == "wait"
 
 
+def test_a_training_is_not_over_because_somebody_breaks_off_who_waits():
+    bench, first, second, third = crew(ELASTIC, 3)
+    bench.worker(3).hello()
+    bench.gone.add(third.nonce)
+    bench.wait(2 * TICK_S)
+    waiting = bench.worker(2)
+    assert waiting.hello() == "wait"
+    waiting.leave(failed=True)
+    bench.gone.add(second.nonce)
+    bench.wait(2 * TICK_S)
+    assert bench.worker(2).hello() == "ready"
+    assert bench.ranks == [0, 2, 3]
+
+
 def test_a_rank_that_was_reserved_is_taken_over_by_an_elastic_worker():
     bench = Bench(ELASTIC, 1)
     worker = bench.worker()

@@ -157,10 +157,11 @@ class ElasticCoordinator(Coordinator):
 
     @override
     def _put_out(self, worker: Worker, reason: str, why: str) -> None:
-        has_failed = worker.has_failed
+        is_done = worker.state is WorkerState.MEMBER and not worker.has_failed
+        came = dict(self.came)
         super()._put_out(worker, reason, why)
-        if has_failed and worker.rank in self.came:
-            self.came[worker.rank] = False
+        if not is_done:
+            self.came = came
 
     @override
     def _want_view(self) -> None:
