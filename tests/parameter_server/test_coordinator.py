@@ -828,7 +828,7 @@ def test_a_job_has_ended_also_for_the_run_of_a_worker_that_died():
 
 
 def test_a_training_is_not_over_because_somebody_breaks_off_who_waits():
-    bench, first, second, third = crew(ELASTIC, 3)
+    bench, _, second, third = crew(ELASTIC, 3)
     bench.worker(3).hello()
     bench.gone.add(third.nonce)
     bench.wait(2 * TICK_S)
@@ -837,8 +837,20 @@ def test_a_training_is_not_over_because_somebody_breaks_off_who_waits():
     waiting.leave(failed=True)
     bench.gone.add(second.nonce)
     bench.wait(2 * TICK_S)
-    assert bench.worker(2).hello() == "ready"
+    bench.worker(2).hello()
     assert bench.ranks == [0, 2, 3]
+
+
+def test_who_comes_when_a_training_is_over_begins_the_next():
+    bench, first, second = crew(ELASTIC, 2)
+    first.leave()
+    later = bench.worker(0, run="run#1")
+    assert later.hello() == "wait"
+    second.leave()
+    assert refusal(bench.worker(2).hello) == ErrorCode.ENDED
+    bench.worker(1, run="run#1").hello()
+    bench.wait(2 * TICK_S, later)
+    assert (bench.ranks, later.view) == ([0, 1], bench.view)
 
 
 def test_a_rank_that_was_reserved_is_taken_over_by_an_elastic_worker():

@@ -447,7 +447,7 @@ class Coordinator(JobMemory):
         self._lost = "" if code == ErrorCode.ENDED else text
         for worker in self.workers.by_rank.values():
             # Where the servers hold the weights, who was evicted may still do its part.
-            if worker.run and (self.averages or worker.why_gone != "evicted"):
+            if worker.run and not worker.is_of_next and (self.averages or worker.why_gone != "evicted"):
                 self.refused.setdefault(worker.run, (code, text))
         self.refused = dict(list(self.refused.items())[-MAX_REMEMBERED:])
         self.came.clear()

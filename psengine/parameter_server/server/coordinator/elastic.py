@@ -78,6 +78,8 @@ class ElasticCoordinator(Coordinator):
         super()._greet(rank, message, sender)
         worker = self.workers.by_rank[rank]
         worker.checkpoint, worker.ended_s = message.body.get("checkpoint", 0), None
+        if not is_it:
+            worker.is_of_next = any(self.came.values())
 
     @override
     def _welcome_state(self, worker: Worker) -> str:
