@@ -37,7 +37,7 @@ from psengine.parameter_server.client.identity import DEFAULT_JOB, ending_with_t
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import View
-from psengine.strategies.elastic.guarded import GuardedCollective
+from psengine.strategies.elastic.guarded import LOOK_S, GuardedCollective
 from psengine.strategies.elastic.membership import Group, Member, Membership
 from psengine.strategies.elastic.server_sums import ServerSums
 
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Members have just answered the coordinator: whoever does not come by then has died, or cannot reach the others.
 FORM_S = 10.0
-LOOK_S = 0.02
 
 
 class CoordinatedMembership(Membership):

@@ -41,16 +41,19 @@ class Player:
     Args:
         virtual_workers: V.
         membership: who else takes part.
+        sums_at_servers: whether servers sum contributions.
 
     Attributes:
+        kind: for which strategy it is: ``virtual_workers`` and ``sums_at_servers``.
         parts: the models, in the order in which they were wrapped.
         state: what belongs to this worker's state.
         completed: the last step of which this worker has the averages; None: it has no state.
         recorded: by virtual worker, what was recorded in the last step; NaN where nothing was.
     """
 
-    def __init__(self, virtual_workers: int, membership: Membership) -> None:
+    def __init__(self, virtual_workers: int, membership: Membership, *, sums_at_servers: bool = False) -> None:
         self.virtual_workers = virtual_workers
+        self.kind = virtual_workers, sums_at_servers
         self.parts: list[Part] = []
         self.completed: int | None = None
         self.recorded: list[float] = []
@@ -362,10 +365,8 @@ class Player:
         self.completed, self.recorded, self._done = step, recorded, {}
 
 
-# The player of the models that were wrapped last, and for which strategy; they are trained together until training
-# begins.
+# The player of the models that were wrapped last; they are trained together until training begins.
 _latest: weakref.ref[Player] | None = None
-_latest_kind = (0, False)
 
 
 def player_for(virtual_workers: int, collective: Collective, *, sums_at_servers: bool = False) -> Player:
@@ -374,9 +375,9 @@ def player_for(virtual_workers: int, collective: Collective, *, sums_at_servers:
     Raises:
         ConfigurationError: there are no servers to sum, or they do not know this worker.
     """
-    global _latest, _latest_kind
+    global _latest
     player, kind = current_player(), (virtual_workers, sums_at_servers)
-    if player is None or player.has_entered or not player.parts or kind != _latest_kind:
+    if player is None or player.has_entered or not player.parts or player.kind != kind:
         # An independent worker is a world of its own, and meets the others by the coordinator's word.
         is_coordinated = collective.world_size == 1 and bool(parse_addresses(None))
         if sums_at_servers and not is_coordinated:
@@ -390,8 +391,8 @@ def player_for(virtual_workers: int, collective: Collective, *, sums_at_servers:
             if is_coordinated
             else FixedMembership(collective)
         )
-        player = Player(virtual_workers, membership)
-        _latest, _latest_kind = weakref.ref(player), kind
+        player = Player(virtual_workers, membership, sums_at_servers=sums_at_servers)
+        _latest = weakref.ref(player)
     return player
 
 

@@ -32,13 +32,12 @@ from psengine.parameter_server.client.partition import TensorImage, cut_images
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
-from psengine.strategies.elastic.guarded import GuardedWork
+from psengine.strategies.elastic.guarded import LOOK_S, GuardedWork
 
 RULE = {"name": "average", "quorum": None}
 # Jobs of successive groups have different names, because one is over only at the end of a dead worker's lease. A name
 # comes again, so that servers forget the job that had it.
 NAMES = 4
-LOOK_S = 0.02
 # Refusals that another group will not meet.
 _PASSING = (
     *(ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE, ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY),
@@ -74,7 +73,6 @@ class ServerSums(Forwarding):
         self._chunks: dict[int, list[tuple[ChunkSpec, int, int]]] = {}
         # Of this worker's virtual workers, in the order of rows.
         self._sessions: list[WorkerSession] = []
-        self._is_abandoned = False
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -101,7 +99,6 @@ class ServerSums(Forwarding):
 
     @override
     def abandon(self) -> None:
-        self._is_abandoned = True
         for session in self._sessions:
             session.abandon()
         super().abandon()
@@ -113,8 +110,6 @@ class ServerSums(Forwarding):
         for virtual_worker in virtual_workers:
             self._sessions.append(WorkerSession(replace(self._options, rank=virtual_worker)))
             entered.append(_enter(self._sessions[-1], specs))
-        if self._is_abandoned:
-            self.abandon()
         GuardedWork(_Entered(entered), self._has_news).wait()
         # A process that stood still may come to the next job of a name, instead of one of this group.
         self.inner.barrier().wait()
