@@ -517,6 +517,14 @@ def test_a_job_whose_last_worker_failed_has_not_ended():
     assert bench.worker(0).hello() == "initialise"
 
 
+def test_a_job_whose_workers_all_died_has_neither_their_rule_nor_their_number():
+    bench, *_ = crew(AVERAGE, 4)
+    bench.wait(LEASE_S + 1)
+    assert not bench.job.workers.present
+    bench.rule, bench.world_size = AVERAGE | {"quorum": 1}, 2
+    assert bench.team(2)[1].view == bench.view
+
+
 def test_a_run_ends_where_servers_hold_the_weights_and_another_goes_on_with_them():
     bench, first, second = crew(APPLY)
     assert first.leave() == [MessageType.VIEW, MessageType.OK]
@@ -672,7 +680,11 @@ def test_facts_of_workers_that_are_gone_bind_nobody():
     bench, first, second = crew(ELASTIC, 2)
     first.leave(failed=True)
     second.leave(failed=True)
-    assert bench.worker(0).hello(rule={**ELASTIC, "facts": {"seed": "1"}}) == "wait"
+    for seed in "12":  # also where nobody began
+        only = bench.worker(0)
+        assert only.hello(rule={**ELASTIC, "facts": {"seed": seed}}) == "wait"
+        bench.gone.add(only.nonce)
+        bench.wait(2 * TICK_S)
 
 
 def test_a_newcomer_comes_in_once_all_members_said_how_far_they_are():

@@ -410,6 +410,8 @@ class Coordinator(JobMemory):
         self.view, self.key, self._registrar, self.decided = None, b"", None, 0
         for one in (self.epochs, self.chunks, self.releases, self.came, self.merged):
             one.clear()
+        if not any(one.has_rule for one in self.workers.present):
+            self.rule, self.world_size = None, 1
         self._decisions = decisions_of(self)
         self._end_change()
 
@@ -457,8 +459,6 @@ class Coordinator(JobMemory):
         self._dismiss([one for one in present if one.run in self.refused or code != ErrorCode.ENDED], code, text)
         self._advance("over")
         self._reset()
-        if not any(one.has_rule for one in self.workers.present):
-            self.rule, self.world_size = None, 1
 
     def _dismiss(self, workers: list[Worker], code: str, text: str) -> None:
         """They have nothing to do here any more, and are told so unasked."""

@@ -45,6 +45,8 @@ class ElasticCoordinator(Coordinator):
 
     @override
     def _settled(self) -> list[Outgoing]:
+        if self.state is JobState.OPEN and self.view is None and not self.workers.present:
+            self._begin_anew()
         if self.state is JobState.NEW and self.workers.waiting:
             self._advance("begun")
             self._advance("registered")
@@ -57,10 +59,7 @@ class ElasticCoordinator(Coordinator):
     def _check(self, body: Mapping[str, Any]) -> None:
         rule = body.get("rule")
         if rule is not None and self.rule is not None and rule["name"] == self.rule["name"]:
-            if self.state is JobState.NEW and not self.workers.present:
-                self.rule = None  # of workers that are gone, all of them
-            else:
-                _check_alike(self.name, self.rule, rule)
+            _check_alike(self.name, self.rule, rule)
         super()._check(body)
 
     @override
