@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from functools import cache
+from pathlib import Path
 
 import pytest
 from support import elastic_training
@@ -43,6 +44,11 @@ def process_of(command: RunningCommand, worker: int, step: int) -> int:
         return next((int(process) for process, done in reversed(lines) if int(done) >= step), 0)
 
     return command.wait_until(found)
+
+
+def await_checkpoint(command: RunningCommand, directory: Path) -> None:
+    """A thread writes it, while steps go on."""
+    command.wait_until(lambda: list(directory.glob("checkpoint-*.safetensors")))
 
 
 def kill_the_first_and_stop_another(command: RunningCommand) -> None:
@@ -113,6 +119,7 @@ def test_training_goes_on_without_a_coordinator_until_somebody_dies():
 def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
     arguments = ["run", "--workers", "2", "--independent", SCRIPT, "0.02"]
     with running_command(arguments, environment={"TEST_CHECKPOINTS": str(tmp_path)}) as command:
+        await_checkpoint(command, tmp_path)
         processes = {process_of(command, worker, 9) for worker in (0, 1)}
         for process in processes:
             os.kill(process, signal.SIGKILL)
@@ -126,6 +133,7 @@ def test_a_source_that_dies_before_a_newcomer_has_its_state_leaves_no_random_wei
     """torchft 0.2.0 goes on with the newcomer's own initial values."""
     arguments = ["run", "--workers", "2", "--independent", SCRIPT, "0.02"]
     with running_command(arguments, environment={"TEST_CHECKPOINTS": str(tmp_path)}) as command:
+        await_checkpoint(command, tmp_path)
         source, other = process_of(command, 0, 9), process_of(command, 1, 9)
         os.kill(source, signal.SIGSTOP)
         os.kill(other, signal.SIGKILL)
