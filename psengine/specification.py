@@ -220,17 +220,26 @@ class Registry(Generic[Made]):
 
 
 def _parameters_of(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """By name; those of a class's base too where its constructor passes on ``**options``."""
+    """By name; also those of what gets the factory's ``**options``: a class's base, or what a function wraps."""
     found: dict[str, inspect.Parameter] = {}
-    classes = [one for one in factory.__mro__ if "__init__" in vars(one)] if isinstance(factory, type) else [factory]
-    for one in classes:
-        parameters = inspect.signature(one).parameters.values()
+    for one in _makers(factory):
+        parameters = inspect.signature(one, follow_wrapped=False).parameters.values()
         for parameter in parameters:
             if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 found.setdefault(parameter.name, parameter)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return found
+
+
+def _makers(factory: Any) -> Iterator[Callable[..., Any]]:
+    """The factory, and whom it passes ``**options`` on to, and so on."""
+    if isinstance(factory, type):
+        yield from (one for one in factory.__mro__ if "__init__" in vars(one))
+        return
+    yield factory
+    if hasattr(factory, "__wrapped__"):
+        yield from _makers(factory.__wrapped__)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from psengine.codecs.base import Codec
@@ -15,7 +16,6 @@ from psengine.strategies.elastic.sync import ServerVirtualWorkers, SyncVirtualWo
 from psengine.strategies.local.diloco_server import DilocoServer
 from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.servers.asynchronous import AsyncServer
-from psengine.strategies.servers.base import DEFAULT_TIMEOUT_S
 from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sharding.sync import SyncShardedOptimizer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
@@ -53,29 +53,13 @@ def _sync(
     return (SyncShardedOptimizer if shard_optimizer else SyncAllReduce)(compress=compress)
 
 
-def _sync_server(
-    *,
-    virtual_workers: int | None = None,
-    quorum: int | None = None,
-    servers: str | Sequence[str] | None = None,
-    job: str | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    compress: str | Codec | None = None,
-    durability: str | None = None,
-) -> Strategy:
+@wraps(SyncServer, assigned=(), updated=())
+def _sync_server(*, virtual_workers: int | None = None, **options: Any) -> Strategy:
     """Strategy "sync-server": servers average the gradients of workers, or of virtual workers."""
-    options: dict[str, Any] = {
-        "quorum": quorum,
-        "servers": servers,
-        "job": job,
-        "timeout_s": None if timeout_s == DEFAULT_TIMEOUT_S else timeout_s,
-        "compress": compress,
-        "durability": durability,
-    }
     if virtual_workers is not None:
         _check_alone("sync-server", **options)
         return ServerVirtualWorkers(virtual_workers=virtual_workers)
-    return SyncServer(**{name: value for name, value in options.items() if value is not None})
+    return SyncServer(**options)
 
 
 def _check_alone(strategy: str, **others: Any) -> None:
