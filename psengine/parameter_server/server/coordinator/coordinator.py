@@ -590,13 +590,17 @@ class Coordinator(JobMemory):
             self.evicted += reason != "left"
         elif worker is self._registrar:
             self._registrar = None  # if it comes back it begins again
-        if worker.rank in self.came:
-            self.came[worker.rank] = reason == "left"
+        self._note_end(worker, reason)
         worker.advance("went")
         worker.why_gone, worker.prepared = reason, 0
         worker.gone_unix_s = round(self._interfaces.wall_s(), 3)
         self._note(reason, worker, f"{'left' if reason == 'left' else f'was {reason}'}: {why}")
         self.is_changed = True
+
+    def _note_end(self, worker: Worker, reason: str) -> None:
+        """Remember whether a worker that is put out has done its part."""
+        if worker.rank in self.came:
+            self.came[worker.rank] = reason == "left"
 
     def _note(self, kind: str, worker: Worker, text: str) -> None:
         """An event of a worker, for people."""

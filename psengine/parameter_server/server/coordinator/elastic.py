@@ -95,19 +95,22 @@ class ElasticCoordinator(Coordinator):
             return []
         places = self.rule["virtual_workers"] - len(members)
         if self.view is None:
-            self._waiting_since_s = self._now_s if self._waiting_since_s is None else self._waiting_since_s
-            waited_s = self._now_s - self._waiting_since_s
-            # Workers that are under way may still come back to a server that has just started.
-            is_young = self._now_s - self._interfaces.started_s < self._lease_s
-            expected = places if is_young else self.world_size
-            are_enough = len(waiting) >= min(expected, places) or waited_s >= self._lease_s
-            # Where nobody has a checkpoint, worker 0's initial values are the job's.
-            has_values = any(one.rank == 0 or one.checkpoint for one in waiting)
-            if not (are_enough and has_values) and waited_s < FIRST_WORKER_LEASES * self._lease_s:
-                places = 0
-        elif not members or any(one.leaving for one in members) or any(self.came.values()):
-            places = 0  # it begins anew, or the training is over
-        return [(one, 1) for one in waiting[: max(0, places)]]
+            may_come = self._may_begin(waiting, places)
+        else:  # not where it begins anew, or the training is over
+            may_come = bool(members) and not any(one.leaving for one in members) and not any(self.came.values())
+        return [(one, 1) for one in waiting[: max(0, places)]] if may_come else []
+
+    def _may_begin(self, waiting: list[Worker], places: int) -> bool:
+        """Whether those who wait are enough for a first view."""
+        self._waiting_since_s = self._now_s if self._waiting_since_s is None else self._waiting_since_s
+        waited_s = self._now_s - self._waiting_since_s
+        # Workers that are under way may still come back to a server that has just started.
+        is_young = self._now_s - self._interfaces.started_s < self._lease_s
+        expected = places if is_young else self.world_size
+        are_enough = len(waiting) >= min(expected, places) or waited_s >= self._lease_s
+        # Where nobody has a checkpoint, worker 0's initial values are the job's.
+        has_values = any(one.rank == 0 or one.checkpoint for one in waiting)
+        return (are_enough and has_values) or waited_s >= FIRST_WORKER_LEASES * self._lease_s
 
     @override
     def _complete_view(self, members: list[Worker]) -> None:
@@ -157,12 +160,9 @@ class ElasticCoordinator(Coordinator):
                 self._put_out(worker, "evicted", "its connection has ended, and it made no other one")
 
     @override
-    def _put_out(self, worker: Worker, reason: str, why: str) -> None:
-        is_done = worker.state is WorkerState.MEMBER and not worker.has_failed
-        came = dict(self.came)
-        super()._put_out(worker, reason, why)
-        if not is_done:
-            self.came = came
+    def _note_end(self, worker: Worker, reason: str) -> None:
+        if worker.state is WorkerState.MEMBER and not worker.has_failed:
+            super()._note_end(worker, reason)
 
     @override
     def _want_view(self) -> None:
