@@ -18,6 +18,7 @@ from support.command_process import (
     running_server_command,
     servers_of,
 )
+from support.elastic_training import process_of, weights_in
 from support.processes import free_port
 from support.server_process import running_server
 
@@ -33,17 +34,8 @@ def undisturbed() -> str:
     arguments = ["run", "--workers", "1", SCRIPT, "0"]
     code, stdout, stderr = run_command(arguments, environment={"OMP_NUM_THREADS": "1"})
     assert code == 0, stderr
-    return re.findall(r"weights (\w+)", stdout)[0]
-
-
-def process_of(command: RunningCommand, worker: int, step: int) -> int:
-    """The process of a worker, once it has done a step, or a later one."""
-
-    def found() -> int:
-        lines = re.findall(rf"process (\d+) worker {worker} step (\d+)", command.stdout)
-        return next((int(process) for process, done in reversed(lines) if int(done) >= step), 0)
-
-    return command.wait_until(found)
+    (digest,) = weights_in(stdout)
+    return digest
 
 
 def await_checkpoint(command: RunningCommand, directory: Path) -> None:
@@ -78,9 +70,7 @@ def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
     with running_command(arguments) as command:
         disturb(command)
         assert command.wait() == 0, command.stderr
-        digests = re.findall(r"weights (\w+)", command.stdout)
-    assert len(digests) >= 1
-    assert set(digests) == {undisturbed()}
+        assert weights_in(command.stdout) == {undisturbed()}
 
 
 @pytest.mark.slow
@@ -95,7 +85,7 @@ def test_a_spare_takes_the_place_of_a_worker_that_dies():
         os.kill(process_of(command, int(min(first)), 3), signal.SIGKILL)
         command.wait_until(lambda: at_work() - first)
         assert command.wait() == 0, command.stderr
-        assert set(re.findall(r"weights (\w+)", command.stdout)) == {undisturbed()}
+        assert weights_in(command.stdout) == {undisturbed()}
 
 
 @pytest.mark.slow
@@ -113,7 +103,7 @@ def test_training_goes_on_without_a_coordinator_until_somebody_dies():
         os.kill(worker, signal.SIGKILL)
         with running_server_command(start):
             assert command.wait() == 0, command.stderr
-        assert set(re.findall(r"weights (\w+)", command.stdout)) == {undisturbed()}
+        assert weights_in(command.stdout) == {undisturbed()}
 
 
 def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
@@ -126,7 +116,7 @@ def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
         assert command.wait() == 0, command.stderr
         said = re.findall(r"process (\d+) worker \d step (\d+)", command.stdout)
         assert min(int(step) for process, step in said if int(process) not in processes) > 1
-        assert set(re.findall(r"weights (\w+)", command.stdout)) == {undisturbed()}
+        assert weights_in(command.stdout) == {undisturbed()}
 
 
 def test_a_source_that_dies_before_a_newcomer_has_its_state_leaves_no_random_weights(tmp_path):
@@ -143,7 +133,7 @@ def test_a_source_that_dies_before_a_newcomer_has_its_state_leaves_no_random_wei
         assert command.wait() == 0, command.stderr
         steps = re.findall(r"worker 1 step (\d+)", command.stdout.rpartition("worker 1 is ready")[2])
         assert int(steps[0]) > 1
-        assert set(re.findall(r"weights (\w+)", command.stdout)) == {undisturbed()}
+        assert weights_in(command.stdout) == {undisturbed()}
 
 
 def test_who_differs_is_refused_once_and_the_others_go_on():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import elastic_training
 from support.command_process import RunningCommand, run_command, running_command, servers_of
+from support.elastic_training import process_of, weights_in
 
 import psengine
 from psengine.errors import ConfigurationError
@@ -25,18 +26,8 @@ def expected() -> str:
     """The digest of a training by four workers, under plain sync-server."""
     code, stdout, stderr = run_command(["run", "--workers", "4", SCRIPT, "0", "sync-server"])
     assert code == 0, stderr
-    (digest,) = set(re.findall(r"weights (\w+)", stdout))
+    (digest,) = weights_in(stdout)
     return digest
-
-
-def process_of(command: RunningCommand, worker: int) -> int:
-    """The process of a worker, once it has done step 5, or a later one."""
-
-    def found() -> int:
-        lines = re.findall(rf"process (\d+) worker {worker} step (\d+)", command.stdout)
-        return next((int(process) for process, done in reversed(lines) if int(done) >= 5), 0)
-
-    return command.wait_until(found)
 
 
 def nobody(command: RunningCommand) -> None:
@@ -44,17 +35,17 @@ def nobody(command: RunningCommand) -> None:
 
 
 def kill_a_server(command: RunningCommand) -> None:
-    process_of(command, 0)
+    process_of(command, 0, 5)
     os.kill(servers_of(command.pid)[0], signal.SIGKILL)
 
 
 def kill_a_server_and_a_worker(command: RunningCommand) -> None:
     kill_a_server(command)
-    os.kill(process_of(command, 1), signal.SIGKILL)
+    os.kill(process_of(command, 1, 5), signal.SIGKILL)
 
 
 def stop_a_worker(command: RunningCommand) -> None:
-    process = process_of(command, 1)
+    process = process_of(command, 1, 5)
     os.kill(process, signal.SIGSTOP)
     command.wait_until(lambda: re.search(r"worker 0 step 2[0-9]", command.stdout))
     os.kill(process, signal.SIGKILL)
@@ -76,13 +67,12 @@ def test_the_bits_of_plain_sync_server(workers, servers, disturb):
     with running_command(["run", *options, SCRIPT, batch_s, STRATEGY]) as command:
         disturb(command)
         assert command.wait() == 0, command.stderr
-        digests = re.findall(r"weights (\w+)", command.stdout)
-    assert len(digests) >= 1
-    assert set(digests) == {expected()}
+        assert weights_in(command.stdout) == {expected()}
 
 
 @pytest.mark.parametrize(
-    "option", ["quorum=2", "servers=tcp://a:1", "job=j", "timeout_s=9", "compress=bf16", "durability=log"]
+    "option",
+    ["quorum=2", "servers=tcp://a:1", "job=j", "timeout_s=9", "timeout_s=300", "compress=bf16", "durability=log"],
 )
 def test_options_of_plain_sync_server_are_refused(option):
     with pytest.raises(ConfigurationError, match=f"expected virtual_workers alone, got {option.partition('=')[0]}"):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,6 +18,24 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import psengine
+
+if TYPE_CHECKING:
+    from support.command_process import RunningCommand
+
+
+def process_of(command: RunningCommand, worker: int, step: int) -> int:
+    """The process of a worker, once it has done a step, or a later one."""
+
+    def found() -> int:
+        lines = re.findall(rf"process (\d+) worker {worker} step (\d+)", command.stdout)
+        return next((int(process) for process, done in reversed(lines) if int(done) >= step), 0)
+
+    return command.wait_until(found)
+
+
+def weights_in(stdout: str) -> set[str]:
+    """The digests of the weights with which workers ended."""
+    return set(re.findall(r"weights (\w+)", stdout))
 
 
 def main() -> None:
