@@ -22,7 +22,7 @@ KINDS = ("a kill", "silence", "coordinator dead too")
 
 
 @dataclass(frozen=True)
-class Befallen:
+class FaultRecord:
     """A fault that came about: when, to which host, and until when it lasted."""
 
     at_s: float
@@ -111,7 +111,7 @@ class Training:
         gaps = [(begin, end) for begin, end in itertools.pairwise(ends) if end > at_s and begin < until_s]
         return max(gaps, key=lambda gap: gap[1] - gap[0], default=(at_s, at_s))
 
-    def stalls(self, faults: Sequence[Befallen]) -> dict[str, list[float]]:
+    def stalls(self, faults: Sequence[FaultRecord]) -> dict[str, list[float]]:
         """By kind, how much longer than usual no step ended after the faults that took a worker away."""
         ends = sorted(self.steps.values())
         usual_s = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
@@ -131,7 +131,7 @@ class Training:
             found[kind].append(max(0.0, end_s - begin_s - usual_s))
         return found
 
-    def next_contributions(self, faults: Sequence[Befallen]) -> tuple[list[float], list[float]]:
+    def next_contributions(self, faults: Sequence[FaultRecord]) -> tuple[list[float], list[float]]:
         """After kills of workers: how long until a spare had a batch; and until the next process of the host had one,
         where it lived so long.
         """
@@ -146,7 +146,7 @@ class Training:
             successors += [next_s - fault.at_s] if next_s < math.inf else []
         return spares, successors
 
-    def _took_part(self, fault: Befallen) -> bool:
+    def _took_part(self, fault: FaultRecord) -> bool:
         """Whether the host's process had computed a batch when the fault came."""
         before = [one for one in self.processes if one.host == fault.host and one.began_s < fault.at_s]
         return bool(before) and max(before, key=lambda one: one.began_s).worked_s < fault.at_s

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from account import Befallen, Training
+from account import FaultRecord, Training
 from faults import Fault
 from sites import logging_to, processes_of, send, sites
 
@@ -94,7 +94,7 @@ class Storm:
         self._job = job
         self._left = list(faults)
         self._undo: list[tuple[float, Callable[[], None]]] = []
-        self.done: list[Befallen] = []
+        self.done: list[FaultRecord] = []
 
     def blow(self, passed_s: float) -> None:
         """Do what is due."""
@@ -139,7 +139,7 @@ class Storm:
         else:
             return
         now_s = time.monotonic()
-        self.done.append(Befallen(now_s, fault.cause, host.name, now_s + fault.lasts_s))
+        self.done.append(FaultRecord(now_s, fault.cause, host.name, now_s + fault.lasts_s))
         if undo is not None:
             self._undo.append((fault.at_s + fault.lasts_s, undo))
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from account import KINDS, Befallen, Training, percentile
+from account import KINDS, FaultRecord, Training, percentile
 from faults import SHARES
 from harness.tables import Table
 
@@ -28,7 +28,7 @@ class Result:
     found: Training
     calm: Training
     oracle: tuple[Training, str]
-    faults: Sequence[Befallen]
+    faults: Sequence[FaultRecord]
     samples: int
     epochs: int
 

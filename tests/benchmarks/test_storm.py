@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from storm.account import Befallen, Training, percentile
+from storm.account import FaultRecord, Training, percentile
 from storm.faults import LEAVING, SHARES, plan
 
 
@@ -36,7 +36,7 @@ def test_a_stall_is_the_longest_gap_until_the_next_fault_beyond_the_usual():
 
     def stalls(*faults: tuple[float, str, str, float]) -> dict[str, list[float]]:
         """Of those that are not empty."""
-        return {kind: some for kind, some in found.stalls([Befallen(*fault) for fault in faults]).items() if some}
+        return {kind: some for kind, some in found.stalls([FaultRecord(*fault) for fault in faults]).items() if some}
 
     kill = (4.2, "worker killed", "node-0", 4.2)
     assert stalls(kill) == {"a kill": [3.5]}
@@ -51,8 +51,8 @@ def test_who_comes_next_after_a_kill():
     first, second = ([[0.0, "begin"], [1.0, "batch", 1, []]], [[6.0, "begin"], [9.0, "batch", 4, []]])
     spare = [[2.0, "begin"], [3.0, "ready"], [5.5, "batch", 2, []]]
     found = trained(("node-0", first), ("node-0", second), ("node-1", spare))
-    assert found.next_contributions([Befallen(5.0, "worker killed", "node-0", 5.0)]) == ([0.5], [4.0])
-    assert found.next_contributions([Befallen(9.5, "worker killed", "node-0", 9.5)]) == ([], [])
+    assert found.next_contributions([FaultRecord(5.0, "worker killed", "node-0", 5.0)]) == ([0.5], [4.0])
+    assert found.next_contributions([FaultRecord(9.5, "worker killed", "node-0", 9.5)]) == ([], [])
     assert percentile([1.0, 3.0, 2.0], 0.99) == 3.0
 
 

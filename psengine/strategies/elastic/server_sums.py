@@ -1,4 +1,4 @@
-"""A group whose contributions servers sum: each virtual worker takes part in a job of their own, by its number.
+"""Contributions of a group that servers sum, in an averaging job in which each virtual worker is a rank.
 
 ::
 
@@ -7,8 +7,8 @@
     worker 1, of virtual worker 2          row 1 ── rank 2 ──►
 
 The servers add in the order of ranks, so the bits are those of "sync-server" with as many workers as there are virtual
-ones. A job serves one group: it begins with the group's first exchange, and counts an average only if all ranks are in
-it. Whatever keeps one from it is a CollectiveError, after which another group exchanges the contributions again.
+ones. A job serves one group and begins with the group's first exchange. An average counts only if all ranks are in it.
+Where one is missing, or a server, a CollectiveError is raised, and another group exchanges the contributions again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RULE = {"name": "average", "quorum": None}
 # comes again, so that servers forget the job that had it.
 NAMES = 4
 # Refusals that another group will not meet.
-_PASSING = (
+_TRANSIENT = (
     *(ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE, ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY),
     *(ErrorCode.STATE_LOST, ErrorCode.DUPLICATE_RANK, ErrorCode.SHUTTING_DOWN),
 )
@@ -144,8 +144,8 @@ def _enter(session: WorkerSession, specs: Sequence[ChunkSpec]) -> Future[None]:
     return entered
 
 
-class _Asking(Work):
-    """What servers have been asked; ``_look`` says whether it is done, and waits ``LOOK_S`` at most."""
+class _ServerWork(Work):
+    """Requests to servers; ``_look`` waits for them, ``LOOK_S`` at most, and returns whether all are answered."""
 
     @abstractmethod
     def _look(self) -> bool: ...
@@ -162,12 +162,12 @@ class _Asking(Work):
                     return False
             return True
         except (ServerLostError, ServerRefusedError) as error:
-            if isinstance(error, ServerRefusedError) and error.code not in _PASSING:
+            if isinstance(error, ServerRefusedError) and error.code not in _TRANSIENT:
                 raise
             raise CollectiveError(f"the servers did not sum contributions: {error}") from error
 
 
-class _Entered(_Asking):
+class _Entered(_ServerWork):
     """All of a worker's sessions take part."""
 
     def __init__(self, entered: Sequence[Future[None]]) -> None:
@@ -181,7 +181,7 @@ class _Entered(_Asking):
         return len(done) == len(self._entered)
 
 
-class _Averages(_Asking):
+class _Averages(_ServerWork):
     """The averages of a bucket's chunks, of all virtual workers."""
 
     def __init__(self, pushes: Sequence[Push], virtual_workers: int, what: str) -> None:
