@@ -43,12 +43,16 @@ class ElasticJob(Job):
         return longest_s * self._rng.random()
 
     def disk_of(self, rank: int) -> SimulatedDisk:
-        """Where a worker keeps its checkpoints: they may share a directory."""
-        place = 0 if self.scenario.shares_checkpoints else rank
+        """Where a worker keeps its checkpoints."""
+        place = self._place_of(rank)
         if place not in self._disks:
             self._disks[place] = SimulatedDisk(self._rng)
             self._disks[place].directory = Path()  # type: ignore[attr-defined]
         return self._disks[place]
+
+    def _place_of(self, rank: int) -> int:
+        """The number of the disk that a worker has; they may share one."""
+        return 0 if self.scenario.shares_checkpoints else rank
 
     # ---- a worker ----------------------------------------------------------------------------------------------
 
@@ -139,13 +143,13 @@ class ElasticJob(Job):
     def wrote(self, process: ElasticProcess, step: int) -> None:
         """A checkpoint was written, or could not be."""
         if any(f"{step:012d}" in name and name.startswith("checkpoint-") for name in process.disk.list()):
-            place = 0 if self.scenario.shares_checkpoints else process.rank
+            place = self._place_of(process.rank)
             self._written[place] = max(step, self._written.get(place, 0))
             self.world.counts["checkpoints"] += 1
 
     def found(self, process: ElasticProcess, checkpoint: int) -> None:
         """A process says which checkpoint it has."""
-        place = 0 if self.scenario.shares_checkpoints else process.rank
+        place = self._place_of(process.rank)
         expected = 0 if place in self.excused else self._written.get(place, 0)
         require(checkpoint >= expected, "worker {} finds {} and wrote {}", process.rank, checkpoint, expected)
 
