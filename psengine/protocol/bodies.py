@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from psengine.errors import ProtocolError
 from psengine.protocol import bounds, messages
-from psengine.protocol.layout import ChunkKind, Segment
+from psengine.protocol.layout import ChunkKind, Segment, TableSpec
 from psengine.protocol.messages import ErrorCode, MessageType
 from psengine.protocol.views import Release, View
 
@@ -44,6 +44,13 @@ class Register(Body, kw_only=True):
 
     kind: Kind
     segments: Annotated[list[Segment], Meta(max_length=messages.MAX_SEGMENTS)]
+    table: TableSpec | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Check that a table is described, and nothing else as one."""
+        is_table = self.kind == ChunkKind.TABLE.value
+        if is_table != (self.table is not UNSET) or (is_table and self.segments):
+            raise ValueError("has `table`, and no segments, if its kind is table; no other has it")
 
 
 class Chunk(Register, kw_only=True):
@@ -272,20 +279,33 @@ class Chunks(Body):
 
 
 class Push(Body):
-    """PUSH."""
+    """PUSH. Of a table's part: ``rows``, whose gradients were divided by ``divisor``; ``lr``, which steps them.
+
+    ``ahead``: how many steps before its own the worker asked for the rows that it computed with.
+    """
 
     groups: Groups | UnsetType = UNSET
     absent: Annotated[list[bounds.SegmentIndex], Meta(max_length=messages.MAX_SEGMENTS)] | UnsetType = UNSET
     weight: Annotated[float, Meta(ge=0.0, le=messages.MAX_WEIGHT)] | UnsetType = UNSET
     held: bounds.Unsigned | UnsetType = UNSET
+    rows: bounds.Unsigned | UnsetType = UNSET
+    lr: bounds.Finite | UnsetType = UNSET
+    divisor: bounds.Workers | UnsetType = UNSET
+    ahead: Annotated[int, Meta(ge=0, le=1)] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Check that rows come with what steps them."""
+        if self.rows is not UNSET and UNSET in (self.lr, self.divisor):
+            raise ValueError("has `rows` without `lr` and `divisor`")
 
 
 class Updated(Body):
-    """UPDATED and RESULT."""
+    """UPDATED and RESULT. ``row``: of a table, the first that is refused."""
 
     contributors: bounds.Unsigned | UnsetType = UNSET
     refused: Annotated[str, bounds.one_of(*messages.PUSH_REFUSALS)] | UnsetType = UNSET
     late: bool | UnsetType = UNSET
+    row: bounds.Unsigned | UnsetType = UNSET
 
 
 class Pending(Body):
@@ -295,18 +315,37 @@ class Pending(Body):
     log: bool | UnsetType = UNSET
 
 
-class Pull(Body):
-    """PULL."""
+class Read(Body):
+    """What PULL, VALUES and STORE have in common."""
 
     slot: bounds.Name | UnsetType = UNSET
     blob: bounds.Name | UnsetType = UNSET
 
 
-class Store(Pull):
-    """VALUES and STORE."""
+class Pull(Read):
+    """PULL. ``scan``: the place in a table's part from which on it reads ``most`` rows."""
+
+    scan: bounds.Unsigned | UnsetType = UNSET
+    most: bounds.Positive | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Check that a scan says how much it takes."""
+        if (self.scan is UNSET) != (self.most is UNSET):
+            raise ValueError("has one of `scan` and `most` (expected both or none)")
+
+
+class Store(Read):
+    """VALUES and STORE. Of a table's part: ``rows``, and in VALUES where the scan goes on (``next``)."""
 
     steps: list[bounds.Finite] | UnsetType = UNSET
     pieces: bounds.Unsigned | UnsetType = UNSET
+    rows: bounds.Unsigned | UnsetType = UNSET
+    next: bounds.Unsigned | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        """Check that it is of one thing."""
+        if sum(one is not UNSET for one in (self.rows, self.slot, self.blob)) > 1:
+            raise ValueError("has more than one of `rows`, `slot`, `blob`")
 
 
 class Heartbeat(Body):

@@ -2,6 +2,8 @@
 
     frames:  | header, 96 bytes | body (msgpack), if any | payload (raw bytes of one tensor), if any |
 
+A large payload of a table's rows is cut into several frames.
+
 A payload may lie in memory that its sender shares (``place``): then the header describes it, and no frame has it.
 Such messages travel together, as a group in one frame; see ``split``.
 
@@ -24,7 +26,7 @@ import torch
 
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.protocol import bodies, messages
-from psengine.protocol.layout import job_number
+from psengine.protocol.layout import TableSpec, job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, ErrorCode, Message, MessageType
 
 # magic, protocol version, type, flags, job, epoch, view, worker, key, incarnation, sequence, version, numel,
@@ -65,13 +67,14 @@ def encode(message: Message) -> list[Any]:
             dtype, numel = payload.dtype, payload.numel()
             payload = buffer_of(payload)
         else:
-            payload = memoryview(payload)
+            payload = memoryview(payload).cast("B")
         payload_bytes = payload.nbytes
         if message.place is not None:
             flags |= FLAG_IN_SEGMENT
         else:
-            frames.append(payload)
             flags |= FLAG_PAYLOAD
+            starts = range(0, payload_bytes, messages.MAX_PAYLOAD_BYTES) if payload_bytes else (0,)
+            frames += [payload[start : start + messages.MAX_PAYLOAD_BYTES] for start in starts]
     if dtype is not None and not (dtype_number := DTYPE_NUMBERS.get(dtype, 0)):
         raise ConfigurationError(f"{dtype} has no number on the wire")
     frames[0] = _HEADER.pack(
@@ -107,13 +110,17 @@ def decode(frames: Sequence[Any]) -> Message:
     unused = place if not flags & FLAG_IN_SEGMENT else 0
     _check_equal(kind, "has reserved bits set", 0, flags >> 4 | flags & 1 | int.from_bytes(zeros, "little") | unused)
     has_body, has_payload = flags >> 1 & 1, flags >> 2 & 1
-    _check_equal(kind, "has a wrong number of frames for its flags", 1 + has_body + has_payload, len(frames))
+    pieces = frames[1 + has_body :]
+    # A log has the pieces of a payload as one.
+    is_cut = len(pieces) > 1 and len(pieces) == -(-payload_bytes // messages.MAX_PAYLOAD_BYTES)
+    wanted = len(pieces) if is_cut and has_payload else has_payload
+    _check_equal(kind, "has a wrong number of frames for its flags", 1 + has_body + wanted, len(frames))
     _check(kind, flags, key, sequence, numel, payload_bytes, dtype_number)
     raw = bytes(frames[1]) if has_body else bodies.EMPTY
     _check_equal(kind, "body does not have the header's number of bytes", body_bytes, has_body * len(raw))
     body = bodies.unpack(kind, raw)
-    _check_body(kind, job, numel, body)
-    payload = memoryview(frames[-1]) if has_payload else None
+    _check_body(kind, job, numel, payload_bytes, body)
+    payload = memoryview(pieces[0] if len(pieces) == 1 else bytearray().join(pieces)) if has_payload else None
     if payload is not None:
         _check_equal(kind, "payload does not have the header's number of bytes", payload_bytes, payload.nbytes)
     return Message(
@@ -206,10 +213,6 @@ def _check(
     if flags & (FLAG_PAYLOAD | FLAG_IN_SEGMENT):
         if kind not in messages.PAYLOAD_REQUIRED and kind not in messages.PAYLOAD_OPTIONAL:
             raise ProtocolError(f"{kind.name} has a payload (expected none)")
-        if payload_bytes > messages.MAX_PAYLOAD_BYTES:
-            raise ProtocolError(
-                f"{kind.name} payload is too large (expected at most {messages.MAX_PAYLOAD_BYTES}, got {payload_bytes})"
-            )
         if dtype_number not in DTYPES:
             raise ProtocolError(f"{kind.name} has an unknown dtype (expected 1 to {max(DTYPES)}, got {dtype_number})")
         wanted_bytes = numel * DTYPES[dtype_number].itemsize
@@ -224,11 +227,16 @@ def _check(
         raise ProtocolError(f"{kind.name} has no step (expected a sequence of 1 or more, got 0)")
 
 
-def _check_body(kind: MessageType, job: int, numel: int, body: dict[str, Any]) -> None:
-    """Raise ProtocolError where header and body say the same thing differently."""
+def _check_body(kind: MessageType, job: int, numel: int, payload_bytes: int, body: dict[str, Any]) -> None:
+    """Raise ProtocolError where header and body say the same thing differently, or the payload is too large for it."""
+    has_rows = kind in messages.HAVE_ROWS and "rows" in body
+    most_bytes = messages.MAX_ROWS_BYTES if has_rows else messages.MAX_PAYLOAD_BYTES
+    if payload_bytes > most_bytes:
+        raise ProtocolError(f"{kind.name} payload is too large (expected at most {most_bytes}, got {payload_bytes})")
     if kind is MessageType.REGISTER:
-        total = sum(segment[4] for segment in body["segments"])
-        _check_equal(kind, "has another numel than the sum of the segments", total, numel)
+        table, segments = body.get("table"), body["segments"]
+        total = sum(one[4] for one in segments) if table is None else msgspec.convert(table, TableSpec).dim
+        _check_equal(kind, "has another numel than the sum of the segments, or than a row", total, numel)
     elif kind in (MessageType.HELLO, MessageType.RESUME) and "job" in body:
         _check_equal(kind, "header has the number of another job than its body", job_number(body["job"]), job)
 

@@ -16,12 +16,18 @@ from typing import Annotated, Any
 
 import torch
 import xxhash
-from msgspec import Meta, Struct, convert
+from msgspec import Meta, Struct, convert, to_builtins
 
-from psengine.protocol.bounds import Name, Unsigned
+from psengine.protocol.bounds import Name, Positive, Printable, Unsigned, one_of
 from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES
 
 Sizes = Annotated[tuple[Unsigned, ...], Meta(max_length=64)]
+# Numbers that are used as float32.
+Single = Annotated[float, Meta(ge=0.0, le=1e30)]
+# How a server steps the rows of a table.
+TABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+ID_BYTES = 8
+MAX_TABLE_DIM = 65_536
 
 
 class ChunkKind(str, Enum):
@@ -31,6 +37,12 @@ class ChunkKind(str, Enum):
     BUFFER = "buffer"  # running statistics: values are pushed
     CONSTANT = "constant"  # frozen parameters: never pushed
     USAGE = "usage"  # which parameters a backward used: int32, summed
+    TABLE = "table"  # part of a table of rows: gradients of rows are pushed
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether gradients are pushed for it."""
+        return self in (ChunkKind.PARAMETER, ChunkKind.TABLE)
 
 
 class Segment(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -62,6 +74,59 @@ class Segment(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
             raise ValueError("segment must fill its memory without gaps")
 
 
+class TableSpec(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One part of a table, whose rows are float32; parts have the rows that a hash of their ids gives them.
+
+    Attributes:
+        name: the table's.
+        rows: of the whole table, declared; ids are 0 to ``rows`` - 1.
+        dim: elements of a row.
+        part: 0 <= part < parts.
+        parts: how many the table has.
+        seed: of the first values, and of the hash.
+        std: standard deviation of the first values.
+        optimizer: one of ``TABLE_OPTIMIZERS``.
+        eps: of Adagrad.
+        max_rows: most rows that the whole table may have at servers, the part its share of it; 0: no bound.
+        padding: the row that is zeros for workers, and is not pushed; -1: none.
+    """
+
+    name: Printable
+    rows: Positive
+    dim: Annotated[int, Meta(ge=1, le=MAX_TABLE_DIM)]
+    part: Unsigned
+    parts: Annotated[int, Meta(ge=1, le=65_536)]
+    seed: Unsigned
+    std: Single
+    optimizer: Annotated[str, one_of(*TABLE_OPTIMIZERS)]
+    eps: Single
+    max_rows: Unsigned
+    padding: Annotated[int, Meta(ge=-1)]
+
+    def __post_init__(self) -> None:
+        """Check that the part is one of the parts."""
+        if self.part >= self.parts:
+            raise ValueError(f"part must be below parts (expected less than {self.parts}, got {self.part})")
+
+    @property
+    def number(self) -> int:
+        """What tells its first values from those of other tables of the same seed."""
+        return job_number(self.name) >> 1
+
+    @property
+    def part_rows(self) -> int:
+        """Most rows that the part may have; 0: no bound."""
+        return -(-self.max_rows // self.parts)
+
+    def describe(self) -> str:
+        """What all parts of all workers must have alike, for error messages."""
+        bound = f", at most {self.max_rows} kept" if self.max_rows else ""
+        padding = f", row {self.padding} zeros" if self.padding >= 0 else ""
+        first = f"seed {self.seed}, std {self.std}"
+        optimizer = f"{self.optimizer} with eps {self.eps}"
+        return f"table of {self.rows} rows of {self.dim} in {self.parts} parts, {optimizer}, {first}{bound}{padding}"
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
     """One chunk.
@@ -70,8 +135,9 @@ class ChunkSpec:
         key: its number, 0 <= key < number of chunks of the job.
         kind: the role of its tensors.
         dtype: of all its elements.
-        numel: elements; the sum of its segments'.
-        segments: what it is made of, in order.
+        numel: elements; the sum of its segments', or those of a table's row.
+        segments: what it is made of, in order; none of a table.
+        table: the part that it is, of kind "table".
     """
 
     key: int
@@ -79,6 +145,7 @@ class ChunkSpec:
     dtype: torch.dtype
     numel: int
     segments: tuple[Segment, ...]
+    table: TableSpec | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -87,6 +154,8 @@ class ChunkSpec:
 
     def describe(self) -> str:
         """What error messages call this chunk."""
+        if self.table is not None:
+            return f"table {self.table.name!r}, part {self.table.part} of {self.table.parts}"
         names = [segment.name for segment in self.segments]
         shown = names if len(names) <= 3 else [names[0], f"{len(names) - 2} more", names[-1]]
         return f"chunk {self.key} ({', '.join(shown)})"
@@ -98,14 +167,16 @@ class ChunkSpec:
             "kind": self.kind.value,
             "dtype": DTYPE_NUMBERS[self.dtype],
             "segments": [[s.name, list(s.shape), list(s.strides), s.start, s.numel] for s in self.segments],
+            **({} if self.table is None else {"table": list(to_builtins(self.table))}),
         }
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> ChunkSpec:
         """Inverse of ``to_body``; the codec has checked types and bounds."""
         segments = convert(body["segments"], tuple[Segment, ...])
-        numel = sum(segment.numel for segment in segments)
-        return cls(body["key"], ChunkKind(body["kind"]), DTYPES[body["dtype"]], numel, segments)
+        table = convert(body["table"], TableSpec) if "table" in body else None
+        numel = sum(segment.numel for segment in segments) if table is None else table.dim
+        return cls(body["key"], ChunkKind(body["kind"]), DTYPES[body["dtype"]], numel, segments, table)
 
 
 def job_number(name: str) -> int:
@@ -126,11 +197,12 @@ def first_difference(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> 
 
 
 def _tensors(specs: Sequence[ChunkSpec]) -> dict[str, str]:
-    return {
+    tensors = {
         segment.name: f"{spec.kind.value} of shape {segment.shape}, strides {segment.strides}, {spec.dtype}"
         for spec in specs
         for segment in spec.segments
     }
+    return tensors | {spec.table.name: spec.table.describe() for spec in specs if spec.table is not None}
 
 
 def balance(sizes_bytes: Sequence[int], bins: int) -> list[int]:

@@ -18,6 +18,8 @@ MAGIC = b"PSEN"
 # A VIEW names every worker, and a RESUME every open push: thousands.
 MAX_BODY_BYTES = 256 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
+# Of rows of a table, in a PUSH or STORE: they travel as several frames.
+MAX_ROWS_BYTES = 1024 * 1024 * 1024
 MAX_NAME_CHARS = 512
 MAX_SEGMENTS = 512
 # Of a job; ranks lie below this. It bounds what a coordinator counts through, and remembers of workers that are gone.
@@ -59,7 +61,7 @@ class MessageType(IntEnum):
     RESUME = 10  # the first message of a connection: these pushes are open
     RESUMED = 11  # answers RESUME: send these pushes again; what I hold
     PUSH = 12  # a gradient, or values; without payload it abstains
-    UPDATED = 13  # answers PUSH: the chunk's weights, or the average
+    UPDATED = 13  # answers PUSH: the chunk's weights, or the average; nothing of a table
     WAITS = 14  # my push has no answer yet: whom do you wait for?
     PENDING = 15  # answers WAITS
     RESULT = 16  # an average for a shard that restarted
@@ -69,7 +71,7 @@ class MessageType(IntEnum):
     # anybody and shard
     LIST = 20  # which chunks are there?
     CHUNKS = 21  # answers LIST, in pages
-    PULL = 22  # a chunk's values, a slot of its optimizer, or a piece of a blob
+    PULL = 22  # a chunk's values, a slot of its optimizer, or a piece of a blob; of a table rows, by their ids
     VALUES = 23  # answers PULL; without payload the slot is empty
     STATUS = 24
     STATUS_REPORT = 25  # answers STATUS: JSON, as payload
@@ -85,8 +87,9 @@ TO_COORDINATOR = frozenset({_T.HELLO, _T.HEARTBEAT, _T.COMMIT, _T.LEAVE})
 # Of a chunk in a step; and of a chunk.
 EXCHANGES = frozenset({_T.PUSH, _T.UPDATED, _T.WAITS, _T.PENDING, _T.RESULT})
 KEYED = EXCHANGES | {_T.REGISTER, _T.CONFIGURE, _T.STORE, _T.PULL, _T.VALUES}
-PAYLOAD_REQUIRED = frozenset({_T.UPDATED, _T.RESULT, _T.STORE, _T.STATUS_REPORT, _T.ECHO, _T.ECHOED})
-PAYLOAD_OPTIONAL = frozenset({_T.PUSH, _T.REGISTER, _T.VALUES})
+PAYLOAD_REQUIRED = frozenset({_T.RESULT, _T.STORE, _T.STATUS_REPORT, _T.ECHO, _T.ECHOED})
+PAYLOAD_OPTIONAL = frozenset({_T.PUSH, _T.UPDATED, _T.REGISTER, _T.PULL, _T.VALUES})
+HAVE_ROWS = frozenset({_T.PUSH, _T.STORE})
 MAY_BE_IN_SEGMENT = frozenset({_T.PUSH, _T.UPDATED})
 
 

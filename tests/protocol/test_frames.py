@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from psengine.errors import ProtocolError
 from psengine.protocol import bodies
 from psengine.protocol.frames import HEADER_BYTES, MAX_GROUP, buffer_of, decode, encode, payload_tensor, refusal, split
+from psengine.protocol.layout import TableSpec
 from psengine.protocol.messages import DTYPES, NO_KEY, PROTOCOL_VERSION, ErrorCode, Message, MessageType
 from psengine.protocol.views import View
 
@@ -198,7 +199,7 @@ def push(frames=2, **fields):
         (with_fields(FRAMES["push_abstain"], numel=1), "describes a payload and has none"),
         (push(key=NO_KEY), "names no chunk"),
         (push(sequence=0), "has no step"),
-        (with_fields(FRAMES["heartbeat"], type=MessageType.UPDATED), "UPDATED lacks its payload"),
+        (with_fields(FRAMES["push_abstain"], type=MessageType.RESULT), "RESULT lacks its payload"),
         (push(type=MessageType.HEARTBEAT), "HEARTBEAT has a payload"),
         (with_fields(FRAMES["hello"], body_bytes=3), "header's number of bytes (expected 3, got"),
         (with_fields(FRAMES["hello"], job=5), "header has the number of another job than its body"),
@@ -273,6 +274,11 @@ def register(*segment):
     return {"kind": "parameter", "segments": [list(segment)]}
 
 
+def table(**changes):
+    fields = dict(zip(TableSpec.__struct_fields__, body_of("register_table")["table"], strict=True)) | changes
+    return changed("register_table", table=list(fields.values()))
+
+
 def view(**changes):
     fields = dict(zip(View.__struct_fields__, body_of("view")["view"], strict=True)) | changes
     return {"view": list(fields.values()), "digest": b"x" * 16}
@@ -303,6 +309,18 @@ APPLY = body_of("hello_again_apply")["rule"]
         ("register", register("a", [2], [2**62], 0, 2), "without gaps"),
         ("register", register("a", [2**62] * 64, [1] * 64, 0, 2), "without gaps"),
         ("register", register("fc1.weight", [2, 3], [3, 1], 0, 1), "sum of the segments"),
+        ("register_table", table(part=2), "part must be below parts (expected less than 2, got 2)"),
+        ("register_table", table(dim=0), " body.table[2]: (expected"),
+        ("register_table", table(dim=3), "or than a row (expected 3, got 2)"),
+        ("register_table", table(std=math.nan), " body.table[6]: (expected"),
+        ("register_table", table(optimizer="adam"), "table[7]: (expected"),
+        ("register_table", changed("register_table", table=None), "has `table`, and no segments, if its kind is table"),
+        ("register_table", changed("register_table", kind="buffer"), "no other has it"),
+        ("push_rows", changed("push_rows", lr=math.inf), " body.lr: (expected"),
+        ("push_rows", changed("push_rows", lr=None), "has `rows` without `lr` and `divisor`"),
+        ("push_rows", changed("push_rows", divisor=0), " body.divisor: (expected"),
+        ("pull_scan", {"scan": 3}, "has one of `scan` and `most`"),
+        ("values_rows", {"rows": 2, "slot": "exp_avg"}, "more than one of `rows`, `slot`, `blob`"),
         ("push", {"weight": math.nan}, " body.weight: (expected"),
         ("heartbeat", {"steps": 2**53 + 1}, " body.steps: (expected"),
         ("heartbeat", {"loss": math.nan}, " body.loss: (expected"),
