@@ -31,6 +31,9 @@ PyObject* guarded(Body body) {
     return nullptr;
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+    return nullptr;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -78,26 +81,11 @@ inline int from_python(PyObject* value) {
 }
 
 template <>
-inline char* from_python(PyObject* value) {
-  return reinterpret_cast<char*>(from_python<uint64_t>(value));
-}
-
-template <>
-inline const char* from_python(PyObject* value) {
-  return from_python<char*>(value);
-}
-
-template <>
 inline std::string from_python(PyObject* value) {
   Py_ssize_t length = 0;
   const char* characters = PyUnicode_AsUTF8AndSize(value, &length);
   if (characters == nullptr) throw PythonError();
   return std::string(characters, static_cast<size_t>(length));
-}
-
-template <>
-inline void* from_python(PyObject* value) {
-  return from_python<char*>(value);
 }
 
 template <>
@@ -119,6 +107,22 @@ inline ScalarKind from_python(PyObject* value) {
   return static_cast<ScalarKind>(kind);
 }
 
+template <typename T>
+std::vector<T> list_from_python(PyObject* value) {
+  std::vector<T> elements;
+  for (Py_ssize_t i = 0, count = PyList_Size(value); i < count; ++i)
+    elements.push_back(from_python<T>(PyList_GetItem(value, i)));
+  if (PyErr_Occurred() != nullptr) throw PythonError();
+  return elements;
+}
+
+// An address.
+template <typename T>
+T from_python(PyObject* value) {
+  static_assert(std::is_pointer_v<T>, "each other type has a function of its own");
+  return reinterpret_cast<T>(from_python<uint64_t>(value));
+}
+
 template <typename... Types, typename Body, size_t... index>
 PyObject* parse_and_call(PyObject* const* values, Body& body, std::index_sequence<index...>) {
   return body(from_python<Types>(values[index])...);
@@ -135,6 +139,24 @@ PyObject* with_arguments(PyObject* const* values, Py_ssize_t count, Body body) {
     }
     return parse_and_call<Types...>(values, body, std::index_sequence_for<Types...>{});
   });
+}
+
+// A method of an object as a function of Python: (object, arguments) -> None or an integer.
+template <auto method, typename Result, typename Object, typename... Types>
+PyObject* call_method(Result (Object::*)(Types...), PyObject* const* values, Py_ssize_t count) {
+  return with_arguments<Object&, Types...>(values, count, [](Object& object, Types... arguments) -> PyObject* {
+    if constexpr (std::is_void_v<Result>) {
+      without_interpreter_lock([&] { (object.*method)(arguments...); });
+      return Py_BuildValue("");
+    } else {
+      return PyLong_FromUnsignedLongLong(without_interpreter_lock([&] { return (object.*method)(arguments...); }));
+    }
+  });
+}
+
+template <auto method>
+PyObject* bound(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  return call_method<method>(method, values, count);
 }
 
 using FastFunction = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);

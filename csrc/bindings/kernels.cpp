@@ -4,14 +4,9 @@
 
 namespace psengine {
 
-// A list of addresses.
 template <>
 inline std::vector<void*> from_python(PyObject* value) {
-  std::vector<void*> addresses;
-  for (Py_ssize_t i = 0, count = PyList_Size(value); i < count; ++i)
-    addresses.push_back(from_python<void*>(PyList_GetItem(value, i)));
-  if (PyErr_Occurred() != nullptr) throw PythonError();
-  return addresses;
+  return list_from_python<void*>(value);
 }
 
 namespace {

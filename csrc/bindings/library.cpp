@@ -25,7 +25,7 @@ namespace {
 void note_sent(void*, void* flag) { static_cast<std::atomic<int64_t>*>(flag)->store(1, std::memory_order_release); }
 
 // Raised with every change of the functions or operators for Python; psengine/kernels/native.py expects the same number.
-constexpr long kInterface = 8;
+constexpr long kInterface = 9;
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "psengine._native", nullptr, -1, nullptr,
                                  nullptr, nullptr, nullptr, nullptr};
@@ -37,6 +37,7 @@ PyMODINIT_FUNC PyInit__native() {
   PyObject* const module = PyModule_Create(&module_definition);
   if (module != nullptr && (PyModule_AddFunctions(module, psengine::kernel_methods()) != 0 ||
                             PyModule_AddFunctions(module, psengine::ready_counter_methods()) != 0 ||
+                            PyModule_AddFunctions(module, psengine::row_table_methods()) != 0 ||
                             PyModule_AddObject(module, "note_sent",
                                                PyLong_FromVoidPtr(reinterpret_cast<void*>(&note_sent))) != 0 ||
                             PyModule_AddIntConstant(module, "interface", kInterface) != 0)) {

@@ -10,6 +10,7 @@ namespace psengine {
 
 PyMethodDef* kernel_methods();
 PyMethodDef* ready_counter_methods();
+PyMethodDef* row_table_methods();
 PyMethodDef* shared_memory_methods();
 
 }  // namespace psengine

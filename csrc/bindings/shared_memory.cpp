@@ -23,32 +23,7 @@ inline Order from_python(PyObject* value) {
   return static_cast<Order>(order);
 }
 
-template <>
-inline const Contribution* from_python(PyObject* value) {
-  return reinterpret_cast<const Contribution*>(from_python<uint64_t>(value));
-}
-
 namespace {
-
-// A method of the group as a function of Python: (group, arguments) -> None or an integer.
-template <auto method, typename Result, typename... Types>
-PyObject* call_method(Result (SharedMemoryGroup::*)(Types...), PyObject* const* values, Py_ssize_t count) {
-  return with_arguments<SharedMemoryGroup&, Types...>(
-      values, count, [](SharedMemoryGroup& group, Types... arguments) -> PyObject* {
-        if constexpr (std::is_void_v<Result>) {
-          without_interpreter_lock([&] { (group.*method)(arguments...); });
-          return Py_BuildValue("");
-        } else {
-          return PyLong_FromUnsignedLongLong(
-              without_interpreter_lock([&] { return (group.*method)(arguments...); }));
-        }
-      });
-}
-
-template <auto method>
-PyObject* bound(PyObject*, PyObject* const* values, Py_ssize_t count) {
-  return call_method<method>(method, values, count);
-}
 
 void delete_group(PyObject* capsule) {
   delete static_cast<SharedMemoryGroup*>(PyCapsule_GetPointer(capsule, kCapsuleName));

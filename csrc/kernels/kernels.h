@@ -1,8 +1,8 @@
 // Elementwise kernels over contiguous memory: one table of functions per instruction set, chosen at run time.
 //
-// kernels.inl and step.inl hold the code once; kernels_<instruction set>.cpp compile it. Every table computes the same
-// bits, except for NaN payloads: the order of each sum is fixed, and multiplications are never fused with additions. SGD's
-// step differs: it has the bits of torch on that instruction set.
+// kernels.inl, with step.inl, rows.inl and codecs.inl, holds the code once; kernels_<instruction set>.cpp compile it.
+// Every table computes the same bits, except for NaN payloads: the order of each sum is fixed, and multiplications are
+// never fused with additions. Optimizers' steps differ: they have the bits of torch on that instruction set.
 #pragma once
 
 #include <cstddef>
@@ -90,6 +90,23 @@ struct Kernels {
   // Returns how many, or capacity + 1 as soon as there are more.
   size_t (*collect_large)(const float* values, const float* residual, float* next, size_t numel, uint32_t threshold,
                           uint32_t* places, float* found, size_t capacity);
+
+  // ---- one row of a table, float32; rows.inl
+
+  // The values of a row that was never pushed, from a key of its own: independent, of variance near scale^2 * 2^32 / 3.
+  void (*draw_row)(float* row, size_t numel, uint64_t key, float scale);
+
+  // row[j] += gradient[j] * rate, with the bits of torch's dense.add_(sparse, alpha=rate).
+  void (*add_to_row)(float* row, const float* gradient, size_t numel, float rate);
+
+  // sums[j] += gradient[j]^2, and the same to copy[j].
+  void (*add_squares)(float* sums, float* copy, const float* gradient, size_t numel);
+
+  // row[j] += gradient[j] / (roots[j] + epsilon) * rate, with the bits of torch.optim.Adagrad.
+  void (*add_scaled_to_row)(float* row, const float* gradient, const float* roots, size_t numel, float rate,
+                            float epsilon);
+
+  float (*sum_of_squares)(const float* gradient, size_t numel);
 };
 
 void finish_streaming();

@@ -589,7 +589,9 @@ void sum(void* const* destinations, size_t destination_count, const void* const*
 }
 
 #include "kernels/step.inl"
+#include "kernels/rows.inl"
 #include "kernels/codecs.inl"
 
-#define PSENGINE_TABLE(name) \
-  {name, convert, accumulate, sum, stream, all_finite, step_sgd, encode_blocks, decode_blocks, collect_large}
+#define PSENGINE_TABLE(name)                                                                                    \
+  {name,       convert,       accumulate,    sum,           stream,   all_finite, step_sgd,    encode_blocks,    \
+   decode_blocks, collect_large, draw_row, add_to_row, add_squares, add_scaled_to_row, sum_of_squares}

@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     reason = " ".join(_NOT_BUILT.read_text(encoding="utf-8").split()) if _NOT_BUILT.exists() else str(error)
 # csrc/bindings/library.cpp, kInterface
-INTERFACE = 8
+INTERFACE = 9
 if extension is not None and getattr(extension, "interface", 1) != INTERFACE:
     extension, reason = None, "it was built from an earlier version of psengine"
 
