@@ -159,6 +159,8 @@ class ShardJob:
         sealed: whether its values are here, and its workers know of each other.
         staleness: number of pushes by their age in updates. Large values are counted together; the sum is exact.
         refused: number of refused pushes by reason; "abstained" are those that only asked for weights.
+        table_rows, table_bytes, table_evicted: by table, rows that exist; their memory, with the optimizer's state;
+            rows that max_rows removed, since the server started.
     """
 
     rule: Mapping[str, Any]
@@ -182,6 +184,9 @@ class ShardJob:
     max_staleness: int = _merged(partial(max, default=0), default=0)
     refused: Mapping[str, int] = _merged(added, default_factory=dict)
     staleness: Mapping[int, int] = _merged(added, default_factory=dict)
+    table_rows: Mapping[str, int] = _merged(added, default_factory=dict)
+    table_bytes: Mapping[str, int] = _merged(added, default_factory=dict)
+    table_evicted: Mapping[str, int] = _merged(added, default_factory=dict)
     workers: tuple[ShardWorker, ...] = ()
 
 

@@ -323,15 +323,10 @@ class Read(Body):
 
 
 class Pull(Read):
-    """PULL. ``scan``: the place in a table's part from which on it reads ``most`` rows."""
+    """PULL. ``scan``: the place in a table's part from which on it reads rows, at ``most`` so many."""
 
     scan: bounds.Unsigned | UnsetType = UNSET
     most: bounds.Positive | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        """Check that a scan says how much it takes."""
-        if (self.scan is UNSET) != (self.most is UNSET):
-            raise ValueError("has one of `scan` and `most` (expected both or none)")
 
 
 class Store(Read):
@@ -341,11 +336,6 @@ class Store(Read):
     pieces: bounds.Unsigned | UnsetType = UNSET
     rows: bounds.Unsigned | UnsetType = UNSET
     next: bounds.Unsigned | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        """Check that it is of one thing."""
-        if sum(one is not UNSET for one in (self.rows, self.slot, self.blob)) > 1:
-            raise ValueError("has more than one of `rows`, `slot`, `blob`")
 
 
 class Heartbeat(Body):

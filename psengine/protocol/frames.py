@@ -111,9 +111,9 @@ def decode(frames: Sequence[Any]) -> Message:
     _check_equal(kind, "has reserved bits set", 0, flags >> 4 | flags & 1 | int.from_bytes(zeros, "little") | unused)
     has_body, has_payload = flags >> 1 & 1, flags >> 2 & 1
     pieces = frames[1 + has_body :]
-    # A log has the pieces of a payload as one.
-    is_cut = len(pieces) > 1 and len(pieces) == -(-payload_bytes // messages.MAX_PAYLOAD_BYTES)
-    wanted = len(pieces) if is_cut and has_payload else has_payload
+    # A log has the pieces of a payload as one, and none of an empty one.
+    is_cut = has_payload and len(pieces) == -(-payload_bytes // messages.MAX_PAYLOAD_BYTES)
+    wanted = len(pieces) if is_cut else has_payload
     _check_equal(kind, "has a wrong number of frames for its flags", 1 + has_body + wanted, len(frames))
     _check(kind, flags, key, sequence, numel, payload_bytes, dtype_number)
     raw = bytes(frames[1]) if has_body else bodies.EMPTY
@@ -229,7 +229,7 @@ def _check(
 
 def _check_body(kind: MessageType, job: int, numel: int, payload_bytes: int, body: dict[str, Any]) -> None:
     """Raise ProtocolError where header and body say the same thing differently, or the payload is too large for it."""
-    has_rows = kind in messages.HAVE_ROWS and "rows" in body
+    has_rows = kind in messages.HAVE_ROWS and "rows" in body and "blob" not in body
     most_bytes = messages.MAX_ROWS_BYTES if has_rows else messages.MAX_PAYLOAD_BYTES
     if payload_bytes > most_bytes:
         raise ProtocolError(f"{kind.name} payload is too large (expected at most {most_bytes}, got {payload_bytes})")

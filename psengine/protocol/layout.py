@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import torch
 import xxhash
 from msgspec import Meta, Struct, convert, to_builtins
+from msgspec.structs import asdict
 
 from psengine.protocol.bounds import Name, Positive, Printable, Unsigned, one_of
 from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES
@@ -120,11 +121,8 @@ class TableSpec(Struct, frozen=True, forbid_unknown_fields=True, array_like=True
 
     def describe(self) -> str:
         """What all parts of all workers must have alike, for error messages."""
-        bound = f", at most {self.max_rows} kept" if self.max_rows else ""
-        padding = f", row {self.padding} zeros" if self.padding >= 0 else ""
-        first = f"seed {self.seed}, std {self.std}"
-        optimizer = f"{self.optimizer} with eps {self.eps}"
-        return f"table of {self.rows} rows of {self.dim} in {self.parts} parts, {optimizer}, {first}{bound}{padding}"
+        shown = {name: value for name, value in asdict(self).items() if name not in ("name", "part")}
+        return "table of " + ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ import torch
 from psengine.parameter_server.server.interfaces import Sender, ShardSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.protocol.frames import decode, encode, payload_tensor
-from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, TableSpec, job_number
 from psengine.protocol.messages import NOBODY, Message, MessageType
+from psengine.protocol.rows import pack_rows
 from psengine.protocol.views import Release, View, ViewMember, message_of
 
 AVERAGE = {"name": "average", "quorum": None}
@@ -30,6 +31,12 @@ COORDINATOR_EPOCH = 1000
 
 def spec(key=0, numel=4, dtype=torch.float32, kind=ChunkKind.PARAMETER, name=None):
     return ChunkSpec(key, kind, dtype, numel, (Segment(name or f"p{key}", (numel,), (1,), 0, numel),))
+
+
+def table(key=0, dim=4, *, name="users", rows=1000, part=0, parts=1, optimizer="sgd", max_rows=0, std=1.0):
+    """A part of a table."""
+    of = TableSpec(name, rows, dim, part, parts, 3, std, optimizer, 1e-10, max_rows, -1)
+    return ChunkSpec(key, ChunkKind.TABLE, torch.float32, dim, (), of)
 
 
 class World:
@@ -174,8 +181,11 @@ class Worker:
         return answer.body["code"] if answer.type is MessageType.ERROR else answer.body
 
     def register(self, spec, values=None, **fields):
-        body = {name: value for name, value in spec.to_body().items() if name in ("kind", "segments")}
-        values = torch.zeros(spec.numel, dtype=spec.dtype) if values is None else values
+        body = {name: value for name, value in spec.to_body().items() if name in ("kind", "segments", "table")}
+        if values is None and spec.table is None:
+            values = torch.zeros(spec.numel, dtype=spec.dtype)
+        if values is None:
+            fields |= {"dtype": spec.dtype, "numel": spec.numel}
         return self.ask(MessageType.REGISTER, key=spec.key, body=body, payload=values, **fields)
 
     def configure(self, key, numel, name="SGD", groups=None, runs=None, **fields):
@@ -185,6 +195,22 @@ class Worker:
     def push(self, key, step, values, version=0, **fields):
         """PUSH; what came back to this worker at once."""
         return self.send(MessageType.PUSH, key=key, sequence=step, version=version, payload=values, **fields)
+
+    def push_rows(self, key, step, ids, rows, lr=0.5, divisor=1, **body):
+        """PUSH of rows of a table; what came back to this worker at once."""
+        body = {"rows": len(ids), "lr": lr, "divisor": divisor, **body}
+        payload = pack_rows(torch.as_tensor(ids, dtype=torch.int64), rows)
+        return self.send(MessageType.PUSH, key=key, sequence=step, version=0, payload=payload, body=body)
+
+    def store_rows(self, key, ids, rows):
+        payload = pack_rows(torch.as_tensor(ids, dtype=torch.int64), rows)
+        return self.ask(MessageType.STORE, key=key, payload=payload, body={"rows": len(ids)})
+
+    def pull_rows(self, key, ids, **fields):
+        """The rows of these ids; or the ERROR."""
+        ids = torch.as_tensor(ids, dtype=torch.int64)
+        answer = self.ask(MessageType.PULL, key=key, payload=ids, **fields)
+        return answer if answer.type is MessageType.ERROR else payload_tensor(answer).view(len(ids), -1).clone()
 
     def pull(self, key, *, shard=0, **body):
         return self.ask(MessageType.PULL, key=key, body=body, shard=shard)

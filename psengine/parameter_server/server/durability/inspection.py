@@ -15,7 +15,7 @@ from psengine.errors import SnapshotError
 from psengine.parameter_server.server.durability.restoring import Recovered, recover
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import segment_name, segments
-from psengine.parameter_server.server.snapshots.files import generation_name, read_places
+from psengine.parameter_server.server.snapshots.files import generation_name, read_needed_rows, read_places, rows_name
 from psengine.parameter_server.server.snapshots.generations import Generations
 
 
@@ -47,7 +47,9 @@ def back_up(directory: Path, target: Path) -> Iterator[str]:
     places = None if newest is None else read_places(store.disk, newest)
     with ExitStack() as stack:
         # What is open can be read to its end, whatever the server deletes meanwhile.
-        files = [] if newest is None else [stack.enter_context(open(directory / generation_name(newest), "rb"))]
+        rows = [] if newest is None else sorted(read_needed_rows(store.disk, newest))
+        names = [] if newest is None else [generation_name(newest), *map(rows_name, rows)]
+        files = [stack.enter_context(open(directory / name, "rb")) for name in names]
         for shard, numbers in segments(store.disk).items():
             for number in numbers:
                 if places is None or (shard in places and number >= places[shard].segment):

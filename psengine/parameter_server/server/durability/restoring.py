@@ -128,6 +128,7 @@ def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None
             # must be able to start from every snapshot that it wrote.
             tensors = [item for job in jobs for chunk in job.chunks for item in chunk.tensors.items()]
             needed_bytes = sum(one.nbytes for name, one in tensors if name == "values" or name.startswith("slot/"))
+            needed_bytes += sum(chunk.meta.get("rows_bytes", 0) for job in jobs for chunk in job.chunks)
             if needed_bytes > shard.settings.max_memory_bytes:
                 raise SnapshotError(
                     f"{what} does not fit --max-memory-bytes (expected at most {shard.settings.max_memory_bytes} bytes"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -253,17 +253,18 @@ class Durability(threading.Thread):
     def _capture(self, deadline_s: float) -> ServerState:
         """What all shards hold, each at the record at which its log is cut."""
         state = ServerState([[] for _ in self._threads])
-        asked = [thread.ask(partial(self._capture_shard, thread, state)) for thread in self._threads]
+        generation, kept = self._store.last + 1, self._store.kept_rows()
+        asked = [thread.ask(partial(self._capture_shard, thread, state, generation, kept)) for thread in self._threads]
         for one in asked:
             one.result(deadline_s)
         for shard, place in state.places.items():
             self.logs[shard].await_begun(place.segment, deadline_s)
         return state
 
-    def _capture_shard(self, thread: ShardThread, state: ServerState) -> None:
+    def _capture_shard(self, thread: ShardThread, state: ServerState, generation: int, kept: Collection[int]) -> None:
         """In the shard's thread."""
         shard = thread.shard.index
-        state.shards[shard] = thread.shard.capture()
+        state.shards[shard] = thread.shard.capture(generation, kept)
         if thread.coordinators is not None:
             state.coordinators = thread.coordinators.to_meta()
         if self.logs:

@@ -1,6 +1,6 @@
 """The records of a server's files, as bytes: each is checked as a whole, or not believed.
 
-    | header, 56 bytes | up to three frames |
+    | header, 56 bytes | up to three frames; further ones are read as part of the third |
 
 The header has the record's number, so that a gap is seen; the sizes of its frames; and an xxh3-64 of everything else in
 the record. ``durable`` tells a torn tail from damage: all records below that number were on the disk when
@@ -68,7 +68,8 @@ def content_of(record: Record) -> Any:
 def encode(record: Record, number: int, durable: int = 0) -> list[Any]:
     """The bytes-like pieces of a record; its frames are not copied."""
     frames = record.frames
-    sizes = [len(frame) for frame in frames] + [0] * (_MAX_FRAMES - len(frames))
+    sizes = [len(frame) for frame in frames[: _MAX_FRAMES - 1]]
+    sizes += [0] * (_MAX_FRAMES - 1 - len(sizes)) + [sum(map(len, frames[_MAX_FRAMES - 1 :]))]
     header = _HEADER.pack(MAGIC, record.kind, number, durable, record.job, *sizes)
     return [header + _DIGEST.pack(_digest(header, frames)), *frames]
 

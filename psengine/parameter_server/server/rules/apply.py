@@ -45,20 +45,20 @@ class Apply(ChunkRule):
         super().__init__(spec, values, context)
         options = context.rule
         self._place = Place(values)
-        self._is_parameter = spec.kind is ChunkKind.PARAMETER
+        self._is_trained = spec.kind.is_trained
         # An answer is held while its step is more than this many after the last that all have committed; None never
         # holds.
         self._max_staleness: int | None = options.get("max_staleness")
         self._scales_by_staleness = options.get("staleness_scaling") == "inverse"
-        strength: float = options.get("delay_compensation", 0.0) if self._is_parameter else 0.0
+        strength: float = options.get("delay_compensation", 0.0) if spec.kind is ChunkKind.PARAMETER else 0.0
         self.compensation = DelayCompensation(strength, options.get("compensation_decay")) if strength else None
 
     @override
     def push(self, contribution: Contribution) -> list[Reply]:
         rank, step, known = contribution.rank, contribution.step, self.workers[contribution.rank]
         reason = self._reason_to_refuse(contribution)
-        if reason is None and contribution.values is not None:
-            self._step(contribution.values, (contribution,), contribution.groups, contribution.absent)
+        if reason is None:
+            self._use((contribution,))
         self._take(contribution, reason)
         if known.held is not None and known.held.step != contribution.held:
             known.held.step = None
@@ -72,33 +72,40 @@ class Apply(ChunkRule):
             return "abstained"
         if contribution.base_version < (self.workers[contribution.rank].oldest_base or 0):
             return "stale"
+        return None if self._is_finite(contribution) else "non_finite"
+
+    def _is_finite(self, contribution: Contribution) -> bool:
+        """Whether nothing speaks against using its values."""
+        assert contribution.values is not None
         # A buffer may hold infinities on purpose, such as an attention mask.
-        return "non_finite" if self._is_parameter and not is_finite(contribution.values) else None
+        return not self._is_trained or is_finite(contribution.values)
 
     def _take(self, contribution: Contribution, reason: str | None) -> None:
         """The step is answered, or will be, also where it does not count for this reason."""
         known = self.workers[contribution.rank]
-        known.step, known.refused = contribution.step, reason
+        known.step, known.ahead, known.refused = contribution.step, contribution.ahead, reason
         if reason is not None:
             self.context.discarded(contribution, self.spec, reason)
 
     @override
     def answer_again(self, rank: int, step: int) -> Reply | None:
-        if step != self.workers[rank].step:
+        known = self.workers[rank]
+        if step != known.step:
             return None
-        if self._is_held(step):
-            self.workers[rank].is_waiting = True  # its worker had left the view
+        if self._is_held(known):
+            known.is_waiting = True  # its worker had left the view
             return None
         return self._answer(rank, step, repeated=True)
 
-    def _is_held(self, step: int) -> bool:
+    def _is_held(self, known: KnownWorker) -> bool:
+        step = known.step + known.ahead
         return self._max_staleness is not None and step - self._max_staleness > self.context.floor
 
     def _let_go(self) -> list[Reply]:
         """Answers that may leave now, with the weights of now."""
         replies = []
         for rank, known in sorted(self.workers.items()):
-            if known.is_waiting and not self._is_held(known.step):
+            if known.is_waiting and not self._is_held(known):
                 known.is_waiting = False
                 replies.append(self._answer(rank, known.step))
         return replies
@@ -134,13 +141,20 @@ class Apply(ChunkRule):
     @override
     def waits(self) -> dict[int, list[int]]:
         members = () if self.context.view is None else self.context.view.members
+        bound = self._max_staleness or 0
         return {
-            rank: [other.rank for other in members if not self.has(other.rank, known.step - (self._max_staleness or 0))]
+            rank: [other.rank for other in members if not self.has(other.rank, known.step + known.ahead - bound)]
             for rank, known in self.workers.items()
             if known.is_waiting
         }
 
     # ---- steps -------------------------------------------------------------------------------------------------
+
+    def _use(self, given: Sequence[Contribution]) -> None:
+        """Change the weights by these contributions, which bring values: one version. An error leaves all as it was."""
+        (one,) = given
+        assert one.values is not None
+        self._step(one.values, given, one.groups, one.absent)
 
     def _step(
         self,
@@ -149,14 +163,10 @@ class Apply(ChunkRule):
         groups: Sequence[Mapping[str, Any]] | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Step with the combined ``values`` of these contributions: one version. An error leaves all as it was.
-
-        After a restart workers may be ahead of the restored weights for one push.
-        """
+        """``_use`` the combined ``values`` of these contributions."""
         if self.optimizer is None:
             self._overwrite(values)
         else:
-            staleness = max(0, self.version - min(one.base_version for one in given))
             if self.compensation is not None:
                 self.optimizer.check(groups, absent)  # before anything changes
                 values = self._compensated(self.compensation, values, given[0])
@@ -165,12 +175,21 @@ class Apply(ChunkRule):
                 values,
                 groups=groups,
                 # Zhang et al. 2016, "Staleness-aware Async-SGD" (https://arxiv.org/abs/1511.05950)
-                learning_rate_scale=1.0 / (staleness + 1) if self._scales_by_staleness else 1.0,
+                learning_rate_scale=self._learning_rate_scale(given),
                 absent=absent,
                 into=place.values,
             )
             self._place, self.values = place, place.values
-        if self._is_parameter:
+        self._count(given)
+
+    def _learning_rate_scale(self, given: Sequence[Contribution]) -> float:
+        """After a restart workers may be ahead of the restored weights for one push."""
+        staleness = max(0, self.version - min(one.base_version for one in given))
+        return 1.0 / (staleness + 1) if self._scales_by_staleness else 1.0
+
+    def _count(self, given: Sequence[Contribution]) -> None:
+        """The values are of the next version."""
+        if self._is_trained:
             statistics = self.context.statistics
             statistics.applied += len(given)
             for one in given:

@@ -3,13 +3,15 @@
 average.py    every member of the view has contributed, or those that the coordinator named: one answer for all
 apply.py      each contribution is applied when it comes; its answer may be held (bounded staleness)
 merge.py      contributions are merged as the coordinator names them
+rows.py       both of these for a part of a table
 
-The last two keep the weights and step them.
+All but the first keep the weights and step them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +27,7 @@ from psengine.parameter_server.server.rules.held_weights import HeldWeights
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.snapshots.files import ChunkState
 from psengine.protocol.layout import ChunkKind, ChunkSpec
-from psengine.protocol.messages import ErrorCode, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View
 
 
@@ -40,6 +42,8 @@ class KnownWorker:
     oldest_base: int | None = 0
     refused: str | None = None  # why its last contribution does not count
     held: HeldWeights | None = None  # where later answers depend on it
+    ahead: int = 0  # how many steps before the last one it asked for the rows that it computed with
+    bad_row: int = 0  # of a table: the first for which its last contribution was refused
 
 
 class ChunkRule(ABC):
@@ -98,6 +102,14 @@ class ChunkRule(ABC):
                 ErrorCode.RULE_MISMATCH,
             )
 
+    def received(self, message: Message, contribution: Contribution) -> Contribution:
+        """The contribution with what the payload of its PUSH brings.
+
+        Raises:
+            ProtocolError: that makes no sense here.
+        """
+        return contribution._replace(values=self.payloads.decode(message))
+
     @abstractmethod
     def push(self, contribution: Contribution) -> list[Reply]:
         """A contribution of a member arrived, which ``has`` does not know.
@@ -138,6 +150,14 @@ class ChunkRule(ABC):
     def store(self, values: torch.Tensor, version: int) -> None:
         """STORE: overwrite what PULL reads; ``version``: as the worker says."""
 
+    def read_rows(self, message: Message) -> tuple[int, torch.Tensor, dict[str, Any]]:
+        """(version, payload, body) of the rows that a PULL names; ProtocolError where this is no table."""
+        raise ProtocolError(f"{self.spec.describe()} is no table: it has no rows")
+
+    def store_rows(self, message: Message) -> None:
+        """STORE: overwrite rows; ProtocolError where this is no table, or has no room."""
+        raise ProtocolError(f"{self.spec.describe()} is no table: it has no rows")
+
     def note_base(self, rank: int) -> bool:
         """Worker ``rank`` computes its next gradient from the values as they are; whether a snapshot has that."""
         return False
@@ -152,8 +172,15 @@ class ChunkRule(ABC):
     def size_bytes(self) -> int:
         """Memory of values, contributions that are kept, results, optimizer and backups."""
 
-    def capture(self) -> ChunkState:
-        """All that lasts: what is JSON-able, and copies of tensors, for which it has their names."""
+    def capture(self, generation: int = 0, kept: Collection[int] = ()) -> ChunkState:
+        """All that lasts: what is JSON-able, and copies of tensors, for which it has their names.
+
+        A table has only the rows that changed, where earlier generations have the others.
+
+        Args:
+            generation: of which it will be part; 0: of none, but whole.
+            kept: earlier ones of this life of the server that have rows, on the disk.
+        """
         tensors: dict[str, torch.Tensor] = {}
 
         def name_of(tensor: torch.Tensor) -> str:

@@ -6,7 +6,7 @@ A contribution is known by (rank, incarnation, step): one that was seen is a rep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,6 +38,13 @@ class Contribution(NamedTuple):
     is_borrowed: bool = False
     # Of this chunk the worker holds what the answer of this step brought; None: it needs whole weights.
     held: int | None = None
+    # Of a table, whose ``values`` are [n, dim]: which rows they are of, ascending; what steps them; what they were
+    # divided by; how many steps before its own the worker asked for its rows; how many rows are new.
+    ids: torch.Tensor | None = None
+    lr: float = 0.0
+    divisor: int = 1
+    ahead: int = 0
+    new_rows: int = 0
 
 
 @dataclass(slots=True)
@@ -65,6 +72,8 @@ class RuleContext(ABC):
     view: View | None = None  # who takes part; None before the first view
     floor: int = 0  # the step that every worker has committed, as last released
     statistics: JobStatistics = field(default_factory=JobStatistics)
+    # Told of bytes about to be taken, and for what; raises ProtocolError where there are not enough.
+    take_memory: Callable[[int, str], object] = field(default=lambda size_bytes, what: None)
 
     @abstractmethod
     def discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:

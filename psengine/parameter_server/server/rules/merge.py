@@ -12,6 +12,7 @@ A worker that abstains is answered at once. Buffers are taken as they come, as u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +48,7 @@ class Merge(Apply):
 
     @override
     def push(self, contribution: Contribution) -> list[Reply]:
-        if not self._is_parameter:
+        if not self._is_trained:
             return super().push(contribution)
         rank, step = contribution.rank, contribution.step
         check_weight(self.spec, contribution, self.here.values())
@@ -97,7 +98,7 @@ class Merge(Apply):
         return self._merge_due()
 
     def _note_due(self, release: Release) -> None:
-        if release.number > self.merged and release.contributors is not None and self._is_parameter:
+        if release.number > self.merged and release.contributors is not None and self._is_trained:
             self.due[release.number] = release.contributors
 
     def _merge_due(self) -> list[Reply]:
@@ -120,23 +121,31 @@ class Merge(Apply):
         return [rank for rank, step in pairs if rank in members - self.here.keys() and not self.has(rank, step)]
 
     def _merge(self, number: int, pairs: tuple[tuple[int, int], ...]) -> list[Reply]:
-        merged = ContributionSet(self.spec)
-        for rank, step in pairs:
+        given = list[Contribution]()
+        for rank, step in sorted(pairs):
             one = self.here.get(rank)
             if one is not None and one.step <= step:  # older where this chunk was not part of the step named
-                merged.add(self.here.pop(rank), ())
+                given.append(self.here.pop(rank))
             elif one is None and rank in self.workers:
                 known = self.workers[rank]
                 known.step = max(known.step, step)  # of one who left: should it come back, it is late
         self.merged = number
-        given, average = merged.given, merged.combine(self.memory.new)
-        if average is None:
+        if not given:
             return []
-        self._step(average.values, given)
+        self._use(given)
         self.context.statistics.averaged += 1
         for one in given:
             self.workers[one.rank].step = one.step
         return [self._answer(one.rank, one.step) for one in given]
+
+    @override
+    def _use(self, given: Sequence[Contribution]) -> None:
+        merged = ContributionSet(self.spec)
+        for one in given:
+            merged.add(one, ())
+        average = merged.combine(self.memory.new)
+        assert average is not None
+        self._step(average.values, given)
 
     @override
     def waits(self) -> dict[int, list[int]]:
@@ -149,4 +158,4 @@ class Merge(Apply):
 
     @override
     def size_bytes(self) -> int:
-        return super().size_bytes() + len(self.here) * self.spec.size_bytes
+        return super().size_bytes() + sum(one.values.nbytes for one in self.here.values() if one.values is not None)

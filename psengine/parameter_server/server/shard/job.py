@@ -7,7 +7,7 @@ member      VIEW ─ RESUME {open} ─ PUSH ... ─ RELEASE ...         each may
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -25,8 +25,9 @@ from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
 from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.payloads import codec_of, received_values
+from psengine.parameter_server.server.rules.rows import MergedRows, Rows
 from psengine.parameter_server.server.snapshots.files import JobState
-from psengine.parameter_server.status_model import ShardJob, ShardWorker
+from psengine.parameter_server.status_model import ShardJob, ShardWorker, added
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message
@@ -37,6 +38,7 @@ PAGE_BYTES = 48 * 1024
 MAX_SLOTS = 3
 # By the name in HELLO.
 RULES: dict[str, type[ChunkRule]] = {"average": Average, "apply": Apply, "merge": Merge}
+TABLE_RULES: dict[str, type[Rows]] = {"apply": Rows, "merge": MergedRows}
 
 
 @dataclass(slots=True)
@@ -183,17 +185,19 @@ class Job(RuleContext):
             message.incarnation,
             step,
             message.version,
-            None if message.payload is None else rule.payloads.decode(message),
+            None,
             body.get("groups"),
             _absent_ranges(spec.segments, body["absent"]) if body.get("absent") else (),
             body.get("weight") if spec.kind is ChunkKind.PARAMETER else None,
             message.place is not None,
             body.get("held"),
         )
+        if message.payload is not None:
+            contribution = rule.received(message, contribution)
         replies = rule.push(contribution)
         worker = self.workers[rank]
         worker.pushes += 1
-        if spec.kind is ChunkKind.PARAMETER:
+        if spec.kind.is_trained:
             worker.step = max(worker.step, step)
         return replies
 
@@ -232,10 +236,19 @@ class Job(RuleContext):
         values = None if message.payload is None else received_values(message, spec).clone()
         more_bytes = (0 if values is None else spec.size_bytes) - (0 if known is None else known.size_bytes())
         self.take_memory(more_bytes, f"registering {spec.describe()}")
-        self.rules[message.key] = made = self._kind(spec, values, self)
+        self.rules[message.key] = made = self._make(spec, values)
         if self.view is not None:
             made.adopt(self.view)
         return 0
+
+    def _make(self, spec: ChunkSpec, values: torch.Tensor | None) -> ChunkRule:
+        kind = self._kind if spec.table is None else TABLE_RULES.get(self.rule["name"])
+        if kind is None:
+            raise ProtocolError(
+                f"{spec.describe()}: tables need servers that step (expected rule apply or merge, got average)",
+                ErrorCode.RULE_MISMATCH,
+            )
+        return kind(spec, values, self)
 
     def configure(self, message: Message) -> int:
         """CONFIGURE: attach the server-side optimizer."""
@@ -255,6 +268,7 @@ class Job(RuleContext):
             entry = self.rules[key].spec.to_body()
             # At most how large the entry is in msgpack.
             size_bytes += 64 + sum(len(s[0].encode()) + 24 + 9 * (len(s[1]) + len(s[2])) for s in entry["segments"])
+            size_bytes += len(entry["table"][0].encode()) + 120 if "table" in entry else 0
             if entries and size_bytes > PAGE_BYTES:
                 break
             entries.append(entry)
@@ -269,6 +283,8 @@ class Job(RuleContext):
                 raise ProtocolError(f"there is no piece {message.key} of {name!r} here", ErrorCode.UNKNOWN_KEY)
             return 0, pieces[message.key], {"pieces": len(pieces)}
         rule = self.find(message.key)
+        if message.payload is not None or "scan" in message.body:
+            return rule.read_rows(message)
         if slot is None:
             return *rule.read(), {}
         optimizer = _optimizer_of(rule)
@@ -283,10 +299,12 @@ class Job(RuleContext):
             self._store_piece(message, body["blob"], body.get("pieces") or message.key + 1)
             return 0
         rule, slot = self.find(message.key), body.get("slot")
-        values = received_values(message, rule.spec)
         request = message.incarnation, message.sequence
         if request > rule.stores.get(message.worker, (0, 0)):  # else its OK was lost
-            if slot is not None:
+            values = None if "rows" in body else received_values(message, rule.spec)
+            if values is None:
+                rule.store_rows(message)
+            elif slot is not None:
                 _optimizer_of(rule).load_slot(slot, values, body.get("steps", []))
             else:
                 if rule.values is None:
@@ -315,14 +333,18 @@ class Job(RuleContext):
     def status(self) -> ShardJob:
         """The job as it is now."""
         rules, waiting = list(self.rules.values()), self._waiting()
+        tables = [rule for rule in rules if isinstance(rule, Rows)]
         return ShardJob(
             rule=self.rule,
             sealed=self.view is not None,
             chunks=len(rules),
-            values_bytes=sum(rule.spec.size_bytes for rule in rules),
+            values_bytes=sum(rule.spec.size_bytes for rule in rules) + sum(rule.table.size_bytes for rule in tables),
             version_min=self.version,
             version_max=max((rule.version for rule in rules), default=0),
             members=len(self.workers),
+            table_rows=added({rule.of.name: rule.table.rows} for rule in tables),
+            table_bytes=added({rule.of.name: rule.table.size_bytes} for rule in tables),
+            table_evicted=added({rule.of.name: rule.evicted_rows} for rule in tables),
             workers=tuple(
                 self._worker_status(rank, worker, frozenset(waiting.get(rank, ())))
                 for rank, worker in sorted(self.workers.items())
@@ -351,10 +373,10 @@ class Job(RuleContext):
 
     # ---- for snapshots -----------------------------------------------------------------------------------------
 
-    def capture(self) -> JobState:
-        """Copies of everything: a log goes on from exactly here."""
+    def capture(self, generation: int = 0, kept: Collection[int] = ()) -> JobState:
+        """Copies of everything: a log goes on from exactly here; see ``ChunkRule.capture``."""
         meta = {"rule": self.rule, **to_builtins({name: getattr(self, name) for name in _KEPT})}
-        return JobState(self.name, meta, [rule.capture() for rule in self.rules.values()])
+        return JobState(self.name, meta, [rule.capture(generation, kept) for rule in self.rules.values()])
 
     def restore(self, state: JobState) -> None:
         """Take over a captured state, tensors included."""
@@ -363,7 +385,7 @@ class Job(RuleContext):
         if self.view is not None:
             self._set_view(self.view)
         for chunk in state.chunks:
-            made = self._kind(ChunkSpec.from_body(chunk.meta["spec"]), chunk.tensors.get("values"), self)
+            made = self._make(ChunkSpec.from_body(chunk.meta["spec"]), chunk.tensors.get("values"))
             made.restore(chunk)
             self.rules[chunk.key] = made
 
@@ -402,6 +424,8 @@ def _spec_of(message: Message) -> ChunkSpec:
     spec = ChunkSpec.from_body({**message.body, "key": message.key, "dtype": DTYPE_NUMBERS[message.dtype]})
     if not spec.numel:
         raise ProtocolError(f"{spec.describe()}: expected elements, got none")
+    if spec.table is not None and spec.dtype is not torch.float32:
+        raise ProtocolError(f"{spec.describe()}: rows are float32 (got {spec.dtype})")
     if spec.kind is ChunkKind.PARAMETER and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
         raise ProtocolError(f"{spec.describe()}: only floating and complex values are trained (got {spec.dtype})")
     return spec

@@ -8,7 +8,7 @@ A shard decides nothing between workers: views and releases, which they forward,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any
@@ -331,9 +331,9 @@ class Shard:
             message = replace(message, place=None, payload=payload_tensor(message).clone() if has_payload else None)
         self.append(Record(RecordKind.MESSAGE, job.number, encode(message)))
 
-    def capture(self) -> list[JobState]:
-        """Copies of everything, as it is now."""
-        return [job.capture() for job in self.jobs.values()]
+    def capture(self, generation: int = 0, kept: Collection[int] = ()) -> list[JobState]:
+        """Copies of everything, as it is now; see ``ChunkRule.capture``."""
+        return [job.capture(generation, kept) for job in self.jobs.values()]
 
     def restore(self, states: Sequence[JobState]) -> None:
         """Take over a captured state, tensors included, before the first message."""

@@ -1,10 +1,11 @@
-"""The file of one snapshot generation: records, as a log has them. Nothing that is read is used unchecked.
+"""The files of one snapshot generation: records, as a log has them. Nothing that is read is used unchecked.
 
     GENERATION    each shard's jobs, chunks and tensors' descriptions; what the coordinators know; the log's places
     TENSOR        the elements of a tensor, numbered, in the order of the descriptions
     ...
 
-What is written is the tensors' own memory.
+What is written is the tensors' own memory. Rows of tables are in a second file of the same form. A table's chunk names
+the generations whose rows come before those of its own (``earlier``), so that a generation writes what has changed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from psengine.parameter_server.server.log.disk import Disk, DiskFile
 from psengine.parameter_server.server.log.log import Place
 from psengine.parameter_server.server.log.records import MAGIC, Record, RecordFile, RecordKind, encode
 from psengine.protocol.frames import buffer_of
+from psengine.protocol.layout import job_number
+
+# What the names of tensors with a table's rows begin with, or go on with behind an earlier generation and a slash.
+ROWS = "rows/"
 
 
 @dataclass
@@ -55,19 +60,42 @@ class ServerState:
         shards: the jobs of each shard.
         places: by shard, where its log goes on from here; empty without a log.
         coordinators: what the coordinators know, as a chunk's ``meta``.
+        has_rows: whether its generation has a second file.
     """
 
     shards: list[list[JobState]]
     places: dict[int, Place] = field(default_factory=dict)
     coordinators: dict[str, Any] = field(default_factory=dict)
+    has_rows: bool = False
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """In the order of the file."""
-        return (t for jobs in self.shards for job in jobs for chunk in job.chunks for t in chunk.tensors.values())
+        return (t for _, chunk in self.chunks() for t in chunk.tensors.values())
+
+    def chunks(self) -> Iterator[tuple[str, ChunkState]]:
+        """All, each with what its tensors' names begin with in a file of rows."""
+        for shard, jobs in enumerate(self.shards):
+            for job in jobs:
+                yield from ((f"{shard}/{job_number(job.name)}/{chunk.key}/", chunk) for chunk in job.chunks)
+
+    def earlier(self) -> set[int]:
+        """The generations whose rows come before its own."""
+        return {number for _, chunk in self.chunks() for number in chunk.meta.get("earlier", ())}
+
+    def take_rows(self) -> ServerState:
+        """What the file of rows has; they are not here any more."""
+        rows = {
+            place + name: chunk.tensors.pop(name)
+            for place, chunk in self.chunks()
+            for name in list(chunk.tensors)
+            if name.startswith(ROWS)
+        }
+        self.has_rows = bool(rows)
+        return ServerState([[JobState("", {}, [ChunkState(0, {}, rows)])]])
 
 
 def write_generation(file: DiskFile, generation: int, state: ServerState) -> None:
-    """Write all shards into an empty file.
+    """Write all shards into an empty file; one with rows has the rows of ``take_rows`` in a file of their own.
 
     Raises:
         OSError: it could not be written.
@@ -80,14 +108,31 @@ def write_generation(file: DiskFile, generation: int, state: ServerState) -> Non
 
 
 def read_generation(disk: Disk, generation: int) -> ServerState:
-    """Read what ``write_generation`` wrote; the tensors own their memory.
+    """Read what ``write_generation`` wrote, with the rows of earlier generations; the tensors own their memory.
 
     Raises:
-        SnapshotError: the file is not what was written; the message names it and says why.
+        SnapshotError: a file is not what was written; the message names it and says why.
         OSError: it could not be read.
     """
-    file, path = RecordFile(disk, generation_name(generation)), f"{disk}/{generation_name(generation)}"
-    state, offset = _read_description(disk, file, generation)
+    state = _read(disk, generation_name(generation), generation)
+    for number in sorted(needed_rows(state, generation)):
+        is_own, ((_, rows),) = number == generation, _read(disk, rows_name(number), number).chunks()
+        for place, chunk in state.chunks():
+            if is_own or number in chunk.meta.get("earlier", ()):
+                begin = "" if is_own else f"{number}/"
+                here = [name for name in rows.tensors if name.startswith(place)]
+                chunk.tensors |= {begin + name.removeprefix(place): rows.tensors[name] for name in here}
+    return state
+
+
+def needed_rows(state: ServerState, generation: int) -> set[int]:
+    """The generations of which this one, with this description, needs the rows."""
+    return state.earlier() | ({generation} if state.has_rows else set())
+
+
+def _read(disk: Disk, name: str, generation: int) -> ServerState:
+    file, path = RecordFile(disk, name), f"{disk}/{name}"
+    state, offset = _read_description(disk, file, generation, name)
     for number, tensor in enumerate(state.tensors(), 1):
         found = file.record(offset)
         if found is None or (found.kind, found.number) != (RecordKind.TENSOR, number):
@@ -102,15 +147,25 @@ def read_generation(disk: Disk, generation: int) -> ServerState:
 
 def read_places(disk: Disk, generation: int) -> dict[int, Place]:
     """Where each shard's log goes on from a generation; errors as ``read_generation``."""
-    return _read_description(disk, RecordFile(disk, generation_name(generation)), generation)[0].places
+    return _describe(disk, generation).places
 
 
-def _read_description(disk: Disk, file: RecordFile, generation: int) -> tuple[ServerState, int]:
+def read_needed_rows(disk: Disk, generation: int) -> set[int]:
+    """The generations of which one needs the rows; errors as ``read_generation``."""
+    return needed_rows(_describe(disk, generation), generation)
+
+
+def _describe(disk: Disk, generation: int) -> ServerState:
+    name = generation_name(generation)
+    return _read_description(disk, RecordFile(disk, name), generation, name)[0]
+
+
+def _read_description(disk: Disk, file: RecordFile, generation: int, name: str) -> tuple[ServerState, int]:
     """The state, with tensors that have no values yet, and the offset behind it."""
     found = file.record(0)
     if found is None or (found.kind, found.number) != (RecordKind.GENERATION, generation):
         raise SnapshotError(
-            f"{disk}/{generation_name(generation)}: its beginning is damaged, cut off, or another version's or"
+            f"{disk}/{name}: its beginning is damaged, cut off, or another version's or"
             f" generation's (expected a record {MAGIC!r} with the number {generation})"
         )
     return msgspec.msgpack.decode(found.frames[0], type=ServerState, dec_hook=_make_tensor), found.size_bytes
@@ -125,3 +180,8 @@ def _make_tensor(kind: type, described: Any) -> torch.Tensor:
 def generation_name(generation: int) -> str:
     """The name of a generation's file."""
     return f"generation-{generation:012d}"
+
+
+def rows_name(generation: int) -> str:
+    """The name of the file with a generation's rows."""
+    return f"rows-{generation:012d}"

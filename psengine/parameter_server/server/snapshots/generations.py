@@ -1,6 +1,7 @@
 """Durable generations of a server process's state. A generation has all shards, so that they agree with each other.
 
 generation-000000000012     see ``files.py``
+rows-000000000009           rows of tables, written before the generation; kept as long as one that is kept needs them
 log-000-000000000003        see ``log/``; kept as long as a generation that is kept goes on in it, or before it
 unfinished-...              either of them, being written and fsynced; the rename is the commit point
 lock                        of a directory: flock of the live server; its process id
@@ -19,7 +20,9 @@ from psengine.parameter_server.server.snapshots.files import (
     ServerState,
     generation_name,
     read_generation,
+    read_needed_rows,
     read_places,
+    rows_name,
     write_generation,
 )
 
@@ -31,6 +34,7 @@ LOW_BYTES = 1 << 30
 # Of a generation, beside its tensors' elements: what describes them.
 _TENSOR_BYTES = 4096
 _NAME = re.compile(r"generation-(\d{12})")
+_ROWS_NAME = re.compile(r"rows-(\d{12})")
 
 
 class Generations:
@@ -50,6 +54,7 @@ class Generations:
         self.last = 0
         self.needed_bytes = 0
         self._damaged: set[int] = set()  # generations that could not be read: nothing to fall back on
+        self._written: set[int] = set()  # of this life
 
     def begin(self) -> None:
         """Take the disk, go on with its numbers, remove what killed writers left, see that it is writable.
@@ -59,7 +64,7 @@ class Generations:
             SnapshotError: another live server has it.
         """
         self.disk.lock()
-        self.last = max([self.last, *self.numbers()])
+        self.last = max([self.last, *self.numbers(), *self._numbers(_ROWS_NAME)])
         for name in self.disk.list():
             if name.startswith(UNFINISHED):
                 self.disk.delete(name)
@@ -70,7 +75,17 @@ class Generations:
 
     def numbers(self) -> list[int]:
         """Numbers of those that are there, ascending; without a look at what is in them."""
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, self.disk.list()) if match)
+        return self._numbers(_NAME)
+
+    def _numbers(self, name: re.Pattern[str]) -> list[int]:
+        return sorted(int(match[1]) for match in map(name.fullmatch, self.disk.list()) if match)
+
+    def kept_rows(self) -> set[int]:
+        """Generations of this life whose rows are there, so that the next one can go on from them."""
+        with suppress(OSError):
+            if self.disk.is_locked():
+                return self._written.intersection(self._numbers(_ROWS_NAME))
+        return set()
 
     @property
     def newest(self) -> int | None:
@@ -111,18 +126,27 @@ class Generations:
         # afterwards (PostgreSQL's "fsyncgate").
         self.last += 1
         self.needed_bytes = sum(tensor.nbytes + _TENSOR_BYTES for tensor in state.tensors()) + _TENSOR_BYTES
+        rows = state.take_rows()
         try:
             if not self.disk.is_locked():
                 self.begin()
                 logger.warning("%s was replaced while this server ran; it is locked anew", self.disk)
+            if lost := state.earlier().difference(self._numbers(_ROWS_NAME)):
+                raise SnapshotError(f"rows of generations {sorted(lost)} are gone; the next snapshot has all rows")
             self._prune(state.places, self.needed_bytes)
-            with closing(self.disk.create(generation_name(self.last))) as file:
-                write_generation(file, self.last, state)
-                file.commit()
+            if state.has_rows:
+                self._write(rows_name(self.last), rows)
+            self._write(generation_name(self.last), state)
         except OSError as error:
             raise SnapshotError(self._write_failure(error)) from error
+        self._written.add(self.last)
         self._prune(state.places, LOW_BYTES if state.places else 0)
         return self.last
+
+    def _write(self, name: str, state: ServerState) -> None:
+        with closing(self.disk.create(name)) as file:
+            write_generation(file, self.last, state)
+            file.commit()
 
     def _write_failure(self, error: OSError) -> str:
         text = f"snapshot generation {self.last} was not written: {error.strerror} ({error.filename or self.disk}"
@@ -133,7 +157,7 @@ class Generations:
         return f"{text}); " + ("there is no older one" if older is None else f"generation {older} stays durable")
 
     def _prune(self, places: dict[int, Place], room_bytes: int) -> None:
-        """Delete all but the newest intact generations, and segments that neither they nor ``places`` need.
+        """Delete all but the newest intact generations, rows and segments that neither they nor ``places`` need.
 
         One generation is kept where there is less room than ``room_bytes``.
         """
@@ -147,6 +171,9 @@ class Generations:
             for shard, numbers in segments(self.disk).items():
                 first = min((one[shard].segment for one in needed if shard in one), default=numbers[-1] + 1)
                 unneeded += [segment_name(shard, number) for number in numbers if number < first]
+            if there := self._numbers(_ROWS_NAME):
+                rows = set[int]().union(*(read_needed_rows(self.disk, number) for number in intact))
+                unneeded += [rows_name(number) for number in there if number not in rows]
             for name in unneeded:
                 self.disk.delete(name)
         except (OSError, SnapshotError) as error:

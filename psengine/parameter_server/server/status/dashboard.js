@@ -168,7 +168,7 @@ function showWorkers(job) {
   $("workers-body").parentElement.hidden = !empty.hidden;
   write(empty, job.lost || "No worker is here.");
   const counts = [["slow", rows.filter((row) => row.slow).length], ["silent", rows.filter((row) => row.state === "silent").length], ["gone", gone.length]];
-  write($("workers-about"), [...counts.filter(([, count]) => count).map(([name, count]) => count + " " + name), (job.rule_text || ""), whole(job.chunks) + (job.chunks === 1 ? " chunk" : " chunks"), bytes(job.values_bytes), "version " + whole(job.version_max)].join(" · "));
+  write($("workers-about"), [...counts.filter(([, count]) => count).map(([name, count]) => count + " " + name), (job.rule_text || ""), whole(job.chunks) + (job.chunks === 1 ? " chunk" : " chunks"), bytes(job.values_bytes), "version " + whole(job.version_max), ...Object.entries(fields(job.table_rows)).map(([name, rows]) => "table " + name + " of " + whole(rows) + " rows, " + bytes(fields(job.table_bytes)[name]))].join(" · "));
 }
 
 // ---- where a step's time goes --------------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ LABEL = "training_job"
 HISTOGRAM_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 63)
 
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+_OF_TABLES = (
+    ("table_rows", "gauge", "Rows that exist."),
+    ("table_bytes", "gauge", "Memory of rows and of their optimizer's state."),
+    ("table_evicted", "counter", "Rows that max_rows removed."),
+)
 # What has a metric's numbers, and the values of its labels.
 _Rows = Iterable[tuple[Sequence[str], Any]]
 
@@ -66,6 +71,9 @@ def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
     by_job = [LABEL, "shard"]
     yield from _exported("", ShardJob, by_job, jobs)
     yield from _exported("", CoordinatedJob, by_job, led)
+    for field, kind, text in _OF_TABLES:
+        of_tables = [([*labels, table], n) for labels, job in jobs for table, n in getattr(job, field).items()]
+        yield _family(kind, field, text, [*by_job, "table"], of_tables)
     pushes = [([*labels, str(worker.rank)], worker.pushes) for labels, job in jobs for worker in job.workers]
     yield _family("counter", "pushes", "Pushes that arrived.", [*by_job, "worker"], pushes)
     # From 0: Prometheus's increase() does not see a series that begins with 1.

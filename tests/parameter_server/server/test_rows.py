@@ -1,0 +1,404 @@
+"""Tables at servers: rows step, are refused, go and come back; the twin is one table in this process."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, spec, table, team, world_of
+
+from psengine.errors import SnapshotError
+from psengine.kernels.row_table import RowTable, part_of, sum_by_row
+from psengine.parameter_server.server.durability.inspection import back_up
+from psengine.parameter_server.server.durability.restoring import place_into, recover
+from psengine.parameter_server.server.log.disk import DirectoryDisk
+from psengine.parameter_server.server.log.log import ShardLog
+from psengine.parameter_server.server.snapshots.files import ServerState
+from psengine.parameter_server.server.snapshots.generations import Generations
+from psengine.protocol.frames import decode, encode
+from psengine.protocol.layout import first_difference
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
+from psengine.protocol.rows import pack_rows, unpack_rows
+
+BOUNDED = APPLY | {"max_staleness": 1}
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+ALL = torch.arange(40)
+
+
+def ids_of(*ids):
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def random_rows(count, generator, dim=4):
+    return torch.randn(count, dim, generator=generator)
+
+
+def twin_of(one):
+    of = one.table
+    return RowTable(of.dim, optimizer=of.optimizer, eps=of.eps, seed=of.seed, number=of.number, std=of.std)
+
+
+def rows_of(twin, ids):
+    found = torch.empty(len(ids), twin.dim)
+    twin.gather(ids, found)
+    return found
+
+
+def kept(shard):
+    """All rows that exist, by chunk: (version, id -> (row, state, stamp))."""
+    found = {}
+    for job in shard.capture():
+        for chunk in job.chunks:
+            names = ("ids", "values", "states", "stamps")
+            ids, values, states, stamps = (chunk.tensors[f"rows/{name}"].tolist() for name in names)
+            rows = zip(values, states, stamps, strict=True)
+            found[chunk.key] = chunk.meta["version"], dict(zip(ids, rows, strict=True))
+    return found
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_pushed_rows_step_and_others_are_computed(optimizer):
+    one = table(optimizer=optimizer)
+    world, workers = world_of(2, [one], rule=APPLY)
+    twin, generator, reader = twin_of(one), torch.Generator().manual_seed(1), Worker(world)
+    assert torch.equal(reader.pull_rows(0, ALL), rows_of(twin, ALL))
+    for step in range(1, 4):
+        for worker, ids in zip(workers, (ids_of(3, 8), ids_of(3, 9, 30)), strict=True):
+            rows = random_rows(len(ids), generator)
+            (answer,) = worker.push_rows(0, step, ids, rows, lr=0.1 * step)
+            assert (answer.type, answer.payload, answer.body) == (MessageType.UPDATED, None, {})
+            twin.step(ids, rows, 0.1 * step, answer.version)
+    assert torch.equal(reader.pull_rows(0, ALL), rows_of(twin, ALL))
+    assert world.shard.status().jobs["demo"].table_rows == {"users": 4}  # pulls have made none
+    again = workers[0].push_rows(0, 3, ids_of(3), torch.ones(1, 4))
+    assert [answer.type for answer in again] == [MessageType.UPDATED]
+    assert torch.equal(reader.pull_rows(0, ALL), rows_of(twin, ALL))
+
+
+def test_merged_rows_are_added_in_the_order_of_ranks_and_step_once():
+    one = table()
+    world, workers = world_of(3, [one], rule=MERGE | {"quorum": 3})
+    twin, generator = twin_of(one), torch.Generator().manual_seed(1)
+    pushes = [(ids_of(3, 8, 9), random_rows(3, generator)), (ids_of(), torch.empty(0, 4)),
+              (ids_of(2, 3, 9), random_rows(3, generator))]  # fmt: skip
+    for worker, (ids, rows) in reversed(list(zip(workers, pushes, strict=True))):
+        assert worker.push_rows(0, 1, ids, rows, divisor=3) == []
+    world.release(workers, 1, contributors=tuple((rank, 1) for rank in (2, 0, 1)))
+    assert [len(worker.take(MessageType.UPDATED)) for worker in workers] == [1, 1, 1]
+    twin.step(*sum_by_row(pushes), 0.5, 1)
+    assert torch.equal(workers[0].pull_rows(0, ALL), rows_of(twin, ALL))
+
+    # Worker 2 dies before it pushes: the others' rows were divided by 3.
+    for worker, (ids, rows) in list(zip(workers, pushes, strict=True))[:2]:
+        worker.push_rows(0, 2, ids, rows, divisor=3)
+    world.publish(workers[:2])
+    world.release(workers[:2], 2, contributors=((0, 2), (1, 2)))
+    twin.step(pushes[0][0], pushes[0][1] * 1.5, 0.5, 2)
+    assert torch.equal(workers[0].pull_rows(0, ALL), rows_of(twin, ALL))
+
+
+def test_a_row_that_is_not_finite_is_named_and_refused_or_passed_on():
+    rows = torch.ones(3, 4)
+    rows[1, 2] = math.nan
+    world, (worker,) = world_of(1, [table()], rule=APPLY)
+    before = kept(world.shard)
+    (answer,) = worker.push_rows(0, 1, ids_of(3, 8, 9), rows)
+    assert answer.body == {"refused": "non_finite", "row": 8}
+    assert kept(world.shard) == before
+    worker.connect()
+    worker.resume([(0, 1)])
+    assert worker.take(MessageType.UPDATED)[0].body == {"refused": "non_finite", "row": 8}
+
+    world, (worker,) = world_of(1, [table()], rule=MERGE | {"quorum": 1})
+    worker.push_rows(0, 1, ids_of(3, 8, 9), rows)
+    world.release([worker], 1, contributors=((0, 1),))
+    assert worker.take(MessageType.UPDATED)[0].body == {}
+    assert worker.pull_rows(0, ids_of(3, 8, 9)).isnan().sum() == 1
+
+
+def test_rows_asked_for_ahead_are_held_one_step_earlier():
+    world, workers = world_of(2, [table()], rule=BOUNDED)
+    row = torch.ones(1, 4)
+    assert len(workers[0].push_rows(0, 1, ids_of(3), row)) == 1
+    assert workers[1].push_rows(0, 1, ids_of(3), row, ahead=1) == []
+    world.release(workers, 1)
+    assert len(workers[1].take(MessageType.UPDATED)) == 1
+    _tight, (worker,) = world_of(1, [table()], rule=APPLY | {"max_staleness": 0})
+    (answer,) = worker.push_rows(0, 1, ids_of(3), row, ahead=1)
+    assert answer.body["code"] == ErrorCode.BAD_VALUE
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def pushed(ids, dim=4, **body):
+    ids = torch.tensor(ids, dtype=torch.int64)
+    return {
+        "payload": pack_rows(ids, torch.ones(len(ids), dim)),
+        "body": {"rows": len(ids), "lr": 0.5, "divisor": 1, **body},
+    }
+
+
+def other_part():
+    [*_, other] = [one for one in range(100) if part_of(ids_of(one), 2, 3) == 1]
+    return other
+
+
+PUSH, PULL, STORE = MessageType.PUSH, MessageType.PULL, MessageType.STORE
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "fields", "words"),
+    [
+        (PUSH, 0, pushed([8, 3]), "table 'users': ids must be ascending, each once"),
+        (PUSH, 0, pushed([3, 3]), "ascending, each once"),
+        (PUSH, 0, pushed([-1, 3]), "ids must be those of its rows (expected 0 to 999, got -1)"),
+        (PUSH, 0, pushed([3, 1000]), "(expected 0 to 999, got 1000)"),
+        (PUSH, 0, pushed([3], 3), "expected 24 bytes of 1 rows of 4, got 20 of torch.uint8"),
+        (PUSH, 0, pushed([3], rows=2), "expected 48 bytes of 2 rows of 4"),
+        (PUSH, 0, {"payload": torch.ones(4)}, "lacks `rows`"),
+        (PUSH, 2, pushed([other_part()]), "table 'halves', part 0 of 2: ids are of another part"),
+        (PUSH, 1, pushed([3]), "expected 4 values of torch.float32, got 24 of torch.uint8"),
+        (PULL, 0, {"payload": ids_of(3, -5)}, "(expected 0 to 999, got -5)"),
+        (PULL, 0, {"payload": torch.ones(3)}, "expected at most 1048576 of torch.int64, got 3 of torch.float32"),
+        (PULL, 0, {"payload": torch.zeros(MAX_PAYLOAD_BYTES // 16 + 1, dtype=torch.int64)}, "expected at most 1048576"),
+        (PULL, 0, {}, "PULL has to name rows"),
+        (PULL, 1, {"payload": ids_of(3)}, "chunk 1 (p1) is no table"),
+        (PULL, 1, {"body": {"scan": 0, "most": 5}}, "chunk 1 (p1) is no table"),
+        (PULL, 2, {"payload": ids_of(other_part())}, "ids are of another part"),
+        (STORE, 0, {"payload": torch.ones(4)}, "STORE has to have rows"),
+        (STORE, 0, {**pushed([8, 3]), "body": {"rows": 2}}, "ascending"),
+        (STORE, 1, {**pushed([3]), "body": {"rows": 1}}, "chunk 1 (p1) is no table"),
+    ],
+)  # fmt: skip
+def test_what_a_peer_may_not_send_is_refused_and_changes_nothing(kind, key, fields, words):
+    halves = table(2, name="halves", parts=2)
+    world, (worker,) = world_of(1, [table(), spec(1), halves], rule=APPLY)
+    worker.push_rows(0, 1, ids_of(3), torch.ones(1, 4))
+    changes, size_bytes = world.shard.changes, world.shard.memory_bytes()
+    (answer,) = worker.send(kind, key=key, sequence=2, **fields)
+    assert answer.type is MessageType.ERROR
+    assert words in answer.body["text"]
+    assert (world.shard.changes, world.shard.memory_bytes()) == (changes, size_bytes)
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf])
+def test_a_learning_rate_that_is_no_number_is_refused(lr):
+    _world, (worker,) = world_of(1, [table()], rule=APPLY)
+    with pytest.raises(Exception, match=r"body\.lr"):
+        worker.push_rows(0, 1, ids_of(3), torch.ones(1, 4), lr=lr)
+
+
+def test_a_table_needs_servers_that_step_and_has_no_values():
+    averaging = Worker(World(), 0, rule=AVERAGE)
+    averaging.begin()
+    assert averaging.register(table()).body["code"] == ErrorCode.RULE_MISMATCH
+    stepping = Worker(World(), 0, rule=APPLY)
+    stepping.begin()
+    assert "expected no initial values" in stepping.register(table(), torch.zeros(4)).body["text"]
+
+
+def test_layouts_that_differ_in_a_table_are_told_apart():
+    assert first_difference([table()], [table()]) == ""
+    text = first_difference([table()], [table(dim=8)])
+    assert "'users': here table of rows=1000, dim=4, parts=1," in text
+    assert "there table of rows=1000, dim=8" in text
+
+
+def test_a_server_without_memory_refuses_new_rows_by_name():
+    world, (worker,) = world_of(1, [table(rows=10**8, dim=64)], rule=APPLY)
+    worker.push_rows(0, 1, torch.arange(100), torch.ones(100, 64))
+    small = World(max_memory_bytes=2 * world.shard.memory_bytes())
+    (worker,) = team(small, 1, [table(rows=10**8, dim=64)], rule=APPLY)
+    worker.push_rows(0, 1, torch.arange(100), torch.ones(100, 64))
+    before = kept(small.shard)
+    (answer,) = worker.push_rows(0, 2, torch.arange(100_000), torch.ones(100_000, 64))
+    assert answer.body["code"] == ErrorCode.MEMORY
+    assert "99900 new rows of table 'users', part 0 of 1, which has 100 rows" in answer.body["text"]
+    assert "no max_rows= to bound it" in answer.body["text"]
+    assert kept(small.shard) == before
+    assert worker.push_rows(0, 2, torch.arange(100), torch.ones(100, 64))[0].type is MessageType.UPDATED
+
+
+@pytest.mark.parametrize("rule", [APPLY, MERGE | {"quorum": 1}], ids=lambda rule: rule["name"])
+def test_the_rows_that_were_pushed_longest_ago_go(rule):
+    world, (worker,) = world_of(1, [table(max_rows=4)], rule=rule)
+
+    def push(step, *ids):
+        answers = worker.push_rows(0, step, ids_of(*ids), torch.ones(len(ids), 4))
+        world.release([worker], step, contributors=((0, step),))
+        return answers
+
+    for step, ids in enumerate([(1, 5, 9), (5,), (20, 21)], 1):
+        push(step, *ids)
+    assert set(kept(world.shard)[0][1]) == {5, 9, 20, 21}
+    (answer,) = push(4, 1, 2, 3, 4, 5)
+    assert answer.body["code"] == ErrorCode.MEMORY
+    assert "expected at most 4 of max_rows=4, got 5" in answer.body["text"]
+    assert world.shard.status().jobs["demo"].table_evicted == {"users": 1}
+    push(4, 1, 2, 3, 4)
+    assert set(kept(world.shard)[0][1]) == {1, 2, 3, 4}
+
+
+def test_scans_and_stores():
+    world, (worker,) = world_of(1, [table(optimizer="adagrad")], rule=APPLY)
+    worker.push_rows(0, 1, torch.arange(20), torch.ones(20, 4))
+    assert worker.store_rows(0, ids_of(3, 50), torch.full((2, 4), 7.0)).type is MessageType.OK
+    found, place = {}, 0
+    while place is not None:
+        answer = Worker(world).pull(0, scan=place, most=8)
+        ids, rows = unpack_rows(answer, 4)
+        found |= dict(zip(ids.tolist(), rows.tolist(), strict=True))
+        place = answer.body.get("next")
+    assert set(found) == {*range(20), 50}
+    assert found[3] == found[50] == [7.0] * 4
+    assert kept(world.shard)[0][1][3][1] == [0.0] * 4
+
+
+def test_large_payloads_travel_as_several_frames(tmp_path):
+    ids, rows = torch.arange(150_000), torch.rand(150_000, 32)
+    body = {"rows": len(ids), "lr": 0.5, "divisor": 1}
+    message = Message(MessageType.PUSH, key=0, sequence=1, body=body, payload=pack_rows(ids, rows))
+    frames = encode(message)
+    assert [len(frame) for frame in frames[2:]] == [MAX_PAYLOAD_BYTES, message.payload.numel() - MAX_PAYLOAD_BYTES]
+    for received in (frames, [*frames[:2], b"".join(frames[2:])]):  # as a log has it
+        found = unpack_rows(decode(received), 32)
+        assert torch.equal(found[0], ids)
+        assert torch.equal(found[1], rows)
+    message.body = {}
+    with pytest.raises(Exception, match="payload is too large"):
+        decode(encode(message))
+
+
+# ---- what lasts ----------------------------------------------------------------------------------------------------
+
+
+class Logged:
+    """A shard with two tables, a log and snapshots on real files, as the server takes them; and three workers."""
+
+    SPECS = (table(0, max_rows=30, optimizer="rowwise_adagrad"), table(1, 2, name="items", optimizer="adagrad"))
+
+    def __init__(self, directory, rule, seed=0):
+        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.world, self.store = World(), Generations(DirectoryDisk(directory))
+        self.store.begin()
+        self.log = ShardLog(self.store.disk, 0, 7)
+        self.write()
+        self.world.shard.append = self.log.append
+        self.rule = rule
+        self.workers = team(self.world, 3, self.SPECS, rule=rule)
+        self.step = 0
+
+    def write(self):
+        while self.log.has_unwritten:
+            self.log.write()
+            self.log.sync()
+
+    def snapshot(self, *, fails=False):
+        place = self.log.cut()
+        states = self.world.shard.capture(self.store.last + 1, self.store.kept_rows())
+        self.write()
+        if fails:
+            self.store.last += 1  # as a write that failed
+            return
+        self.store.save(ServerState([states], {0: place}))
+
+    def act(self):
+        """A step of all, in some order."""
+        self.step += 1
+        for worker in self.random.sample(self.workers, 3):
+            for one in self.SPECS:
+                ids = torch.tensor(sorted(self.random.sample(range(60), self.random.randint(0, 6))), dtype=torch.int64)
+                worker.push_rows(one.key, self.step, ids, random_rows(len(ids), self.generator, one.numel))
+        if self.rule["name"] == "merge":
+            self.world.release(self.workers, self.step, contributors=tuple((rank, self.step) for rank in range(3)))
+        if self.random.random() < 0.2:
+            self.workers[0].store_rows(1, ids_of(5), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("rule", [APPLY, BOUNDED, MERGE], ids=["apply", "bounded", "merge"])
+def test_rows_come_back_bit_for_bit_from_changes_and_the_log(tmp_path, rule):
+    for seed in range(4):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        logged = Logged(directory, rule, seed)
+        for count in range(40):
+            logged.act()
+            if logged.random.random() < 0.3:
+                logged.snapshot(fails=logged.random.random() < 0.3)
+            if count % 10 == 9:
+                logged.write()
+                for shards in (1, 3):
+                    again = World(shards=shards)
+                    place_into(recover(logged.store), again.shards, "it")
+                    assert {key: one for shard in again.shards for key, one in kept(shard).items()} == kept(
+                        logged.world.shard
+                    )
+        newest = logged.store.newest
+        list(back_up(directory, directory / "copy"))
+        logged.store.disk.delete(f"generation-{newest:012d}")
+        again = World()
+        place_into(recover(logged.store), again.shards, "it")
+        assert kept(again.shard) == kept(logged.world.shard)
+
+
+def row_bytes(store):
+    return {name: store.disk.size_bytes(name) for name in sorted(store.disk.list()) if name.startswith("rows-")}
+
+
+def test_a_snapshot_writes_the_rows_that_changed(tmp_path):
+    world, (worker,) = world_of(1, [table(rows=10**6, dim=64)], rule=APPLY)
+    store = Generations(DirectoryDisk(tmp_path))
+    store.begin()
+    generator, steps = torch.Generator().manual_seed(0), iter(range(1, 100))
+
+    def save(*ids):
+        if ids:
+            ids = ids_of(*ids)
+            worker.push_rows(0, next(steps), ids, random_rows(len(ids), generator, 64))
+        return store.save(ServerState([world.shard.capture(store.last + 1, store.kept_rows())]))
+
+    save(*range(1000))
+    save(3, 5000)
+    save()  # nothing has changed: no file
+    save(7)
+    sizes = row_bytes(store)
+    assert [int(name[-12:]) for name in sizes] == [1, 2, 4]
+    assert sizes["rows-000000000002"] < sizes["rows-000000000001"] / 50
+    again = World()
+    place_into(recover(store), again.shards, "it")
+    assert kept(again.shard) == kept(world.shard)
+
+    save(*range(600))  # with these more than half of the rows
+    assert [int(name[-12:]) for name in row_bytes(store)] == [1, 2, 4, 5]
+    save(9)
+    assert [int(name[-12:]) for name in row_bytes(store)] == [5, 6]  # neither kept generation needs the others
+    store.disk.delete("rows-000000000005")
+    with pytest.raises(SnapshotError, match="rows-000000000005"):
+        recover(store)
+    save(11)  # which is whole, because rows are gone
+    assert [int(name[-12:]) for name in row_bytes(store)][-1] == 7
+    again = World()
+    place_into(recover(store), again.shards, "it")
+    assert kept(again.shard) == kept(world.shard)
+
+
+def test_rows_that_are_damaged_are_found_and_an_older_generation_is_taken(tmp_path):
+    world, (worker,) = world_of(1, [table()], rule=APPLY)
+    store = Generations(DirectoryDisk(tmp_path))
+    store.begin()
+    for step, count in ((1, 100), (2, 3)):
+        worker.push_rows(0, step, torch.arange(count), torch.ones(count, 4))
+        store.save(ServerState([world.shard.capture(store.last + 1, store.kept_rows())]))
+    path = tmp_path / "rows-000000000002"
+    damaged = bytearray(path.read_bytes())
+    damaged[-3] ^= 1
+    path.write_bytes(damaged)
+    found = recover(store)
+    assert found.generation == 1
+    assert "rows-000000000002" in found.notes[0]
