@@ -21,7 +21,7 @@ DEADLINE_S = 9 * 60
 STEPS = {
     "build": "setup.py -q build_ext --inplace",
     "tests": "-m pytest -q -p no:cacheprovider tests/kernels/test_ops_cuda.py",
-    "benchmarks": "benchmarks/harness/suite.py --only fusion_cuda",
+    "benchmarks": "benchmarks/harness/suite.py --only fusion_cuda,step_overhead_cuda",
 }
 
 

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,6 @@ def kills(options: Namespace, of: str, worker_share: float) -> Table:
     return Table("", COLUMNS, rows)
 
 
-def server_kills(options: Namespace) -> Table:
-    return kills(options, "server", 0.0)
-
-
-def worker_kills(options: Namespace) -> Table:
-    return kills(options, "worker", 1.0)
-
-
 def power(options: Namespace) -> Table:
     from power import cut_power
 
@@ -55,8 +48,8 @@ def power(options: Namespace) -> Table:
 
 
 STUDIES: dict[str, Callable[[Namespace], Table]] = {
-    "server-kills": server_kills,
-    "worker-kills": worker_kills,
+    "server-kills": partial(kills, of="server", worker_share=0.0),
+    "worker-kills": partial(kills, of="worker", worker_share=1.0),
     "power": power,
 }
 

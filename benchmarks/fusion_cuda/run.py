@@ -1,6 +1,6 @@
-"""How fast gradients are packed on a GPU, and what that does to a training step, against torch's own ways.
+"""How fast gradients are packed on a GPU, against torch's own ways.
 
-python benchmarks/fusion_cuda/run.py [--quick] [--parts passes,steps] [--json FILE]
+python benchmarks/fusion_cuda/run.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -9,34 +9,27 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness.command_line import parser_of, some_of
+from harness.command_line import parser_of
 from harness.record import Record
 from harness.turns import Turn, take_turns, wall_clock
-from step_overhead.models import GPT, ResidualNet
 
-import psengine
 from psengine.kernels import ops
 
-QUESTION = "How fast are gradients packed on a GPU, and what does a training step cost there?"
-PARTS = ("passes", "steps")
-WARM_UP_ROUNDS = 5  # buckets are rebuilt before the second forward
+QUESTION = "How fast are gradients packed on a GPU?"
+WARM_UP_ROUNDS = 5
 SCALE = 1 / 3  # rounds, unlike a power of two
 SIZES_MB = (25, 100)
 TENSOR_COUNTS = (1, 50, 400)
-COPY, NATIVE = "device copy", "native"
+COPY = "device copy"
 
 
 def why_not() -> str | None:
@@ -67,9 +60,6 @@ def device_clock(sleep_cycles: int) -> Callable[[Callable[[], object]], float]:
         return start.elapsed_time(end) / 1e3
 
     return clock
-
-
-# ---- passes between a flat tensor and many -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,73 +133,17 @@ def measure_passes(rounds: int, record: Record) -> None:
         torch.cuda.empty_cache()
 
 
-# ---- steps, one rank with nccl -------------------------------------------------------------------------------------
-
-
-def _images() -> tuple[Tensor, Tensor]:
-    return torch.randn(64, 3, 224, 224, device="cuda"), torch.randint(1000, (64,), device="cuda")
-
-
-def _text() -> tuple[Tensor, Tensor]:
-    text = torch.randint(8192, (4, 257), device="cuda")
-    return text[:, :-1].contiguous(), text[:, 1:].flatten()
-
-
-WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
-    "ResNet-34, batch 64": (lambda: ResidualNet((3, 4, 6, 3), classes=1000), _images),
-    "GPT, 12 blocks of width 768, batch 4 x 256": (
-        lambda: GPT(vocabulary=8192, width=768, blocks=12, context=256),
-        _text,
-    ),
-}
-CANDIDATES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": lambda module: module,
-    NATIVE: lambda module: DistributedDataParallel(module, device_ids=[0]),
-    "psengine": lambda module: psengine.DistributedDataParallel(module, device_ids=[0]),
-}
-
-
-def turn_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Turn:
-    def prepare() -> None:
-        model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-
-    return Turn(lambda: F.cross_entropy(model(inputs), targets).backward(), before=prepare)
-
-
-def measure_steps(rounds: int, record: Record) -> None:
-    """Time the candidates' steps in this process, the only rank of an nccl group."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=timedelta(minutes=2))
-    try:
-        for name, (build, batch) in WORKLOADS.items():
-            inputs, targets = batch()
-            turns = {}
-            for candidate, wrap in CANDIDATES.items():
-                torch.manual_seed(0)
-                turns[candidate] = turn_of(wrap(build().cuda()), inputs, targets)
-            shown = take_turns(turns, rounds, warm_up=WARM_UP_ROUNDS, clock=device_clock(0))
-            record.add({"model": name, "ranks": 1}, shown)
-    finally:
-        dist.destroy_process_group()
-
-
 def main() -> None:
     parser = parser_of(__doc__, rounds=100, quick="10 rounds")
-    parser.add_argument("--parts", type=some_of(PARTS), default=PARTS, help="comma-separated (default: all)")
     options = parser.parse_args()
     rounds = min(10, options.rounds) if options.quick else options.rounds
-    record = Record.begin("fusion_cuda", QUESTION, options, peers=(COPY, NATIVE))
+    record = Record.begin("fusion_cuda", QUESTION, options, peers=(COPY,))
     if reason := why_not():
         record.caveat(f"Not measured: {reason}")
     else:
         properties = torch.cuda.get_device_properties(0)
         record.caveat(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
-        if "passes" in options.parts:
-            measure_passes(rounds, record)
-        if "steps" in options.parts:
-            measure_steps(rounds, record)
+        measure_passes(rounds, record)
     record.finish()
 
 

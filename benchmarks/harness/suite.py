@@ -42,6 +42,7 @@ class Entry:
     limit_s: float = 240
 
 
+THREE = "--candidates plain,native,psengine"
 SERVERS = "--candidates plain,native,sync-server,async --optimizer SGD"
 SHARDED = "--candidates plain,native,psengine,sharded --optimizer AdamW,momentum"
 CODECS = ("bf16", "int8", "fp4", "onebit", "topk,ratio=0.01", "powersgd,rank=4")
@@ -52,6 +53,7 @@ FAR = "none;native;sync:compress=int8;diloco:every=100;diloco:every=100,compress
 SUITE = {
     "step_overhead": Entry("step_overhead", "--rounds 25"),
     "step_overhead_servers": Entry("step_overhead", f"--models mlp,gpt --ranks 2 --rounds 15 {SERVERS}"),
+    "step_overhead_cuda": Entry("step_overhead", f"--models gpt,cnn --ranks 1 --device cuda {THREE}"),
     "step_overhead_sharded": Entry("step_overhead", f"--models mlp --ranks 2 --rounds 20 {SHARDED}"),
     "all_reduce": Entry("all_reduce", "--rounds 20"),
     "server_throughput": Entry("server_throughput", "--rounds 15", limit_s=400),
@@ -75,7 +77,7 @@ SUITE = {
         limit_s=960,
     ),
 }
-BY_NAME_ONLY = tuple(name for name in SUITE if name.startswith("cluster"))
+BY_NAME_ONLY = tuple(name for name in SUITE if name.startswith("cluster") or name.endswith("cuda"))
 
 
 def run(name: str, entry: Entry, options: argparse.Namespace) -> str:

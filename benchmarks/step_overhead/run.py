@@ -80,12 +80,12 @@ OVER_SERVERS = ("sync-server", "async")
 
 
 def measure(
-    rank: Rank, workload_name: str, candidates: Sequence[str], rounds: int, optimizer: str | None
+    rank: Rank, workload_name: str, candidates: Sequence[str], rounds: int, optimizer: str | None, device: str
 ) -> dict[str, list[float]]:
     """Seconds of each candidate's steps on this rank."""
     workload = WORKLOADS[workload_name]
     torch.manual_seed(1 + rank.rank)
-    inputs, targets = workload.batch()
+    inputs, targets = (tensor.to(device) for tensor in workload.batch())
     turns = {
         label: turn_of(name, rank, workload.build, inputs, targets, optimizer)
         for name, label in zip(candidates, labels_of(candidates), strict=True)
@@ -103,7 +103,7 @@ def turn_of(
 ) -> Turn:
     """A step of one candidate's own copy of the model."""
     torch.manual_seed(0)
-    model = {**CANDIDATES, **WITH_OPTIMIZER}[name](build())
+    model = {**CANDIDATES, **WITH_OPTIMIZER}[name](build().to(inputs.device))
     optimizer = None if optimizer_name is None else OPTIMIZERS[optimizer_name](model.parameters())
     if optimizer is not None and isinstance(model, psengine.DistributedDataParallel):
         optimizer = psengine.DistributedOptimizer(optimizer, model)
@@ -121,6 +121,8 @@ def turn_of(
             F.cross_entropy(model(x), y).backward()
         if optimizer is not None:
             optimizer.step()
+        if inputs.is_cuda:
+            torch.cuda.synchronize()
         if name == PLAIN:
             rank.barrier.spin()
 
@@ -144,6 +146,7 @@ def main() -> None:
         default=(None,),
         help=f"of {','.join(OPTIMIZERS)}: time its step too, in every candidate",
     )
+    parser.add_argument("--device", default="cpu", help="such as cuda, which all ranks share (default: %(default)s)")
     options = parser.parse_args()
     if options.optimizer == (None,) and (wanting := sorted(set(options.candidates) & set(WITH_OPTIMIZER))):
         parser.error(f"argument --candidates: {', '.join(wanting)} steps with its optimizer: add --optimizer SGD")
@@ -156,7 +159,7 @@ def main() -> None:
             labels = {"model": workload, "ranks": world_size, **({"optimizer": optimizer} if optimizer else {})}
             # A server tells the jobs apart.
             environment["PSENGINE_JOB"] = "-".join(map(str, labels.values()))
-            arguments = (workload, list(options.candidates), rounds, optimizer)
+            arguments = (workload, list(options.candidates), rounds, optimizer, options.device)
             how: dict[str, Any] = {"deadline_s": options.deadline, "environment": environment}
             record.add(labels, slowest(run_ranks(measure, world_size, *arguments, **how)))
     record.finish()

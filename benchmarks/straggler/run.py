@@ -19,15 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import psengine
 from psengine.parameter_server.client.embedded import EmbeddedServer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from accuracy.tasks import task_of
 from harness.command_line import parser_of, some_of
-from harness.data import fashion_mnist, normalized
+from harness.data import fashion_mnist
 from harness.ranks import Rank, run_ranks
 from harness.record import Record
 from harness.tables import Table
@@ -123,30 +124,21 @@ class Run:
 # ---- on a worker ---------------------------------------------------------------------------------------------------
 
 
-def build() -> nn.Module:
-    """100 000 parameters: under 2 ms of computing, so that two cores are enough for four workers."""
-    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
 def train_all(rank: Rank, plans: Sequence[Plan]) -> list[Run]:
     """Carry out one plan after the other; rank 0 returns the runs."""
-    images, labels = fashion_mnist("train")
-    data = normalized(images[rank.rank :: WORLD_SIZE]), labels[rank.rank :: WORLD_SIZE]
-    test_images, test_labels = fashion_mnist("t10k")
-    test, runs = (normalized(test_images), test_labels), []
+    runs = []
     for number, plan in enumerate(plans):
         # The servers keep the jobs of earlier runs, which have other rules.
         os.environ["PSENGINE_JOB"] = f"straggler-{number}"
-        runs.append(train(plan, rank.rank, data, test))
+        runs.append(train(plan, rank.rank))
         psengine.print(f"{plan.candidate}: {runs[-1].samples_per_s:.0f} samples/s, steps {runs[-1].steps}", flush=True)
     return runs
 
 
-def train(
-    plan: Plan, rank: int, data: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor]
-) -> Run:
+def train(plan: Plan, rank: int) -> Run:
+    """Of the images' task: under 2 ms of computing, so that two cores are enough for four workers."""
     torch.manual_seed(plan.seed)
-    network = build()
+    network = task_of("images").model()
     optimizer: Any = torch.optim.Adam(network.parameters(), lr=plan.learning_rate, betas=(plan.beta1, 0.999))
     if plan.candidate == "native":
         model: nn.Module = nn.parallel.DistributedDataParallel(network)
@@ -155,18 +147,18 @@ def train(
         optimizer = psengine.DistributedOptimizer(optimizer, model)
     generator = torch.Generator().manual_seed(1000 * plan.seed + rank)
     for step in range(WARM_UP_STEPS):
-        take_step(plan, rank, step, model, optimizer, data, generator)
+        take_step(plan, rank, step, model, optimizer, generator)
     dist.barrier()
     started_s = next_snapshot_s = time.monotonic()
     steps, snapshots = 0, []
     for step in itertools.count(WARM_UP_STEPS):
-        take_step(plan, rank, step, model, optimizer, data, generator)
+        take_step(plan, rank, step, model, optimizer, generator)
         now_s = time.monotonic()
         is_over = now_s - started_s >= plan.duration_s
         steps += not is_over
         if rank == 0 and not is_over and now_s >= next_snapshot_s:
             next_snapshot_s += SNAPSHOT_S
-            snapshots.append((now_s - started_s, [parameter.detach().clone() for parameter in network.parameters()]))
+            snapshots.append((now_s - started_s, parameters_to_vector(network.parameters()).detach()))
         if plan.candidate in IN_A_GROUP:
             # All take the same number of steps. A number goes round in a thousandth of a step's time.
             flag = torch.tensor(float(is_over))
@@ -189,7 +181,7 @@ def train(
         plan=plan,
         samples_per_s=sum(all_steps) * BATCH_SIZE * (1 - dropped) / plan.duration_s,
         steps=all_steps,
-        curve=curve_of(snapshots, test),
+        curve=curve_of(snapshots),
         dropped=dropped,
         staleness=staleness,
     )
@@ -201,30 +193,25 @@ def take_step(
     step: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    data: tuple[torch.Tensor, torch.Tensor],
     generator: torch.Generator,
 ) -> None:
     """A step whose forward takes as long as the plan says. The backward is real, because it exchanges gradients."""
     ready_s = time.monotonic() + plan.compute_s(rank, step)
-    images, labels = data
-    picked = torch.randint(len(labels), (BATCH_SIZE,), generator=generator)
     optimizer.zero_grad()
-    loss = F.cross_entropy(model(images[picked]), labels[picked])
+    loss = task_of("images").loss(model, BATCH_SIZE, generator)
     time.sleep(max(0.0, ready_s - time.monotonic()))
     loss.backward()
     optimizer.step()
 
 
 @torch.no_grad()
-def curve_of(
-    snapshots: list[tuple[float, list[torch.Tensor]]], test: tuple[torch.Tensor, torch.Tensor]
-) -> list[tuple[float, float]]:
+def curve_of(snapshots: list[tuple[float, torch.Tensor]]) -> list[tuple[float, float]]:
     """Seconds and test accuracy of each snapshot."""
-    model, curve = build(), []
+    model, curve = task_of("images").model(), []
     for second, weights in snapshots:
-        for parameter, values in zip(model.parameters(), weights, strict=True):
-            parameter.copy_(values)
-        curve.append((second, (model(test[0]).argmax(dim=1) == test[1]).float().mean().item()))
+        vector_to_parameters(weights, model.parameters())
+        _, wrong = task_of("images").judge(model)
+        curve.append((second, 1 - wrong / 100))
     return curve
 
 

@@ -53,14 +53,14 @@ def test_what_is_committed_is_made_of_the_committed_records(tmp_path):
 
 def test_a_benchmark_that_fails_or_hangs_is_named_and_the_others_go_on(tmp_path):
     options = argparse.Namespace(out=tmp_path, quick=False, ps_lite=None)
-    assert suite.run("fusion_cuda", suite.Entry("fusion_cuda", "--parts nothing"), options).startswith("exit code 2")
+    assert suite.run("fusion_cuda", suite.Entry("fusion_cuda", "--rounds none"), options).startswith("exit code 2")
     assert suite.run("start_up", suite.Entry("start_up", limit_s=0.1), options) == "not finished within 0.1 s"
     records = {
         name: Record.from_json((tmp_path / "results" / f"{name}.json").read_text())
         for name in ("start_up", "fusion_cuda")
     }
     assert records["start_up"].failed == "not finished within 0.1 s"
-    assert records["fusion_cuda"].command == "python benchmarks/fusion_cuda/run.py --parts nothing"
+    assert records["fusion_cuda"].command == "python benchmarks/fusion_cuda/run.py --rounds none"
 
 
 # ---- every folder, once ----------------------------------------------------------------------------------------------
