@@ -23,6 +23,7 @@ __all__ = [
     "ProtocolError",
     "ReductionError",
     "ReplicaMismatchError",
+    "RowIdError",
     "ServerError",
     "ServerLostError",
     "ServerRefusedError",
@@ -112,6 +113,10 @@ class CommunicationHookError(ArgumentTypeError, ReductionError):
 
 class ModuleError(PSEngineError, RuntimeError):
     """The module cannot be trained data-parallel as it is."""
+
+
+class RowIdError(PSEngineError, IndexError):
+    """A table has no row with this id."""
 
 
 class MissingExtraError(PSEngineError, ImportError):

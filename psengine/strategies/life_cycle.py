@@ -9,12 +9,15 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from psengine.strategies.servers.discovery import Rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,13 @@ class Replica:
 
 
 class LifeCycle(ABC):
-    """A replica in service. One object serves one replica at a time."""
+    """A replica in service. One object serves one replica at a time.
+
+    Attributes:
+        rendezvous: the servers of this worker, and its identity there; None: the strategy has none.
+    """
+
+    rendezvous: Rendezvous | None = None
 
     @property
     def worker_rank(self) -> int | None:

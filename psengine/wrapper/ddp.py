@@ -41,6 +41,7 @@ from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.stepping import check_whole_state
+from psengine.tables.tables import Tables, find_tables
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.tracing.timeline import end_forward, is_profiling, model_wrapped, recorder, span
 from psengine.tracing.training_metrics import watch
@@ -211,12 +212,21 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.logger = LoggingData()
         self._delay_grad_buffer: torch.Tensor | None = None
         self._delay_all_reduce_all_params = False
+        self._tables = Tables()
         if delayed:
             delay_all_reduce(self, param_to_hook_all_reduce, self._collective)
             self._delay_all_reduce_all_params = not reducible_parameters(module, self.parameters_to_ignore)
         if self._delay_all_reduce_all_params:
             return
+        layers = find_tables(module)
         self._start(init_sync=init_sync, init_sync_buffers=init_sync_buffers, static_graph=static_graph)
+        exchanges = functools.partial(_exchanges, weakref.ref(self))
+        try:
+            self._tables.enter(layers, self.strategy, self._collective, self.device, exchanges)
+        except BaseException:
+            self.strategy.close()
+            raise
+        weakref.finalize(self, self._tables.close, frees_name=False).atexit = False
         if mixed_precision is not None:
             set_up_mixed_precision(self)
         if static_graph:
@@ -542,7 +552,13 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         The end of the process does so too. The module keeps its values: evaluate or save ``model.module``. Strategies
         over collectives hold nothing that others wait for; there ranks without data stay inside ``join()``.
         """
+        self._tables.close()
         self.strategy.close()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, also those of tables on servers."""
+        super().zero_grad(set_to_none)
+        self._tables.drop()
 
     # ---- checkpoints and copies --------------------------------------------------------------------------------
 
@@ -592,10 +608,15 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._tables:
+            raise ModuleError(
+                "a wrapped model with tables on servers cannot be copied, because its tables cannot (expected"
+                " model.module, whose copies read the same tables, got the wrapper)"
+            )
         if self.process_group is not None or self.strategy.capabilities.needs_process_group:
             self._check_default_group()
         attributes = copy.copy(self.__dict__)
-        of_this_process = "process_group reducer logger _collective _buffer_broadcast _optimizers _finalizer"
+        of_this_process = "process_group reducer logger _tables _collective _buffer_broadcast _optimizers _finalizer"
         for name in of_this_process.split():
             attributes.pop(name, None)
         if not isinstance(self._collective_choice, str):
@@ -609,8 +630,15 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._collective = collective_for(self.process_group, self._collective_choice, self.device)
         self._buffer_broadcast = BufferBroadcast()
         self._optimizers = weakref.WeakSet()
+        self._tables = Tables()
         with_buffers = self.forward_sync_buffers and self.strategy.capabilities.carries_buffers
         self._start(init_sync=False, init_sync_buffers=with_buffers, static_graph=self.static_graph)
+
+
+def _exchanges(reference: weakref.ref[DistributedDataParallel]) -> int:
+    """How many backwards of a model have exchanged gradients."""
+    model = reference()
+    return 0 if model is None else model.reducer.completed_steps
 
 
 def _release(reducer: Reducer, strategy: Strategy) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.strategies.base import Strategy
 from psengine.strategies.stepping import check_whole_state
+from psengine.tables.tables import Tables
 from psengine.tracing.timeline import span
 from psengine.wrapper.ddp import DistributedDataParallel
 
@@ -53,7 +57,8 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
     vars(optimizer).pop("step", None)  # a scheduler's, which calls the plain class's
     optimizer.__class__ = _distributed_class(type(optimizer))  # type: ignore[arg-type]
     distributed: Any = optimizer
-    distributed._psengine_strategy = model.strategy
+    distributed._psengine_strategy, distributed._psengine_tables = model.strategy, model._tables
+    model._tables.distribute()
     distributed._psengine_scales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     model._optimizers.add(optimizer)
     return optimizer
@@ -75,17 +80,47 @@ class _StrategyStep(torch.optim.Optimizer):
     """What a distributed optimizer adds to its class."""
 
     _psengine_strategy: Strategy
+    _psengine_tables: Tables
 
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
-        """Step as the strategy says; arguments and result are the wrapped class's."""
+        """Step as the strategy says, and the tables' rows; arguments and result are the wrapped class's."""
         self._opt_called = True  # what a scheduler looks for, which leaves this step alone
         local_step = functools.partial(super().step, closure, **options)
+        tables, found_inf = self._psengine_tables, getattr(self, "found_inf", None)
         with span("optimizer step"):
-            return self._psengine_strategy.step(local_step, closure)
+            # A fused optimizer leaves such a step out itself.
+            if tables and found_inf is not None and found_inf.item():
+                tables.drop()
+                return self._psengine_strategy.step(local_step, closure)
+            if tables and closure is None:
+                tables.begin_step(self._loss_scale())
+            result = self._psengine_strategy.step(local_step, closure)
+            if tables and closure is not None:
+                tables.begin_step()
+            tables.end_step()
+            return result
 
     # Without it torch would wrap this method when a state is loaded, and call a step's hooks twice.
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _loss_scale(self) -> float | None:
+        """The scale of the ``GradScaler`` that calls this step; None without one.
+
+        A scaler tells it to no optimizer but fused ones, so that frame is looked for.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is GradScaler.step.__code__:
+                scaler: GradScaler = frame.f_locals["self"]
+                return scaler.get_scale() if scaler.is_enabled() else None
+            frame = frame.f_back
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the wrapped class's parameters, and of the model's tables."""
+        super().zero_grad(set_to_none)
+        self._psengine_tables.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped class's state, with the state that servers keep."""

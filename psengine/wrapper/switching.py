@@ -82,12 +82,14 @@ def _check(model: Any, strategy: Strategy) -> None:
     """Raise where ``strategy`` could not take over; changes nothing."""
     if strategy is model.strategy:
         raise ConfigurationError(f"the model is under this very strategy object already (got {strategy!r})")
+    is_embedded = getattr(model.strategy.rendezvous, "is_embedded", False)
     obstacles: dict[str, Any] = {
         "a communication hook, which belongs to the strategy that it was registered with": model._comm_hooks,
         "join, whose ranks without data would not take part": model._join_config.enable,
         "delay_all_reduce_named_params": model._delay_all_reduce_params,
         "mixed_precision": model.mixed_precision,
         "optimize_ddp='python_reducer' of torch.compile": model._use_python_reducer,
+        "tables on a server that the strategy has started": model._tables and is_embedded,
     }
     for what, is_there in obstacles.items():
         if is_there:

@@ -72,7 +72,7 @@ def embedded(rank: int, world_size: int) -> Any:
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01), wrapped)
     train(wrapped, optimizer, batches(rank))
     [status] = wrapped.strategy.session.status()
-    process = wrapped.strategy._rendezvous.embedded
+    process = wrapped.strategy.rendezvous.embedded
     wrapped.leave()
     return status["jobs"]["default"]["applied"] > 0, process is not None
 

@@ -33,6 +33,7 @@ from psengine.parameter_server.client.partition import (
     parts_of,
     received,
 )
+from psengine.parameter_server.client.table_parts import TableParts, read_tables
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.keys import CurveClientKeys
@@ -112,6 +113,7 @@ class Client:
         self._named: NamedTensors | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._optimizer: torch.optim.Optimizer | None = None
+        self._tables: dict[str, TableParts] = {}
         if is_reader:
             self._start()
 
@@ -231,6 +233,35 @@ class Client:
         wait_all([self.session.pull(spec.key, parts_of(spec, landing)) for spec in named.chunks_of(landing)])
         return received(landing)
 
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of a table of this job's model as they are now, on the device of ``ids``.
+
+        Args:
+            name: the table's; without one of its own, its module's path in the model.
+            ids: int64 or int32, of any shape.
+
+        Returns:
+            float32 [*ids.shape, dim].
+
+        Raises:
+            ConfigurationError: no worker of the job has such a table.
+            RowIdError: the table has no such row.
+            ServerLostError: see ``Request.wait``.
+        """
+        if name not in self._tables:
+            self._leave_tables()
+            self._tables = read_tables(self._options)
+        if name not in self._tables:
+            raise ConfigurationError(
+                f"job {self._options.job!r} has no table {name!r} (expected one of {sorted(self._tables) or 'none'})."
+                " Fix: name another, or another job=; or wait for the first worker."
+            )
+        return self._tables[name].rows(ids)
+
+    def _leave_tables(self) -> None:
+        for session in {parts.session for parts in self._tables.values()}:
+            session.close()
+
     # ---- for people --------------------------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, Any]]:
@@ -264,6 +295,7 @@ class Client:
 
     def close(self) -> None:
         """Leave the servers."""
+        self._leave_tables()
         if self._session is not None:
             self._session.close()
 

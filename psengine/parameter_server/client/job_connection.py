@@ -105,8 +105,7 @@ class JobConnection(JobClient):
 
     def register(self, link: Link, spec: ChunkSpec, values: torch.Tensor | None, **options: Any) -> Request:
         """Begin to REGISTER a chunk; without values only what it is."""
-        described = spec.to_body()
-        body = {"kind": described["kind"], "segments": described["segments"]}
+        body = {name: value for name, value in spec.to_body().items() if name not in ("key", "dtype")}
         payload = None if values is None else values.detach()
         message = Message(MessageType.REGISTER, key=spec.key, body=body, payload=payload)
         message.dtype, message.numel = spec.dtype, spec.numel

@@ -34,7 +34,7 @@ from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
-from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import Message, MessageType
 
 __all__ = ["Push", "Request", "SessionOptions", "WorkerSession", "wait_all"]
@@ -251,6 +251,7 @@ class WorkerSession:
         weight: float | None = None,
         *,
         reads_in_place: bool = False,
+        **of_rows: float | None,
     ) -> Push:
         """Begin the chunk's next exchange.
 
@@ -267,14 +268,16 @@ class WorkerSession:
                 no payload; such a worker takes part and counts nothing.
             reads_in_place: an answer in the server's memory stays there, and does not land; without destinations every
                 answer stays. See ``Push.take``.
+            **of_rows: of a table's part, whose payload ``protocol/rows.py`` packs: "rows", "lr", "divisor" and "ahead"
+                as in PUSH; None is left out.
 
         Raises:
             ServerError: the session has failed or is closed.
         """
         job, link = self.job_connection, self._link(key)
         spec, step, averages = job.chunks.specs[key], job.steps.step_for(key), job.options.averages
-        step.note(is_trained=spec.kind is ChunkKind.PARAMETER, has_values=payload is not None)
-        body = _given(groups=groups, absent=list(absent) or None, weight=weight)
+        step.note(is_trained=spec.kind.is_trained, has_values=payload is not None)
+        body = _given(groups=groups, absent=list(absent) or None, weight=weight, **of_rows)
         message = Message(MessageType.PUSH, key=key, sequence=step.number, version=link.versions.get(key, 0), body=body)
         encoder = self._encoder(spec)
         if encoder is not None and encoder.held is not None:
@@ -337,24 +340,39 @@ class WorkerSession:
             if (encoder := self._encoder(spec)) is not None:
                 encoder.reset()
 
-    def pull(self, key: int, destinations: Sequence[torch.Tensor] = (), slot: str | None = None) -> Request:
+    def pull(
+        self,
+        key: int,
+        destinations: Sequence[torch.Tensor] = (),
+        slot: str | None = None,
+        *,
+        ids: torch.Tensor | None = None,
+        **scan: int,
+    ) -> Request:
         """Begin to read a chunk's values, or a slot of its optimizer's state, whose body has "steps".
 
-        ``destinations`` are as in ``push``; without them the answer has the values as its payload.
+        Of a table's part: the rows of ``ids``, which must stay unchanged until the answer came, or those from the place
+        "scan" on, "most" at most. ``destinations`` are as in ``push``; without them the answer has the values as its
+        payload.
         """
-        size_bytes = self.job_connection.chunks.specs[key].size_bytes
-        message = Message(MessageType.PULL, key=key, body=_given(slot=slot))
+        size_bytes = sum(tensor.nbytes for tensor in destinations) or self.job_connection.chunks.specs[key].size_bytes
+        message = Message(MessageType.PULL, key=key, body=_given(slot=slot, **scan), payload=ids)
         return self._ask(message, destinations=destinations, size_bytes=size_bytes)
 
     def store(
-        self, key: int, payload: torch.Tensor, slot: str | None = None, steps: Sequence[float] | None = None
+        self,
+        key: int,
+        payload: torch.Tensor,
+        slot: str | None = None,
+        steps: Sequence[float] | None = None,
+        rows: int | None = None,
     ) -> Request:
-        """Begin to overwrite a chunk's values, or a slot and its step count per run; see ``pull``.
+        """Begin to overwrite a chunk's values, or a slot and its step count per run, or so many rows; see ``pull``.
 
         The ``payload``, contiguous on the CPU, must stay unchanged until the answer came. The stored values have the
         version of those that this session saw last.
         """
-        body = _given(slot=slot, steps=None if steps is None else list(steps))
+        body = _given(slot=slot, steps=None if steps is None else list(steps), rows=rows)
         message = Message(MessageType.STORE, key=key, version=self.version(key), body=body, payload=payload.detach())
         return self._ask(message, size_bytes=payload.nbytes)
 

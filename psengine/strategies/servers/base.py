@@ -116,7 +116,7 @@ class ServerStrategy(Strategy):
         """Become a strategy that serves no replica."""
         self._replica: Replica | None = None
         self._session: WorkerSession | None = None
-        self._rendezvous: Rendezvous | None = None
+        self.rendezvous = None
         self._chunks: ChunkedReplica | None = None
         self._buckets: list[Bucket] = []
         self.completed_steps = 0
@@ -197,7 +197,7 @@ class ServerStrategy(Strategy):
             raise
 
     def _connect(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
         quorum, workers = self.rule.get("quorum"), rendezvous.world_size
         # A worker that names neither a group nor PSENGINE_WORKERS does not know how many there will be.
         if quorum is not None and 1 < workers < quorum and rendezvous.rank == 0:
@@ -324,7 +324,7 @@ class ServerStrategy(Strategy):
         """``close``, but the number of the job stays taken: garbage is collected at another time on each rank, and the
         next model's job must have the same name on all.
         """
-        session, rendezvous, steps = self._session, self._rendezvous, self.completed_steps
+        session, rendezvous, steps = self._session, self.rendezvous, self.completed_steps
         self._forget()
         self.completed_steps = steps
         if session is not None:

@@ -1,0 +1,212 @@
+"""A table at the servers: its rows lie in parts, one at each shard, by a keyed hash of their ids.
+
+ids, as asked ─ unique ─► ids, ascending ─ part_of ─► ids by part ─► one PULL or PUSH for each part
+                   └─ inverse ─► the place of each id's row ◄──────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from psengine.errors import ArgumentTypeError, ConfigurationError, RowIdError, ServerRefusedError
+from psengine.kernels.row_table import part_of
+from psengine.parameter_server.client.operation import Push, Request, wait_all
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.client.worker_session import WorkerSession
+from psengine.protocol.layout import ID_BYTES, ChunkSpec
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode
+from psengine.protocol.rows import unpack_rows
+
+# By the rule of a table, what follows the name of its model's job in that of the tables' job.
+JOB_SUFFIXES = {"async": ".tables", "average": ".averaged_tables"}
+
+
+@dataclass(eq=False)
+class PulledRows:
+    """Rows that were asked for.
+
+    Attributes:
+        ids: int64 [n], each once, in the order of the rows.
+        rows: float32 [n, dim], to be read after ``wait``.
+        index: for each id that was asked for the place of its row, 1-D.
+        padding: the place of the row of zeros; None where it was not asked for.
+        requests: those that bring the rows; empty once they are here.
+    """
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    index: torch.Tensor
+    padding: int | None
+    requests: Sequence[Request]
+
+    def wait(self) -> PulledRows:
+        """Wait for all rows, and take them to the device of what asked; the errors are those of ``Request.wait``."""
+        if self.requests:
+            wait_all(self.requests)
+            if self.padding is not None:
+                self.rows[self.padding].zero_()
+            self.ids, self.rows = self.ids.to(self.index.device), self.rows.to(self.index.device)
+            self.requests = ()
+        return self
+
+
+class TableParts:
+    """See the module's text.
+
+    Args:
+        session: a worker's, or a reader's.
+        chunks: the parts of one table, by part.
+
+    Attributes:
+        most: rows that a payload takes.
+    """
+
+    def __init__(self, session: WorkerSession, chunks: Sequence[ChunkSpec]) -> None:
+        assert chunks[0].table is not None, "a job of tables has no other chunks"
+        self.session = session
+        self.spec = chunks[0].table
+        self.most = MAX_PAYLOAD_BYTES // (ID_BYTES + chunks[0].size_bytes)
+        self._keys = [chunk.key for chunk in chunks]
+
+    # ---- reading -----------------------------------------------------------------------------------------------
+
+    def pull(self, ids: torch.Tensor) -> PulledRows:
+        """Begin to read rows.
+
+        Args:
+            ids: int64 or int32, of any shape, on any device, any number of times each.
+
+        Raises:
+            ArgumentTypeError: they have another dtype.
+            RowIdError: the table has no such row; names one.
+        """
+        unique, inverse = torch.unique(self.flat(ids), return_inverse=True)
+        unique = unique.cpu()
+        self._check_range(unique)
+        order, counts = self._by_part(unique)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
+        padding = next(iter(places[unique == self.spec.padding].tolist()), None)
+        sent, rows = unique[order], torch.empty(len(unique), self.spec.dim)
+        requests = [
+            self.session.pull(key, [some.view(-1)], ids=asked)
+            for key, part_ids, part in zip(self._keys, sent.split(counts), rows.split(counts), strict=True)
+            for asked, some in zip(part_ids.split(self.most), part.split(self.most), strict=True)
+            if len(asked)
+        ]
+        return PulledRows(sent, rows, places.to(ids.device)[inverse], padding, requests)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of ``ids`` as they are now, float32 [*ids.shape, dim], on their device; see ``pull``."""
+        pulled = self.pull(ids).wait()
+        return pulled.rows.index_select(0, pulled.index).view(*ids.shape, self.spec.dim)
+
+    def existing(self) -> torch.Tensor:
+        """The ids of all rows that exist, ascending."""
+        ids: torch.Tensor = torch.cat([torch.empty(0, dtype=torch.int64), *self._scan()]).unique()
+        return ids
+
+    def _scan(self) -> Iterator[torch.Tensor]:
+        for key in self._keys:
+            start: int | None = 0
+            while start is not None:
+                answer = self.session.pull(key, scan=start, most=self.most).wait()
+                yield unpack_rows(answer, self.spec.dim)[0].clone()
+                start = answer.body.get("next")
+
+    # ---- writing -----------------------------------------------------------------------------------------------
+
+    def push(
+        self, ids: torch.Tensor, rows: torch.Tensor, *, lr: float, divisor: int, ahead: int | None, abstains: bool
+    ) -> list[Push]:
+        """Begin to step rows.
+
+        Args:
+            ids: int64 [n], ascending, each once.
+            rows: float32 [n, dim], the gradients.
+            lr: of this step.
+            divisor: the gradients were divided by it.
+            ahead: 1 where they may be of rows that were read before the last step ended.
+            abstains: whether a part without rows gets no contribution, because no worker waits for another's.
+        """
+        return [
+            self.session.push(key, None, (), ahead=ahead)
+            if abstains and not count
+            else self.session.push(key, payload, (), rows=count, lr=lr, divisor=divisor, ahead=ahead)
+            for key, payload, count in self._payloads(ids, rows)
+        ]
+
+    def store(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Overwrite rows; see ``ServerEmbedding.load``."""
+        flat, dim = self.flat(ids).cpu(), self.spec.dim
+        if ids.dim() != 1 or rows.shape != (len(ids), dim) or rows.dtype is not torch.float32:
+            raise ConfigurationError(
+                f"table {self.spec.name!r}: expected ids [n] and rows of float32 [n, {dim}] (got {list(ids.shape)} and"
+                f" {list(rows.shape)} of {rows.dtype})"
+            )
+        order = torch.argsort(flat)
+        flat, rows = flat[order], rows.detach().cpu()[order]
+        self._check_range(flat)
+        if (twice := flat[1:][flat[1:] == flat[:-1]]).numel():
+            raise ConfigurationError(f"table {self.spec.name!r}: expected each id once (got {int(twice[0])} twice)")
+        for some_ids, some_rows in zip(flat.split(self.most), rows.split(self.most), strict=True):
+            parts = self._payloads(some_ids, some_rows)
+            wait_all([self.session.store(key, payload, rows=count) for key, payload, count in parts if count])
+
+    def _payloads(self, ids: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """Each part's key, its payload as ``protocol.rows.pack_rows`` makes it, in one pass, and its number of rows."""
+        order, counts = self._by_part(ids)
+        for key, chosen, count in zip(self._keys, order.split(counts), counts, strict=True):
+            payload = torch.empty(count * (ID_BYTES + 4 * self.spec.dim), dtype=torch.uint8)
+            head, tail = payload[: count * ID_BYTES], payload[count * ID_BYTES :]
+            torch.index_select(ids, 0, chosen, out=head.view(torch.int64))
+            torch.index_select(rows, 0, chosen, out=tail.view(torch.float32).view(count, self.spec.dim))
+            yield key, payload, count
+
+    def _by_part(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """The order by part, ascending in each, and how many are in each part."""
+        parts = part_of(ids, len(self._keys), self.spec.seed)
+        return torch.argsort(parts, stable=True), torch.bincount(parts, minlength=len(self._keys)).tolist()
+
+    # ---- ids ---------------------------------------------------------------------------------------------------
+
+    def flat(self, ids: torch.Tensor) -> torch.Tensor:
+        """``ids`` as int64, 1-D; ArgumentTypeError where they have another dtype."""
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise ArgumentTypeError(f"table {self.spec.name!r}: expected ids as a tensor of int64 or int32 (got {got})")
+        return ids.reshape(-1).long()
+
+    def _check_range(self, ids: torch.Tensor) -> None:
+        """Raise RowIdError unless these ids, ascending, are the table's."""
+        for bad in [*ids[:1].tolist(), *ids[-1:].tolist()]:
+            if not 0 <= bad < self.spec.rows:
+                expected = f"expected ids from 0 to {self.spec.rows - 1}"
+                raise RowIdError(f"table {self.spec.name!r} has no row {bad} ({expected})")
+
+
+def tables_in(session: WorkerSession, layout: Sequence[ChunkSpec]) -> dict[str, TableParts]:
+    """The tables of a job with this layout, by name."""
+    parts: dict[str, list[ChunkSpec]] = {}
+    for chunk in layout:
+        if chunk.table is not None:
+            parts.setdefault(chunk.table.name, []).append(chunk)
+    return {name: TableParts(session, chunks) for name, chunks in parts.items()}
+
+
+def read_tables(options: SessionOptions) -> dict[str, TableParts]:
+    """Connect a reader to the tables of a model, by name; ``options`` are those of its own job."""
+    found: dict[str, TableParts] = {}
+    for suffix in JOB_SUFFIXES.values():
+        session = WorkerSession(replace(options, job=options.job + suffix, rule=None, run="", rank=None))
+        session.start()
+        try:
+            found |= tables_in(session, session.layout())
+        except ServerRefusedError as error:
+            session.close()
+            if error.code != ErrorCode.NOT_READY:
+                raise
+    return found

@@ -1,0 +1,235 @@
+"""One table of a model at its servers: what forwards read, what backwards leave, and how a step takes it there.
+
+prefetch ── pull ┄┄┄┄┄┄┄┄┐
+forward ─── pull ─ wait ─ rows ─► ... ─► backward: gradients of rows, added up as torch adds those of a parameter
+step ────── gradients: unscale ─ divide ─ coalesce ─► push ─ wait ─► pulls of what was prefetched
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from psengine.errors import ConfigurationError, ReductionError
+from psengine.flat_optimizers.finite import is_finite
+from psengine.parameter_server.client.operation import Push, wait_all
+from psengine.parameter_server.client.table_parts import PulledRows, TableParts
+
+if TYPE_CHECKING:
+    from psengine.tables.embedding import ServerEmbedding
+
+logger = logging.getLogger(__name__)
+
+# What was read in one step, for forwards with the same ids, as activation checkpointing has them.
+KEPT_READS = 16
+
+
+@dataclass(eq=False)
+class Read:
+    """Rows that one forward asks for.
+
+    Attributes:
+        ids: int64, 1-D, as they were asked for; a copy.
+        pulled: their rows; None where they are to be pulled when the step ends.
+        is_prefetched: for a forward to come.
+    """
+
+    ids: torch.Tensor
+    pulled: PulledRows | None = None
+    is_prefetched: bool = False
+
+
+class Table:
+    """See the module's text.
+
+    Args:
+        layer: the module; its learning rate counts at each push.
+        parts: the table at its servers.
+
+    Attributes:
+        averages: workers' rows are averaged.
+        is_pushed: a distributed optimizer pushes what backwards leave.
+    """
+
+    def __init__(self, layer: ServerEmbedding, parts: TableParts) -> None:
+        self.layer = layer
+        self.parts = parts
+        self.averages = layer.options.rule == "average"
+        self.is_pushed = False
+        # A leaf of the table's shape, without memory: its gradient is what backwards left.
+        self._leaf = torch.empty(1).expand(parts.spec.rows, parts.spec.dim).requires_grad_()
+        self._reads: deque[Read] = deque(maxlen=KEPT_READS)
+        self._ahead: int | None = None
+        self._pushes: list[Push] = []
+        self._refused = 0
+
+    def __deepcopy__(self, memo: Any) -> Table:
+        """Copies of a module read the same table."""
+        return self
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The module of another process is at no servers.
+        return type(None), ()
+
+    # ---- forward and backward ----------------------------------------------------------------------------------
+
+    def read(self, ids: torch.Tensor, *, is_training: bool) -> PulledRows:
+        """Rows of ``ids``; in training those of an equal forward of the step, or of ``prefetch``."""
+        flat = self.parts.flat(ids)
+        known = [one for one in self._reads if is_training and one.ids.device == flat.device]
+        read = next((one for one in known if torch.equal(one.ids, flat)), None)
+        if read is None:
+            read = Read(flat.clone())
+            if is_training:
+                self._reads.append(read)
+        read.is_prefetched = False
+        read.pulled = read.pulled or self.parts.pull(read.ids)
+        return read.pulled.wait()
+
+    def watched(self, pulled: PulledRows) -> torch.Tensor:
+        """The rows, whose gradients are added to what backwards left.
+
+        Raises:
+            ReductionError: nobody pushes it.
+        """
+        if self._leaf.grad is not None and not self.is_pushed and torch.is_grad_enabled():
+            raise ReductionError(
+                f"table {self.parts.spec.name!r} has gradients that nobody pushes to its servers (expected optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model), whose step() pushes them, got a plain optimizer)"
+            )
+        rows: torch.Tensor = _watch(self._leaf, pulled.rows, pulled.ids, self.parts.spec.padding >= 0)
+        return rows
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """See ``ServerEmbedding.prefetch``."""
+        read = Read(self.parts.flat(ids).clone(), is_prefetched=True)
+        if not self.averages:
+            if self.layer.options.max_staleness == 0:
+                raise ConfigurationError(
+                    f"table {self.parts.spec.name!r}: rows that are read before a step ends may lack it (expected a"
+                    " max_staleness of 1 or more, or None, got 0). Fix: raise it, or leave out prefetch"
+                )
+            self._ahead = 1
+            read.pulled = self.parts.pull(read.ids)
+        self._reads.append(read)
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """What backwards left does not count."""
+        self._leaf.grad = None
+
+    def begin_push(self, *, scale: float | None, workers: int) -> None:
+        """Push what backwards left.
+
+        Args:
+            scale: of the gradients, a GradScaler's; None: they are not scaled.
+            workers: how many average.
+        """
+        ids, rows = self._take(scale, workers)
+        if scale is not None and self.averages and not is_finite(rows):
+            # Native DDP's scaler would leave the step out, on all ranks.
+            logger.warning("table %r: a scaled gradient is not finite; its rows are left out", self.parts.spec.name)
+            ids, rows = ids[:0], rows[:0]
+        self._pushes = self.parts.push(
+            ids, rows, lr=self.layer.lr, divisor=workers, ahead=self._ahead, abstains=not self.averages
+        )
+
+    def _take(self, scale: float | None, workers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, gradients of rows), with native DDP's arithmetic: ids ascending, each once."""
+        gradient = self._leaf.grad
+        self.drop()
+        if gradient is None:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, self.parts.spec.dim)
+        # Not in place: the values may be those of other gradients too.
+        values = gradient._values()
+        values = values if scale is None else values * (1.0 / scale)
+        values = values if workers == 1 else values / workers
+        summed = _sparse(gradient._indices()[0], values, gradient.shape).coalesce()
+        return summed.indices()[0], summed.values()
+
+    def end_push(self) -> None:
+        """Wait for the servers; then rows that were prefetched are those of the forwards to come."""
+        pushes, self._pushes = self._pushes, []
+        with self.parts.session.telemetry.blocked():
+            wait_all(pushes)
+        for push in pushes:
+            body = push.wait().body
+            if body.get("refused", "abstained") != "abstained":
+                self._report_refusal(body["refused"], body.get("row"))
+        self._reads = deque((read for read in self._reads if read.is_prefetched), KEPT_READS)
+        for read in self._reads:
+            read.is_prefetched, read.pulled = False, read.pulled or self.parts.pull(read.ids)
+
+    def _report_refusal(self, reason: str, row: int | None) -> None:
+        self._refused += 1
+        # At powers of two: often enough to be seen, rarely enough to be read.
+        if self._refused & (self._refused - 1) == 0:
+            logger.warning(
+                "the servers refused the rows that worker %d pushed to table %r (%s%s). %d refused so far",
+                self.parts.session.rank,
+                self.parts.spec.name,
+                reason,
+                "" if row is None else f" in row {row}",
+                self._refused,
+            )
+
+    # ---- for people --------------------------------------------------------------------------------------------
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """See ``ServerEmbedding.export``."""
+        ids, dim = self.parts.existing(), self.parts.spec.dim
+        ends = [ids.nbytes, ids.nbytes + 4 * dim * len(ids)]
+        header = {
+            "ids": {"dtype": "I64", "shape": [len(ids)], "data_offsets": [0, ends[0]]},
+            "rows": {"dtype": "F32", "shape": [len(ids), dim], "data_offsets": ends},
+        }
+        # The format of safetensors, whose own writer would need all rows at once.
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(f"{path}.part", "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(ids.numpy().data)
+            for some in ids.split(self.parts.most):
+                file.write(self.parts.rows(some).numpy().data)
+        os.replace(f"{path}.part", path)
+
+
+class _Watched(torch.autograd.Function):
+    """The rows of a forward; their gradient becomes one of the whole table's, sparse, like that of an embedding."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, leaf: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, has_padding: bool) -> torch.Tensor:
+        ctx.shape, ctx.ids, ctx.has_padding = leaf.shape, ids, has_padding
+        return rows.view_as(rows)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ReductionError(
+                "rows on servers have no second derivative (expected loss.backward() without create_graph, got"
+                " create_graph=True)"
+            )
+        ids, values = ctx.ids, gradient
+        if gradient.is_sparse:
+            ids, values = ids[gradient._indices()[0]], gradient._values()
+        # An embedding with padding copies what is left. The order in which torch adds depends on it.
+        values = values.contiguous() if ctx.has_padding else values
+        return _sparse(ids.cpu(), values.cpu(), ctx.shape), None, None, None
+
+
+_watch: Any = _Watched.apply
+
+
+def _sparse(ids: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return torch.sparse_coo_tensor(ids[None], values, shape, check_invariants=False)

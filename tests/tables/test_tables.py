@@ -1,0 +1,182 @@
+"""What tables refuse, and what people do with their rows: read, load, export, serve, save."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.expectations import raises
+from support.processes import run_ranks
+from support.server_training import at_servers
+from torch import nn
+
+import psengine
+from psengine.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    ModuleError,
+    ReductionError,
+    ReplicaMismatchError,
+    RowIdError,
+)
+
+
+def model_of(**tables: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({"head": nn.Linear(4, 1), **tables})
+
+
+def wrapped_model(job: str, strategy: str = "sync-server", **tables: nn.Module) -> Any:
+    os.environ.update(PSENGINE_WORKER="0", PSENGINE_JOB=job)
+    return psengine.DistributedDataParallel(model_of(**tables), strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_embeddings": 0}, "num_embeddings: (expected int >= 1, got 0)"),
+        ({"embedding_dim": 0}, "embedding_dim"),
+        ({"optimizer": "adam"}, "one of sgd|adagrad|rowwise_adagrad"),
+        ({"rule": "sync"}, "one of async|average"),
+        ({"lr": -1.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"padding_idx": 10}, "`padding_idx` (expected -10 to 9, got 10)"),
+        ({"max_rows": 0}, "max_rows"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"num_embeddings": 2**62}, "too many elements"),
+        ({"dtype": torch.bfloat16}, "expected dtype=torch.float32, got torch.bfloat16"),
+    ],
+)
+def test_other_options_are_refused_by_name(options, text):
+    given = {"num_embeddings": 10, "embedding_dim": 4, "lr": 0.1, **options}
+    with raises(ConfigurationError, text):
+        psengine.ServerEmbedding(given.pop("num_embeddings"), given.pop("embedding_dim"), **given)
+    table = psengine.ServerEmbedding(10, 4, lr=0.1)
+    with raises(ConfigurationError, "ServerEmbedding.lr"):
+        table.lr = "fast"
+    with raises(ConfigurationError, "mode"):
+        psengine.ServerEmbeddingBag(10, 4, lr=0.1, mode="median")
+
+
+@at_servers(1)
+def test_what_a_model_with_tables_cannot_do_is_said(rank, world_size):
+    table = psengine.ServerEmbedding(10, 4, lr=0.1)
+    with raises(ModuleError, "wrap the model first"):
+        table(torch.tensor([1]))
+    with raises(ConfigurationError, "two tables of the model have one name", "'t'"):
+        wrapped_model("twice", **{name: psengine.ServerEmbedding(9, 4, name="t", lr=1) for name in "ab"})
+    with raises(ConfigurationError, "expected one max_staleness"):
+        bounds = {"a": 1, "b": None}
+        wrapped_model(
+            "bounds",
+            **{name: psengine.ServerEmbedding(9, 4, lr=1, max_staleness=bound) for name, bound in bounds.items()},
+        )
+    wrapped = wrapped_model("refusals", "async", table=table)
+    for ids, error, text in (
+        (torch.tensor([3, 10]), RowIdError, "table 'table' has no row 10 (expected ids from 0 to 9)"),
+        (torch.tensor([3, -1]), RowIdError, "has no row -1"),
+        (torch.tensor([0.5]), ArgumentTypeError, "int64 or int32 (got torch.float32)"),
+        ([3], ArgumentTypeError, "got list"),
+    ):
+        with raises(error, text):
+            table(ids)
+    assert issubclass(RowIdError, IndexError)
+    assert table(torch.empty(0, 3, dtype=torch.int32)).shape == (0, 3, 4)
+    with raises(ReductionError, "second derivative"):
+        table(torch.tensor([1])).sum().backward(create_graph=True)
+    table(torch.tensor([1])).sum().backward()
+    with raises(ReductionError, "nobody pushes", "psengine.DistributedOptimizer"):
+        table(torch.tensor([2]))
+    with raises(ModuleError, "cannot be copied"):
+        copy.deepcopy(wrapped)
+    for rows in (torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.float64)):
+        with raises(ConfigurationError, "rows of float32 [n, 4]"):
+            table.load(torch.tensor([1, 2]), rows)
+    with raises(ConfigurationError, "got 2 twice"):
+        table.load(torch.tensor([2, 2]), torch.zeros(2, 4))
+    with raises(RowIdError, "no row 11"):
+        table.load(torch.tensor([11, 2]), torch.zeros(2, 4))
+    wrapped.leave()
+    with raises(ModuleError, "before model.leave()"):
+        table(torch.tensor([1]))
+
+
+@at_servers(2)
+def test_workers_have_the_same_tables(rank, world_size):
+    os.environ["PSENGINE_JOB"] = "same"
+    for other in ({"embedding_dim": 5}, {"rule": "average"}, {"optimizer": "adagrad"}):
+        options = {"embedding_dim": 4, "lr": 1.0, **(other if rank else {})}
+        table = psengine.ServerEmbedding(10, options.pop("embedding_dim"), **options)
+        ((option, value),) = other.items()
+        with raises(ReplicaMismatchError, f"{option} of table 'table'={value}"):
+            psengine.DistributedDataParallel(model_of(table=table))
+
+
+@at_servers(1)
+def test_rows_are_read_loaded_exported_and_served(rank, world_size):
+    table = psengine.ServerEmbedding(1_000, 4, lr=1.0, padding_idx=-1)
+    bag = psengine.ServerEmbeddingBag(1_000, 4, name="bags", lr=1.0, rule="average", optimizer="adagrad")
+    wrapped = wrapped_model("served", "async", table=table, bag=bag)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.module.head.parameters(), lr=0.1), wrapped)
+    ids = torch.tensor([[999, 4], [70, 4]])
+    rows = table.rows(ids)
+    assert rows.shape == (2, 2, 4)
+    assert torch.equal(rows[0, 1], rows[1, 1])
+    assert not rows[0, 0].any()
+    (wrapped.module.head(table(ids)).sum() + bag(ids).sum()).backward()
+    optimizer.step()
+    loaded = torch.randn(300, 4)
+    table.load(torch.arange(300).flip(0) + 100, loaded)
+    assert torch.equal(table.rows(torch.arange(100, 400)), loaded.flip(0))
+    table.export("rows.safetensors")
+    found = load_file("rows.safetensors")
+    os.remove("rows.safetensors")
+    assert found["ids"].tolist() == [4, 70, *range(100, 400)]
+    assert torch.equal(found["rows"], table.rows(found["ids"]))
+    with psengine.connect(role="reader") as reader:
+        assert torch.equal(reader.rows("table", ids), table.rows(ids))
+        assert torch.equal(reader.rows("bags", ids), bag.rows(ids))
+        with raises(ConfigurationError, "no table 'users' (expected one of ['bags', 'table'])"):
+            reader.rows("users", ids)
+    # A copy reads the same rows; one that travelled has to be wrapped.
+    assert torch.equal(copy.deepcopy(wrapped.module)["table"](ids), table.rows(ids))
+    assert pickle.loads(pickle.dumps(wrapped.module))["table"].table is None
+    wrapped.leave()
+
+
+@at_servers(1)
+def test_a_checkpoint_names_its_tables(rank, world_size):
+    wrapped = wrapped_model("saved", table=psengine.ServerEmbedding(10, 4, lr=1.0))
+    file = io.BytesIO()
+    torch.save(wrapped.module.state_dict(), file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert state["table._extra_state"] == {"name": "table", "num_embeddings": 10, "embedding_dim": 4}
+    wrapped.module.load_state_dict(state)
+    model_of(table=psengine.ServerEmbedding(10, 4, lr=1.0)).load_state_dict(state)
+    with raises(ConfigurationError, "another table", "'num_embeddings': 11"):
+        model_of(table=psengine.ServerEmbedding(11, 4, lr=1.0)).load_state_dict(state)
+    wrapped.leave()
+
+
+def on_an_embedded_server(rank: int, world_size: int) -> None:
+    os.environ.pop("PSENGINE_SERVERS", None)
+    wrapped = psengine.DistributedDataParallel(model_of(table=psengine.ServerEmbedding(10, 4, lr=1.0, rule="average")))
+    with raises(ConfigurationError, "virtual"):
+        psengine.DistributedDataParallel(wrapped.module, strategy="sync:virtual_workers=2")
+    first = wrapped.module.table.rows(torch.arange(10))
+    assert first.std() > 0.5
+    wrapped.leave()
+    table = psengine.ServerEmbedding(10, 4, lr=1.0)
+    switched = psengine.DistributedDataParallel(model_of(table=table), strategy="async")
+    with raises(ConfigurationError, "tables on a server that the strategy has started"):
+        switched.switch_strategy("sync")
+    switched.leave()
+
+
+def test_tables_have_a_server_where_none_is_named():
+    run_ranks(on_an_embedded_server, 2)
