@@ -65,7 +65,7 @@ def jobs_view(overview: Overview, width: int) -> RenderableType:
     """Every job: what it is, its counters, its workers."""
     parts: list[RenderableType] = []
     for name, job in overview.jobs.items():
-        parts += [_headline(name, job), _counters(job), *_tables(job), workers_table(job, width)]
+        parts += [_headline(name, job), _counters(job), workers_table(job, width)]
         parts += [*_departed(job, overview.unix_s), Text()]
     if not overview.jobs and any(not report.error for report in overview.reports):
         parts = [Text("no job to show: a job begins when its first worker comes", style="dim"), Text()]
@@ -163,17 +163,12 @@ def _counters(job: JobStatus) -> Text:
         if getattr(job, name):
             style = "yellow" if name != "duplicates" else ""
             text.append(f"  {name.replace('_', ' ')} {getattr(job, name)}", style)
+    for name, rows in job.table_rows.items():
+        text.append(f"  table {name} of {rows} rows, {_megabytes(job.table_bytes[name])}")
     if job.staleness:
         half, most = percentile(job.staleness, 0.5), job.max_staleness
         text.append(f"  staleness p50 {half}, p99 {percentile(job.staleness, 0.99)}, most {most}")
     return text
-
-
-def _tables(job: JobStatus) -> list[Text]:
-    return [
-        Text(f"  table {name}  {rows} rows  {_megabytes(job.table_bytes[name])}  evicted {job.table_evicted[name]}")
-        for name, rows in job.table_rows.items()
-    ]
 
 
 def _departed(job: JobStatus, unix_s: float) -> list[Text]:

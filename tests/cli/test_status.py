@@ -146,6 +146,7 @@ def overview(facts=None, **changes):
     gone = departed(2, host="b", reason="evicted", unix_s=time.time() - 60, step=7)
     counters = {"applied": 100, "duplicates": 1, "late": 2, "non_finite": 3, "evicted": 1, "max_staleness": 2}
     counts = {"refused": {"not_finite": 3, "abstained": 7}, "staleness": {0: 1, 2: 9}}
+    counts |= {"table_rows": {"users": 40}, "table_bytes": {"users": 3_000_000}}
     rule = {"name": "apply", "max_staleness": 4}
     told = shard(*workers, name="a-job", rule=rule, expected_workers=3, departed=(gone,), **counters, **counts)
     told = replace(told, server=facts or ServerFacts())
@@ -166,6 +167,7 @@ def test_tables_fit_and_wide_ones_say_more(width):
     assert max(map(len, text.splitlines())) <= width
     assert "2 of 3 workers" in text
     assert "refused 3 (3 not_finite)" in re.sub(r"\s+", " ", text)
+    assert "table users of 40 rows, 3" in re.sub(r"\s+", " ", text)
     assert "staleness p50 2, p99 2, most 2" in re.sub(r"\s+", " ", text)
     assert "worker 2 on b is gone: evicted after step 7, 60s ago" in text
     header = next(line for line in text.splitlines() if line.startswith("rank"))

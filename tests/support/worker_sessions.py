@@ -26,7 +26,7 @@ def entered(
     session = WorkerSession(SessionOptions(addresses=addresses, rank=rank, **options))
     session.segments.reserve(1 << 20)
     session.start()
-    session.enter(specs or [spec(0, 4)], lambda one: torch.zeros(one.numel, dtype=one.dtype))
+    session.enter(specs or [spec(0, 4)], lambda one: None if one.table else torch.zeros(one.numel, dtype=one.dtype))
     return session
 
 

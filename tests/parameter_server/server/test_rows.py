@@ -131,6 +131,8 @@ def test_rows_asked_for_ahead_are_held_one_step_earlier():
     _tight, (worker,) = world_of(1, [table()], rule=APPLY | {"max_staleness": 0})
     (answer,) = worker.push_rows(0, 1, ids_of(3), row, ahead=1)
     assert answer.body["code"] == ErrorCode.BAD_VALUE
+    (answer,) = worker.push(0, 1, None, body={"ahead": 1})
+    assert answer.body["code"] == ErrorCode.BAD_VALUE
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

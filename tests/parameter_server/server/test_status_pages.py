@@ -110,6 +110,7 @@ def metrics():
     snapshot = SnapshotStatus(interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error="")
     workers = [worker(3, step=12, staleness={1: 9, 5: 1}, **TIMES), worker(4, step=14)]
     counts = {"refused": {"non_finite": 2}, "staleness": {0: 2, 64: 1}, "staleness_sum": 500}
+    counts |= {"table_rows": {"users": 7}, "table_bytes": {"users": 900}, "table_evicted": {"users": 3}}
     status = server_status(shard(*workers, name="j", **counts), snapshot=snapshot)
     return render_metrics(status)[1].decode()
 
@@ -124,6 +125,9 @@ def test_metrics_tell_of_workers(metrics):
         'psengine_job_workers{state="live",training_job="j"} 2.0',
         'psengine_staleness_bucket{le="+Inf",shard="0",training_job="j"} 3.0',
         'psengine_staleness_sum{shard="0",training_job="j"} 500.0',
+        'psengine_table_rows{shard="0",table="users",training_job="j"} 7.0',
+        'psengine_table_bytes{shard="0",table="users",training_job="j"} 900.0',
+        'psengine_table_evicted_total{shard="0",table="users",training_job="j"} 3.0',
     ):
         assert line in metrics, metrics
     # Prometheus would rename it: the label is its own, of what it scrapes.

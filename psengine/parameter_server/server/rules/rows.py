@@ -72,18 +72,18 @@ class Rows(Apply):
         ids, rows = unpack_rows(message, self.of.dim)
         if message.place is not None:
             ids = ids.clone()  # its worker could change them after they were checked
-        body = message.body
-        ahead = body.get("ahead", 0)
-        if self._max_staleness is not None and ahead > self._max_staleness:
+        new_rows, body = self._find_room(ids), message.body
+        return contribution._replace(ids=ids, values=rows, lr=body["lr"], divisor=body["divisor"], new_rows=new_rows)
+
+    @override
+    def push(self, contribution: Contribution) -> list[Reply]:
+        if self._max_staleness is not None and contribution.ahead > self._max_staleness:
             raise ProtocolError(
-                f"{self.spec.describe()}: rows are prefetched more steps ahead than the bound allows (expected at most"
-                f" {self._max_staleness}, got {ahead})",
+                f"{self.spec.describe()}: rows that are prefetched are one step staler (expected max_staleness of"
+                f" {contribution.ahead} or more, got {self._max_staleness})",
                 ErrorCode.BAD_VALUE,
             )
-        new_rows = self._find_room(ids)
-        return contribution._replace(
-            ids=ids, values=rows, lr=body["lr"], divisor=body["divisor"], ahead=ahead, new_rows=new_rows
-        )
+        return super().push(contribution)
 
     def _waiting(self) -> Sequence[Contribution]:
         """Those that are to be used together with the next one."""
@@ -123,12 +123,14 @@ class Rows(Apply):
 
     @override
     def _use(self, given: Sequence[Contribution]) -> None:
-        (one,) = given
-        assert one.ids is not None
-        assert one.values is not None
-        self._step_rows(one.ids, one.values, given)
-
-    def _step_rows(self, ids: torch.Tensor, gradients: torch.Tensor, given: Sequence[Contribution]) -> None:
+        """Gradients were divided by the number of workers then; others may have come to be merged."""
+        pairs = []
+        for one in given:
+            assert one.ids is not None
+            assert one.values is not None
+            scale = one.divisor / len(given)
+            pairs.append((one.ids, one.values if scale == 1.0 else one.values * scale))
+        ids, gradients = sum_by_row(pairs)
         self._make_room(ids)
         self.table.step(ids, gradients, given[0].lr * self._learning_rate_scale(given), self.version + 1)
         self._count(given)
@@ -189,10 +191,6 @@ class Rows(Apply):
         self.table.store(ids, rows, self.version)
 
     @override
-    def lent_places(self) -> int:
-        return 0
-
-    @override
     def size_bytes(self) -> int:
         return super().size_bytes() + self.table.size_bytes
 
@@ -231,16 +229,18 @@ class Rows(Apply):
     @override
     def restore(self, state: ChunkState) -> None:
         super().restore(state)
-        for place in (*(f"{generation}/{ROWS}" for generation in state.meta["earlier"]), ROWS):
-            if place + "ids" in state.tensors:
-                evicted, *rows = (state.tensors.pop(place + name) for name in _TENSORS)
-                self.table.store(gone := evicted.unique(), torch.empty(len(gone), self.of.dim), stamp=0)
-                self.table.evict(len(gone), gone[:0])  # the lowest stamps: those of pushes begin with 1
-                self.table.restore(*rows)
+        own = [ROWS] if ROWS + "ids" in state.tensors else []
+        for place in [*(f"{generation}/{ROWS}" for generation in state.meta["earlier"]), *own]:
+            evicted, *rows = (state.tensors.pop(place + name) for name in _TENSORS)
+            self.table.store(gone := evicted.unique(), torch.empty(len(gone), self.of.dim), stamp=0)
+            self.table.evict(len(gone), gone[:0])  # the lowest stamps: those of pushes begin with 1
+            self.table.restore(*rows)
 
 
 class MergedRows(Merge, Rows):
     """Under "merge". Gradients that are not finite are used, as native DDP uses them."""
+
+    _use = Rows._use
 
     @override
     def _waiting(self) -> Sequence[Contribution]:
@@ -249,14 +249,3 @@ class MergedRows(Merge, Rows):
     @override
     def _is_finite(self, contribution: Contribution) -> bool:
         return True
-
-    @override
-    def _use(self, given: Sequence[Contribution]) -> None:
-        """Gradients were divided by the number of workers at the time; others may have come to be merged."""
-        pairs = []
-        for one in given:
-            assert one.ids is not None
-            assert one.values is not None
-            is_exact = one.divisor == len(given)
-            pairs.append((one.ids, one.values if is_exact else one.values * (one.divisor / len(given))))
-        self._step_rows(*sum_by_row(pairs), given)

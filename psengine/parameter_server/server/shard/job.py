@@ -191,6 +191,7 @@ class Job(RuleContext):
             body.get("weight") if spec.kind is ChunkKind.PARAMETER else None,
             message.place is not None,
             body.get("held"),
+            ahead=body.get("ahead", 0),
         )
         if message.payload is not None:
             contribution = rule.received(message, contribution)

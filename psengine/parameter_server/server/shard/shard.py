@@ -16,6 +16,7 @@ from typing import Any
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings, too_many_jobs
 from psengine.parameter_server.server.log.records import Record, RecordKind
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.snapshots.files import JobState
@@ -289,7 +290,8 @@ class Shard:
         version, payload, body = job.read(message)
         answer = self._answer(MessageType.VALUES, message, sender, version=version, payload=payload, body=body)
         job.statistics.bytes_out += _payload_bytes(answer.message)
-        return [answer]
+        # Rows that were asked for are in memory of their own.
+        return [answer if message.payload is None else answer._replace(place=Place(answer.message.payload))]
 
     # ---- answers -----------------------------------------------------------------------------------------------
 

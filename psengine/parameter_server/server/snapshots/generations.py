@@ -82,10 +82,7 @@ class Generations:
 
     def kept_rows(self) -> set[int]:
         """Generations of this life whose rows are there, so that the next one can go on from them."""
-        with suppress(OSError):
-            if self.disk.is_locked():
-                return self._written.intersection(self._numbers(_ROWS_NAME))
-        return set()
+        return self._written.intersection(self._numbers(_ROWS_NAME)) if self.disk.is_locked() else set()
 
     @property
     def newest(self) -> int | None:
