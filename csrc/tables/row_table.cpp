@@ -29,7 +29,7 @@ constexpr unsigned kFirstIndexBits = 8;
 // Ids are looked up together: the memory of all of them is on its way when the first is compared.
 constexpr size_t kGroup = 32;
 // Rows are fetched this far before they are used; of a long one the processor fetches the rest by itself.
-constexpr size_t kRowsAhead = 8;
+constexpr size_t kRowsAhead = 16;
 constexpr size_t kFetchedNumel = 128;
 constexpr size_t kCacheLineNumel = 16;
 // Square roots of as many elements at once: few calls of torch, and they stay in the second-level cache.
@@ -83,45 +83,39 @@ RowTable::RowTable(uint64_t dim, RowOptimizer optimizer, double epsilon, uint64_
 
 // ---- memory
 
-RowTable::Memory RowTable::allocate(size_t bytes, bool is_large) {
-  bytes = (bytes + kLargePageBytes - 1) / kLargePageBytes * kLargePageBytes;
-  Memory memory(static_cast<char*>(std::aligned_alloc(kLargePageBytes, bytes)));
+void RowTable::add_block() {
+  const size_t bytes = ((slot_bytes() << block_bits_) + kLargePageBytes - 1) / kLargePageBytes * kLargePageBytes;
+  Memory memory(static_cast<char*>(std::aligned_alloc(kLargePageBytes, bytes)), &std::free);
   if (!memory) throw std::bad_alloc();
 #if defined(__linux__)
-  if (is_large) madvise(memory.get(), bytes, MADV_HUGEPAGE);
+  // The first one has small pages: most tables of a test are small.
+  if (!blocks_.empty()) madvise(memory.get(), bytes, MADV_HUGEPAGE);
 #endif
-  return memory;
+  float* const rows = reinterpret_cast<float*>(memory.get());
+  float* const states = rows + (dim_ << block_bits_);
+  Head* const heads = reinterpret_cast<Head*>(states + (state_numel_ << block_bits_));
+  blocks_.push_back({std::move(memory), rows, states, heads});
 }
 
 void RowTable::enlarge_index(unsigned bits) {
-  const size_t bytes = sizeof(uint64_t) << bits, former_size = index_ == nullptr ? 0 : size_t(1) << index_bits_;
-  Memory memory = allocate(bytes, bytes >= kLargePageBytes);
-  const uint64_t* const former = index_;
-  index_ = static_cast<uint64_t*>(std::memset(memory.get(), 0, bytes));
+  std::vector<uint64_t> former(size_t(1) << bits);
+  former.swap(index_);
   index_bits_ = bits;
-  for (size_t i = 0; i < former_size; ++i) {
-    if (former[i] == 0) continue;
-    size_t place = home_of(former[i] >> 32);
+  for (const uint64_t entry : former) {
+    if (entry == 0) continue;
+    size_t place = home_of(entry >> 32);
     while (index_[place] != 0) place = after(place);
-    index_[place] = former[i];
+    index_[place] = entry;
   }
-  index_memory_ = std::move(memory);
 }
 
 // Memory for `count` further rows, before anything is changed.
 void RowTable::reserve(size_t count) {
   const size_t slots = slots_used_ + count - std::min(count, free_.size());
   if (slots > kMostSlots) throw std::length_error("a part of a table holds fewer than 2^31 rows");
-  while (blocks_.size() << block_bits_ < slots) {
-    // The first one has small pages: most tables of a test are small.
-    Memory memory = allocate(slot_bytes() << block_bits_, !blocks_.empty());
-    float* const rows = reinterpret_cast<float*>(memory.get());
-    float* const states = rows + (dim_ << block_bits_);
-    Head* const heads = reinterpret_cast<Head*>(states + (state_numel_ << block_bits_));
-    blocks_.push_back({std::move(memory), rows, states, heads});
-  }
+  while (blocks_.size() << block_bits_ < slots) add_block();
   unsigned bits = index_bits_;
-  while (2 * (rows() + count) > size_t(1) << bits) ++bits;
+  while (2 * (rows() + count) > uint64_t(1) << bits) ++bits;
   if (bits > index_bits_) enlarge_index(bits);
 }
 
@@ -179,7 +173,7 @@ void RowTable::find_or_insert(const int64_t* ids, size_t count) {
 void RowTable::erase(uint32_t slot) {
   const int64_t id = head(slot).id;
   size_t hole = place_of(tag_of(id), id);
-  const size_t mask = (size_t(1) << index_bits_) - 1;
+  const size_t mask = index_.size() - 1;
   for (size_t next = after(hole); index_[next] != 0; next = after(next)) {
     const size_t home = home_of(index_[next] >> 32);
     if (((next - home) & mask) < ((next - hole) & mask)) continue;  // it must not go before its home
@@ -217,7 +211,7 @@ void RowTable::gather(const int64_t* ids, uint64_t count, float* out) {
     if (found_[i] == kAbsent) {
       draw(ids[i], out + i * dim_);
     } else {
-      std::memcpy(out + i * dim_, row(found_[i]), dim_ * sizeof(float));
+      std::copy_n(row(found_[i]), dim_, out + i * dim_);
     }
   }
 }
@@ -232,8 +226,8 @@ void RowTable::store(const int64_t* ids, uint64_t count, const float* rows, cons
   find_or_insert(ids, count);
   for (size_t i = 0; i < count; ++i) {
     head(found_[i]).stamp = stamps[i];
-    std::memcpy(row(found_[i]), rows + i * dim_, dim_ * sizeof(float));
-    std::memcpy(state(found_[i]), states + i * state_numel_, state_numel_ * sizeof(float));
+    std::copy_n(rows + i * dim_, dim_, row(found_[i]));
+    std::copy_n(states + i * state_numel_, state_numel_, state(found_[i]));
   }
   oldest_.clear();
 }
@@ -283,8 +277,8 @@ uint64_t RowTable::read(uint64_t begin, uint64_t end, uint64_t least_stamp, int6
     if (ids != nullptr) {
       ids[done] = head(slot).id;
       stamps[done] = head(slot).stamp;
-      std::memcpy(rows + done * dim_, row(slot), dim_ * sizeof(float));
-      std::memcpy(states + done * state_numel_, state(slot), state_numel_ * sizeof(float));
+      std::copy_n(row(slot), dim_, rows + done * dim_);
+      std::copy_n(state(slot), state_numel_, states + done * state_numel_);
     }
     ++done;
   }
@@ -360,7 +354,7 @@ uint64_t sum_rows(const std::vector<RowRun>& runs, uint64_t dim, int64_t* ids, f
       if (next[r] == runs[r].count || runs[r].ids[next[r]] != ids[done]) continue;
       const float* const row = runs[r].rows + next[r]++ * dim;
       if (std::exchange(is_first, false)) {
-        std::memcpy(sum, row, dim * sizeof(float));
+        std::copy_n(row, dim, sum);
       } else {
         kernels().add_to_row(sum, row, dim, 1.0f);
       }

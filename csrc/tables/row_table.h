@@ -27,7 +27,7 @@ class RowTable {
 
   uint64_t rows() { return slots_used_ - free_.size(); }
   uint64_t slots() { return slots_used_; }  // with those that are free again
-  uint64_t size_bytes() { return slots_used_ * slot_bytes() + (sizeof(uint64_t) << index_bits_); }
+  uint64_t size_bytes() { return slots_used_ * slot_bytes() + index_.size() * sizeof(uint64_t); }
 
   void gather(const int64_t* ids, uint64_t count, float* out);
   uint64_t count_absent(const int64_t* ids, uint64_t count);
@@ -47,10 +47,7 @@ class RowTable {
                 int64_t* stamps);
 
  private:
-  struct FreeMemory {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  using Memory = std::unique_ptr<char, FreeMemory>;
+  using Memory = std::unique_ptr<char, void (*)(void*)>;
   struct Head {
     int64_t id;     // kNoRow: the slot is free
     int64_t stamp;  // of the row's last push
@@ -70,10 +67,10 @@ class RowTable {
 
   uint32_t tag_of(int64_t id) const { return uint32_t(siphash(hash_key_, uint64_t(id)) >> 32); }
   size_t home_of(uint64_t tag) const { return tag >> (32 - index_bits_); }
-  size_t after(size_t place) const { return (place + 1) & ((size_t(1) << index_bits_) - 1); }
+  size_t after(size_t place) const { return (place + 1) & (index_.size() - 1); }
   size_t place_of(uint32_t tag, int64_t id) const;
 
-  static Memory allocate(size_t bytes, bool is_large);
+  void add_block();
   void enlarge_index(unsigned bits);
   void reserve(size_t count);
   void find(const int64_t* ids, size_t count);
@@ -97,8 +94,7 @@ class RowTable {
 
   // Open addressing. An entry: upper half of the id's hash (tag), whose own upper bits say where it belongs (home), and
   // the row's slot plus 1; 0 where there is none. At most half of all places have one.
-  Memory index_memory_;
-  uint64_t* index_ = nullptr;
+  std::vector<uint64_t> index_;
   unsigned index_bits_ = 0;
 
   std::vector<uint32_t> found_;  // slots of the call's rows

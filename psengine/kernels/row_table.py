@@ -65,41 +65,29 @@ class RowTable:
 
     def gather(self, ids: Tensor, out: Tensor) -> None:
         """Write the rows of ``ids`` to ``out`` ([n, dim], mutated); absent rows are computed and stay absent."""
-        count = ids.numel()
-        addresses = (_checked(ids, torch.int64, count), count, _checked(out, torch.float32, count, self.dim))
-        native.extension.row_table_gather(self._table, *addresses)
+        native.extension.row_table_gather(self._table, *_ids(ids), _floats(out, len(ids), self.dim))
 
     def count_absent(self, ids: Tensor) -> int:
         """How many of ``ids`` have no row."""
-        count = ids.numel()
-        return int(native.extension.row_table_count_absent(self._table, _checked(ids, torch.int64, count), count))
+        return int(native.extension.row_table_count_absent(self._table, *_ids(ids)))
 
     def step(self, ids: Tensor, gradients: Tensor, lr: float, stamp: int) -> None:
         """Step the rows of ``ids`` (ascending, none twice) with ``gradients``; absent rows exist from now on.
 
         ``stamp``, not negative, is from now on that of each of these rows.
         """
-        count = ids.numel()
-        addresses = (_checked(ids, torch.int64, count), count, _checked(gradients, torch.float32, count, self.dim))
-        native.extension.row_table_step(self._table, *addresses, lr, stamp)
+        rows = _floats(gradients, len(ids), self.dim)
+        native.extension.row_table_step(self._table, *_ids(ids), rows, lr, stamp)
 
     def store(self, ids: Tensor, rows: Tensor, stamp: int, states: Tensor | None = None) -> None:
         """Overwrite or insert rows; state is 0 without ``states`` ([n, state_numel])."""
-        if states is None:
-            states = torch.zeros(ids.numel(), self.state_numel)
-        self.restore(ids, rows, states, torch.full((ids.numel(),), stamp, dtype=torch.int64))
+        states = torch.zeros(len(ids), self.state_numel) if states is None else states
+        self.restore(ids, rows, states, torch.full((len(ids),), stamp))
 
     def restore(self, ids: Tensor, rows: Tensor, states: Tensor, stamps: Tensor) -> None:
         """Overwrite or insert rows as ``changed_since`` returned them."""
-        count = ids.numel()
-        native.extension.row_table_store(
-            self._table,
-            _checked(ids, torch.int64, count),
-            count,
-            _checked(rows, torch.float32, count, self.dim),
-            _checked(states, torch.float32, count, self.state_numel),
-            _checked(stamps, torch.int64, count),
-        )
+        values = (_floats(rows, len(ids), self.dim), _floats(states, len(ids), self.state_numel))
+        native.extension.row_table_store(self._table, *_ids(ids), *values, _address(stamps, torch.int64, len(ids)))
 
     def evict(self, count: int, keep: Tensor) -> Tensor:
         """Remove up to ``count`` rows, those of the lowest stamps and then ids, but none of ``keep`` (ascending).
@@ -107,9 +95,7 @@ class RowTable:
         Returns the ids that went, in this order.
         """
         gone = torch.empty(min(count, self.rows), dtype=torch.int64)
-        kept = _checked(keep, torch.int64, keep.numel())
-        address = gone.data_ptr()
-        return gone[: native.extension.row_table_evict(self._table, gone.numel(), kept, keep.numel(), address)]
+        return gone[: native.extension.row_table_evict(self._table, len(gone), *_ids(keep), gone.data_ptr())]
 
     def changed_since(self, stamp: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Copies of ids, rows, states and stamps of all rows with a later stamp; -1: of all rows."""
@@ -136,9 +122,8 @@ def part_of(ids: Tensor, parts: int, seed: int) -> Tensor:
     """The part, below ``parts``, that has each row: int64. SipHash-1-3, on every machine alike."""
     if not 0 < parts < 2**32:
         raise ValueError(f"a table has 1 to 2**32 - 1 parts (got {parts})")
-    found = torch.empty(ids.numel(), dtype=torch.int64)
-    address = _checked(ids, torch.int64, ids.numel())
-    native.extension.find_parts(address, ids.numel(), parts, seed % 2**_KEY_BITS, found.data_ptr())
+    found = torch.empty(len(ids), dtype=torch.int64)
+    native.extension.find_parts(*_ids(ids), parts, seed % 2**_KEY_BITS, found.data_ptr())
     return found
 
 
@@ -153,9 +138,8 @@ def sum_by_row(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     dim = pairs[0][1].shape[1]
     runs: list[int] = []
     for ids, rows in pairs:
-        count = ids.numel()
-        runs += [_checked(ids, torch.int64, count), count, _checked(rows, torch.float32, count, dim)]
-    most = sum(ids.numel() for ids, _ in pairs)
+        runs += [*_ids(ids), _floats(rows, len(ids), dim)]
+    most = sum(len(ids) for ids, _ in pairs)
     found, total = torch.empty(most, dtype=torch.int64), torch.empty(most, dim)
     count = native.extension.sum_rows(runs, dim, found.data_ptr(), total.data_ptr())
     return found[:count], total[:count]
@@ -163,14 +147,21 @@ def sum_by_row(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def first_not_finite(rows: Tensor) -> int:
     """Which of ``rows`` [n, dim] is the first with NaN or infinity; -1 where all are finite."""
-    address = _checked(rows, torch.float32, *rows.shape)
-    if native.extension.all_finite(0, rows.numel(), address):
+    if native.extension.all_finite(0, rows.numel(), _floats(rows, *rows.shape)):
         return -1
     return int(rows.isfinite().all(dim=1).logical_not_().to(torch.uint8).argmax())
 
 
-def _checked(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    """The tensor's address, for native code."""
+def _ids(ids: Tensor) -> tuple[int, int]:
+    return _address(ids, torch.int64, ids.numel()), ids.numel()
+
+
+def _floats(values: Tensor, *shape: int) -> int:
+    return _address(values, torch.float32, *shape)
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """Where native code finds a tensor of this kind."""
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0
     if tensor.dtype is not dtype or tensor.shape != shape or not is_plain:
         raise ValueError(
