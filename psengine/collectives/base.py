@@ -13,13 +13,18 @@ is there. W is the world size, n the numel of the tensor that is named first::
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 
 from psengine.collectives.contributions import cut
+
+# How often waits that cannot be interrupted look whether they should be.
+LOOK_S = 0.02
 
 
 class Work(ABC):
@@ -68,6 +73,36 @@ class DeferredWork(Work):
         if is_over:
             self._finish()
         return is_over
+
+
+class BlockingWork(Work):
+    """Work that is done by the wait: ``finish`` is called. Where the wait may be interrupted, a thread calls it, which
+    then may be left behind.
+    """
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Call it."""
+        self._finish()
+
+    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
+        """Have a thread call it."""
+        finished: Future[object] = Future()
+
+        def finish() -> None:
+            try:
+                finished.set_result(self._finish())
+            except BaseException as error:
+                finished.set_exception(error)
+
+        threading.Thread(target=finish, name="psengine-wait", daemon=True).start()
+        while not wait([finished], LOOK_S).done:
+            if is_interrupted():
+                return False
+        finished.result()
+        return True
 
 
 class Intermediate(Work):

@@ -15,7 +15,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +22,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from psengine.collectives.base import Collective
-from psengine.collectives.c10d import INTERRUPTIBLE_SLICE_S, C10dCollective
+from psengine.collectives.base import BlockingWork, Collective
+from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.environment.variables import read_variable
 from psengine.errors import CollectiveError
@@ -108,31 +107,24 @@ def form_collective(
     Raises:
         CollectiveError: some rank did not come, or died meanwhile.
     """
-    formed: Future[Collective] = Future()
+    made: list[Collective] = []
     is_left = threading.Event()
-    group: list[OwnGroup] = []
 
     def form() -> None:
-        try:
-            group.append(OwnGroup(store, name, rank, world_size, timeout_s, host))
-            collective: Collective = group[0]
-            if shares_memory and world_size > 1:
-                collective = SharedMemoryCollective(group[0], is_required=False)
-            if is_left.is_set():
-                collective.abandon()
-            collective.connect()
-            formed.set_result(collective)
-        except BaseException as error:
-            formed.set_exception(error)
+        group = OwnGroup(store, name, rank, world_size, timeout_s, host)
+        made.append(group)
+        if shares_memory and world_size > 1:
+            made.append(SharedMemoryCollective(group, is_required=False))
+        if is_left.is_set():
+            made[-1].abandon()
+        made[-1].connect()
 
-    threading.Thread(target=form, name="psengine-form-group", daemon=True).start()
-    while not wait([formed], INTERRUPTIBLE_SLICE_S).done:
-        if is_interrupted():
-            is_left.set()
-            for made in group:
-                made.abandon()
-            return None
-    return formed.result()
+    if BlockingWork(form).wait_unless(is_interrupted):
+        return made[-1]
+    is_left.set()
+    for group in made[:1]:  # then the thread comes to its end
+        group.abandon()
+    return None
 
 
 def _listen(host: str) -> tuple[Any, Address]:

@@ -24,7 +24,6 @@ from psengine.parameter_server.server.log import disk as disk_module
 from psengine.protocol.views import View
 from psengine.strategies.elastic import checkpoints, coordinated
 from psengine.strategies.elastic.coordinated import FORM_S, CoordinatedMembership
-from psengine.strategies.elastic.guarded import GuardedCollective
 from psengine.strategies.elastic.membership import Group
 from psengine.strategies.elastic.player import Player
 from simulation.baton import Baton
@@ -230,7 +229,7 @@ class SimulatedMembership(CoordinatedMembership):
             raise CollectiveError("somebody did not come")
         here = {worker: group.processes[place] for place, worker in enumerate(workers) if process.shares_host(worker)}
         self._processes = {worker: other.number for worker, other in here.items()}
-        return GuardedCollective(SimulatedCollective(group, rank), lambda: job.has_news)
+        return SimulatedCollective(group, rank)
 
 
 def simulated_machine(world) -> ExitStack:

@@ -22,7 +22,7 @@ def member(address: str, rank: int) -> tuple[ServerSums, torch.Tensor]:
     """One of two, and its bucket's memory; contribution v is v + 1."""
     inner = SoloCollective()
     inner.rank = rank
-    sums = ServerSums(inner, SessionOptions(addresses=[address]), len(OWNERS), 7, lambda: False)
+    sums = ServerSums(inner, SessionOptions(addresses=[address]), len(OWNERS), 7)
     mine = [virtual_worker for virtual_worker, (owner, _) in enumerate(OWNERS) if owner == rank]
     memory = sums.allocate((1 + len(mine)) * 2, torch.float32, torch.device("cpu")).view(-1, 2)
     for row, virtual_worker in enumerate(mine, 1):

@@ -45,16 +45,15 @@ class Parking:
         self.process_id = os.getpid()
         self._changed = threading.Condition()
 
-    def park(self, request: Request, also: Sequence[Request], most_s: float = math.inf) -> None:
-        """Wait until ``request`` is done, or one of ``also`` failed, or ``most_s`` have passed."""
-        until_s = self.now_s() + most_s
+    def park(self, request: Request, also: Sequence[Request]) -> None:
+        """Wait until ``request`` is done, or one of ``also`` failed."""
         if os.getpid() != self.process_id:
             raise forked_error()
         with self._changed:
             # Said before this looks: the I/O thread sets is_done first, and looks whether to wake second.
             request.is_awaited = True
-            while not request.is_done and not any(other.error for other in also) and self.now_s() < until_s:
-                wait_s = max(0.0, min(until_s, request.deadline_s + WAITER_PATIENCE_S) - self.now_s())
+            while not request.is_done and not any(other.error for other in also):
+                wait_s = max(0.0, request.deadline_s + WAITER_PATIENCE_S - self.now_s())
                 # The deadline moves while answers arrive.
                 if not self._changed.wait(wait_s) and self.now_s() >= request.deadline_s + WAITER_PATIENCE_S:
                     raise ServerError(
@@ -272,10 +271,8 @@ class Push(Request):
         return result
 
 
-def wait_all(requests: Sequence[Request], most_s: float = math.inf) -> bool:
-    """Wait for all of them, or ``most_s``; whether they are done. The first failure is raised at once, like that of
-    ``Request.wait``.
-    """
+def wait_all(requests: Sequence[Request]) -> None:
+    """Wait for all of them. The first failure is raised at once, like that of ``Request.wait``."""
     pushes = [request for request in requests if isinstance(request, Push)]
     for push in pushes:
         if not push.step.is_ended:
@@ -283,12 +280,9 @@ def wait_all(requests: Sequence[Request], most_s: float = math.inf) -> bool:
     # From the back: the last question is mostly answered last, so this mostly waits once.
     for request in reversed(requests):
         if not request.is_done:
-            request.parking.park(request, requests, most_s)
-            if most_s < math.inf:
-                break
+            request.parking.park(request, requests)
     for push in pushes:
         push.conclude()
     for request in requests:
         if request.error is not None:
             raise request.error.with_traceback(None)
-    return all(request.is_done for request in requests)

@@ -160,9 +160,8 @@ class CoordinatedMembership(Membership):
                 has_failed = True
                 continue
             if self._sums_at_servers:
-                options, count = self._entered.options, self._virtual_workers
-                collective = ServerSums(collective, options, count, view.number, lambda: self.has_news)
-            self._collective = collective
+                collective = ServerSums(collective, self._entered.options, self._virtual_workers, view.number)
+            self._collective = collective = GuardedCollective(collective, lambda: self.has_news)
             states = zip(view.members, view.states, strict=True)
             members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)
             return Group(members=members, collective=collective)
@@ -228,7 +227,7 @@ class CoordinatedMembership(Membership):
         collective = form_collective(store, name, rank, len(workers), timeout_s, is_interrupted, host=own)
         if collective is None and not job.has_news:
             raise CollectiveError(f"workers {workers} did not all connect to each other within {FORM_S:g} s")
-        return None if collective is None else GuardedCollective(collective, lambda: job.has_news)
+        return collective
 
 
 def _own_address(host: str) -> str:

@@ -10,9 +10,6 @@ from psengine.collectives.base import Collective, Intermediate, Work
 from psengine.collectives.forwarding import Forwarding
 from psengine.errors import CollectiveError
 
-# How often waits that cannot be interrupted look whether the group is to change.
-LOOK_S = 0.02
-
 
 class GuardedCollective(Forwarding):
     """Passes operations on to ``inner``; a wait raises CollectiveError soon after ``has_news`` returns True."""

@@ -299,7 +299,6 @@ class Player:
     def packed(self, part: Part, bucket: Bucket) -> None:
         """A bucket of the batch that is played is packed."""
         try:
-            # After a failure none begins: a group's first exchange may set up what the others need.
             part.packed(bucket, begins=self._has_begun and self._error is None)
         except CollectiveError as error:
             self._error = error

@@ -13,17 +13,13 @@ Where one is missing, or a server, a CollectiveError is raised, and another grou
 
 from __future__ import annotations
 
-import itertools
-import threading
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 
 import torch
 from typing_extensions import override
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import BlockingWork, Collective, CompletedWork, Intermediate, Work
 from psengine.collectives.forwarding import Forwarding
 from psengine.errors import CollectiveError, ServerLostError, ServerRefusedError
 from psengine.parameter_server.client.operation import Push, wait_all
@@ -32,7 +28,6 @@ from psengine.parameter_server.client.partition import TensorImage, cut_images
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
-from psengine.strategies.elastic.guarded import LOOK_S, GuardedWork
 
 RULE = {"name": "average", "quorum": None}
 # Jobs of successive groups have different names, because one is over only at the end of a dead worker's lease. A name
@@ -53,26 +48,18 @@ class ServerSums(Forwarding):
         options: of this worker's client of the elastic job.
         virtual_workers: how many there are.
         view: number of the group's view.
-        has_news: see ``GuardedCollective``.
     """
 
-    def __init__(
-        self,
-        inner: Collective,
-        options: SessionOptions,
-        virtual_workers: int,
-        view: int,
-        has_news: Callable[[], bool],
-    ) -> None:
+    def __init__(self, inner: Collective, options: SessionOptions, virtual_workers: int, view: int) -> None:
         super().__init__(inner)
         job = f"{options.job}.sums.{view % NAMES}"
         self._options = replace(options, job=job, rule=RULE, run="", nonce=None, world_size=virtual_workers)
-        self._has_news = has_news
         self._allocated: list[torch.Tensor] = []
-        # By address of a bucket's memory, its chunks: (spec, first element, end).
-        self._chunks: dict[int, list[tuple[ChunkSpec, int, int]]] = {}
+        # By address of a bucket's memory, its chunks.
+        self._chunks: dict[int, list[ChunkSpec]] = {}
         # Of this worker's virtual workers, in the order of rows.
         self._sessions: list[WorkerSession] = []
+        self._has_entered = False
 
     @override
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -85,17 +72,28 @@ class ServerSums(Forwarding):
     def sum_contributions(
         self, memory: torch.Tensor, owners: Sequence[tuple[int, int]], *, what: str = "contributions"
     ) -> Generator[Work, None, None]:
-        """The average of all contributions; the first call in a group blocks until its job has begun."""
+        """The average of all contributions. A group's first exchange waits until its job has begun, and so do those
+        that begin meanwhile.
+        """
         if not self._sessions:
-            self._begin([v for v, (rank, _) in enumerate(owners) if rank == self.rank])
+            specs = self._lay_out(rows=len(memory))
+            ranks = [virtual_worker for virtual_worker, (rank, _) in enumerate(owners) if rank == self.rank]
+            self._sessions = [WorkerSession(replace(self._options, rank=rank)) for rank in ranks]
+            yield Intermediate(self._asking(lambda: self._enter(specs)))
+            # A process that stood still may come to the next job of a name, instead of one of this group.
+            yield Intermediate(self.inner.barrier())
+            self._has_entered = True
+        elif not self._has_entered:
+            yield Intermediate(CompletedWork())
         chunks = self._chunks[memory.data_ptr()]
         pushes = [
-            [session.push(spec.key, row[start:end], ()) for spec, start, end in chunks]
+            session.push(spec.key, _part(row, spec), ())
             for session, row in zip(self._sessions, memory[1:], strict=True)
+            for spec in chunks
         ]
-        yield GuardedWork(_Averages([push for row in pushes for push in row], len(owners), what), self._has_news)
-        for push, (_, start, end) in zip(pushes[0], chunks, strict=True):
-            memory[0][start:end].copy_(push.wait().payload)
+        yield self._asking(lambda: _wait_for_averages(pushes, len(owners), what))
+        for push, spec in zip(pushes, chunks, strict=False):  # those of the first row
+            _part(memory[0], spec).copy_(push.wait().payload)
 
     @override
     def abandon(self) -> None:
@@ -103,99 +101,53 @@ class ServerSums(Forwarding):
             session.abandon()
         super().abandon()
 
-    def _begin(self, virtual_workers: Sequence[int]) -> None:
-        """Have these take part in the group's job."""
-        specs = self._lay_out(rows=1 + len(virtual_workers))
-        entered = []
-        for virtual_worker in virtual_workers:
-            self._sessions.append(WorkerSession(replace(self._options, rank=virtual_worker)))
-            entered.append(_enter(self._sessions[-1], specs))
-        GuardedWork(_Entered(entered), self._has_news).wait()
-        # A process that stood still may come to the next job of a name, instead of one of this group.
-        self.inner.barrier().wait()
-
     def _lay_out(self, *, rows: int) -> list[ChunkSpec]:
         """The chunks of all buckets, which are alike on all workers."""
         specs: list[ChunkSpec] = []
         for index, memory in enumerate(self._allocated):
-            row = memory.view(rows, -1)[0]
-            images, servers = {f"bucket {index}": TensorImage(row)}, len(self._options.addresses)
-            of_bucket = cut_images(ChunkKind.PARAMETER, images, row.dtype, len(specs), servers=servers)
-            ends = list(itertools.accumulate(spec.numel for spec in of_bucket))
-            self._chunks[memory.data_ptr()] = list(zip(of_bucket, [0, *ends], ends, strict=False))
-            specs += of_bucket
+            row, servers = memory.view(rows, -1)[0], len(self._options.addresses)
+            images = {f"bucket {index}": TensorImage(row)}
+            self._chunks[memory.data_ptr()] = cut_images(
+                ChunkKind.PARAMETER, images, row.dtype, len(specs), servers=servers
+            )
+            specs += self._chunks[memory.data_ptr()]
         self._allocated.clear()
         return specs
 
-
-def _enter(session: WorkerSession, specs: Sequence[ChunkSpec]) -> Future[None]:
-    """Begin to take part in a job without values, in a thread: each of these waits for the others."""
-    entered: Future[None] = Future()
-
-    def enter() -> None:
-        try:
-            session.start()
+    def _enter(self, specs: Sequence[ChunkSpec]) -> None:
+        """Have all virtual workers of this worker take part in the group's job, which has no values of its own."""
+        for session in self._sessions:
+            session.start()  # all of them, because the job waits for each
+        for session in self._sessions:
             session.enter(specs, lambda spec: None)
-            entered.set_result(None)
-        except BaseException as error:
-            entered.set_exception(error)
 
-    threading.Thread(target=enter, name="psengine-enter", daemon=True).start()
-    return entered
+    def _asking(self, ask: Callable[[], None]) -> Work:
+        """``ask`` servers, which blocks; where another group may succeed, a failure is that of this one."""
 
+        def ask_them() -> None:
+            try:
+                ask()
+            except (ServerLostError, ServerRefusedError) as error:
+                if isinstance(error, ServerRefusedError) and error.code not in _TRANSIENT:
+                    raise
+                raise CollectiveError(f"the servers did not sum contributions: {error}") from error
 
-class _ServerWork(Work):
-    """Requests to servers; ``_look`` waits for them, ``LOOK_S`` at most, and returns whether all are answered."""
-
-    @abstractmethod
-    def _look(self) -> bool: ...
-
-    @override
-    def wait(self) -> None:
-        self.wait_unless(lambda: False)
-
-    @override
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
-        try:
-            while not self._look():
-                if is_interrupted():
-                    return False
-            return True
-        except (ServerLostError, ServerRefusedError) as error:
-            if isinstance(error, ServerRefusedError) and error.code not in _TRANSIENT:
-                raise
-            raise CollectiveError(f"the servers did not sum contributions: {error}") from error
+        return BlockingWork(ask_them)
 
 
-class _Entered(_ServerWork):
-    """All of a worker's sessions take part."""
-
-    def __init__(self, entered: Sequence[Future[None]]) -> None:
-        self._entered = entered
-
-    @override
-    def _look(self) -> bool:
-        done = wait(self._entered, LOOK_S, FIRST_EXCEPTION).done
-        for one in done:
-            one.result()
-        return len(done) == len(self._entered)
+def _part(row: torch.Tensor, spec: ChunkSpec) -> torch.Tensor:
+    """The elements of a bucket's row that are in a chunk."""
+    (segment,) = spec.segments
+    return row[segment.start : segment.start + segment.numel]
 
 
-class _Averages(_ServerWork):
-    """The averages of a bucket's chunks, of all virtual workers."""
-
-    def __init__(self, pushes: Sequence[Push], virtual_workers: int, what: str) -> None:
-        self._pushes, self._virtual_workers, self._what = pushes, virtual_workers, what
-
-    @override
-    def _look(self) -> bool:
-        if not wait_all(self._pushes, LOOK_S):
-            return False
-        for push in self._pushes:
-            count = push.wait().body.get("contributors")
-            if count != self._virtual_workers:
-                raise CollectiveError(
-                    f"{self._what}: servers averaged without some virtual workers, whose workers were silent for longer"
-                    f" than their lease (expected {self._virtual_workers} contributions, got {count})"
-                )
-        return True
+def _wait_for_averages(pushes: Sequence[Push], virtual_workers: int, what: str) -> None:
+    """Raise CollectiveError unless all virtual workers are in each average."""
+    wait_all(pushes)
+    for push in pushes:
+        count = push.wait().body.get("contributors")
+        if count != virtual_workers:
+            raise CollectiveError(
+                f"{what}: servers averaged without some virtual workers, whose workers were silent for longer than"
+                f" their lease (expected {virtual_workers} contributions, got {count})"
+            )
