@@ -103,7 +103,8 @@ AnyRule = Average | Merge | Apply
 class Hello(Body):
     """HELLO. Without ``rule`` it only reserves a rank. ``view`` and what follows: of a process that was in a view.
 
-    ``checkpoint``: the step of the newest checkpoint that an "elastic" worker can load.
+    ``checkpoint``: the step of the newest checkpoint that an "elastic" worker can load; ``processes``: a word for the
+    processes among which ``pid`` is its number.
     """
 
     job: bounds.JobName
@@ -115,6 +116,7 @@ class Hello(Body):
     world_size: bounds.Workers | UnsetType = UNSET
     rule: AnyRule | Elastic | UnsetType = UNSET
     checkpoint: bounds.Counted | UnsetType = UNSET
+    processes: bounds.Label | UnsetType = UNSET
     view: View | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
     completed: bounds.Counted | UnsetType = UNSET

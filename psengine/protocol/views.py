@@ -51,10 +51,14 @@ class MemberState(Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
     Attributes:
         completed: the last step of which it has the averages; None: it has no state.
         checkpoint: the step of the newest checkpoint that it can load; 0 none.
+        host, pid, processes: where it runs, as its HELLO said.
     """
 
     completed: Counted | None
     checkpoint: Counted
+    host: Label = ""
+    pid: Unsigned = 0
+    processes: Label = ""
 
 
 class Release(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -23,7 +23,7 @@ from psengine.protocol.views import (
 )
 
 KEY, OTHER = bytes(range(32)), bytes(32)
-STATES = MemberState(8, 4), MemberState(None, 0)
+STATES = MemberState(8, 4, "host", 5, "processes"), MemberState(None, 0)
 RELEASES = (Release(6, 8, ((0, 8), (2, 7))), Release(7, 4))
 VIEW = View(
     3, 2**64 - 1, (ViewMember(0, 2**64 - 1, "", 1), ViewMember(2, 5, "key", 9)), (7, 8), 9, 2, 0, 8, (1, 3), RELEASES

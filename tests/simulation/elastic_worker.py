@@ -208,7 +208,7 @@ class SimulatedMembership(CoordinatedMembership):
         return stepped.result
 
     @override
-    def _form(self, view: View) -> Collective | None:
+    def _form(self, view: View) -> Collective:
         process, job = self._process, self._entered
         group = process.world.groups.of(view)
         workers = [member.rank for member in view.members]
@@ -224,11 +224,7 @@ class SimulatedMembership(CoordinatedMembership):
         process.park(is_over)
         if not formed or rank in group.failed:
             group.leave(rank)
-            if job.has_news:
-                return None
             raise CollectiveError("somebody did not come")
-        here = {worker: group.processes[place] for place, worker in enumerate(workers) if process.shares_host(worker)}
-        self._processes = {worker: other.number for worker, other in here.items()}
         return SimulatedCollective(group, rank)
 
 

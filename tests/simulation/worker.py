@@ -63,7 +63,8 @@ class WorkerProcess:
             now_s=lambda: clock.now_s,
             connect=lambda _: self,
             host=lambda: "node",
-            process_id=lambda: 1,
+            process_id=lambda: number,
+            process_table=lambda: "the servers' host" if rank < world.scenario.shares else "",
         )
         self._begin()
         clock.note("worker starts", rank, number)
@@ -94,11 +95,6 @@ class WorkerProcess:
     def patience_s(self) -> float:
         """How much longer it may have to wait than others."""
         return 0.0
-
-    def shares_host(self, rank: int) -> bool:
-        """Whether that worker runs on this one's host; those that share memory with servers run on the servers'."""
-        shares = self.world.scenario.shares
-        return self.rank < shares and rank < shares
 
     def release(self) -> None:
         """The simulation is over."""

@@ -73,7 +73,7 @@ class ElasticClient(JobClient):
 
     @override
     def hello(self, now_s: float) -> dict[str, Any]:
-        said: dict[str, Any] = {"checkpoint": self._checkpoint}
+        said: dict[str, Any] = {"checkpoint": self._checkpoint, "processes": self.runtime.process_table()}
         if self.view is not None:
             said |= {"view": msgspec.to_builtins(self.view), "key": self.key, "completed": self.completed or 0}
         return said

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from psengine.environment.processes import process_table
 from psengine.protocol.messages import Message
 
 if TYPE_CHECKING:
@@ -60,9 +61,11 @@ class Runtime:
         now_s: seconds since any moment, never going back.
         connect: makes the transport.
         host, process_id: of this process, for people.
+        process_table: see ``environment/processes.py``.
     """
 
     now_s: Callable[[], float]
     connect: Callable[[JobClient], Transport]
     host: Callable[[], str] = socket.gethostname
     process_id: Callable[[], int] = os.getpid
+    process_table: Callable[[], str] = process_table

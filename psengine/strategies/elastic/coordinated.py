@@ -7,12 +7,9 @@ view n+1                                                     └─ leave the gr
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -20,12 +17,12 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from psengine.collectives.base import Collective
-from psengine.collectives.own_group import form_collective
+from psengine.collectives.own_group import form_collective, unconnected
 from psengine.collectives.solo import SoloCollective
 from psengine.environment.context import DEFAULT_TIMEOUT, assign_worker
 from psengine.environment.launchers import read_worker
 from psengine.environment.local_sockets import host_of
-from psengine.environment.processes import has_exited, process_table
+from psengine.environment.processes import has_exited
 from psengine.environment.variables import inherited_variables, read_variable
 from psengine.errors import CollectiveError, ConfigurationError, PSEngineError, ServerError, ServerRefusedError
 from psengine.parameter_server.client import elastic
@@ -37,7 +34,7 @@ from psengine.parameter_server.client.identity import DEFAULT_JOB, ending_with_t
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import View
-from psengine.strategies.elastic.guarded import LOOK_S, GuardedCollective
+from psengine.strategies.elastic.guarded import GuardedCollective
 from psengine.strategies.elastic.membership import Group, Member, Membership
 from psengine.strategies.elastic.server_sums import ServerSums
 
@@ -149,22 +146,23 @@ class CoordinatedMembership(Membership):
             former = 0 if self._view is None else self._view.number
             lost = [worker for worker, process_id in self._processes.items() if has_exited(process_id)]
             view: View = self._run(elastic.regroup(self._entered, former, has_failed=has_failed, lost=lost))
-            self._view, self._processes = view, {}
+            states = {member.rank: state for member, state in zip(view.members, view.states, strict=True)}
+            table = self._entered.runtime.process_table()
+            self._view = view
+            self._processes = {rank: one.pid for rank, one in states.items() if table and one.processes == table}
             try:
                 collective = self._form(view)
             except (CollectiveError, RuntimeError, OSError) as error:
                 has_failed = True
                 self._note_failure(view, error)
                 continue
-            if collective is None:
-                has_failed = True
-                continue
             if self._sums_at_servers:
                 collective = ServerSums(collective, self._entered.options, self._virtual_workers, view.number)
             self._collective = collective = GuardedCollective(collective, lambda: self.has_news)
-            states = zip(view.members, view.states, strict=True)
-            members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)
-            return Group(members=members, collective=collective)
+            members = [
+                Member(worker=rank, completed=one.completed, checkpoint=one.checkpoint) for rank, one in states.items()
+            ]
+            return Group(members=tuple(members), collective=collective)
 
     def _note_failure(self, view: View, error: BaseException) -> None:
         """Raise ServerError where groups of the same members have failed for ``timeout_s`` without ending a step."""
@@ -180,53 +178,58 @@ class CoordinatedMembership(Membership):
             raise ServerError(
                 f"{job} has been in no group of workers that ends a step for {failed_s:.0f} s (expected that it reaches"
                 f" all servers, port {view.store} beside {job.options.addresses[0]}, and all workers each other; got:"
-                f" {error}). Fix: start servers again that are gone; let firewalls pass connections between these"
-                " hosts, to any port; name the interface between them in GLOO_SOCKET_IFNAME."
+                f" {error}{self._unconnected(view)}). Fix: start servers again that are gone; let firewalls pass"
+                " connections between these hosts, to any port; name the interface between them in GLOO_SOCKET_IFNAME."
             ) from error
 
-    def _form(self, view: View) -> Collective | None:
-        """A collective of the view's members; None where another view comes before.
+    def _unconnected(self, view: View) -> str:
+        """Which members of a view are not connected to all others, for an error."""
+        try:
+            found = unconnected(self._store_of(view), self._name_of(view), len(view.members))
+        except RuntimeError as error:
+            return f"; {error}"
+        places = [
+            f"worker {view.members[rank].rank} on {view.states[rank].host}, which "
+            + (f"listens at {address}" if address else "did not come")
+            for rank, address in found.items()
+        ]
+        return f"; not connected to all others: {'; '.join(places)}" if places else ""
+
+    def _name_of(self, view: View) -> str:
+        """Of the view's group."""
+        return f"{self._entered.identity.job}/{view.epoch}/{view.number}"
+
+    def _store_of(self, view: View) -> Any:
+        """Where its members meet."""
+        host, timeout = host_of(self._entered.options.addresses[0]), timedelta(seconds=FORM_S)
+        return dist.TCPStore(host, view.store, is_master=False, timeout=timeout)
+
+    def _form(self, view: View) -> Collective:
+        """A collective of the view's members.
 
         Raises:
-            CollectiveError, RuntimeError, OSError: somebody did not come.
+            CollectiveError, RuntimeError, OSError: somebody did not come, or another view is to come before.
         """
         job, workers = self._entered, [member.rank for member in view.members]
         if len(workers) == 1:
             return SoloCollective()
         deadline_s = time.monotonic() + FORM_S
-        rank = workers.index(job.identity.worker)
-        host = host_of(job.options.addresses[0])
-        name = f"{job.identity.job}/{view.epoch}/{view.number}"
-        met: Future[tuple[Any, list[str]]] = Future()
-
-        def meet() -> None:
-            try:
-                store = dist.TCPStore(host, view.store, is_master=False, timeout=timedelta(seconds=FORM_S))
-                processes = dist.PrefixStore(f"{name}/process", store)
-                processes.set(str(rank), f"{os.getpid()} {process_table()}")
-                met.set_result((store, [processes.get(str(other)).decode() for other in range(len(workers))]))
-            except BaseException as error:
-                met.set_exception(error)
-
-        # A thread, because asking a store cannot be interrupted.
-        threading.Thread(target=meet, name="psengine-meet", daemon=True).start()
-        while not wait([met], LOOK_S).done:
-            if job.has_news:
-                return None
-        store, processes = met.result()
-        for worker, process in zip(workers, processes, strict=True):
-            process_id, _, table = process.partition(" ")
-            if table and table == process_table():
-                self._processes[worker] = int(process_id)
 
         def is_interrupted() -> bool:
             return job.has_news or time.monotonic() >= deadline_s
 
-        timeout_s = DEFAULT_TIMEOUT.total_seconds()
-        own = _own_address(host)
-        collective = form_collective(store, name, rank, len(workers), timeout_s, is_interrupted, host=own)
-        if collective is None and not job.has_news:
-            raise CollectiveError(f"workers {workers} did not all connect to each other within {FORM_S:g} s")
+        collective = form_collective(
+            lambda: self._store_of(view),
+            self._name_of(view),
+            workers.index(job.identity.worker),
+            len(workers),
+            DEFAULT_TIMEOUT.total_seconds(),
+            is_interrupted,
+            host=_own_address(host_of(job.options.addresses[0])),
+        )
+        if collective is None:
+            until = "before another view is to come" if job.has_news else f"within {FORM_S:g} s"
+            raise CollectiveError(f"workers {workers} did not all connect to each other {until}")
         return collective
 
 

@@ -76,7 +76,8 @@ class ElasticCoordinator(Coordinator):
             )
         super()._greet(rank, message, sender)
         worker = self.workers.by_rank[rank]
-        worker.checkpoint, worker.ended_s = message.body.get("checkpoint", 0), None
+        worker.checkpoint, worker.processes = message.body.get("checkpoint", 0), message.body.get("processes", "")
+        worker.ended_s = None
         if not is_it:
             worker.is_of_next = any(self.came.values())
 
@@ -115,8 +116,11 @@ class ElasticCoordinator(Coordinator):
     @override
     def _complete_view(self, members: list[Worker]) -> None:
         assert self.view is not None, "it was just made"
-        states = tuple(MemberState(one.completed if one.has_state else None, one.checkpoint) for one in members)
-        self.view = replace(self.view, states=states, store=self._interfaces.store_port())
+        states = [
+            MemberState(one.completed if one.has_state else None, one.checkpoint, one.host, one.pid, one.processes)
+            for one in members
+        ]
+        self.view = replace(self.view, states=tuple(states), store=self._interfaces.store_port())
 
     # ---- what members say --------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class Worker:
     prepared: int = 0  # the view for which it is frozen
     has_state: bool = False  # in an elastic job, what it said last, as the next
     checkpoint: int = 0
+    processes: str = ""
     is_of_next: bool = False  # it came when the training was over, and waits for the next one
     ended_s: float | None = None  # since when its connection has ended
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
