@@ -97,7 +97,7 @@ class ElasticJob(Job):
             mean += batches.means[step, virtual_worker]
             trainee.buffers["steps"].add_(1 + virtual_worker)
             order = batches.orders[virtual_worker]
-            trainee.reducer.backward(player, gradients, order, lambda: process.sleep(PAUSE * think_s()))
+            trainee.reducer.backward(gradients, order, lambda: process.sleep(PAUSE * think_s()))
             if not np.isnan(record := batches.records[step, virtual_worker]):
                 player.record(float(record))
         self.answered += 1

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from psengine.collectives.solo import SoloCollective
-from psengine.strategies.elastic.part import Part
 from psengine.strategies.elastic.player import Player
+from psengine.strategies.elastic.sync import SyncVirtualWorkers
+from psengine.strategies.exchange import Step
 from psengine.strategies.life_cycle import Replica
 from simulation.groups import ring_sum
 from simulation.reference import Values
@@ -128,7 +129,7 @@ class Reducer:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.arrival_order: list[int] | None = None
         self.awaits_order = True
-        self.part: Part | None = None
+        self.strategy: SyncVirtualWorkers | None = None
         self._parameters = parameters
         self._order, self._slot = FIRST_ORDER, 0
         self._buckets: list[SimulatedBucket] = []
@@ -136,14 +137,14 @@ class Reducer:
     def lay_out_again(self, order: Sequence[int] | None = None) -> None:
         if order is not None:
             self._order, self.awaits_order = list(order), False
-        part = self.part
-        assert part is not None
+        strategy = self.strategy
+        assert strategy is not None
         self._buckets = []
         for index, parameters in enumerate(buckets_of(self._order)):
-            part.allocate(sum(SIZES[one] for one in parameters), torch.float64, CPU)
-            memories = [part.slot_memory(index, slot) for slot in range(part.slots)]
+            strategy.allocate(sum(SIZES[one] for one in parameters), torch.float64, CPU)
+            memories = [strategy.slot_memory(index, slot) for slot in range(strategy.slots)]
             self._buckets.append(SimulatedBucket(index, parameters, memories))
-        part.take_layout(self._buckets)  # type: ignore[arg-type]
+        strategy.lay_out(self._buckets)  # type: ignore[arg-type]
 
     def pack_in(self, slot: int) -> None:
         self._slot = slot
@@ -154,10 +155,11 @@ class Reducer:
             if used is None or used[index]:
                 self._parameters[index].grad = value.clone()
 
-    def backward(self, player: Player, gradients: Sequence[Values | None], order: list[int], pause) -> None:
+    def backward(self, gradients: Sequence[Values | None], order: list[int], pause) -> None:
         """A batch's; ``pause`` is called between buckets."""
-        assert self.part is not None
-        player.check_backward(self.part)
+        strategy = self.strategy
+        assert strategy is not None
+        share = strategy.begin(Step(live_world_size=1))
         self.arrival_order = order
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else torch.from_numpy(gradient)
@@ -166,9 +168,9 @@ class Reducer:
             parts = [self._parameters[index].grad for index in bucket.parameters]
             zeros = [torch.zeros(SIZES[index], dtype=torch.float64) for index in bucket.parameters]
             packed = torch.cat([zero if part is None else part for zero, part in zip(zeros, parts, strict=True)])
-            bucket.memories[self._slot].copy_(packed.mul_(1.0 / player.virtual_workers))
-            player.packed(self.part, bucket)  # type: ignore[arg-type]
-        self.part.note_used(torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32))
+            bucket.memories[self._slot].copy_(packed.mul_(1.0 / share.divisor))
+            list(strategy.exchange(bucket))  # type: ignore[arg-type]
+        strategy.reduce_usage(torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32))
 
 
 class Schedule:
@@ -207,9 +209,10 @@ class Trainee:
             device=CPU,
         )
         self.reducer = Reducer(self.parameters)
-        self.reducer.part = Part(replica, self.reducer)
+        self.reducer.strategy = strategy = SyncVirtualWorkers(virtual_workers=player.virtual_workers)
+        strategy._replica, strategy._player = replica, player
+        strategy.serve(self.reducer)
         self.reducer.lay_out_again()
-        player.parts.append(self.reducer.part)
         self.optimizer = torch.optim.SGD(self.parameters, lr=RATES[0], momentum=MOMENTUM)
         self.schedule = Schedule(self.optimizer)
         player.state.bind(self.optimizer)

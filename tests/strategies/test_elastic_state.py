@@ -28,6 +28,7 @@ from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationErr
 from psengine.strategies.elastic import checkpoints, state
 from psengine.strategies.elastic.checkpoints import Checkpoints
 from psengine.strategies.elastic.state import StateRegistry
+from psengine.strategies.elastic.sync import Beginning
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.documents import from_file, put_together, take_apart, to_file
 from psengine.wrapper.module_state import named_buffers, reducible_parameters, shared_state
@@ -61,6 +62,22 @@ class Wide(torch.optim.Optimizer):
                 parameter.data -= (group["lr"] * entry["total"]).to(parameter.dtype)
 
 
+class Part:
+    """In the place of the strategy: what a registry asks it."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.taken = replica, None
+
+    def beginning(self) -> Beginning:
+        return Beginning(gradients=[], buffers=self.replica.buffers())
+
+    def progress(self) -> dict[str, Any]:
+        return {"order": [1, 0, 2]}
+
+    def take_progress(self, progress: Any) -> None:
+        self.taken = progress
+
+
 class Training:
     """A model with much that is easily forgotten, and its registry. ``features`` is how wide it is."""
 
@@ -84,7 +101,8 @@ class Training:
             collective=collective or collective_for(dist.group.WORLD, "auto", CPU),
             device=CPU,
         )
-        self.registry = StateRegistry(lambda: [self.replica])
+        self.part = Part(self.replica)
+        self.registry = StateRegistry([self.part])  # type: ignore[list-item]
         *most, last = parameters.values()
         self.optimizers = [torch.optim.AdamW(most, lr=0.01, amsgrad=True), Wide([last])]
         for optimizer in self.optimizers:
@@ -109,13 +127,10 @@ class Training:
         return self
 
     def snapshot(self, completed: int) -> state.Snapshot:
-        return self.registry.snapshot(completed, {"orders": [[1, 0, 2]]}, [self.replica.buffers()])
+        return self.registry.snapshot(completed)
 
-    def transfer(self, source_rank: int, completed: int | None, collective: Collective | None = None) -> Any:
-        """``completed``: None without a state."""
-        collective = collective or self.replica.collective
-        snapshot = self.snapshot(completed) if collective.rank == source_rank else None
-        return self.registry.transfer(collective, source_rank, snapshot, has_state=completed is not None)
+    def transfer(self, source_rank: int, collective: Collective | None = None, *, has_state: bool) -> None:
+        self.registry.transfer(collective or self.replica.collective, source_rank, 3, has_state=has_state)
 
     def everything(self) -> Any:
         """All of it, as plain values; tensors with dtype, shape and strides."""
@@ -156,13 +171,11 @@ def test_a_worker_that_joins_goes_on_with_the_bits_of_its_source(rank, world_siz
         training.train(range(3))
     before = training.everything()
     addresses = [tensor.data_ptr() for tensor in training.replica.state.values()]
-    arrived = training.transfer(1, None if rank == 2 else 3)
-    if rank != 2:
-        assert arrived is None
+    training.transfer(1, has_state=rank != 2)
+    assert training.part.taken == ({"order": [1, 0, 2]} if rank == 2 else None)
     if rank == 0:
         assert training.everything() == before
         return
-    assert rank == 1 or (arrived.completed, arrived.progress) == (3, {"orders": [[1, 0, 2]]})
     alone = Training(1).train(range(3))
     assert training.everything() == alone.everything()
     own = training.replica.parameters | training.replica.buffers()
@@ -173,7 +186,7 @@ def test_a_worker_that_joins_goes_on_with_the_bits_of_its_source(rank, world_siz
 @in_ranks(2)
 def test_a_worker_joins_before_the_first_step(rank, world_size):
     training = Training(rank)
-    training.transfer(0, None if rank else 0)
+    training.transfer(0, has_state=rank == 0)
     assert training.train(range(2)).everything() == Training(0).train(range(2)).everything()
 
 
@@ -187,7 +200,7 @@ def test_a_source_that_dies_leaves_a_joiner_as_it_was(rank, world_size):
     while True:
         collective = Failing(training.replica.collective, operations)
         try:
-            training.transfer(0, None if rank else 1, collective)
+            training.transfer(0, collective, has_state=rank == 0)
             break
         except CollectiveError:
             assert training.everything() == before
@@ -230,11 +243,10 @@ def test_a_joiner_that_differs_says_where_and_stays_as_it_is(rank, world_size):
         training = source if rank == 0 else build()
         before = training.everything()
         if rank == 0:
-            with raises(CollectiveError):  # the joiner has learnt enough
-                training.transfer(0, 0, Failing(training.replica.collective, 2))
+            training.transfer(0, has_state=True)
         else:
             with raises(ReplicaMismatchError, "the state of the others", *texts, "Fix: "):
-                training.transfer(0, None)
+                training.transfer(0, has_state=False)
             assert training.everything() == before
 
 
@@ -281,7 +293,7 @@ def test_a_job_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     assert found.newest(resumed.registry.facts()) == 4
     snapshot = found.load(4)
     resumed.registry.install(snapshot, str(found.path(4)))
-    assert (snapshot.completed, snapshot.progress) == (4, {"orders": [[1, 0, 2]]})
+    assert (snapshot.completed, resumed.part.taken) == (4, {"order": [1, 0, 2]})
     assert resumed.train(range(4, 7)).everything() == training.train(range(4, 7)).everything()
 
 

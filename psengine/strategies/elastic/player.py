@@ -15,7 +15,8 @@ import math
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,12 +28,32 @@ from psengine.strategies.elastic.checkpoints import Checkpoints
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
 from psengine.strategies.elastic.dealing import deal
 from psengine.strategies.elastic.membership import FixedMembership, Group, Membership
-from psengine.strategies.elastic.part import Outcome, Part
-from psengine.strategies.elastic.state import Snapshot, StateRegistry
+from psengine.strategies.elastic.state import StateRegistry
+from psengine.strategies.exchange import Driver
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.objects import from_bytes, to_bytes
 
+if TYPE_CHECKING:
+    from psengine.strategies.elastic.sync import SyncVirtualWorkers
+
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """With what a step of one model ends; plain values, because it also travels to a worker that lacks it.
+
+    Attributes:
+        averages: by bucket, in memory that stays as it is until the next ones are written.
+        used: by parameter, how many workers used it; None where all count as used.
+        order: in which gradients arrive, if buckets are to be laid out so from now on.
+        buffers: by name, those of virtual worker 0.
+    """
+
+    averages: list[torch.Tensor]
+    used: list[int] | None
+    order: list[int] | None
+    buffers: dict[str, torch.Tensor]
 
 
 class Player:
@@ -49,15 +70,17 @@ class Player:
         state: what belongs to this worker's state.
         completed: the last step of which this worker has the averages; None: it has no state.
         recorded: by virtual worker, what was recorded in the last step; NaN where nothing was.
+        playing: the virtual worker whose batch is played; None outside of batches.
     """
 
     def __init__(self, virtual_workers: int, membership: Membership, *, sums_at_servers: bool = False) -> None:
         self.virtual_workers = virtual_workers
         self.kind = virtual_workers, sums_at_servers
-        self.parts: list[Part] = []
+        self.parts: list[SyncVirtualWorkers] = []
         self.completed: int | None = None
         self.recorded: list[float] = []
-        self.state = StateRegistry(lambda: [part.replica for part in self.parts])
+        self.playing: int | None = None
+        self.state = StateRegistry(self.parts)
         self._checkpoints: Checkpoints | None = None
         self._membership = membership
         self._group: Group | None = None
@@ -66,7 +89,6 @@ class Player:
         # Of the step.
         self._step: int | None = None
         self._done: dict[int, float] = {}  # by virtual worker whose contribution is there, what was recorded
-        self._playing: int | None = None
         self._value = math.nan
         self._has_begun = False
         # How an exchange failed; the worker regroups when it comes back into psengine's hands.
@@ -111,9 +133,10 @@ class Player:
         assert self.completed is not None, "who is in a group has its state"
         return self.completed + 1
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: SyncVirtualWorkers) -> None:
         """A model is no longer trained here."""
-        self.parts.remove(part)
+        if part in self.parts:  # else its wrapper could not be made
+            self.parts.remove(part)
         if not self.parts:
             self._membership.close()
             if self._checkpoints is not None:
@@ -177,7 +200,7 @@ class Player:
         if newest - 1 in steps:
             self._take_averages(collective, source, newest)
         if None in steps:
-            self._take_state(collective, source, newest)
+            self.state.transfer(collective, source, newest, has_state=self.completed is not None)
         self._deal(group, owners)
         self.completed = newest
 
@@ -195,9 +218,7 @@ class Player:
     def _load(self, step: int) -> None:
         """Begin with a checkpoint; with the model as it is where ``step`` is 0."""
         if self._checkpoints is not None and step > 0:
-            snapshot = self._checkpoints.load(step)
-            self.state.install(snapshot, str(self._checkpoints.path(step)))
-            self._take_progress(snapshot)
+            self.state.install(self._checkpoints.load(step), str(self._checkpoints.path(step)))
 
     def _take_averages(self, collective: Collective, source: int, newest: int) -> None:
         """Who is in step ``newest`` ends it with the averages of ``source``."""
@@ -208,22 +229,6 @@ class Player:
         if self.completed == newest - 1:
             recorded, *outcomes = from_bytes(told)
             self._complete(newest, recorded, [Outcome(**outcome) for outcome in outcomes])
-
-    def _take_state(self, collective: Collective, source: int, newest: int) -> None:
-        """Who has no state takes that of ``source``, as of the beginning of step ``newest`` + 1."""
-        mine = self._snapshot(newest) if collective.rank == source else None
-        arrived = self.state.transfer(collective, source, mine, has_state=self.completed is not None)
-        if arrived is not None:
-            self._take_progress(arrived)
-
-    def _snapshot(self, completed: int) -> Snapshot:
-        """The state of this worker as the step began that is under way, or as it is between two steps."""
-        progress = {"parts": [part.progress() for part in self.parts]}
-        return self.state.snapshot(completed, progress, [part.beginning().buffers for part in self.parts])
-
-    def _take_progress(self, snapshot: Snapshot) -> None:
-        for part, progress in zip(self.parts, snapshot.progress["parts"], strict=True):
-            part.take_progress(progress)
 
     def _deal(self, group: Group, former: Mapping[int, int]) -> None:
         """Who plays whom in the group; contributions that were made already stay with who has them."""
@@ -248,22 +253,13 @@ class Player:
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """A step begins, ``completed`` + 1.
-
-        Raises:
-            ReductionError: the step before has not ended.
-        """
-        if self._step is not None:
-            raise ReductionError(
-                f"step {self._step} has not ended (expected the loop over step.batches to run to its end, got another"
-                " step). Fix: do not break out of step.batches; a virtual worker's batch may be skipped by none."
-            )
+        """A step begins, ``completed`` + 1; the step before has ended."""
         if self._error is not None or self._membership.has_news:
             self._regroup(self._error)
         assert self.completed == step - 1, f"step {step} follows step {self.completed}"
         is_first = self._group is not None and self._group.collective.rank == 0
         if is_first and self._checkpoints is not None and self._checkpoints.is_due(self.completed):
-            self._checkpoints.write(self._snapshot(self.completed))
+            self._checkpoints.write(self.state.snapshot(self.completed))
         self._step, self._done = step, {}
 
     def next_virtual_worker(self) -> int | None:
@@ -271,8 +267,8 @@ class Player:
 
         None: the step is over. Averages are in ``.grad``, buffers are virtual worker 0's.
         """
-        if self._playing is not None:
-            self._end_batch(self._playing)
+        if self.playing is not None:
+            self._end_batch(self.playing)
         while self._step is not None:
             left = [v for v in self._slots if v not in self._done]
             if left:
@@ -283,35 +279,25 @@ class Player:
 
     def record(self, value: float) -> None:
         """Note a number of the batch that is played; see ``recorded``."""
-        if self._playing is None:
-            raise ReductionError("a value is recorded inside the loop over step.batches (expected a batch, got none)")
         self._value = value
 
-    def check_backward(self, part: Part) -> None:
-        """Raise ReductionError where a backward belongs to no batch."""
-        if not part.is_played:
-            raise ReductionError(
-                "with virtual workers each batch of step.batches has one backward (expected it inside the loop, once,"
-                f" got {'a second one' if self._playing is not None else 'one outside the loop'}). Fix: accumulate"
-                " inside the batch's loss; use psengine.ElasticLoader's batches."
-            )
-
-    def packed(self, part: Part, bucket: Bucket) -> None:
-        """A bucket of the batch that is played is packed."""
-        try:
-            part.packed(bucket, begins=self._has_begun and self._error is None)
-        except CollectiveError as error:
-            self._error = error
+    def packed(self, driver: Driver, bucket: Bucket) -> None:
+        """A bucket of the batch that is played is packed, of the part whose exchanges ``driver`` runs."""
+        if self._has_begun and self._error is None:
+            try:
+                driver.begin(bucket)
+            except CollectiveError as error:
+                self._error = error
 
     def _begin_batch(self, virtual_worker: int, *, is_last: bool) -> None:
         # Which of several models has its backward first may depend on the batch, so their buckets wait for its end.
         self._has_begun = is_last and len(self.parts) == 1
         for part in self.parts:
             part.begin_batch(self._slots[virtual_worker])
-        self._playing, self._value = virtual_worker, math.nan
+        self.playing, self._value = virtual_worker, math.nan
 
     def _end_batch(self, virtual_worker: int) -> None:
-        self._playing = None
+        self.playing = None
         for part in self.parts:
             if not part.end_batch(is_first=virtual_worker == 0):
                 self._step = None
@@ -344,7 +330,7 @@ class Player:
             for part in self.parts:
                 part.begin_exchanges()
             self._has_begun = True
-        outcomes = [part.exchange() for part in self.parts]
+        outcomes = [part.finish_exchanges() for part in self.parts]
         recorded = self._share_recorded(collective)
         # From here on nothing waits for others.
         self._complete(step, recorded, outcomes)

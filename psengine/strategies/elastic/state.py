@@ -1,26 +1,28 @@
 """What a worker has at a step's beginning, and how another one gets it, over their collective.
 
 source    document ──► all ranks      tensors, in batches ──► all ranks
-taker     checks it                   they land in memory of its own
+taker                                 they land in memory of its own
 others    take part, because broadcasts are everybody's, and drop what they get
-all       barrier; then a taker installs everything at once, and is as good a source as any
+all       barrier; then a taker checks everything, installs it at once, and is as good a source as any
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
-from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.worker_state import OptimizerState, OptimizerStates
 from psengine.tensors.documents import Form, Parts, put_together, take_apart
+
+if TYPE_CHECKING:
+    from psengine.strategies.elastic.sync import SyncVirtualWorkers
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
@@ -44,14 +46,14 @@ class Snapshot:
 
     Attributes:
         completed: steps until then.
-        progress: what the player knows besides, as plain values.
+        progress: by model, what else there is.
         tensors: name to parameter or buffer, of all models.
         optimizers: as the fields of ``OptimizerState``, in the order in which they were made.
         registered: name to state.
     """
 
     completed: int
-    progress: dict[str, Any]
+    progress: list[dict[str, Any]]
     tensors: dict[str, torch.Tensor]
     optimizers: list[dict[str, Any]]
     registered: dict[str, Any]
@@ -61,11 +63,11 @@ class StateRegistry:
     """What belongs to the state of this worker.
 
     Args:
-        replicas: returns its models.
+        parts: its models.
     """
 
-    def __init__(self, replicas: Callable[[], Sequence[Replica]]) -> None:
-        self._replicas = replicas
+    def __init__(self, parts: Sequence[SyncVirtualWorkers]) -> None:
+        self._parts = parts
         self._optimizers = OptimizerStates()
         self._registered: dict[str, StateHolder] = {}
 
@@ -121,25 +123,30 @@ class StateRegistry:
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
-    def snapshot(
-        self, completed: int, progress: dict[str, Any], buffers: Sequence[Mapping[str, torch.Tensor]]
-    ) -> Snapshot:
-        """Return the state of this worker; its tensors are not copies. ``buffers``: by model, those of the step's
-        beginning.
+    def snapshot(self, completed: int) -> Snapshot:
+        """Return the state of this worker as the step began that is under way, or as it is between two steps.
+
+        Its tensors are no copies, but for buffers.
         """
         own = self._own()
         states = [optimizer.state_dict() for optimizer in self._optimizers.alive()]
         return Snapshot(
             completed=completed,
-            progress=progress,
-            tensors=own.tensors | _named(buffers),
+            progress=[part.progress() for part in self._parts],
+            tensors=own.tensors | _named([part.beginning().buffers for part in self._parts]),
             optimizers=[one | {"state_dict": state} for one, state in zip(own.optimizers, states, strict=True)],
             registered={name: holder.state_dict() for name, holder in self._registered.items()},
         )
 
-    def check(self, snapshot: Snapshot, whose: str) -> None:
-        """Raise ReplicaMismatchError where the state of ``whose`` is not one of this model and its optimizers."""
-        expected, got = _describe(snapshot), _describe(self._own())
+    def install(self, snapshot: Snapshot, whose: str) -> None:
+        """Go on from ``snapshot``, of which this worker keeps tensors. Mutates parameters and buffers in place.
+
+        Raises:
+            ReplicaMismatchError: the state of ``whose`` is not one of this model and its optimizers; nothing has
+                changed.
+        """
+        own = self._own()
+        expected, got = _describe(snapshot), _describe(own)
         for what in expected | got:
             if expected.get(what) != got.get(what):
                 raise ReplicaMismatchError(
@@ -147,15 +154,6 @@ class StateRegistry:
                     f" {expected.get(what, 'absent')}, got {got.get(what, 'absent')}). Fix: build model, optimizers and"
                     " registered states from the same code on every worker, before the first step."
                 )
-
-    def install(self, snapshot: Snapshot, whose: str) -> None:
-        """Go on from ``snapshot``, of which this worker keeps tensors. Mutates parameters and buffers in place.
-
-        Raises:
-            ReplicaMismatchError: see ``check``; nothing has changed.
-        """
-        self.check(snapshot, whose)
-        own = self._own()
         with torch.no_grad():
             for name, tensor in snapshot.tensors.items():
                 own.tensors[name].copy_(tensor)
@@ -164,58 +162,49 @@ class StateRegistry:
             _keep_dtypes(optimizer, one["state_dict"])
         for name, holder in self._registered.items():
             holder.load_state_dict(snapshot.registered[name])
+        for part, progress in zip(self._parts, snapshot.progress, strict=True):
+            part.take_progress(progress)
 
     # ---- between workers -------------------------------------------------------------------------------------------
 
-    def transfer(
-        self, collective: Collective, source_rank: int, snapshot: Snapshot | None, *, has_state: bool
-    ) -> Snapshot | None:
-        """Bring ``snapshot``, which ``source_rank`` has, to the ranks without state; all ranks call it.
-
-        Returns:
-            On a rank that had no state, what it has installed; else None.
+    def transfer(self, collective: Collective, source_rank: int, completed: int, *, has_state: bool) -> None:
+        """Bring the state of ``source_rank``, after ``completed`` steps, to ranks without one; all ranks call it.
 
         Raises:
             CollectiveError: a rank was lost; nothing of this worker has changed.
-            ReplicaMismatchError: see ``check``.
+            ReplicaMismatchError: see ``install``.
         """
         is_source = collective.rank == source_rank
-        parts = take_apart(vars(snapshot)) if is_source else Parts(None, {})
+        parts = take_apart(vars(self.snapshot(completed))) if is_source else Parts(None, {})
         sent = json.dumps(parts.document).encode()
         text = collective.broadcast_bytes(sent, source_rank, HOST, what="description of a worker's state")
         tensors = list(parts.tensors.values())
-        arriving = None
-        if not is_source:
 
-            def allocate(_name: str, form: Form) -> torch.Tensor:
-                tensors.append(form.empty("meta" if has_state else HOST))
-                return tensors[-1]
+        def allocate(_name: str, form: Form) -> torch.Tensor:
+            tensors.append(form.empty("meta" if has_state else HOST))
+            return tensors[-1]
 
-            arriving = Snapshot(**put_together(json.loads(text), allocate))
-            if not has_state:
-                self.check(arriving, "the others")
+        arriving = None if is_source else Snapshot(**put_together(json.loads(text), allocate))
         for batch in _batches(tensors):
             landings = [torch.empty_like(piece, device=HOST) if piece.is_meta else piece for piece in batch]
             collective.broadcast(landings, source_rank, what="a worker's state").wait()
         collective.barrier().wait()
-        if arriving is None or has_state:
-            return None
-        self.install(arriving, "the others")
-        return arriving
+        if arriving is not None and not has_state:
+            self.install(arriving, "the others")
 
     # ---- what this worker has --------------------------------------------------------------------------------------
 
     def _names(self) -> dict[torch.Tensor, str]:
-        return {p: name for name, p in _named([replica.parameters for replica in self._replicas()]).items()}
+        return {p: name for name, p in _named([part.replica.parameters for part in self._parts]).items()}
 
     def _own(self) -> Snapshot:
         """What there is now, without states."""
         names = self._names()
-        models = [{**one.state, **one.parameters, **one.buffers()} for one in self._replicas()]
+        replicas = [part.replica for part in self._parts]
         return Snapshot(
             completed=0,
-            progress={},
-            tensors=_named(models),
+            progress=[],
+            tensors=_named([{**one.state, **one.parameters, **one.buffers()} for one in replicas]),
             optimizers=[vars(OptimizerState.of(optimizer, names)) for optimizer in self._optimizers.alive()],
             registered=dict.fromkeys(self._registered),
         )

@@ -8,9 +8,9 @@ from psengine.parameter_server.server.coordinator import elastic as coordinator
 from psengine.parameter_server.server.coordinator.elastic import ElasticCoordinator
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
 from psengine.strategies.elastic.guarded import GuardedWork
-from psengine.strategies.elastic.part import Part
 from psengine.strategies.elastic.player import Player
 from psengine.strategies.elastic.state import StateRegistry
+from psengine.strategies.elastic.sync import SyncVirtualWorkers
 from psengine.tensors import documents
 from simulation.planted.registry import constant, plant
 
@@ -34,12 +34,13 @@ def _claim_averages(exchange, self, step):
         raise
 
 
-@plant("an elastic newcomer is a source before it has all of the state", Player, "_take_state")
-def _claim_state(take, self, collective, source, newest):
+@plant("an elastic newcomer is a source before it has all of the state", Player, "_meet")
+def _claim_state(meet, self, group):
     try:
-        take(self, collective, source, newest)
+        meet(self, group)
     except CollectiveError:
-        self.completed = newest
+        if self.completed is None:
+            self.completed = max(member.completed or 0 for member in group.members)
         raise
 
 
@@ -47,7 +48,7 @@ plant("an elastic worker leaves while others lack its averages", coordinator, "m
 plant("an elastic newcomer keeps its initial values", StateRegistry, "install", constant(None))
 
 
-@plant("the order of buckets is not told", Part, "progress")
+@plant("the order of buckets is not told", SyncVirtualWorkers, "progress")
 def _no_orders(progress, self):
     return progress(self) | {"order": None}
 
@@ -76,25 +77,28 @@ def _keep_slots(deal, self, group, former):
     self._done = {v: done[slot] for v, slot in self._slots.items() if slot in done}
 
 
-@plant("contributions are not moved with their virtual workers", Part, "move")
-def _leave_contributions(move, self, collective, owners, kept):
-    move(self, collective, owners, {})
+@plant("contributions are not moved with their virtual workers", SyncVirtualWorkers, "move")
+def _leave_contributions(move, self, group, owners, kept):
+    move(self, group, owners, {})
 
 
-plant(
-    "buffers stay those of the worker's own last batch", Part, "_share_buffers", lambda _, self: self._copied_buffers()
-)
-plant("a batch begins with the buffers of the one before", Part, "_restore", constant(None))
+plant("a batch begins with the buffers of the one before", SyncVirtualWorkers, "_restore", constant(None))
+
+
+@plant("buffers stay those of the worker's own last batch", SyncVirtualWorkers, "_share_buffers")
+def _keep_buffers(_, self):
+    return self._copied_buffers()
+
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-@plant("exchanges stay in the former group", Part, "move")
-def _stay(move, self, collective, owners, kept):
-    former = self._collective
-    move(self, collective, owners, kept)
-    if former.world_size == collective.world_size:
-        self._collective = former
+@plant("exchanges stay in the former group", SyncVirtualWorkers, "move")
+def _stay(move, self, group, owners, kept):
+    former = self._group
+    move(self, group, owners, kept)
+    if former.world_size == group.world_size:
+        self._group = former
 
 
 @plant("nobody says that a group has failed", CoordinatedMembership, "_next_group")
