@@ -243,5 +243,5 @@ class Exchange:
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` exchange buckets in the strategy's place, where the strategy permits it."""
         raise ConfigurationError(
-            f"strategy {self.name!r} exchanges gradients itself and takes no communication hook; use strategy='sync'"
+            f"strategy {self!r} exchanges gradients itself and takes no communication hook; use strategy='sync'"
         )

@@ -5,7 +5,6 @@ prepare(replica) ─ Exchange.lay_out(buckets) ─ join() ─ ... training ... �
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,23 +105,17 @@ class LifeCycle(ABC):
         All replicas call it, between two steps.
         """
 
-    def register_state(self, name: str, holder: Any) -> None:
-        """``holder``'s state is part of what a worker that joins gets; see ``DistributedDataParallel.register_state``.
+    @property
+    def player(self) -> Any:
+        """Who plays this worker's virtual workers.
 
         Raises:
-            ConfigurationError: the strategy has no virtual workers.
+            ConfigurationError: the strategy has none.
         """
-        raise ConfigurationError(self._lacks_virtual_workers("register_state"))
-
-    def checkpoint_every(self, steps: int, directory: str | os.PathLike[str]) -> None:
-        """Write checkpoints; see ``DistributedDataParallel.checkpoint_every``, and ``register_state`` for errors."""
-        raise ConfigurationError(self._lacks_virtual_workers("checkpoint_every"))
-
-    def _lacks_virtual_workers(self, method: str) -> str:
-        return (
-            f"{method} belongs to strategies with virtual workers, whose workers join with one common state (expected"
-            f" one such as 'sync:virtual_workers=8', got {self!r}). Fix: choose one, or save the state in checkpoints"
-            " of your own (docs/checkpoints.md)"
+        raise ConfigurationError(
+            "register_state and checkpoint_every belong to strategies with virtual workers, whose workers join with one"
+            f" common state (expected one such as 'sync:virtual_workers=8', got {self!r}). Fix: choose one, or save the"
+            " state in checkpoints of your own (docs/checkpoints.md)"
         )
 
     def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:  # noqa: B027

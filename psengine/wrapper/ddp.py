@@ -574,7 +574,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             ConfigurationError: the strategy has no virtual workers, or the name is taken.
             ArgumentTypeError: ``holder`` is none, or its state has other than tensors, numbers, text and containers.
         """
-        self.strategy.register_state(name, holder)
+        self.strategy.player.state.register(name, holder)
 
     def checkpoint_every(self, steps: int, directory: str | os.PathLike[str]) -> None:
         """Write a checkpoint after each multiple of ``steps``, and begin with the newest that any worker has.
@@ -586,7 +586,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             ConfigurationError: the strategy has no virtual workers, or ``steps`` is no number of steps.
             OSError: the directory cannot be made.
         """
-        self.strategy.checkpoint_every(steps, directory)
+        self.strategy.player.checkpoint_every(steps, directory)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

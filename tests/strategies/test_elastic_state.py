@@ -471,7 +471,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @in_ranks(2)
 def test_strategies_without_virtual_workers_refuse_both(rank, world_size):
     model = psengine.DistributedDataParallel(nn.Linear(2, 2))
-    with raises(ConfigurationError, "register_state belongs to strategies with virtual workers", "got sync"):
+    with raises(ConfigurationError, "register_state and checkpoint_every belong to strategies", "got sync"):
         model.register_state("scheduler", Holder({}))
-    with raises(ConfigurationError, "checkpoint_every belongs to", "Fix: "):
+    with raises(ConfigurationError, "checkpoint_every belong to", "Fix: "):
         model.checkpoint_every(10, "checkpoints")

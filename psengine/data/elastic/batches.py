@@ -30,6 +30,8 @@ ALIGNMENT_BYTES = 64
 class Batches:
     """The batches of virtual workers; those that are expected are fetched ahead.
 
+    It is the batch sampler from which torch takes a request for each batch that loader processes fetch.
+
     Args:
         dataset: map-style.
         request: the key and the indices of a step's virtual worker.
@@ -49,7 +51,9 @@ class Batches:
         worker_init_fn: Callable[[int], None] | None,
         **others: Any,
     ) -> None:
-        self._request = request
+        self._request, self._upcoming = request, upcoming
+        # The step in which requests begin; (step, virtual worker) of those whose batches are to come, in order.
+        self._step, self._requested = 0, deque[tuple[int, int]]()
         make_loader: Any = functools.partial(
             DataLoader,
             SeededDataset(dataset),
@@ -59,9 +63,8 @@ class Batches:
         )
         self._wanted: list[Request] = []
         self._here = make_loader(batch_sampler=self._wanted)
-        self._ahead = _Ahead(request, upcoming)
         self._processes = make_loader(
-            batch_sampler=self._ahead,
+            batch_sampler=self,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             in_order=True,
@@ -72,18 +75,34 @@ class Batches:
         # A first call keeps MKL from choosing fewer threads: not only where batches are fetched in this process.
         torch.set_num_threads(torch.get_num_threads())
 
+    def __iter__(self) -> Iterator[Request]:
+        self._requested.clear()
+        for step, virtual_worker in self._expected():
+            self._requested.append((step, virtual_worker))
+            yield self._request(step, virtual_worker)
+
+    def _expected(self) -> Iterator[tuple[int, int]]:
+        for step in itertools.count(self._step):
+            virtual_workers = self._upcoming(step)
+            if not virtual_workers:
+                return
+            for virtual_worker in virtual_workers:
+                yield step, virtual_worker
+
     def begin_step(self, step: int) -> None:
         """A step begins. Where another one plays what was requested, loader processes get new requests."""
-        if self._processes.num_workers > 0 and not self._ahead.is_expected(step):
+        self._step = step
+        expected = itertools.islice(self._expected(), max(1, len(self._requested)))
+        if self._processes.num_workers > 0 and list(expected) != list(self._requested):
             self._fetched = iter(self._processes)
 
     def fetch(self, step: int, virtual_worker: int) -> Any:
         """Return a batch. Random state is as the dataset left it, or unchanged."""
         wanted = step, virtual_worker
-        if wanted in self._ahead.requested:
+        if wanted in self._requested:
             found = None
             while found != wanted:  # what comes before it is played by another worker now
-                found, batch = self._ahead.requested.popleft(), next(self._fetched)
+                found, batch = self._requested.popleft(), next(self._fetched)
         else:
             self._wanted[:] = [self._request(step, virtual_worker)]
             threads = torch.get_num_threads()
@@ -97,39 +116,6 @@ class Batches:
     def close(self) -> None:
         """End the loader processes."""
         self._fetched, self._processes = iter(()), self._here
-
-
-class _Ahead:
-    """What loader processes fetch: the batch sampler from which torch takes a request for each batch that it yields.
-
-    Attributes:
-        requested: (step, virtual worker) of the batches that it has yet to yield, in order.
-    """
-
-    def __init__(self, request: Callable[[int, int], Request], upcoming: Callable[[int], Sequence[int]]) -> None:
-        self._request, self._upcoming = request, upcoming
-        self._step = 0
-        self.requested: deque[tuple[int, int]] = deque()
-
-    def is_expected(self, step: int) -> bool:
-        """Whether what was requested is what will be played from ``step`` on; iterating begins there."""
-        self._step = step
-        expected = itertools.islice(self._expected(), max(1, len(self.requested)))
-        return list(expected) == list(self.requested)
-
-    def __iter__(self) -> Iterator[Request]:
-        self.requested.clear()
-        for step, virtual_worker in self._expected():
-            self.requested.append((step, virtual_worker))
-            yield self._request(step, virtual_worker)
-
-    def _expected(self) -> Iterator[tuple[int, int]]:
-        for step in itertools.count(self._step):
-            virtual_workers = self._upcoming(step)
-            if not virtual_workers:
-                return
-            for virtual_worker in virtual_workers:
-                yield step, virtual_worker
 
 
 def _enter_loader_process(worker_init_fn: Callable[[int], None] | None, number: int) -> None:

@@ -385,6 +385,7 @@ def current_player(model: Any = None) -> Player | None:
     """The player of ``model``, which ``psengine.DistributedDataParallel`` wrapped; of None, that of the model that was
     wrapped last with virtual workers. None where there is none.
     """
-    if model is not None:
-        return getattr(getattr(model, "strategy", None), "player", None)  # native DDP has no strategy
-    return None if _latest is None else _latest()
+    if model is None:
+        return None if _latest is None else _latest()
+    strategy = getattr(model, "strategy", None)  # native DDP has none
+    return strategy.player if strategy is not None and strategy.capabilities.has_virtual_workers else None

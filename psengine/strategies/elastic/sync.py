@@ -9,7 +9,6 @@ in the order of gloo's ring of V ranks. A bucket has one memory::
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ from psengine.errors import ConfigurationError, ReductionError
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.buffer_broadcast import BufferBroadcast
 from psengine.strategies.elastic.player import Outcome, Player, player_for
-from psengine.strategies.exchange import BucketExchange, CommHook, Driver, Gradients, Step
+from psengine.strategies.exchange import BucketExchange, Driver, Gradients, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
@@ -75,6 +74,7 @@ class SyncVirtualWorkers(Strategy):
         self._player: Player | None = None
 
     @property
+    @override
     def player(self) -> Player:
         """Who plays this worker's virtual workers."""
         _ = self.replica
@@ -119,14 +119,6 @@ class SyncVirtualWorkers(Strategy):
         """Workers are made equal when training begins."""
 
     @override
-    def register_state(self, name: str, holder: Any) -> None:
-        self.player.state.register(name, holder)
-
-    @override
-    def checkpoint_every(self, steps: int, directory: str | os.PathLike[str]) -> None:
-        self.player.checkpoint_every(steps, directory)
-
-    @override
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         self.player.state.bind(optimizer)
 
@@ -150,13 +142,6 @@ class SyncVirtualWorkers(Strategy):
                 " it, got one before). Fix: move it after the loop, and do not break out of the loop."
             )
         return local_step()
-
-    @override
-    def register_comm_hook(self, hook: CommHook) -> None:
-        raise ConfigurationError(
-            "virtual workers' gradients are kept apart until a step ends, so no communication hook can average them"
-            " (expected none). Fix: leave out the hook, or virtual_workers="
-        )
 
     @override
     def close(self) -> None:
