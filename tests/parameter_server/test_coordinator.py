@@ -638,6 +638,19 @@ def test_without_a_checkpoint_the_initial_values_are_those_of_worker_0():
     assert bench.view is None
     bench.worker(0).hello()
     assert bench.ranks == [0, 1, 2]
+    # It dies before another one has them.
+    for returns in (True, False):
+        bench, first, second = crew(ELASTIC, 2)
+        second.has_state = False
+        bench.gone.add(first.nonce)
+        bench.wait(2 * LEASE_S, second)
+        assert bench.view == first.view
+        if returns:
+            bench.worker(0).hello()
+        else:
+            bench.wait(12 * LEASE_S, second)
+        assert bench.view != first.view
+        assert bench.ranks == ([0, 1] if returns else [1])
     # It never comes.
     bench = Bench(ELASTIC, 2)
     only = bench.worker(1)

@@ -35,7 +35,7 @@ class ElasticCoordinator(Coordinator):
 
     def __init__(self, name: str, interfaces: Interfaces) -> None:
         super().__init__(name, interfaces)
-        self._waiting_since_s: float | None = None  # while there is no view: since when somebody waits for it
+        self._waiting_since_s: float | None = None  # while nobody has a state: since when somebody waits for a view
 
     @override
     def tick(self, now_s: float) -> list[Outgoing]:
@@ -90,28 +90,37 @@ class ElasticCoordinator(Coordinator):
     @override
     def _newcomers(self) -> list[tuple[Worker, int]]:
         waiting, members = self.workers.waiting, self.workers.members
-        if not waiting or self.view is not None:
+        if not waiting and self.view is None:
             self._waiting_since_s = None
         if not waiting or self.rule is None:
             return []
         places = self.rule["virtual_workers"] - len(members)
         if self.view is None:
-            may_come = self._may_begin(waiting, places)
+            # Workers that are under way may still come back to a server that has just started.
+            is_young = self._now_s - self._interfaces.started_s < self._lease_s
+            expected = places if is_young else self.world_size
+            are_enough = len(waiting) >= min(expected, places) or self._waited_s() >= self._lease_s
+            may_come = are_enough and self._have_values(waiting)
         else:  # not where it begins anew, or the training is over
             may_come = bool(members) and not any(one.leaving for one in members) and not any(self.came.values())
         return [(one, 1) for one in waiting[: max(0, places)]] if may_come else []
 
-    def _may_begin(self, waiting: list[Worker], places: int) -> bool:
-        """Whether those who wait are enough for a first view."""
+    def _have_values(self, workers: list[Worker]) -> bool:
+        """Whether workers of whom none has a state may begin: without a checkpoint with worker 0's initial values."""
+        is_late = self._waited_s() >= FIRST_WORKER_LEASES * self._lease_s
+        return is_late or any(one.rank == 0 or one.checkpoint for one in workers)
+
+    def _waited_s(self) -> float:
         self._waiting_since_s = self._now_s if self._waiting_since_s is None else self._waiting_since_s
-        waited_s = self._now_s - self._waiting_since_s
-        # Workers that are under way may still come back to a server that has just started.
-        is_young = self._now_s - self._interfaces.started_s < self._lease_s
-        expected = places if is_young else self.world_size
-        are_enough = len(waiting) >= min(expected, places) or waited_s >= self._lease_s
-        # Where nobody has a checkpoint, worker 0's initial values are the job's.
-        has_values = any(one.rank == 0 or one.checkpoint for one in waiting)
-        return (are_enough and has_values) or waited_s >= FIRST_WORKER_LEASES * self._lease_s
+        return self._now_s - self._waiting_since_s
+
+    @override
+    def _publish(self, newcomers: list[tuple[Worker, int]]) -> None:
+        members = self.workers.members  # they are frozen, and have said what they have
+        has_state = not members or any(one.has_state for one in members)
+        if has_state or self._have_values([*members, *(one for one, _ in newcomers)]):
+            super()._publish(newcomers)
+            self._waiting_since_s = None
 
     @override
     def _complete_view(self, members: list[Worker]) -> None:
