@@ -129,21 +129,20 @@ def start(job: ElasticClient) -> Flow[None]:
     yield [welcome]
 
 
-def regroup(job: ElasticClient, former: int, *, has_failed: bool = False, lost: Sequence[int] = ()) -> Flow[View]:
+def regroup(job: ElasticClient, former: int, lost: Sequence[int] | None = None) -> Flow[View]:
     """Say how far this worker is (``job.completed``), and wait for the view after number ``former``.
 
     Args:
         job: the worker's.
         former: of the view whose members this worker has met; 0 none.
-        has_failed: they cannot exchange any more.
-        lost: those of them whose processes this worker sees are gone.
+        lost: where they cannot exchange any more, those of them whose processes this worker sees are gone.
 
     Raises:
         FencedError: the others went on without this worker.
         ServerLostError: the coordinator was not heard for ``timeout_s``, or a member did not answer for ``REGROUP_S``.
     """
     answered, began_s = None, job.runtime.now_s()
-    if has_failed and job.preparing is None:
+    if lost is not None and job.preparing is None:
         yield from _said(job, job.control.commit("failed", view=former, lost=list(lost)))
     while True:
         seen, prepare, view = job.news, job.preparing, job.view

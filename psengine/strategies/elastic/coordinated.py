@@ -64,8 +64,6 @@ class CoordinatedMembership(Membership):
         # Whose groups fail in which step, and since when.
         self._failing: object = None
         self._failed_s = 0.0
-        # By worker of the present group, the process of this host.
-        self._processes: dict[int, int] = {}
 
     @override
     def enter(self, facts: Mapping[str, str], checkpoint: int) -> Group:
@@ -144,12 +142,8 @@ class CoordinatedMembership(Membership):
     def _next_group(self, *, has_failed: bool = False) -> Group:
         while True:
             former = 0 if self._view is None else self._view.number
-            lost = [worker for worker, process_id in self._processes.items() if has_exited(process_id)]
-            view: View = self._run(elastic.regroup(self._entered, former, has_failed=has_failed, lost=lost))
-            states = {member.rank: state for member, state in zip(view.members, view.states, strict=True)}
-            table = self._entered.runtime.process_table()
-            self._view = view
-            self._processes = {rank: one.pid for rank, one in states.items() if table and one.processes == table}
+            lost = self._lost() if has_failed else None
+            self._view = view = self._run(elastic.regroup(self._entered, former, lost))
             try:
                 collective = self._form(view)
             except (CollectiveError, RuntimeError, OSError) as error:
@@ -159,10 +153,16 @@ class CoordinatedMembership(Membership):
             if self._sums_at_servers:
                 collective = ServerSums(collective, self._entered.options, self._virtual_workers, view.number)
             self._collective = collective = GuardedCollective(collective, lambda: self.has_news)
-            members = [
-                Member(worker=rank, completed=one.completed, checkpoint=one.checkpoint) for rank, one in states.items()
-            ]
-            return Group(members=tuple(members), collective=collective)
+            states = zip(view.members, view.states, strict=True)
+            members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)
+            return Group(members=members, collective=collective)
+
+    def _lost(self) -> list[int]:
+        """The members of the last view whose processes this worker sees are gone."""
+        states = {} if self._view is None else dict(zip(self._view.members, self._view.states, strict=True))
+        table = self._entered.runtime.process_table()
+        here = {member.rank: one.pid for member, one in states.items() if table and one.processes == table}
+        return [rank for rank, process_id in here.items() if has_exited(process_id)]
 
     def _note_failure(self, view: View, error: BaseException) -> None:
         """Raise ServerError where groups of the same members have failed for ``timeout_s`` without ending a step."""
