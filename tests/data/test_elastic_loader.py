@@ -34,6 +34,7 @@ class ScriptedPlayer:
         self._left: list[int] = []
         self.played: list[tuple[int, int]] = []
         self.recorded: list[float] = []
+        self.playing: int | None = None
         self.has_left = False
 
     def enter(self, facts):
@@ -51,10 +52,11 @@ class ScriptedPlayer:
 
     def next_virtual_worker(self):
         if not self._left:
-            self.recorded = self._values
+            self.recorded, self.playing = self._values, None
             return None
-        self.played.append((self._now, self._left[0]))
-        return self._left.pop(0)
+        self.playing = self._left.pop(0)
+        self.played.append((self._now, self.playing))
+        return self.playing
 
     def record(self, value):
         self._values[self.played[-1][1]] = value

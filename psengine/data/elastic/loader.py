@@ -224,7 +224,7 @@ class Step:
     ) -> None:
         self.number, self.epoch, self.is_over = number, epoch, False
         self._player, self._play = player, play
-        self._has_begun = self._is_in_batch = False
+        self._has_begun = False
         self._mean: float | None = None
 
     @property
@@ -239,12 +239,7 @@ class Step:
         if self._has_begun:
             raise ReductionError(f"step {self.number}: batches were taken already (expected one loop, got a second)")
         self._has_begun = True
-        for batch in self._play():
-            self._is_in_batch = True
-            try:
-                yield batch
-            finally:
-                self._is_in_batch = False
+        yield from self._play()
         values = self._player.recorded
         # sum() adds in another way from Python 3.12 on.
         self._mean = functools.reduce(operator.add, values) / len(values)
@@ -260,7 +255,7 @@ class Step:
         given: Any = value
         if not isinstance(given, numbers.Real) and not is_real_scalar(given):
             raise ArgumentTypeError(f"record() takes one real number (got {value!r}). Fix: record(loss.mean()).")
-        if not self._is_in_batch:
+        if self._player.playing is None:
             raise ReductionError(
                 "record() takes a value of one batch (expected a call inside the loop over step.batches, got one"
                 " outside). Fix: call record() after backward, and mean() once the loop has ended."

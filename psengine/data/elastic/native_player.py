@@ -21,7 +21,7 @@ class NativePlayer:
         self._exchange = ValueExchange("ElasticLoader", None)
         self.virtual_workers = self._exchange.collective.world_size
         self.recorded: list[float] = []
-        self._is_playing = False
+        self.playing: int | None = None
         self._value: float | None = None
 
     def enter(self, facts: Mapping[str, str]) -> int:
@@ -29,15 +29,16 @@ class NativePlayer:
         return 1
 
     def begin_step(self, step: int) -> None:
-        self._is_playing, self._value = False, None
+        self.playing = self._value = None
 
     def upcoming(self) -> Sequence[int]:
         return [self._exchange.collective.rank]
 
     def next_virtual_worker(self) -> int | None:
-        self._is_playing = not self._is_playing
-        if self._is_playing:
-            return self._exchange.collective.rank
+        if self.playing is None:
+            self.playing = self._exchange.collective.rank
+            return self.playing
+        self.playing = None
         self.recorded = [math.nan] * self.virtual_workers
         # All ranks run the same program, so all recorded something or none did.
         if self._value is not None:

@@ -38,11 +38,7 @@ _SAYS_HELLO = (ErrorCode.NOT_MEMBER, ErrorCode.FENCED)
 
 def elastic_rule(virtual_workers: int, facts: Mapping[str, str]) -> dict[str, Any]:
     """The rule of such a job, as HELLO says it; ``facts``: what all workers must have alike, by name."""
-    return {
-        "name": "elastic",
-        "virtual_workers": virtual_workers,
-        "facts": {name: str(value) for name, value in facts.items()},
-    }
+    return {"name": "elastic", "virtual_workers": virtual_workers, "facts": dict(facts)}
 
 
 class ElasticClient(JobClient):

@@ -113,7 +113,7 @@ class StateRegistry:
         described = json.dumps(list(_describe(replace(own, optimizers=[], registered={})).items())).encode()
         optimizers = [str(OptimizerState(one["kind"], one["parameters"])) for one in own.optimizers]
         return {
-            "version of torch": torch.__version__,
+            "version of torch": str(torch.__version__),
             "CPU capability": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),
             "optimizers": ", ".join(optimizers) or "none",

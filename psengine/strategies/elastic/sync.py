@@ -85,15 +85,13 @@ class SyncVirtualWorkers(Strategy):
 
     @override
     def prepare(self, replica: Replica) -> None:
-        """Nothing is exchanged yet: workers meet when training begins."""
-        if self._replica is not None:
-            raise ConfigurationError("a strategy object serves one wrapped model (got a second)")
+        """Nothing is exchanged yet: workers meet, and are made equal, when training begins."""
         if replica.sparse or replica.device.type != "cpu":
             got = f"sparse gradients of {replica.sparse[0]!r}" if replica.sparse else str(replica.device)
             raise ConfigurationError(
                 f"virtual workers train dense gradients on the CPU (expected these, got {got}). Fix: strategy='sync'"
             )
-        self._replica = replica
+        super().prepare(replace(replica, is_known_equal=True))
         self._player = player_for(self.virtual_workers, replica.collective, sums_at_servers=self.sums_at_servers)
 
     @override
@@ -113,10 +111,6 @@ class SyncVirtualWorkers(Strategy):
         self._first_order: list[int] | None = None
         self._first_buffers: dict[str, torch.Tensor] = {}
         self.player.parts.append(self)
-
-    @override
-    def join(self) -> None:
-        """Workers are made equal when training begins."""
 
     @override
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
