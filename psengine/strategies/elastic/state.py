@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -23,8 +23,6 @@ from psengine.tensors.documents import Form, Parts, put_together, take_apart
 
 if TYPE_CHECKING:
     from psengine.strategies.elastic.sync import SyncVirtualWorkers
-
-Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 HOST = torch.device("cpu")
 BATCH_BYTES = 16 * 1024 * 1024
@@ -109,7 +107,7 @@ class StateRegistry:
 
     def facts(self) -> dict[str, str]:
         """What all workers must have alike, by name: bits depend on it, or states would not fit."""
-        own = self._own()
+        own = self.snapshot(0)
         described = json.dumps(list(_describe(replace(own, optimizers=[], registered={})).items())).encode()
         optimizers = [str(OptimizerState(one["kind"], one["parameters"])) for one in own.optimizers]
         return {
@@ -128,13 +126,15 @@ class StateRegistry:
 
         Its tensors are no copies, but for buffers.
         """
-        own = self._own()
-        states = [optimizer.state_dict() for optimizer in self._optimizers.alive()]
+        names = self._names()
         return Snapshot(
             completed=completed,
             progress=[part.progress() for part in self._parts],
-            tensors=own.tensors | _named([part.beginning().buffers for part in self._parts]),
-            optimizers=[one | {"state_dict": state} for one, state in zip(own.optimizers, states, strict=True)],
+            tensors=self._tensors() | _named([part.beginning().buffers for part in self._parts]),
+            optimizers=[
+                vars(replace(OptimizerState.of(one, names), state_dict=one.state_dict()))
+                for one in self._optimizers.alive()
+            ],
             registered={name: holder.state_dict() for name, holder in self._registered.items()},
         )
 
@@ -145,8 +145,7 @@ class StateRegistry:
             ReplicaMismatchError: the state of ``whose`` is not one of this model and its optimizers; nothing has
                 changed.
         """
-        own = self._own()
-        expected, got = _describe(snapshot), _describe(own)
+        expected, got = _describe(snapshot), _describe(self.snapshot(0))
         for what in expected | got:
             if expected.get(what) != got.get(what):
                 raise ReplicaMismatchError(
@@ -154,9 +153,10 @@ class StateRegistry:
                     f" {expected.get(what, 'absent')}, got {got.get(what, 'absent')}). Fix: build model, optimizers and"
                     " registered states from the same code on every worker, before the first step."
                 )
+        own = self._tensors()
         with torch.no_grad():
             for name, tensor in snapshot.tensors.items():
-                own.tensors[name].copy_(tensor)
+                own[name].copy_(tensor)
         for optimizer, one in zip(self._optimizers.alive(), snapshot.optimizers, strict=True):
             optimizer.load_state_dict(one["state_dict"])
             _keep_dtypes(optimizer, one["state_dict"])
@@ -194,23 +194,15 @@ class StateRegistry:
 
     # ---- what this worker has --------------------------------------------------------------------------------------
 
-    def _names(self) -> dict[torch.Tensor, str]:
-        return {p: name for name, p in _named([part.replica.parameters for part in self._parts]).items()}
-
-    def _own(self) -> Snapshot:
-        """What there is now, without states."""
-        names = self._names()
+    def _tensors(self) -> dict[str, torch.Tensor]:
         replicas = [part.replica for part in self._parts]
-        return Snapshot(
-            completed=0,
-            progress=[],
-            tensors=_named([{**one.state, **one.parameters, **one.buffers()} for one in replicas]),
-            optimizers=[vars(OptimizerState.of(optimizer, names)) for optimizer in self._optimizers.alive()],
-            registered=dict.fromkeys(self._registered),
-        )
+        return _named([{**one.state, **one.parameters, **one.buffers()} for one in replicas])
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        return {tensor: name for name, tensor in self._tensors().items()}
 
 
-def _named(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _named(models: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Tensors of all models by name; those of another than the first begin with its number."""
     numbered = enumerate(models)
     return {f"{number}/{name}" if number else name: t for number, model in numbered for name, t in model.items()}
