@@ -164,8 +164,8 @@ class Failing(Forwarding):
 
 @in_ranks(3)
 def test_a_worker_that_joins_goes_on_with_the_bits_of_its_source(rank, world_size):
-    """Rank 1 has trained, rank 2 joins and rank 0 only takes part; in small batches of large and small tensors."""
-    state.BATCH_BYTES = 256
+    """Rank 1 has trained, rank 2 joins and rank 0 only takes part; in pieces of large tensors, and small ones."""
+    state.PIECE_BYTES = 256
     training = Training(rank)
     if rank == 1:
         training.train(range(3))
@@ -193,7 +193,7 @@ def test_a_worker_joins_before_the_first_step(rank, world_size):
 @in_ranks(2)
 def test_a_source_that_dies_leaves_a_joiner_as_it_was(rank, world_size):
     """After each number of operations: nothing is installed before everything is there."""
-    state.BATCH_BYTES = 2048
+    state.PIECE_BYTES = 256
     training = Training(rank).train(range(1 - rank))
     before = training.everything()
     operations = 0

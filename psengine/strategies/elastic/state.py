@@ -1,6 +1,6 @@
 """What a worker has at a step's beginning, and how another one gets it, over their collective.
 
-source    document ──► all ranks      tensors, in batches ──► all ranks
+source    document ──► all ranks      tensors, in pieces ──► all ranks
 taker                                 they land in memory of its own
 others    take part, because broadcasts are everybody's, and drop what they get
 all       barrier; then a taker checks everything, installs it at once, and is as good a source as any
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from psengine.strategies.elastic.sync import SyncVirtualWorkers
 
 HOST = torch.device("cpu")
-BATCH_BYTES = 16 * 1024 * 1024
+# So that workers that drop what they get have little of it at once; and so many pieces are under way.
+PIECE_BYTES = 1024 * 1024
+PIECES = 16
 
 
 class StateHolder(Protocol):
@@ -185,8 +187,10 @@ class StateRegistry:
             return tensors[-1]
 
         arriving = None if is_source else Snapshot(**put_together(json.loads(text), allocate))
-        for batch in _batches(tensors):
-            landings = [torch.empty_like(piece, device=HOST) if piece.is_meta else piece for piece in batch]
+        pieces = _pieces(tensors)
+        for first in range(0, len(pieces), PIECES):
+            under_way = pieces[first : first + PIECES]
+            landings = [torch.empty_like(piece, device=HOST) if piece.is_meta else piece for piece in under_way]
             collective.broadcast(landings, source_rank, what="a worker's state").wait()
         collective.barrier().wait()
         if arriving is not None and not has_state:
@@ -233,17 +237,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
                 state[name] = value
 
 
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The memory of dense ``tensors``, as lists of flat pieces of about ``BATCH_BYTES``, the same on all ranks."""
-    batch: list[torch.Tensor] = []
-    size_bytes = 0
-    for tensor in tensors:
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        for piece in flat.split(BATCH_BYTES // tensor.element_size()) if tensor.numel() else ():
-            batch.append(piece)
-            size_bytes += piece.nbytes
-            if size_bytes >= BATCH_BYTES:
-                yield batch
-                batch, size_bytes = [], 0
-    if batch:
-        yield batch
+def _pieces(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The memory of dense ``tensors`` as flat pieces of at most ``PIECE_BYTES``."""
+    flats = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors if tensor.numel()]
+    return [piece for flat in flats for piece in flat.split(PIECE_BYTES // flat.element_size())]
