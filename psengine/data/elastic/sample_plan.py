@@ -12,6 +12,8 @@ step 1, in which two virtual workers take three samples.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from psengine.data.elastic.random_state import random_key
@@ -52,8 +54,8 @@ class SamplePlan:
         self._length = length - rest if drop_last else length
         has_more = rest >= virtual_workers or full == 0
         self.steps_per_epoch = full + (has_more and not drop_last)
-        # By epoch: that of the step, and that of the batches which are fetched ahead.
-        self._permutations: dict[int, torch.Tensor] = {}
+        # That of the step's epoch, and that of the batches which are fetched ahead.
+        self._permutation = functools.lru_cache(maxsize=2)(self._permute)
 
     def epoch_of(self, step: int) -> int:
         """The epoch, counted from 0, of a step, counted from 1 over all epochs."""
@@ -75,9 +77,6 @@ class SamplePlan:
         mine = range(begin, begin + least + (virtual_worker < more))
         return self._permutation(epoch)[mine.start : mine.stop].tolist() if self._shuffle else list(mine)
 
-    def _permutation(self, epoch: int) -> torch.Tensor:
-        if epoch not in self._permutations:
-            self._permutations = {one: kept for one, kept in self._permutations.items() if one == epoch - 1}
-            generator = torch.Generator().manual_seed(random_key("permutation", self._seed, epoch))
-            self._permutations[epoch] = torch.randperm(self._length, generator=generator)
-        return self._permutations[epoch]
+    def _permute(self, epoch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(random_key("permutation", self._seed, epoch))
+        return torch.randperm(self._length, generator=generator)
