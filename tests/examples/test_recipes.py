@@ -34,6 +34,7 @@ PAIRS: list[Run] = [
     ("samplers_and_epochs",),
     ("evaluation",),
     ("unused_parameters",),
+    ("two_tower", "--steps", "12", "--users", "5000"),
     ("several_devices",),
     ("several_devices", "--inside", "replicas"),
 ]
