@@ -283,7 +283,7 @@ def test_large_payloads_travel_as_several_frames(tmp_path):
 class Logged:
     """A shard with two tables, a log and snapshots on real files, as the server takes them; and three workers."""
 
-    SPECS = (table(0, max_rows=30, optimizer="rowwise_adagrad"), table(1, 2, name="items", optimizer="adagrad"))
+    SPECS = (table(0, max_rows=300, optimizer="rowwise_adagrad"), table(1, 2, name="items", optimizer="adagrad"))
 
     def __init__(self, directory, rule, seed=0):
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -294,6 +294,8 @@ class Logged:
         self.world.shard.append = self.log.append
         self.rule = rule
         self.workers = team(self.world, 3, self.SPECS, rule=rule)
+        for one in self.SPECS:
+            self.workers[0].store_rows(one.key, torch.arange(300), random_rows(300, self.generator, one.numel))
         self.step = 0
 
     def write(self):
@@ -315,7 +317,7 @@ class Logged:
         self.step += 1
         for worker in self.random.sample(self.workers, 3):
             for one in self.SPECS:
-                ids = torch.tensor(sorted(self.random.sample(range(60), self.random.randint(0, 6))), dtype=torch.int64)
+                ids = torch.tensor(sorted(self.random.sample(range(600), self.random.randint(0, 6))), dtype=torch.int64)
                 worker.push_rows(one.key, self.step, ids, random_rows(len(ids), self.generator, one.numel))
         if self.rule["name"] == "merge":
             self.world.release(self.workers, self.step, contributors=tuple((rank, self.step) for rank in range(3)))
