@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from psengine.environment.processes import has_exited
-from psengine.errors import AuthenticationError, ConfigurationError, ProtocolError, SnapshotError
+from psengine.errors import ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.segment import machine_memory_bytes, resident_bytes
@@ -66,7 +66,6 @@ logger = logging.getLogger(__name__)
 EXIT_SNAPSHOT, EXIT_INTERNAL = 4, 5
 _EXIT_CODES: dict[type[Exception], int] = {
     ConfigurationError: 2,
-    AuthenticationError: 2,
     BindError: 3,
     SnapshotError: EXIT_SNAPSHOT,
 }

@@ -98,8 +98,6 @@ class ShardGroup:
         if self.authenticator is not None:
             # After all binds: a client that TCP refuses looks for the Unix socket once more, and then gives up.
             self.authenticator.start()
-            found = [*(_reachable(e.address) for e in self.endpoints), *(e.local_address for e in self.endpoints)]
-            self.authenticator.probe([address for address in found if address])
 
     def addresses(self, host: str) -> list[str]:
         """The shards' addresses, with ``host`` for a wildcard; clients replace "*" by the host they connected to."""
@@ -195,8 +193,3 @@ class ShardGroup:
         for thread in self.threads:
             if thread.is_alive():  # where the start fails none has begun
                 thread.join(timeout=2.0)
-
-
-def _reachable(address: str) -> str:
-    """The address by which this process reaches one that it bound."""
-    return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")

@@ -1,4 +1,4 @@
-"""Who may connect to the server's sockets, and a proof at start-up that others may not.
+"""Who may connect to the server's sockets.
 
     Unix socket, in the clear    the server's own user and root; the kernel names a connection's user
     with CURVE                   clients whose key is in the server's key ring
@@ -6,7 +6,7 @@
 
 zmq asks an authenticator (ZAP, https://rfc.zeromq.org/spec/27) in this process about every handshake. zmq fails open in
 two cases: without a living authenticator it accepts everybody, unless ZMQ_ZAP_ENFORCE_DOMAIN is set; with that option
-but an empty domain it does not ask the authenticator. So both are set here, and ``probe`` tries the sockets.
+but an empty domain it does not ask the authenticator. So both are set here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
-from psengine.errors import AuthenticationError, ConfigurationError
+from psengine.errors import ConfigurationError
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.shared_secret import pairs_of_secret
 from psengine.protocol.keys import KeyPair, read_allowed, read_key_pair, write_key_pair
@@ -34,16 +33,11 @@ logger = logging.getLogger(__name__)
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "psengine"
-PROBE_DEADLINE_S = 3.0
 # How often the lists of keys are read again, so that workers can be added and removed while the server runs.
 RELOAD_S = 1.0
 _POLL_MS = 100
 # How libzmq names the other end of a Unix socket: its user, group and, where the system tells it, process.
 _LOCAL_PEER = re.compile(rb"localhost:(?P<uid>\d+):\d*(?::(?P<pid>\d+))?:?")
-
-_VERDICTS: dict[int, str] = {zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted", zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused"}
-# The handshake failed before the authenticator was asked, or without its answer.
-_CUTS = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_DISCONNECTED)
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -152,7 +146,6 @@ class Authenticator(threading.Thread):
         self._refusals = RateLimit()
         self._ends = threading.Event()
         self.refused = 0
-        self._is_probed = False  # by this process itself
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ADDRESS)
@@ -165,7 +158,7 @@ class Authenticator(threading.Thread):
             operators = f", {len(self._operators)} of operators" if self._operators else ""
             curve = f"CURVE: {clients} allowed{operators}; "
         local = "" if self.names_peers else f"over the Unix socket user {os.geteuid()} and root; "
-        return f"{curve}{local}strangers were refused in a test"
+        return f"{curve}{local}nobody else"
 
     def is_operator(self, key: str) -> bool:
         """Whether a client with this public key may give orders."""
@@ -218,66 +211,18 @@ class Authenticator(threading.Thread):
 
     def _judge_user(self, address: bytes) -> str:
         """Why a connection in the clear is refused; "" where it is accepted."""
-        peer = _LOCAL_PEER.fullmatch(address)
-        if peer is None:
+        user, _ = local_peer(address)
+        if user is None:
             return "over TCP in the clear"
-        # The probe connects from this very process.
-        if self._is_probed and (peer["pid"] is None or int(peer["pid"]) == os.getpid()):
-            return "the server's own test"
-        return "" if int(peer["uid"]) in self._users else f"user {int(peer['uid'])} is another"
+        return "" if user in self._users else f"user {user} is another"
 
     def _count_refusal(self, address: str, reason: str) -> None:
-        if self._is_probed:
-            return
         self.refused += 1
         if (suppressed := self._refusals.allows(time.monotonic())) is not None:
             logger.warning("refused a connection from %s: %s (%d unmentioned)", address, reason, suppressed)
-
-    def probe(self, addresses: list[str]) -> None:
-        """Check that every address refuses a stranger, which also proves that the authenticator is alive and asked.
-
-        A stranger has an unknown key, or none where connections in the clear are taken. These handshakes are neither
-        counted nor logged.
-
-        Raises:
-            AuthenticationError: one was accepted, or was not refused within the deadline.
-        """
-        self._is_probed = True
-        for address in addresses:
-            keys = self._keys_for(address)
-            server, stranger = ("", None) if keys is None else (keys.public, new_key_pair())
-            verdict = try_handshake(self._zmq_context, address, server, stranger)
-            if verdict != "refused":
-                raise AuthenticationError(
-                    f"{address} does not keep strangers out (expected one to be refused, got: {verdict}). The server"
-                    " does not start; this is a bug of psengine or of this libzmq build, please report it."
-                )
-        self._is_probed = False
 
     def end(self) -> None:
         """Stop answering: zmq refuses everybody from now on."""
         self._ends.set()
         if self.is_alive():
             self.join(timeout=5.0)
-
-
-def try_handshake(context: zmq.Context[Any], address: str, server_public: str, pair: KeyPair | None) -> str:
-    """Connect with ``pair``, None: without CURVE. "accepted", "refused" by the authenticator, "cut" or "no verdict"."""
-    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.RECONNECT_IVL, 1 << 30)  # never; -1 may abort, see client/connection.py
-    dealer.setsockopt(zmq.IPV6, int("[" in address))
-    if pair is not None:
-        dealer.setsockopt(zmq.CURVE_SERVERKEY, server_public.encode())
-        dealer.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
-        dealer.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-    events = dealer.get_monitor_socket(sum((*_VERDICTS, *_CUTS)))
-    try:
-        dealer.connect(address)
-        if not events.poll(int(PROBE_DEADLINE_S * 1000)):
-            return "no verdict"
-        return _VERDICTS.get(recv_monitor_message(events)["event"], "cut")
-    finally:
-        dealer.disable_monitor()
-        events.close(linger=0)
-        dealer.close(linger=0)
