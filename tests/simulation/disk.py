@@ -96,9 +96,6 @@ class SimulatedDisk:
     def lock(self) -> None:
         """Nobody else has it."""
 
-    def is_locked(self) -> bool:
-        return True
-
     def create(self, name: str) -> SimulatedFile:
         self.begin_call()
         unfinished, content = UNFINISHED + name, _File()

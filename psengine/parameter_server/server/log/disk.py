@@ -60,9 +60,6 @@ class Disk(Protocol):
             SnapshotError: another process has it.
         """
 
-    def is_locked(self) -> bool:
-        """Whether this process has it: somebody may have put another directory in its place."""
-
     def list(self) -> list[str]:
         """The names in it."""
 
@@ -117,12 +114,6 @@ class DirectoryDisk:
         self._lock = lock
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-
-    def is_locked(self) -> bool:
-        try:
-            return self._lock is not None and os.path.samestat(os.fstat(self._lock), os.stat(self.directory / "lock"))
-        except FileNotFoundError:
-            return False
 
     def unlock(self) -> None:
         """Release it; it also ends with the process."""

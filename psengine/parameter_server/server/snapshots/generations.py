@@ -82,14 +82,15 @@ class Generations:
 
     def kept_rows(self) -> set[int]:
         """Generations of this life whose rows are there, so that the next one can go on from them."""
-        return self._written.intersection(self._numbers(_ROWS_NAME)) if self.disk.is_locked() else set()
+        with suppress(OSError):
+            return self._written.intersection(self._numbers(_ROWS_NAME))
+        return set()
 
     @property
     def newest(self) -> int | None:
         """Number of the newest that is not known to be damaged; None where there is none, or none can be seen."""
         with suppress(OSError):
-            if self.disk.is_locked():
-                return max(set(self.numbers()) - self._damaged, default=None)
+            return max(set(self.numbers()) - self._damaged, default=None)
         return None
 
     def load(self) -> tuple[int | None, ServerState, list[str]]:
@@ -117,7 +118,7 @@ class Generations:
 
         Raises:
             SnapshotError: it was not written, and no part of it is left; the message says which older generation is
-                still there. Or the directory was replaced, and another server has it.
+                still there.
         """
         # A failed attempt's number and files are not used again: a page that could not be written may look clean
         # afterwards (PostgreSQL's "fsyncgate").
@@ -125,9 +126,6 @@ class Generations:
         self.needed_bytes = sum(tensor.nbytes + _TENSOR_BYTES for tensor in state.tensors()) + _TENSOR_BYTES
         rows = state.take_rows()
         try:
-            if not self.disk.is_locked():
-                self.begin()
-                logger.warning("%s was replaced while this server ran; it is locked anew", self.disk)
             if lost := state.earlier().difference(self._numbers(_ROWS_NAME)):
                 raise SnapshotError(f"rows of generations {sorted(lost)} are gone; the next snapshot has all rows")
             self._prune(state.places, self.needed_bytes)
