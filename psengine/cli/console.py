@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import suppress
-from typing import IO, Any, cast
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 
 def printable(text: str) -> str:
@@ -15,38 +13,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode("ascii") for sign in text)
-
-
-def print_if_read(console: Console, renderable: RenderableType, *, soft_wrap: bool | None = None) -> None:
-    """Print to a file that may be closed (``2>&1 | head -1``) or full; the caller goes on.
-
-    ``Console.print`` ends the process at a broken pipe, from whatever thread it is called.
-    """
-    if not isinstance(console.file, _UnreadFile):
-        console.file = cast("IO[str]", _UnreadFile(console.file))
-    console.print(renderable, soft_wrap=soft_wrap)
-
-
-class _UnreadFile:
-    """A text file that drops text which the file behind it does not take.
-
-    A closed file raises ValueError; a signal handler that prints while its thread is in a write raises RuntimeError.
-    """
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        with suppress(OSError, ValueError, RuntimeError):
-            self._file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError, ValueError, RuntimeError):
-            self._file.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 def open_console() -> Console:

@@ -8,16 +8,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from psengine.cli.console import print_if_read
 from psengine.cli.launching.plan import Plan, RunOptions, make_plan
 from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError
@@ -117,10 +114,11 @@ def make_logger(command: str = "psengine run") -> Callable[[str], None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Workers' lines are shown when they come, and a character that the terminal lacks ends nothing.
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
-    console = Console(stderr=True, highlight=False)
 
     def say(line: str) -> None:
-        print_if_read(console, Text(f"{'' if line.startswith('  ') else f'{command}: '}{line}"), soft_wrap=True)
+        # The reader may be gone (``2>&1 | head -1``), and a signal's handler may come while its thread is in a write.
+        with suppress(OSError, ValueError, RuntimeError):
+            sys.stderr.write(f"{'' if line.startswith('  ') else f'{command}: '}{line}\n")
 
     return say
 

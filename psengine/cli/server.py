@@ -46,23 +46,23 @@ def _read_arguments() -> list[str]:
     return arguments
 
 
-def build_app(run: "Callable[[ServerSettings, bool, int | None], int]") -> typer.Typer:
+def build_app(run: "Callable[[ServerSettings, bool], int]") -> typer.Typer:
     """The command line.
 
     Args:
-        run: serves, given the settings, ``--until-stdin-closes`` and ``--announce-fd``; returns the exit code.
+        run: serves, given the settings and ``--until-stdin-closes``; returns the exit code.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     def serve(context: typer.Context, **options: Any) -> None:
-        until_stdin_closes, announce_fd = options.pop("until_stdin_closes"), options.pop("announce_fd")
+        until_stdin_closes = options.pop("until_stdin_closes")
         del options["version"]
         if context.invoked_subcommand is not None:
             return
         from psengine.parameter_server.server.settings import make_settings
 
         given = {name: value for name, value in options.items() if value is not None}
-        raise typer.Exit(run(make_settings(given), until_stdin_closes, announce_fd))
+        raise typer.Exit(run(make_settings(given), until_stdin_closes))
 
     serve.__doc__ = (
         "Keep the parameters of training jobs: a psengine parameter server.\n\nEvery option may also be given as a"
@@ -140,7 +140,6 @@ def _parameters() -> list[inspect.Parameter]:
     found += [
         ("version", Annotated[bool, version], False),
         ("until_stdin_closes", Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)], False),
-        ("announce_fd", Annotated[int | None, typer.Option("--announce-fd", hidden=True)], None),
     ]
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
@@ -148,21 +147,17 @@ def _parameters() -> list[inspect.Parameter]:
     ]
 
 
-def _serve(settings: "ServerSettings", until_stdin_closes: bool, announce_fd: int | None) -> int:
+def _serve(settings: "ServerSettings", until_stdin_closes: bool) -> int:
     from psengine.parameter_server.server.daemon import Server, log_start
 
     _log_to_stderr(settings.log_format)
 
     def announce(line: str) -> None:
-        is_ready = line.startswith("psengine-server ready")
         # Each line once, also where one file takes both streams.
         if settings.log_format == "json":
             log_start(line)
-        if is_ready or settings.log_format != "json":
+        if settings.log_format != "json" or line.startswith("psengine-server ready"):
             _print(line)
-        if announce_fd is not None and is_ready:
-            with os.fdopen(announce_fd, "w") as file:
-                file.write(line + "\n")
 
     return Server(settings, until_stdin_closes=until_stdin_closes).run(announce)
 
