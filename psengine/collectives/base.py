@@ -25,34 +25,33 @@ from psengine.collectives.contributions import cut
 
 # How often waits that cannot be interrupted look whether they should be.
 LOOK_S = 0.02
+# Whether to stop waiting; None: never.
+Interruption = Callable[[], bool] | None
 
 
 class Work(ABC):
     """An operation under way."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Return when the result may be read (on CUDA: by work queued on the current stream).
+    def wait(self, is_interrupted: Interruption = None) -> bool:
+        """Return True when the result may be read (on CUDA: by work queued on the current stream).
+
+        Args:
+            is_interrupted: asked now and then, where the transport can leave a wait; once it returns True, False is
+                returned, and the operation is under way.
 
         Raises:
             CollectiveError: the operation failed or passed the collective's deadline.
             PeerLostError: the same, and ranks that died or do not answer could be named.
         """
 
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
-        """``wait``, and ask now and then whether to stop waiting; return False if so: the operation is under way.
-
-        Default: the wait cannot be interrupted.
-        """
-        self.wait()
-        return True
-
 
 class CompletedWork(Work):
     """The result was there before anybody asked."""
 
-    def wait(self) -> None:
+    def wait(self, is_interrupted: Interruption = None) -> bool:
         """Return at once."""
+        return True
 
 
 class DeferredWork(Work):
@@ -62,14 +61,9 @@ class DeferredWork(Work):
         self._finish = finish
         self._after = after or CompletedWork()
 
-    def wait(self) -> None:
-        """Call it."""
-        self._after.wait()
-        self._finish()
-
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
+    def wait(self, is_interrupted: Interruption = None) -> bool:
         """Call it, unless the wait before was interrupted."""
-        is_over = self._after.wait_unless(is_interrupted)
+        is_over = self._after.wait(is_interrupted)
         if is_over:
             self._finish()
         return is_over
@@ -83,12 +77,11 @@ class BlockingWork(Work):
     def __init__(self, finish: Callable[[], object]) -> None:
         self._finish = finish
 
-    def wait(self) -> None:
-        """Call it."""
-        self._finish()
-
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
-        """Have a thread call it."""
+    def wait(self, is_interrupted: Interruption = None) -> bool:
+        """Call it, or have a thread call it."""
+        if is_interrupted is None:
+            self._finish()
+            return True
         finished: Future[object] = Future()
 
         def finish() -> None:
@@ -113,13 +106,9 @@ class Intermediate(Work):
     def __init__(self, work: Work) -> None:
         self._work = work
 
-    def wait(self) -> None:
+    def wait(self, is_interrupted: Interruption = None) -> bool:
         """Wait for ``work``."""
-        self._work.wait()
-
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
-        """Wait for ``work``."""
-        return self._work.wait_unless(is_interrupted)
+        return self._work.wait(is_interrupted)
 
 
 class Collective(ABC):

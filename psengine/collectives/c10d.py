@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from psengine.collectives.base import Collective, CompletedWork, Work
+from psengine.collectives.base import Collective, CompletedWork, Interruption, Work
 from psengine.collectives.liveness import PATIENCE_S, Liveness
 from psengine.collectives.operands import check_flat, check_parts, copying, flat_bytes, plain, real
 from psengine.errors import CollectiveError, PeerLostError
@@ -182,7 +182,7 @@ class C10dCollective(Collective):
         is_done: Callable[[], bool],
         what: str,
         operation: int,
-        is_interrupted: Callable[[], bool] | None = None,
+        is_interrupted: Interruption = None,
     ) -> bool:
         """Wait in slices until ``wait_for_s(seconds)`` returns True, and look for other ranks' alarms between them.
         Return False if ``is_interrupted`` does.
@@ -266,14 +266,7 @@ class C10dWork(Work):
         return all(work.is_completed() for work in self.works)
 
     @override
-    def wait(self) -> None:
-        self._wait(None)
-
-    @override
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
-        return self._wait(is_interrupted)
-
-    def _wait(self, is_interrupted: Callable[[], bool] | None) -> bool:
+    def wait(self, is_interrupted: Interruption = None) -> bool:
         with span(self.what, category="collective"):
             for work in self.works:
                 if self.is_stream_ordered:

@@ -120,7 +120,7 @@ def form_collective(
             made[-1].abandon()
         made[-1].connect()
 
-    if BlockingWork(form).wait_unless(is_interrupted):
+    if BlockingWork(form).wait(is_interrupted):
         return made[-1]
     is_left.set()
     for group in made[:1]:  # then the thread comes to its end

@@ -81,7 +81,7 @@ class Memory:
     def add_up(self, step: int, is_interrupted: Callable[[], bool] = never) -> bool:
         """Sum contributions, and check the bits; False if interrupted."""
         for work in self.begin(step):
-            if not work.wait_unless(is_interrupted):
+            if not work.wait(is_interrupted):
                 return False
         assert torch.equal(self.rows[0], sum_of(step))
         return True
@@ -198,7 +198,7 @@ def stop_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool) -
     until_s = time.monotonic() + (60 if rank == 1 else 0.3)
     try:
         for work in works:
-            if not work.wait_unless(lambda: time.monotonic() > until_s):
+            if not work.wait(lambda: time.monotonic() > until_s):
                 break
     except CollectiveError:
         assert rank == 1

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from psengine.collectives.base import Collective, Work
+from psengine.collectives.base import Collective, Interruption, Work
 from psengine.errors import CollectiveError
 from psengine.protocol.views import View
 from simulation.reference import Values
@@ -193,13 +193,10 @@ class SimulatedWork(Work):
         self.is_done = True
         self._finish(given)
 
-    def wait(self) -> None:
-        self.wait_unless(lambda: False)
-
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
+    def wait(self, is_interrupted: Interruption = None) -> bool:
         failed = self._group.failed
         process = self._group.processes[self._rank]
-        process.park(lambda: self.is_done or self._rank in failed or is_interrupted())
+        process.park(lambda: self.is_done or self._rank in failed or (is_interrupted is not None and is_interrupted()))
         if not self.is_done and self._rank in failed:
             raise CollectiveError("a connection broke")
         return self.is_done

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine.collectives.base import Work
+from psengine.collectives.base import Interruption, Work
 from psengine.collectives.c10d import C10dCollective, all_to_all_of
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.hierarchy.levels import Levels
@@ -128,8 +128,9 @@ class Sum(Work):
         self.work = next(on_the_way)
 
     @override
-    def wait(self) -> None:
+    def wait(self, is_interrupted: Interruption = None) -> bool:
         self._collective.complete(self)
+        return True
 
     def advance(self, before: int) -> None:
         """Go through the stages that are over, at most to stage ``before``, where the operation before this one is."""

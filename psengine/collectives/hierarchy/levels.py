@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from psengine.collectives.base import Interruption
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.shared_memory.collective import UNDER_WAY, Failure, SharedMemoryCollective
 from psengine.collectives.shared_memory.files import succeed_together
@@ -44,9 +44,7 @@ class HostMemory(SharedMemoryCollective):
         self._everybody = everybody
 
     @override
-    def _sleep(
-        self, operation: int, what: str, timeout_s: float, is_interrupted: Callable[[], bool] | None
-    ) -> Failure | None:
+    def _sleep(self, operation: int, what: str, timeout_s: float, is_interrupted: Interruption) -> Failure | None:
         failure: Failure | None = None
 
         def wait_for_s(seconds: float) -> bool:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine.collectives.base import CompletedWork, DeferredWork, Work
+from psengine.collectives.base import CompletedWork, DeferredWork, Interruption, Work
 from psengine.collectives.c10d import INTERRUPTIBLE_SLICE_S, C10dCollective
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.operands import check_flat, check_parts, copying, plain, real
@@ -367,9 +367,7 @@ class SharedMemoryCollective(Forwarding):
         """What to raise for a call that the native side refused."""
         return CollectiveError(f"{what} failed on rank {self.rank} of {self.world_size}: {error}")
 
-    def finish(
-        self, operation: int, what: str, timeout_s: float, is_interrupted: Callable[[], bool] | None = None
-    ) -> bool:
+    def finish(self, operation: int, what: str, timeout_s: float, is_interrupted: Interruption = None) -> bool:
         """Wait until ``operation`` is complete; False if interrupted. Passing the deadline ends the whole group."""
         failure = None
         try:
@@ -394,14 +392,12 @@ class SharedMemoryCollective(Forwarding):
         return True
 
     def _spin_and_sleep(
-        self, operation: int, what: str, timeout_s: float, is_interrupted: Callable[[], bool] | None
+        self, operation: int, what: str, timeout_s: float, is_interrupted: Interruption
     ) -> Failure | None:
         is_complete = self._extension.shared_memory_spin(self._group, operation)
         return None if is_complete else self._sleep(operation, what, timeout_s, is_interrupted)
 
-    def _sleep(
-        self, operation: int, what: str, timeout_s: float, is_interrupted: Callable[[], bool] | None
-    ) -> Failure | None:
+    def _sleep(self, operation: int, what: str, timeout_s: float, is_interrupted: Interruption) -> Failure | None:
         """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so;
         UNDER_WAY where the wait was interrupted.
         """
@@ -472,15 +468,9 @@ class SharedMemoryWork(Work):
         return self.collective.completed() >= self.operation
 
     @override
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, is_interrupted: Interruption = None, timeout_s: float | None = None) -> bool:
         """``timeout_s`` overrides the collective's deadline. Passing it ends the whole group."""
-        self._wait(self.collective.timeout_s if timeout_s is None else timeout_s, None)
-
-    @override
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
-        return self._wait(self.collective.timeout_s, is_interrupted)
-
-    def _wait(self, timeout_s: float, is_interrupted: Callable[[], bool] | None) -> bool:
+        timeout_s = self.collective.timeout_s if timeout_s is None else timeout_s
         if is_profiling():
             with profiled(f"wait for {self.what}"):
                 is_over = self.collective.finish(self.operation, self.what, timeout_s, is_interrupted)

@@ -71,7 +71,7 @@ class GroupWork(dist.Work):
             if self._is_done:
                 return
             try:
-                self._operation.wait(self._timeout_s)
+                self._operation.wait(timeout_s=self._timeout_s)
                 self._finish()
             except Exception as error:
                 self._error = error

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from psengine.collectives.base import Collective, Intermediate, Work
+from psengine.collectives.base import Collective, Intermediate, Interruption, Work
 from psengine.collectives.forwarding import Forwarding
 from psengine.errors import CollectiveError
 
@@ -31,10 +31,9 @@ class GuardedWork(Work):
         self._work, self._has_news = work, has_news
 
     @override
-    def wait(self) -> None:
-        if not self._work.wait_unless(self._has_news):
+    def wait(self, is_interrupted: Interruption = None) -> bool:
+        if is_interrupted is not None:
+            return self._work.wait(lambda: is_interrupted() or self._has_news())
+        if not self._work.wait(self._has_news):
             raise CollectiveError("the group of workers changes: one of them died, was put out, or another one comes")
-
-    @override
-    def wait_unless(self, is_interrupted: Callable[[], bool]) -> bool:
-        return self._work.wait_unless(lambda: is_interrupted() or self._has_news())
+        return True

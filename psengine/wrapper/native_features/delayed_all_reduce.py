@@ -32,7 +32,7 @@ def delay_all_reduce(replica: Any, trigger: Any, collective: Collective) -> None
         # itself is over before backward returns.
         # Divided, as native DDP does: a product with the reciprocal rounds otherwise.
         work = collective.all_reduce(flat.div_(collective.world_size), 1.0, what="delayed gradients")
-        torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        torch.autograd.Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]  # for None
         return gradient
 
     weakref.finalize(replica, trigger.register_hook(reduce).remove).atexit = False
