@@ -2,9 +2,9 @@
 
 ::
 
-    value ── leaves, in the order of their paths ──┬── what I hold, hashed ──┬── all-gather ── all equal? else name the
-                                                   └── a few numbers ────────┘       │         difference
-                                       more numbers, one flat tensor per dtype ── all-reduce ── the value's structure
+    value ── leaves, in the order of their paths ──┬── what I hold, hashed ── all-gather ── all equal? else name the
+                                                   │                                        difference
+                                                   └── one flat tensor per dtype ── all-reduce ── the value's structure
 
 A rank that cannot take part (a leaf is no number) still sends its header, so that the others raise at once instead of
 waiting.

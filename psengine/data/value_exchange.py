@@ -1,13 +1,11 @@
 """A call that all ranks make with a value each: checked to be alike on every rank before any of it is used.
 
-A call begins with one block of ``BLOCK_BYTES`` from each rank, gathered by all: a digest of what the rank calls and of
-its value's structure, and a few numbers, if they fit. Ranks whose digests differ exchange what they digested, so that
-each of them raises the same error instead of waiting.
+A call begins with a digest from each rank, gathered by all: of what the rank calls and of its value's structure. Ranks
+whose digests differ exchange what they digested, so that each of them raises the same error instead of waiting.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -21,11 +19,6 @@ from psengine.environment.context import group_place
 from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchError
 from psengine.strategies.elastic.player import current_player
 from psengine.tensors.leaves import first_difference
-
-DIGEST_BYTES = 32
-BLOCK_BYTES = 256
-# So that a group without addends has a flat tensor; of the narrowest dtype, which no other one is promoted to.
-_NOTHING = torch.empty(0, dtype=torch.bool, device=CPU)
 
 
 def check_has_met(process_group: dist.ProcessGroup | None, verb: str) -> None:
@@ -75,70 +68,44 @@ class ValueExchange:
             self._header_device, self.device = _transport_devices(process_group, values)
         self.faults: dict[str, tuple[str, PSEngineError]] = {}
 
-    def check(self, kinds: Mapping[str, str], payload: torch.Tensor = _NOTHING) -> torch.Tensor:
+    def check(self, kinds: Mapping[str, str]) -> None:
         """Make sure that all ranks made the same call, with values of the same ``kinds`` by path.
-
-        Args:
-            kinds: what must be alike.
-            payload: bytes that travel along, 1-D uint8 on the host, at most BLOCK_BYTES - DIGEST_BYTES.
-
-        Returns:
-            every rank's payload: a row for each rank.
 
         Raises:
             PSEngineError: the first of this rank's ``faults``.
             ReplicaMismatchError: the ranks called different verbs, or with values of different structure.
         """
-        rows = payload.unsqueeze(0)
         if self.collective.world_size > 1:
             description = {"the call": self.verb, "the transport's device": self.device.type, **kinds}
             description |= {path: kind for path, (kind, _) in self.faults.items()}
-            digest = hashlib.sha256(json.dumps(description).encode()).digest()
-            block = torch.frombuffer(bytearray(digest).ljust(BLOCK_BYTES), dtype=torch.uint8)
-            block[DIGEST_BYTES : DIGEST_BYTES + payload.numel()] = payload
-            block = block.to(self._header_device)
-            gathered = block.new_empty((self.collective.world_size, BLOCK_BYTES))
-            self.collective.all_gather(gathered, block, what=f"header of {self.verb}()").wait()
-            gathered = gathered.cpu()
-            if (gathered[:, :DIGEST_BYTES] != gathered[0, :DIGEST_BYTES]).any():
-                text = json.dumps(description).encode()
+            text = json.dumps(description).encode()
+            digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+            digests = self.collective.gather(digest.to(self._header_device), what=f"header of {self.verb}()")
+            if not all(digests[0].equal(other) for other in digests):
                 texts = self.collective.gather_bytes(text, self._header_device, what="metrics description")
                 if not self.faults:
                     raise ReplicaMismatchError(first_difference(list(map(json.loads, texts)), self.collective.rank))
-            rows = gathered[:, DIGEST_BYTES : DIGEST_BYTES + payload.numel()]
         for _, fault in self.faults.values():
             raise fault
-        return rows
 
     def all_reduce(self, kinds: Mapping[str, str], *groups: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the sum over ranks of each addend, with its shape and on its device, once ``check`` has passed.
 
         Args:
             kinds: as of ``check``.
-            groups: of addends; those of a group have one dtype, float64 or int64. Few numbers travel with the header,
-                and are added in the order of ranks.
+            groups: of addends; those of a group have one dtype, float64 or int64.
         """
+        self.check(kinds)
         if self.collective.world_size == 1:
-            self.check({})
             return [list(group) for group in groups]
-        flats = [torch.cat([addend.reshape(-1).to(self.device) for addend in (_NOTHING, *group)]) for group in groups]
-        sizes = [flat.nbytes for flat in flats]
-        if self.device.type == "cpu" and sum(sizes) <= BLOCK_BYTES - DIGEST_BYTES:
-            rows = self.check(kinds, torch.cat([flat.view(torch.uint8) for flat in flats])).split(sizes, dim=1)
-            parts = [row.contiguous().clone().view(flat.dtype) for row, flat in zip(rows, flats, strict=True)]
-            flats = [functools.reduce(torch.add, part) for part in parts]
-        else:
-            self.check(kinds)
-            for flat in flats:
-                if flat.numel():
-                    self.collective.sum(flat, what=f"metrics of {self.verb}()")
-        return [
-            [
-                total.to(addend.device).view(addend.shape)
-                for total, addend in zip(flat.split([addend.numel() for addend in group]), group, strict=True)
-            ]
-            for flat, group in zip(flats, groups, strict=True)
-        ]
+        return [self._totals(group) if group else [] for group in groups]
+
+    def _totals(self, group: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        flat = torch.cat([addend.reshape(-1).to(self.device) for addend in group])
+        if flat.numel():
+            self.collective.sum(flat, what=f"metrics of {self.verb}()")
+        totals = flat.split([addend.numel() for addend in group])
+        return [total.to(addend.device).view(addend.shape) for total, addend in zip(totals, group, strict=True)]
 
 
 def _transport_devices(process_group: Any, values: Sequence[Any]) -> tuple[torch.device, torch.device]:
