@@ -12,7 +12,7 @@ import typer
 
 from psengine.cli.console import printable
 from psengine.cli.status import ServerAddress, TimeoutS
-from psengine.cli.status_overview import StatusSource, merge, open_sources
+from psengine.cli.status_overview import StatusSource, open_sources
 from psengine.environment.local_sockets import host_and_port, is_listening
 from psengine.errors import PSEngineError, ServerRefusedError
 
@@ -73,25 +73,11 @@ def drain(
     _tell(servers, action="drain")
     deadline_s = time.monotonic() + wait_s
     for server in servers if wait_s else ():
-        said = ""
-        while True:
-            time.sleep(POLL_S)  # a server without workers ends at once
-            if _has_ended(server.address):
-                break
-            report = server.ask()
-            if report.error and _has_ended(server.address):
-                break
-            jobs = merge([report]).jobs.items()
-            workers = [f"worker {worker.rank} of job {name!r}" for name, job in jobs for worker in job.workers]
-            text = f"waits for {report.error or ', '.join(workers) or 'nobody'}"
-            is_late = time.monotonic() >= deadline_s
-            if is_late:
-                text = f"still drains after {wait_s:g} s. Fix: end its workers, or psengine admin shutdown"
-            if text != said:
-                _say(f"{server.address}: {text}")
-            if is_late:
+        while not _has_ended(server.address):
+            if time.monotonic() >= deadline_s:
+                _say(f"{server.address}: still drains after {wait_s:g} s. Fix: end its workers, see psengine status")
                 raise typer.Exit(EXIT_REFUSED)
-            said = text
+            time.sleep(POLL_S)
         _say(f"{server.address}: has ended")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -23,11 +24,10 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the workers' table; where not all fit, columns of a high rank are left out first."""
+    """A column of the workers' table."""
 
     title: str
     width: int
-    rank: int
     cell: Callable[[WorkerStatus], RenderableType]
     is_text: bool = False
 
@@ -40,24 +40,25 @@ def _ms(name: str) -> Callable[[WorkerStatus], str]:
     return lambda worker: UNKNOWN if (seconds := getattr(worker, name)) is None else _number(seconds * 1e3)
 
 
+# The first ones that fit are shown.
 _COLUMNS = (
-    _Column("rank", 4, 0, _plain("rank")),
-    _Column("state", 7, 1, lambda w: Text(w.state, STATE_STYLES[w.state]), True),
-    _Column("host", 14, 9, lambda w: Text(f"{w.host}:{w.pid}" if w.pid else w.host), True),
-    _Column("step", 7, 2, _plain("step")),
-    _Column("lag", 4, 3, _plain("lag")),
-    _Column("stale", 6, 6, lambda w: _pair(w.staleness_p50, w.staleness_p99)),
-    _Column("heard", 6, 4, lambda w: _seconds(w.silent_s)),
-    _Column("steps/s", 7, 7, _plain("steps_per_s")),
-    _Column("samples/s", 9, 12, _plain("samples_per_s")),
-    _Column("loss", 8, 8, _plain("loss")),
-    _Column("ms/step", 7, 5, _ms("step_s")),
-    _Column("compute", 7, 10, _ms("compute_s")),
-    _Column("blocked", 7, 10, _ms("blocked_s")),
-    _Column("pushes", 8, 13, _plain("pushes")),
-    _Column("refused", 7, 11, _plain("refused")),
-    _Column("late", 5, 14, _plain("late")),
-    _Column("waits for", 9, 15, lambda w: ",".join(map(str, w.waiting_for)) or UNKNOWN, True),
+    _Column("rank", 4, _plain("rank")),
+    _Column("state", 7, lambda w: Text(w.state, STATE_STYLES[w.state]), True),
+    _Column("step", 7, _plain("step")),
+    _Column("lag", 4, _plain("lag")),
+    _Column("heard", 6, lambda w: _seconds(w.silent_s)),
+    _Column("ms/step", 7, _ms("step_s")),
+    _Column("stale", 6, lambda w: _pair(w.staleness_p50, w.staleness_p99)),
+    _Column("steps/s", 7, _plain("steps_per_s")),
+    _Column("loss", 8, _plain("loss")),
+    _Column("host", 14, lambda w: Text(f"{w.host}:{w.pid}" if w.pid else w.host), True),
+    _Column("compute", 7, _ms("compute_s")),
+    _Column("blocked", 7, _ms("blocked_s")),
+    _Column("refused", 7, _plain("refused")),
+    _Column("samples/s", 9, _plain("samples_per_s")),
+    _Column("pushes", 8, _plain("pushes")),
+    _Column("late", 5, _plain("late")),
+    _Column("waits for", 9, lambda w: ",".join(map(str, w.waiting_for)) or UNKNOWN, True),
 )
 
 
@@ -76,7 +77,8 @@ def workers_table(job: JobStatus, width: int) -> RenderableType:
     """A row for each worker, with as many columns as fit."""
     if not job.workers:
         return Text("  no workers now", style="dim")
-    columns = _fitting(width)
+    ends = accumulate(column.width + 2 for column in _COLUMNS)
+    columns = [column for column, end in zip(_COLUMNS, ends, strict=True) if end <= width]
     table = _table()
     for column in columns:
         table.add_column(
@@ -124,17 +126,6 @@ def events_view(events: Sequence[Event], most: int) -> RenderableType:
         style = "red" if event.kind in ALARMING_EVENTS else ""
         table.add_row(clock, Text.assemble((job, "dim"), (event.text, style)))
     return table
-
-
-def _fitting(width: int) -> list[_Column]:
-    chosen: list[_Column] = []
-    left = width
-    for column in sorted(_COLUMNS, key=lambda column: column.rank):
-        if column.width + 2 > left:
-            break
-        chosen.append(column)
-        left -= column.width + 2
-    return [column for column in _COLUMNS if column in chosen]
 
 
 def _headline(name: str, job: JobStatus) -> Text:

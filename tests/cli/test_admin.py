@@ -177,7 +177,7 @@ def test_a_drained_server_keeps_its_workers_and_ends_with_the_last(admin, tmp_pa
             client.push_pull({"w": torch.ones(4)}, into=weights)
             assert weights["w"].tolist() == [-1.0] * 4
             code, said = admin("drain", "--wait-s", "1.5", server=server)
-            assert (code, "waits for worker 0 of job 'kept'" in said, "still drains" in said) == (1, True, True)
+            assert (code, "still drains" in said) == (1, True)
             assert server.is_alive
         assert server.wait() == 0
         assert "shutting down: drained" in server.log()
