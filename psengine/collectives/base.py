@@ -6,7 +6,7 @@ is there. W is the world size, n the numel of the tensor that is named first::
     all_reduce(flat)                 flat[n] on each rank  ->  the sum of the W flats, on each rank
     all_gather(output, tensor)       tensor[n / W]         ->  output[n]: the W tensors in rank order, on each rank
     broadcast(tensors, source_rank)  the source's tensors  ->  the same, on each rank
-    all_to_all(output, flat, sizes)  flat, in W parts      ->  output[W, n]: part r of each rank's flat, on rank r
+    all_to_all(output, flat, sizes, senders)  flat, in parts  ->  output[S, n]: part r of each sender's flat, on rank r
     sum_contributions(memory, owners)  [1 + K, n]          ->  row 0: the sum of all ranks' K rows, on each rank
     barrier()                        nothing               ->  every rank has called it
 """
@@ -189,13 +189,7 @@ class Collective(ABC):
 
     @abstractmethod
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        flat: torch.Tensor,
-        sizes: Sequence[int],
-        *,
-        senders: Sequence[int] | None = None,
-        what: str = "tensor",
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], senders: Sequence[int], *, what: str
     ) -> Work:
         """Begin to fill row s of ``output`` with this rank's part of sender s's ``flat``. Mutates ``output``.
 
@@ -203,7 +197,7 @@ class Collective(ABC):
             output: dense contiguous tensor of shape (number of senders, ``sizes[rank]``).
             flat: dense contiguous, 1-D, of the same numel and dtype on every sender; not read on other ranks.
             sizes: by rank, how many elements its part has; the same on every rank. Part 0 comes first.
-            senders: ascending, the same on every rank; None: all ranks.
+            senders: ascending, the same on every rank.
             what: as for ``all_reduce``.
         """
 

@@ -97,19 +97,13 @@ class C10dCollective(Collective):
 
     @override
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        flat: torch.Tensor,
-        sizes: Sequence[int],
-        *,
-        senders: Sequence[int] | None = None,
-        what: str = "tensor",
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], senders: Sequence[int], *, what: str
     ) -> Work:
         what = f"all-to-all of {what}"
         if self.world_size == 1:
             output.view(-1).copy_(flat)
             return CompletedWork()
-        is_sender = [senders is None or rank in senders for rank in range(self.world_size)]
+        is_sender = [rank in senders for rank in range(self.world_size)]
         received = [sizes[self.rank] * sends for sends in is_sender]
         sent = [size * is_sender[self.rank] for size in sizes]
         return self.begin(

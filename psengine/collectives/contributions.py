@@ -68,7 +68,7 @@ class Piece:
             senders = sorted(rank for rank, other in self._owners if other == number)
             slices = self._total.new_empty(len(senders), self._sizes[collective.rank])
             flat = self._own[number] if number < len(self._own) else self._total[:0]
-            works.append(collective.all_to_all(slices, flat, self._sizes, senders=senders, what=self._what))
+            works.append(collective.all_to_all(slices, flat, self._sizes, senders, what=self._what))
             received |= zip([(rank, number) for rank in senders], slices, strict=True)
         self._addends = [received[owner] for owner in self._owners]
         return works

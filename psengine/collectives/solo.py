@@ -33,13 +33,7 @@ class SoloCollective(Collective):
 
     @override
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        flat: torch.Tensor,
-        sizes: Sequence[int],
-        *,
-        senders: Sequence[int] | None = None,
-        what: str = "tensor",
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], senders: Sequence[int], *, what: str
     ) -> Work:
         output.view(-1).copy_(flat)
         return CompletedWork()

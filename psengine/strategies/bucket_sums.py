@@ -237,7 +237,7 @@ class _Piece:
         """Send each slice to its owner."""
         ranks, slice_numel = self._payload.shape
         sizes = [slice_numel] * ranks
-        return self._collective.all_to_all(self._received, self._payload.view(-1), sizes, what=self._what)
+        return self._collective.all_to_all(self._received, self._payload.view(-1), sizes, range(ranks), what=self._what)
 
     def gather_sums(self, scale: float) -> Work:
         """Sum this rank's slice of what came, and gather the payloads of all slices."""

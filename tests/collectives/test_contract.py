@@ -119,7 +119,7 @@ def parts_for_each_rank(collective: Collective) -> None:
     for sizes in (list(range(world_size)), [1000 + other for other in range(world_size)], [0] * world_size):
         values = [torch.arange(sum(sizes), dtype=torch.float64) + 0.25 * other for other in range(world_size)]
         output = torch.empty(world_size, sizes[rank], dtype=torch.float64)
-        collective.all_to_all(output, values[rank].clone(), sizes, what="test").wait()
+        collective.all_to_all(output, values[rank].clone(), sizes, range(world_size), what="test").wait()
         assert torch.equal(output, torch.stack([v.split(sizes)[rank] for v in values]))
 
 
@@ -130,7 +130,7 @@ def parts_of_some_ranks(collective: Collective) -> None:
     for senders in ([world_size - 1], list(range(world_size - 1))):
         flats = {other: torch.arange(sum(sizes), dtype=torch.float32) + 0.25 * other for other in senders}
         output = torch.empty(len(senders), sizes[rank])
-        collective.all_to_all(output, flats.get(rank, torch.empty(0)), sizes, senders=senders, what="test").wait()
+        collective.all_to_all(output, flats.get(rank, torch.empty(0)), sizes, senders, what="test").wait()
         assert all(
             torch.equal(row, flats[sender].split(sizes)[rank]) for row, sender in zip(output, senders, strict=True)
         )

@@ -242,7 +242,7 @@ class SimulatedCollective(Collective):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, what: str = "tensor") -> Work:
         raise NotImplementedError
 
-    def all_to_all(self, output: torch.Tensor, flat: torch.Tensor, sizes: Any, **options: Any) -> Work:
+    def all_to_all(self, *arguments: Any, **options: Any) -> Work:
         raise NotImplementedError
 
     def abandon(self) -> None:

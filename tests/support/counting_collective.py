@@ -34,16 +34,10 @@ class CountingCollective(Forwarding):
 
     @override
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        flat: torch.Tensor,
-        sizes: Sequence[int],
-        *,
-        senders: Sequence[int] | None = None,
-        what: str = "tensor",
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], senders: Sequence[int], *, what: str
     ) -> Work:
         self.calls.append(("all_to_all", flat.nbytes))
-        return super().all_to_all(output, flat, sizes, senders=senders, what=what)
+        return super().all_to_all(output, flat, sizes, senders, what=what)
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], source_rank: int = 0, *, what: str = "tensors") -> Work:

@@ -243,23 +243,17 @@ class SharedMemoryCollective(Forwarding):
 
     @override
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        flat: torch.Tensor,
-        sizes: Sequence[int],
-        *,
-        senders: Sequence[int] | None = None,
-        what: str = "tensor",
+        self, output: torch.Tensor, flat: torch.Tensor, sizes: Sequence[int], senders: Sequence[int], *, what: str
     ) -> Work:
         """By an all-gather, because memory is not a link: the other ranks' parts are not read."""
         if not self._carries(self.copies(flat)):
-            return self.inner.all_to_all(output, flat, sizes, senders=senders, what=what)
+            return self.inner.all_to_all(output, flat, sizes, senders, what=what)
         gathered = flat.new_empty((self.world_size, sum(sizes)))
-        if senders is not None and self.rank not in senders:
+        if self.rank not in senders:
             flat = flat.new_zeros(sum(sizes))
         first = sum(sizes[: self.rank])
         part = gathered[:, first : first + sizes[self.rank]]
-        rows = slice(None) if senders is None else list(senders)
+        rows = slice(None) if len(senders) == self.world_size else list(senders)
         return DeferredWork(lambda: output.copy_(part[rows]), after=self.all_gather(gathered, flat, what=what))
 
     @override
