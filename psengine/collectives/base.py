@@ -13,15 +13,15 @@ is there. W is the world size, n the numel of the tensor that is named first::
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 
 from psengine.collectives.contributions import cut
+from psengine.environment.threads import begin
 
 # How often waits that cannot be interrupted look whether they should be.
 LOOK_S = 0.02
@@ -82,15 +82,7 @@ class BlockingWork(Work):
         if is_interrupted is None:
             self._finish()
             return True
-        finished: Future[object] = Future()
-
-        def finish() -> None:
-            try:
-                finished.set_result(self._finish())
-            except BaseException as error:
-                finished.set_exception(error)
-
-        threading.Thread(target=finish, name="psengine-wait", daemon=True).start()
+        finished = begin(self._finish, "psengine-wait")
         while not wait([finished], LOOK_S).done:
             if is_interrupted():
                 return False

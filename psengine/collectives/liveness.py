@@ -33,9 +33,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from psengine.environment.processes import has_exited, process_state, process_table
+from psengine.environment.threads import Result, begin
 
 POLL_INTERVAL_S = 0.1
 # A question and its answer take a millisecond; a second is much even over a link that data fills.
@@ -43,8 +44,8 @@ LOOK_S = 1.0
 # How long the store may keep silent while no operation has failed: shorter cuts of a link heal.
 PATIENCE_S = 60.0
 QUESTION = "psengine/question"
+_THREAD = "psengine-roll-call"
 
-Result = TypeVar("Result")
 Store = Any  # a torch.distributed.Store
 
 # The number in this process's row only grows, whichever threads write it.
@@ -147,7 +148,7 @@ class Liveness:
             self.look_up_processes()
             return self._count_at(self._alarm_key) > self._settled_alarm
 
-        asked, since_s = self._look or (_begin(look), time.monotonic())
+        asked, since_s = self._look or (begin(look, _THREAD), time.monotonic())
         self._look = (asked, since_s)
         if not wait([asked], LOOK_S).done:
             if time.monotonic() - since_s <= self._patience_s:
@@ -219,7 +220,7 @@ class Liveness:
         thread = threading.get_ident()
         if thread in self._pending and not self._pending[thread].done():
             raise StoreSilentError("it has not answered an earlier question: it hangs, or the link to it is cut")
-        self._pending[thread] = asked = _begin(question)
+        self._pending[thread] = asked = begin(question, _THREAD)
         if not wait([asked], within_s).done:
             raise StoreSilentError(f"no answer within {within_s:g} s: it hangs, or the link to it is cut")
         return asked.result()
@@ -254,17 +255,3 @@ class Liveness:
             if rank not in self._processes and self._store.check([key]):
                 process_id, table, host = self._store.get(key).decode().split(" ", 2)
                 self._processes[rank] = Process(int(process_id), "" if table == "-" else table, host)
-
-
-def _begin(question: Callable[[], Result]) -> Future[Result]:
-    """Call ``question`` in a thread that can be abandoned."""
-    asked: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            asked.set_result(question())
-        except BaseException as error:
-            asked.set_exception(error)
-
-    threading.Thread(target=run, name="psengine-roll-call", daemon=True).start()
-    return asked

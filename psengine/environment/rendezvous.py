@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from psengine.environment.launchers import Placement
+from psengine.environment.threads import begin
 from psengine.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
@@ -71,19 +72,12 @@ class Wait:
         at = self.placement
         if not at.init_method:
             return HashStore()
-        met: concurrent.futures.Future[Store] = concurrent.futures.Future()
         timeout = timedelta(seconds=self.timeout_s)
-
-        def work() -> None:
-            try:
-                met.set_result(next(rendezvous(at.init_method, at.rank, at.world_size, timeout=timeout))[0])
-            except BaseException as error:
-                met.set_exception(error)
-
-        # A daemon, which can be left behind: torch waits for ever for a listener that accepts and never answers.
-        threading.Thread(target=work, name="psengine-rendezvous", daemon=True).start()
+        # In a thread, which can be left behind: torch waits for ever for a listener that accepts and never answers.
+        met = begin(lambda: next(rendezvous(at.init_method, at.rank, at.world_size, timeout=timeout)), "psengine-meet")
         try:
-            return met.result(self.timeout_s + GRACE_S)
+            store: Store = met.result(self.timeout_s + GRACE_S)[0]
+            return store
         except concurrent.futures.TimeoutError as error:
             raise OSError("who listens there does not answer as a store of torch.distributed") from error
 
