@@ -25,7 +25,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -73,23 +73,8 @@ class Place:
     note: Callable[[str], None] = field(default=lambda text: None)
 
 
-class Process(Protocol):
-    """A rank's process: ``subprocess.Popen`` is one."""
-
-    @property
-    def pid(self) -> int:
-        """Its id."""
-
-    def poll(self) -> int | None:
-        """Its exit code, minus the signal that ended it; None while it runs."""
-
-    def kill(self) -> None:
-        """End it."""
-
-    def wait(self, timeout: float) -> object:
-        """Wait until it has ended."""
-
-
+# A rank's process: a ``subprocess.Popen``, or what has its ``pid``, ``poll``, ``kill`` and ``wait``.
+Process: TypeAlias = Any
 # Starts so many processes that call ``serve``, and returns each with the launcher's end of its pipe.
 Start: TypeAlias = Callable[[int], Sequence[tuple[Process, Connection]]]
 

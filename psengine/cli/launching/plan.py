@@ -17,8 +17,6 @@ from psengine.specification import Specification
 
 # Between the signal that asks workers to end and SIGKILL; torchrun's 30 s are long after a Ctrl-C.
 SHUTDOWN_S = 15
-# torch's own, where --rdzv-conf does not say otherwise.
-LAST_CALL_S = 30
 # The options of torchrun that --independent workers accept.
 _INDEPENDENT_OPTIONS = (
     *("--nproc-per-node", "--max-restarts", "--signals-to-handle", "--shutdown-timeout"),
@@ -118,13 +116,8 @@ class Plan:
             servers = "a server that dies is started again; " if self.servers else ""
             notes.append(f"{servers}when a worker dies, {fate}")
         if self.is_multi_node:
-            fewest, most = self.nodes
-            notes.append(f"waiting for {most} nodes at {self.torchrun.rdzv_endpoint or self.torchrun.master_addr}")
-            if fewest < most:
-                settings = dict(pair.split("=", 1) for pair in self.torchrun.rdzv_conf.split(",") if "=" in pair)
-                last_call_s = settings.get("last_call_timeout", LAST_CALL_S)
-                more = f"; once {fewest} came, {last_call_s} s more for the others"
-                notes[-1] += f"{more} (--rdzv-conf last_call_timeout=SECONDS)"
+            place = self.torchrun.rdzv_endpoint or self.torchrun.master_addr
+            notes.append(f"waiting for {self.nodes[1]} nodes at {place}")
         return notes
 
 

@@ -75,7 +75,7 @@ MAX_ORDERS_AT_ONCE = 4
 LAST_SNAPSHOT_S = 600.0
 # Less than an operator waits; a snapshot that takes longer is written all the same.
 ORDERED_SNAPSHOT_S = 6.0
-LOOK_S = 1.0
+LOOK_S = 1.0  # how often the service manager is told that all is well
 _MAX_DESCRIPTORS = 1 << 20
 
 
@@ -235,7 +235,6 @@ class Server:
 
     def _serve(self) -> bool:
         """Serve until a request to end, or the end of an embedded server's purpose (True); or a failure (False)."""
-        period_s = min(LOOK_S, systemd.watchdog_interval_s() or LOOK_S)
         next_look_s = time.monotonic()
         while True:
             with suppress(Empty):
@@ -248,7 +247,7 @@ class Server:
             if self._until_stdin_closes and _has_ended(0) and self._shards.worker_count() == 0:
                 self.end("standard input is at its end and no worker is left")
             if (now_s := time.monotonic()) >= next_look_s:
-                next_look_s = now_s + period_s
+                next_look_s = now_s + LOOK_S
                 if self._shards.is_healthy():
                     systemd.notify("WATCHDOG=1")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 
 from psengine.environment.variables import read_variable
@@ -28,11 +27,3 @@ def notify(state: str) -> None:
             sender.sendall(state.encode())
     except OSError as error:
         logger.warning("the service manager at NOTIFY_SOCKET=%s was not told %s: %s", address, state, error)
-
-
-def watchdog_interval_s() -> float | None:
-    """How often ``WATCHDOG=1`` is due: half of what the service manager allows; None where it does not watch."""
-    microseconds, process = read_variable("WATCHDOG_USEC"), read_variable("WATCHDOG_PID")
-    if not microseconds or not microseconds.isdigit() or (process and process != str(os.getpid())):
-        return None
-    return int(microseconds) / 2e6 or None
