@@ -206,7 +206,7 @@ class Transport:
     received_messages: int = _counter("Messages received.")
     received_bytes: int = _counter("Bytes received, in frames.")
     sent_bytes: int = _counter("Bytes sent, in frames.")
-    closed: int = _counter("Connections that were closed: their peer did not read, or ended no message.")
+    closed: int = _counter("Connections that were closed: their peer did not read.")
     bad_messages: int = _counter("Messages that broke the protocol.")
     failures: int = _counter("Messages on which the server itself failed.")
 

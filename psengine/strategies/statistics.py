@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+
+from psengine.parameter_server.overview import merge_jobs
+from psengine.parameter_server.status_model import ShardStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +42,15 @@ class Statistics:
     bytes_received: int | None = None
 
 
-def counts_at_servers(shards: Iterable[Mapping[str, Any]], job: str) -> dict[str, Any]:
-    """Return the fields of ``Statistics`` that servers count, added up over the shards' status reports."""
-    reports = list(shards)
-    parts = [shard["jobs"][job] for shard in reports if job in shard["jobs"]]
-    coordinated = [shard["coordinated"][job] for shard in reports if job in shard["coordinated"]]
-    live = {int(worker["rank"]) for one in coordinated for worker in one["workers"] if worker["state"] == "live"}
-    staleness: Counter[int] = Counter()
-    for part in parts:
-        staleness.update({int(age): int(count) for age, count in part["staleness"].items()})
+def counts_at_servers(shards: Sequence[Mapping[str, Any]], job: str) -> dict[str, Any]:
+    """Return the fields of ``Statistics`` that servers count, by the shards' status reports."""
+    found = merge_jobs(msgspec.convert(shards, tuple[ShardStatus, ...], str_keys=True))[job]
     return {
         "job": job,
-        "live_workers": tuple(sorted(live)),
-        "staleness": dict(sorted(staleness.items())),
-        "updates": sum(int(part["applied"]) for part in parts),
-        "late": sum(int(part["late"]) for part in parts),
-        "bytes_sent": sum(int(part["bytes_in"]) for part in parts),
-        "bytes_received": sum(int(part["bytes_out"]) for part in parts),
+        "live_workers": tuple(worker.rank for worker in found.workers if worker.state == "live"),
+        "staleness": found.staleness,
+        "updates": found.applied,
+        "late": found.late,
+        "bytes_sent": found.bytes_in,
+        "bytes_received": found.bytes_out,
     }
