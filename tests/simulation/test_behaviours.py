@@ -9,7 +9,7 @@ import pytest
 from simulation.scenario import Fault, Scenario
 from simulation.world import run
 
-SEEDS = 8
+SEEDS = 4
 AVERAGE = Scenario(seed=0, rule="average", workers=3, servers=2, shards=2, chunks=5, lease_s=1.0)
 QUORUM = replace(AVERAGE, quorum=2)
 APPLY = Scenario(seed=0, rule="apply", workers=3, servers=2, shards=2, chunks=5, lease_s=1.0)
