@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import psengine
 from psengine.data.elastic.random_state import random_key, set_random_state
 from psengine.data.elastic.sample_plan import SamplePlan
+from psengine.environment.processes import has_exited
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReductionError, ReplicaMismatchError
 
 
@@ -363,18 +364,7 @@ def test_loader_processes_die_with_a_parent_that_is_killed():
     trainer.kill()
     trainer.join()
 
-    def are_gone() -> bool:
-        return not any(is_running(pid) for pid in pids)
-
-    eventually(are_gone, timeout_s=2.0)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    eventually(lambda: all(map(has_exited, pids)), timeout_s=2.0)
 
 
 # ---- use and misuse -------------------------------------------------------------------------------------------------
