@@ -32,7 +32,7 @@ def find_tables(module: torch.nn.Module) -> dict[str, ServerEmbedding]:
     """The tables of a model by their names.
 
     Raises:
-        ConfigurationError: two have the same.
+        ConfigurationError: two have the same; or another wrapped model has a table.
     """
     found: dict[str, ServerEmbedding] = {}
     for path, layer in module.named_modules():
@@ -43,6 +43,11 @@ def find_tables(module: torch.nn.Module) -> dict[str, ServerEmbedding]:
             raise ConfigurationError(
                 f"two tables of the model have one name (expected another name= for each, got {name!r} twice). Fix:"
                 " leave out name=, or use one module in both places"
+            )
+        if layer.table is not None:
+            raise ConfigurationError(
+                f"table {name!r} belongs to another wrapped model (expected a table that no model has, or that left its"
+                " servers, got one in use). Fix: call the other model's leave(), or give each model a table"
             )
         found[name] = layer
     return found

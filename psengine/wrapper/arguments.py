@@ -136,6 +136,11 @@ def check_has_group(strategy: Strategy, what: str, instead: str) -> None:
 def check_can_join(wrapper: Any, *, divides_by_all: bool) -> None:
     """Refuse ``join`` where zeros from a rank without data would be applied, or counted in the wrong average."""
     strategy: Strategy = wrapper.strategy
+    if wrapper._tables:
+        raise ConfigurationError(
+            "inside join, other workers would wait for the rows of a rank without data (expected a model without"
+            " tables on servers, got some). Fix: give every rank as many batches."
+        )
     knows_absent = strategy.capabilities.workers_step and not strategy.capabilities.has_virtual_workers
     if wrapper.process_group is None or not knows_absent:
         check_has_group(

@@ -47,10 +47,10 @@ def test_one_worker_has_the_bits_of_a_plain_process(rank, world_size):
 
 
 class OneTable(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, rows: int = 1000, dim: int = 4, **options: Any) -> None:
         super().__init__()
-        self.table = psengine.ServerEmbedding(1000, 4, lr=1.0, **options)
-        self.head = nn.Linear(4, 1)
+        self.table = psengine.ServerEmbedding(rows, dim, lr=1.0, **options)
+        self.head = nn.Linear(dim, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(ids)).sum()
@@ -80,6 +80,23 @@ def test_prefetched_rows_are_those_of_the_time_they_were_read_at(rank, world_siz
     wrapped = psengine.DistributedDataParallel(OneTable(max_staleness=0), strategy="sync-server")
     with raises(ConfigurationError, "'table'", "max_staleness", "leave out prefetch"):
         wrapped.module.table.prefetch(ids)
+    wrapped.leave()
+
+
+@at_servers(1)
+def test_a_step_moves_the_rows_that_it_touches_once(rank, world_size):
+    os.environ.update(PSENGINE_WORKER="0", PSENGINE_JOB="bytes")
+    model = OneTable(dim=32, rows=10**8)
+    wrapped = psengine.DistributedDataParallel(model, strategy="sync-server")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.0), wrapped)
+    ids = torch.randint(0, 10**8, (500,)).repeat(3)
+    (model.table(ids).sum() + model.table(ids).sum()).backward()
+    optimizer.step()
+    jobs = [shard["jobs"]["bytes.tables"] for shard in model.table.bound().parts.session.status()]
+    for direction in ("bytes_in", "bytes_out"):
+        moved_bytes = sum(job[direction] for job in jobs)
+        assert 500 * 32 * 4 <= moved_bytes <= 1.1 * 500 * (32 * 4 + 8)
+    assert sum(job["table_rows"]["table"] for job in jobs) == 500
     wrapped.leave()
 
 

@@ -166,11 +166,15 @@ def test_a_checkpoint_names_its_tables(rank, world_size):
 def on_an_embedded_server(rank: int, world_size: int) -> None:
     os.environ.pop("PSENGINE_SERVERS", None)
     wrapped = psengine.DistributedDataParallel(model_of(table=psengine.ServerEmbedding(10, 4, lr=1.0, rule="average")))
-    with raises(ConfigurationError, "virtual"):
-        psengine.DistributedDataParallel(wrapped.module, strategy="sync:virtual_workers=2")
+    with raises(ConfigurationError, "table 'table' belongs to another wrapped model"):
+        psengine.DistributedDataParallel(wrapped.module)
+    with raises(ConfigurationError, "without tables on servers"), wrapped.join():
+        pass
     first = wrapped.module.table.rows(torch.arange(10))
     assert first.std() > 0.5
     wrapped.leave()
+    with raises(ConfigurationError, "expected a model without tables on servers ('table')"):
+        psengine.DistributedDataParallel(wrapped.module, strategy="sync:virtual_workers=2")
     table = psengine.ServerEmbedding(10, 4, lr=1.0)
     switched = psengine.DistributedDataParallel(model_of(table=table), strategy="async")
     with raises(ConfigurationError, "tables on a server that the strategy has started"):
