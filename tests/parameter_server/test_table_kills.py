@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -16,18 +16,21 @@ from support.worker_sessions import all_entered
 
 from psengine.kernels.row_table import RowTable, part_of, sum_by_row
 from psengine.parameter_server.client.worker_session import wait_all
+from psengine.parameter_server.server.log.disk import DirectoryDisk
+from psengine.parameter_server.server.snapshots.files import read_needed_rows
+from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.rows import pack_rows
 
-WORKERS, PARTS, ROWS, DIM = 2, 4, 400, 8
+WORKERS, PARTS, ROWS, DIM = 2, 4, 4000, 8
 SPECS = [table(part, DIM, rows=ROWS, part=part, parts=PARTS, optimizer="rowwise_adagrad") for part in range(PARTS)]
 IDS = torch.arange(ROWS)
 PART_OF = part_of(IDS, PARTS, SPECS[0].table.seed)
 
 
 def uses(rank, step, *, are_apart):
-    """What a worker pushes in a step: ids and gradients; ``are_apart``: no other worker has these ids."""
+    """What a worker pushes in a step, first all rows: ids and gradients; ``are_apart``: no other worker has these."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
-    ids = torch.randperm(ROWS, generator=generator)[:40].sort().values
+    ids = torch.randperm(ROWS, generator=generator)[: ROWS if step == 1 else 40].sort().values
     ids = ids[ids % WORKERS == rank] if are_apart else ids
     return ids, torch.randn(len(ids), DIM, generator=generator)
 
@@ -58,7 +61,7 @@ def expected(steps, *, are_apart):
 @pytest.mark.parametrize("rule", [APPLY | {"max_staleness": 2}, MERGE | {"quorum": WORKERS}], ids=["async", "average"])
 def test_rows_survive_servers_that_are_killed(tmp_path, rule):
     def options(number):
-        return {"snapshot_dir": tmp_path / str(number), "durability": "log", "snapshot_interval_s": 0.3}
+        return {"snapshot_dir": tmp_path / str(number), "durability": "log", "snapshot_interval_s": 0.2}
 
     are_apart, chance = rule["name"] == "apply", random.Random(5)
     with ExitStack() as stack:
@@ -79,9 +82,13 @@ def test_rows_survive_servers_that_are_killed(tmp_path, rule):
 
         counts = [0] * WORKERS
         futures = [pool.submit(work, session) for session in sessions]
+        files = 0  # that one generation needs
         for number in (0, 1, 1, 0):
             time.sleep(chance.uniform(0.2, 2 * LEASE_S))
             servers.kill(number)
+            disk = DirectoryDisk(tmp_path / str(number))
+            with suppress(OSError):  # the server deletes what it needs no more
+                files = max([files, *(len(read_needed_rows(disk, one)) for one in Generations(disk).numbers())])
         step = max(counts) + 20
         has_ended.set()
         assert {future.result(4 * PATIENCE_S) for future in futures} == {step}
@@ -90,6 +97,7 @@ def test_rows_survive_servers_that_are_killed(tmp_path, rule):
             ids = IDS[one.key == PART_OF]
             found[ids] = sessions[0].pull(one.key, ids=ids).wait().payload.view(-1, DIM)
         status = [report["jobs"]["job"] for report in sessions[0].status()]
+    assert files > 1  # some had only what changed
     values, rows = expected(range(1, step + 1), are_apart=are_apart)
     assert torch.equal(found, values)
     assert sum(job["table_rows"]["users"] for job in status) == rows

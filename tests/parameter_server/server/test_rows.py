@@ -319,6 +319,8 @@ class Logged:
             for one in self.SPECS:
                 ids = torch.tensor(sorted(self.random.sample(range(600), self.random.randint(0, 6))), dtype=torch.int64)
                 worker.push_rows(one.key, self.step, ids, random_rows(len(ids), self.generator, one.numel))
+        if self.random.random() < 0.1:
+            self.snapshot()
         if self.rule["name"] == "merge":
             self.world.release(self.workers, self.step, contributors=tuple((rank, self.step) for rank in range(3)))
         if self.random.random() < 0.2:
