@@ -44,6 +44,15 @@ def machine_memory_bytes() -> int:
     return min(limits)
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process alone, without what it shares with others; 0 where the system does not say."""
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        return (resident - shared) * PAGE_BYTES
+    except (OSError, ValueError):
+        return 0
+
+
 def aligned(size_bytes: int) -> int:
     """The bytes that ``size_bytes`` take in a segment."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

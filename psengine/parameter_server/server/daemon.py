@@ -40,7 +40,7 @@ from psengine.environment.processes import has_exited
 from psengine.errors import ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.segment import machine_memory_bytes
+from psengine.parameter_server.segment import machine_memory_bytes, resident_bytes
 from psengine.parameter_server.server import systemd
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
@@ -75,7 +75,9 @@ MAX_ORDERS_AT_ONCE = 4
 LAST_SNAPSHOT_S = 600.0
 # Less than an operator waits; a snapshot that takes longer is written all the same.
 ORDERED_SNAPSHOT_S = 6.0
-LOOK_S = 1.0  # how often the service manager is told that all is well
+# What may be resident beyond what shards know of: copies for a snapshot, scratch space, messages that are not complete.
+UNACCOUNTED_BYTES = 1 << 30
+LOOK_S = 1.0  # how often the service manager is told that all is well, and memory is looked at
 _MAX_DESCRIPTORS = 1 << 20
 
 
@@ -235,7 +237,7 @@ class Server:
 
     def _serve(self) -> bool:
         """Serve until a request to end, or the end of an embedded server's purpose (True); or a failure (False)."""
-        next_look_s = time.monotonic()
+        next_look_s, at_start_bytes = time.monotonic(), resident_bytes()
         while True:
             with suppress(Empty):
                 logger.info("shutting down: %s", self._reasons.get(timeout=LOOP_S))
@@ -250,6 +252,13 @@ class Server:
                 next_look_s = now_s + LOOK_S
                 if self._shards.is_healthy():
                     systemd.notify("WATCHDOG=1")
+                self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
+
+    def _guard_memory(self, unexplained_bytes: int) -> None:
+        """Close connections whose messages fill the memory and do not end: credits do not bound those."""
+        if unexplained_bytes > 0 and (closed := self._shards.free_memory(unexplained_bytes)):
+            text = f"messages that do not end filled the memory: {closed} connections were closed; they come back"
+            self._events.note("memory", text)
 
     def facts(self) -> ServerFacts:
         """The process as it is now. Callable from any thread."""

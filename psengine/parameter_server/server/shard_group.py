@@ -19,7 +19,7 @@ from psengine.environment.local_sockets import is_loopback, remove_stale_sockets
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.transport.authentication import Authenticator
-from psengine.parameter_server.server.transport.endpoint import LINGER_MS, BindError, Endpoint
+from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.parameter_server.status_model import ShardStatus
 
@@ -161,6 +161,22 @@ class ShardGroup:
             return max(self.ask(count))
         except (FutureTimeoutError, ShardEndedError):
             return 1
+
+    def free_memory(self, unexplained_bytes: int) -> int:
+        """Close connections that fill the memory with messages that do not end; how many there were.
+
+        Args:
+            unexplained_bytes: how much is filled, beyond what shards and answers may need.
+        """
+        try:
+            known = self.ask(lambda thread: thread.shard.memory_bytes() + thread.endpoint.unread_bytes)
+            known_bytes = sum(known) + UNREAD_BYTES * self.worker_count(remembers=True)
+            # Snapshots copy what the shards know of; optimizers and averages need scratch space.
+            if unexplained_bytes <= known_bytes * 5 // 2:
+                return 0
+            return sum(self.ask(lambda thread: thread.endpoint.peers.close_unfinished(UNREAD_BYTES)))
+        except (FutureTimeoutError, ShardEndedError):
+            return 0
 
     # ---- the end -----------------------------------------------------------------------------------------------
 

@@ -54,11 +54,11 @@ def test_a_peer_that_never_reads_is_closed_and_its_memory_is_free(endpoint, peer
     while endpoint.peers.is_connected(route):
         assert sent_bytes < UNREAD_BYTES + (32 << 20)  # the kernel takes some of it
         endpoint.send(route, [b"header", memoryview(payload)], copies=sent_bytes % 2 == 0)
-        assert endpoint._zero_copy.unread_bytes() <= UNREAD_BYTES
+        assert endpoint.unread_bytes <= UNREAD_BYTES
         sent_bytes += len(payload)
     assert endpoint.closed == 1
     endpoint.send(route, [b"to nobody"])
-    eventually(lambda: endpoint.receive() or endpoint._zero_copy.unread_bytes() == 0)
+    eventually(lambda: endpoint.receive() or endpoint.unread_bytes == 0)
 
 
 def test_a_peer_that_reads_gets_everything(endpoint, peer):

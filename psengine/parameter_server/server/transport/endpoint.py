@@ -171,9 +171,10 @@ class Endpoint:
         while part.more:  # zmq has all parts of a message, or none
             part = receive(copy=False)
             frames.append(part.buffer)
+        size_bytes = sum(map(len, frames))
         self.received_messages += 1
-        self.received_bytes += sum(map(len, frames))
-        self.peers.heard(route, part)
+        self.received_bytes += size_bytes
+        self.peers.heard(route, part, size_bytes)
         user_id = str(part.get("User-Id")) if self._guard is not None and self._guard.names_peers else ""
         return Received(route, user_id, frames, part)
 
@@ -221,6 +222,11 @@ class Endpoint:
 
     def _close(self, route: bytes) -> None:
         self.closed += self.peers.close(route)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of answers that peers have not read."""
+        return self._zero_copy.unread_bytes()
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close; answers already sent get ``linger_ms`` to leave."""
