@@ -182,9 +182,8 @@ class ServerEmbedding(torch.nn.Module):
 
     def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """The rows of a forward, each once, with their gradients' way; the place of each id's; that of the padding."""
-        table = self.bound()
-        pulled = table.read(ids, is_training=self.training)
-        return table.watched(pulled), pulled.index.view(ids.shape), pulled.padding
+        rows, lookup = self.bound().look_up(ids, is_training=self.training)
+        return rows, lookup.index.view(ids.shape), lookup.padding
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from typing_extensions import override
 from psengine.errors import ConfigurationError, ReductionError
 from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.client.operation import Push, wait_all
-from psengine.parameter_server.client.table_parts import PulledRows, TableParts
+from psengine.parameter_server.client.table_parts import Lookup, TableParts
 
 if TYPE_CHECKING:
     from psengine.tables.embedding import ServerEmbedding
@@ -28,22 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What was read in one step, for forwards with the same ids, as activation checkpointing has them.
-KEPT_READS = 16
-
-
-@dataclass(eq=False)
-class Read:
-    """Rows that one forward asks for.
-
-    Attributes:
-        ids: int64, 1-D, as they were asked for; a copy.
-        pulled: their rows; None where they are to be pulled when the step ends.
-        is_prefetched: for a forward to come.
-    """
-
-    ids: torch.Tensor
-    pulled: PulledRows | None = None
-    is_prefetched: bool = False
+KEPT_LOOKUPS = 16
 
 
 class Table:
@@ -65,7 +49,8 @@ class Table:
         self.is_pushed = False
         # A leaf of the table's shape, without memory: its gradient is what backwards left.
         self._leaf = torch.empty(1).expand(parts.spec.rows, parts.spec.dim).requires_grad_()
-        self._reads: deque[Read] = deque(maxlen=KEPT_READS)
+        self._lookups: deque[Lookup] = deque(maxlen=KEPT_LOOKUPS)
+        self._prefetched: set[Lookup] = set()  # of these, those for forwards to come
         self._ahead: int | None = None
         self._pushes: list[Push] = []
         self._refused = 0
@@ -81,45 +66,43 @@ class Table:
 
     # ---- forward and backward ----------------------------------------------------------------------------------
 
-    def read(self, ids: torch.Tensor, *, is_training: bool) -> PulledRows:
-        """Rows of ``ids``; in training those of an equal forward of the step, or of ``prefetch``."""
-        flat = self.parts.flat(ids)
-        known = [one for one in self._reads if is_training and one.ids.device == flat.device]
-        read = next((one for one in known if torch.equal(one.ids, flat)), None)
-        if read is None:
-            read = Read(flat.clone())
-            if is_training:
-                self._reads.append(read)
-        read.is_prefetched = False
-        read.pulled = read.pulled or self.parts.pull(read.ids)
-        return read.pulled.wait()
+    def look_up(self, ids: torch.Tensor, *, is_training: bool) -> tuple[torch.Tensor, Lookup]:
+        """Rows, whose gradients are added to what backwards left, and where those of ``ids`` are among them.
 
-    def watched(self, pulled: PulledRows) -> torch.Tensor:
-        """The rows, whose gradients are added to what backwards left.
+        In training they are those of an equal forward of the step, or of ``prefetch``.
 
         Raises:
-            ReductionError: nobody pushes it.
+            ReductionError: backwards have left some, and nobody pushes them.
         """
         if self._leaf.grad is not None and not self.is_pushed and torch.is_grad_enabled():
             raise ReductionError(
                 f"table {self.parts.spec.name!r} has gradients that nobody pushes to its servers (expected optimizer ="
                 " psengine.DistributedOptimizer(optimizer, model), whose step() pushes them, got a plain optimizer)"
             )
-        rows: torch.Tensor = _watch(self._leaf, pulled.rows, pulled.ids, self.parts.spec.padding >= 0)
-        return rows
+        flat = self.parts.flat(ids)
+        known = [one for one in self._lookups if is_training and one.asked.device == flat.device]
+        lookup = next((one for one in known if torch.equal(one.asked, flat)), None)
+        if lookup is None:
+            lookup = self.parts.look_up(flat)
+            if is_training:
+                self._lookups.append(lookup)
+        self._prefetched.discard(lookup)
+        rows = lookup.wait()
+        return _watch(self._leaf, rows, lookup.ids, self.parts.spec.padding >= 0), lookup
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """See ``ServerEmbedding.prefetch``."""
-        read = Read(self.parts.flat(ids).clone(), is_prefetched=True)
+        if not self.averages and self.layer.options.max_staleness == 0:
+            raise ConfigurationError(
+                f"table {self.parts.spec.name!r}: rows that are read before a step ends may lack it (expected a"
+                " max_staleness of 1 or more, or None, got 0). Fix: raise it, or leave out prefetch"
+            )
+        lookup = self.parts.look_up(ids)
         if not self.averages:
-            if self.layer.options.max_staleness == 0:
-                raise ConfigurationError(
-                    f"table {self.parts.spec.name!r}: rows that are read before a step ends may lack it (expected a"
-                    " max_staleness of 1 or more, or None, got 0). Fix: raise it, or leave out prefetch"
-                )
             self._ahead = 1
-            read.pulled = self.parts.pull(read.ids)
-        self._reads.append(read)
+            lookup.begin()
+        self._lookups.append(lookup)
+        self._prefetched.add(lookup)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -165,9 +148,8 @@ class Table:
             body = push.wait().body
             if body.get("refused", "abstained") != "abstained":
                 self._report_refusal(body["refused"], body.get("row"))
-        self._reads = deque((read for read in self._reads if read.is_prefetched), KEPT_READS)
-        for read in self._reads:
-            read.is_prefetched, read.pulled = False, read.pulled or self.parts.pull(read.ids)
+        self._lookups = deque((one.begin() for one in self._lookups if one in self._prefetched), KEPT_LOOKUPS)
+        self._prefetched.clear()
 
     def _report_refusal(self, reason: str, row: int | None) -> None:
         self._refused += 1

@@ -25,32 +25,47 @@ JOB_SUFFIXES = {"async": ".tables", "average": ".averaged_tables"}
 
 
 @dataclass(eq=False)
-class PulledRows:
-    """Rows that were asked for.
+class Lookup:
+    """Rows that are asked for; see ``TableParts.look_up``.
 
     Attributes:
-        ids: int64 [n], each once, in the order of the rows.
-        rows: float32 [n, dim], to be read after ``wait``.
-        index: for each id that was asked for the place of its row, 1-D.
+        parts: the table.
+        asked: int64, 1-D, as they were asked for; a copy.
+        ids: each once, in the order of the rows.
+        counts: how many of them are in each part.
+        index: for each id that was asked for the place of its row.
         padding: the place of the row of zeros; None where it was not asked for.
+        rows: float32 [n, dim], to be read after ``wait``; None before ``begin``.
         requests: those that bring the rows; empty once they are here.
     """
 
+    parts: TableParts
+    asked: torch.Tensor
     ids: torch.Tensor
-    rows: torch.Tensor
+    counts: list[int]
     index: torch.Tensor
     padding: int | None
-    requests: Sequence[Request]
+    rows: torch.Tensor | None = None
+    requests: Sequence[Request] = ()
 
-    def wait(self) -> PulledRows:
-        """Wait for all rows, and take them to the device of what asked; the errors are those of ``Request.wait``."""
+    def begin(self) -> Lookup:
+        """Ask the servers; once."""
+        if self.rows is None:
+            self.rows = torch.empty(len(self.ids), self.parts.spec.dim)
+            self.requests = self.parts.pull(self.ids, self.counts, self.rows)
+        return self
+
+    def wait(self) -> torch.Tensor:
+        """Return the rows, on the device of the ids; the errors are those of ``Request.wait``."""
+        self.begin()
+        assert self.rows is not None
         if self.requests:
             wait_all(self.requests)
             if self.padding is not None:
                 self.rows[self.padding].zero_()
-            self.ids, self.rows = self.ids.to(self.index.device), self.rows.to(self.index.device)
+            self.ids, self.rows = self.ids.to(self.asked.device), self.rows.to(self.asked.device)
             self.requests = ()
-        return self
+        return self.rows
 
 
 class TableParts:
@@ -73,8 +88,8 @@ class TableParts:
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
-    def pull(self, ids: torch.Tensor) -> PulledRows:
-        """Begin to read rows.
+    def look_up(self, ids: torch.Tensor) -> Lookup:
+        """What ``begin`` asks the servers for.
 
         Args:
             ids: int64 or int32, of any shape, on any device, any number of times each.
@@ -83,26 +98,29 @@ class TableParts:
             ArgumentTypeError: they have another dtype.
             RowIdError: the table has no such row; names one.
         """
-        unique, inverse = torch.unique(self.flat(ids), return_inverse=True)
+        asked = self.flat(ids).clone()
+        unique, inverse = torch.unique(asked, return_inverse=True)
         unique = unique.cpu()
         self._check_range(unique)
         order, counts = self._by_part(unique)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
         padding = next(iter(places[unique == self.spec.padding].tolist()), None)
-        sent, rows = unique[order], torch.empty(len(unique), self.spec.dim)
-        requests = [
+        return Lookup(self, asked, unique[order], counts, places.to(asked.device)[inverse], padding)
+
+    def pull(self, ids: torch.Tensor, counts: list[int], rows: torch.Tensor) -> list[Request]:
+        """Begin to read the rows of ``ids``, of which so many are in each part, into ``rows``."""
+        return [
             self.session.pull(key, [some.view(-1)], ids=asked)
-            for key, part_ids, part in zip(self._keys, sent.split(counts), rows.split(counts), strict=True)
+            for key, part_ids, part in zip(self._keys, ids.split(counts), rows.split(counts), strict=True)
             for asked, some in zip(part_ids.split(self.most), part.split(self.most), strict=True)
             if len(asked)
         ]
-        return PulledRows(sent, rows, places.to(ids.device)[inverse], padding, requests)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ``ids`` as they are now, float32 [*ids.shape, dim], on their device; see ``pull``."""
-        pulled = self.pull(ids).wait()
-        return pulled.rows.index_select(0, pulled.index).view(*ids.shape, self.spec.dim)
+        """Return the rows of ``ids`` as they are now, float32 [*ids.shape, dim], on their device; see ``look_up``."""
+        lookup = self.look_up(ids)
+        return lookup.wait().index_select(0, lookup.index).view(*ids.shape, self.spec.dim)
 
     def existing(self) -> torch.Tensor:
         """The ids of all rows that exist, ascending."""
