@@ -130,6 +130,8 @@ class ElasticCoordinator(Coordinator):
             for one in members
         ]
         self.view = replace(self.view, states=tuple(states), store=self._interfaces.store_port())
+        for worker in members:
+            worker.leaving = None  # see ``_let_leave``
 
     # ---- what members say --------------------------------------------------------------------------------------
 
@@ -148,13 +150,6 @@ class ElasticCoordinator(Coordinator):
             if lost is not None and lost is not worker and self.view.member(rank) == lost.to_view():
                 self._put_out(lost, "evicted", f"worker {worker.rank} saw that its process is gone")
         self._want_view()
-
-    @override
-    def _hear_leave(self, worker: Worker, message: Message) -> bool:
-        is_later = super()._hear_leave(worker, message)
-        if self._preparing is not None and worker.leaving is not None and not worker.has_failed:
-            worker.leaving = None  # it hears PREPARE, gives the others what they lack, and says LEAVE again
-        return is_later
 
     # ---- who goes ----------------------------------------------------------------------------------------------
 
@@ -178,17 +173,14 @@ class ElasticCoordinator(Coordinator):
             super()._note_end(worker, reason)
 
     @override
-    def _want_view(self) -> None:
-        super()._want_view()
-        for worker in self.workers.members:
-            if not worker.has_failed:
-                worker.leaving = None  # see ``_hear_leave``
-
-    @override
     def _let_leave(self) -> None:
-        """Whoever may leave goes at once: the view without it takes as long as the others' steps."""
-        members = self.workers.members
-        for worker, message in [(one, one.leaving) for one in members if one.leaving and may_leave(one, members)]:
+        """Whoever may leave goes at once: the view without it takes as long as the others' steps.
+
+        But who hears PREPARE first gives the others what they lack, and says LEAVE again.
+        """
+        members, is_calm = self.workers.members, self._preparing is None
+        going = [one for one in members if (is_calm or one.has_failed) and may_leave(one, members)]
+        for worker, message in [(one, one.leaving) for one in going if one.leaving]:
             self._put_out(worker, "left", "its training broke off" if worker.has_failed else "it is done")
             self._send(worker, Message(MessageType.OK, self.number, sequence=message.sequence))
             worker.leaving = None
