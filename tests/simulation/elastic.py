@@ -6,6 +6,7 @@ virtual workers, from the same initial values. A buffer says whose these are.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class ElasticJob(Job):
         self._references: dict[int, Reference] = {}
         self._disks: dict[int, SimulatedDisk] = {}
         self._written: dict[int, int] = {}  # by disk, the newest checkpoint that must be there
+        self._changes: Counter[int] = Counter()  # by disk, how often somebody has written to it
+        self._seen: dict[int, int] = {}  # by process, how often until it said which checkpoint it has
         self._views: set[tuple[int, int]] = set()
         self._members: set[tuple[int, int]] = set()
 
@@ -74,8 +77,9 @@ class ElasticJob(Job):
         except PSEngineError:
             membership.close()
             raise
-        except FileNotFoundError:  # others that share the directory went on, died, and left newer ones
-            require(scenario.shares_checkpoints, "worker {} has lost a checkpoint", process.rank)
+        except FileNotFoundError:  # others that share the directory, or a zombie, went on, and left newer ones
+            are_newer = self._changes[self._place_of(process.rank)] > self._seen[process.number]
+            require(are_newer, "worker {} has lost a checkpoint", process.rank)
             self.world.counts["checkpoint gone"] += 1
             membership.close()
             self.world.clock.after(0.0, process.kill)
@@ -140,6 +144,10 @@ class ElasticJob(Job):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
+    def changes(self, process: ElasticProcess) -> None:
+        """It is about to write a checkpoint, or a part of one."""
+        self._changes[self._place_of(process.rank)] += 1
+
     def wrote(self, process: ElasticProcess, step: int) -> None:
         """A checkpoint was written, or could not be."""
         if any(f"{step:012d}" in name and name.startswith("checkpoint-") for name in process.disk.list()):
@@ -150,6 +158,7 @@ class ElasticJob(Job):
     def found(self, process: ElasticProcess, checkpoint: int) -> None:
         """A process says which checkpoint it has."""
         place = self._place_of(process.rank)
+        self._seen[process.number] = self._changes[place]
         expected = 0 if place in self.excused else self._written.get(place, 0)
         require(checkpoint >= expected, "worker {} finds {} and wrote {}", process.rank, checkpoint, expected)
 

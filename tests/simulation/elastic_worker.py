@@ -158,6 +158,7 @@ class Writing:
     def write(self) -> None:
         """Its moment."""
         assert self._write is not None
+        self._job.changes(self._process)
         self._write()
         self._is_alive = False
         self._job.wrote(self._process, self._step)
@@ -165,6 +166,7 @@ class Writing:
     def tear(self) -> None:
         """The process dies."""
         if self._is_alive and self._write is not None:
+            self._job.changes(self._process)
             state = self._process.disk.state
             state.calls_left = int(self._job.random_s(CALLS_PER_CHECKPOINT))
             with suppress(Killed):
