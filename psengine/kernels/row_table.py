@@ -63,6 +63,11 @@ class RowTable:
         """Memory that was touched, with the index."""
         return int(native.extension.row_table_bytes(self._table))
 
+    def bytes_with(self, rows: int) -> int:
+        """What ``size_bytes`` is with so many rows, if no slot is free and none was evicted."""
+        # At most half of the index's places, of 8 bytes, are taken; its size is a power of two.
+        return rows * (self.row_bytes - 16) + (16 << max(0, rows - 1).bit_length())
+
     def gather(self, ids: Tensor, out: Tensor) -> None:
         """Write the rows of ``ids`` to ``out`` ([n, dim], mutated); absent rows are computed and stay absent."""
         native.extension.row_table_gather(self._table, *_ids(ids), _floats(out, len(ids), self.dim))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, spec, table, team, world_of
+from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, codes, spec, table, team, world_of
 
 from psengine.errors import SnapshotError
 from psengine.kernels.row_table import RowTable, part_of, sum_by_row
@@ -212,19 +212,21 @@ def test_layouts_that_differ_in_a_table_are_told_apart():
     assert "there table of rows=1000, dim=8" in text
 
 
-def test_a_server_without_memory_refuses_new_rows_by_name():
-    world, (worker,) = world_of(1, [table(rows=10**8, dim=64)], rule=APPLY)
-    worker.push_rows(0, 1, torch.arange(100), torch.ones(100, 64))
-    small = World(max_memory_bytes=2 * world.shard.memory_bytes())
-    (worker,) = team(small, 1, [table(rows=10**8, dim=64)], rule=APPLY)
-    worker.push_rows(0, 1, torch.arange(100), torch.ones(100, 64))
-    before = kept(small.shard)
-    (answer,) = worker.push_rows(0, 2, torch.arange(100_000), torch.ones(100_000, 64))
-    assert answer.body["code"] == ErrorCode.MEMORY
-    assert "99900 new rows of table 'users', part 0 of 1, which has 100 rows" in answer.body["text"]
-    assert "no max_rows= to bound it" in answer.body["text"]
+@pytest.mark.parametrize(("dim", "optimizer"), [(64, "sgd"), (1, "rowwise_adagrad")])
+def test_a_server_without_memory_refuses_new_rows_by_name(dim, optimizer):
+    small = World(max_memory_bytes=2 << 20)
+    (worker,) = team(small, 1, [table(rows=10**8, dim=dim, optimizer=optimizer)], rule=APPLY)
+    count, step, answers = 0, 0, []
+    while not codes(answers):
+        before, step = kept(small.shard), step + 1
+        answers = worker.push_rows(0, step, torch.arange(count, count + 500), torch.ones(500, dim))
+        count += 500
+    assert codes(answers) == [ErrorCode.MEMORY]
+    assert f"500 new rows of table 'users', part 0 of 1, which has {count - 500} rows in" in answers[0].body["text"]
+    assert "no max_rows= to bound it" in answers[0].body["text"]
     assert kept(small.shard) == before
-    assert worker.push_rows(0, 2, torch.arange(100), torch.ones(100, 64))[0].type is MessageType.UPDATED
+    assert 1 << 20 < small.shard.memory_bytes() <= 2 << 20
+    assert codes(worker.push_rows(0, step, torch.arange(500), torch.ones(500, dim))) == []
 
 
 @pytest.mark.parametrize("rule", [APPLY, MERGE | {"quorum": 1}], ids=lambda rule: rule["name"])

@@ -101,7 +101,7 @@ class Rows(Apply):
                 ErrorCode.MEMORY,
             )
         rows = self.table.rows + new_rows + sum(one.new_rows for one in waiting)
-        more_bytes = ((min(rows, most) if most else rows) - self.table.rows) * self.table.row_bytes
+        more_bytes = self.table.bytes_with(min(rows, most) if most else rows) - self.table.size_bytes
         text = f"{new_rows} new rows of {self.spec.describe()}, which has {self.table.rows} rows in"
         bound = f"max_rows={most} of the part" if most else "no max_rows= to bound it"
         self.context.take_memory(more_bytes, f"{text} {self.table.size_bytes} bytes, and {bound}: growing it")
@@ -165,15 +165,16 @@ class Rows(Apply):
 
     @override
     def read_rows(self, message: Message) -> tuple[int, torch.Tensor, dict[str, Any]]:
-        row_bytes = 4 * self.of.dim
         if "scan" in message.body:
-            most = min(message.body.get("most", MAX_PAYLOAD_BYTES), MAX_PAYLOAD_BYTES // (ID_BYTES + row_bytes))
+            most = min(
+                message.body.get("most", MAX_PAYLOAD_BYTES), MAX_PAYLOAD_BYTES // (ID_BYTES + self.spec.size_bytes)
+            )
             ids, rows, place = self.table.scan(message.body["scan"], most)
             following = {} if place is None else {"next": place}
             return self.version, pack_rows(ids, rows), {"rows": len(ids), **following}
-        if message.dtype is not torch.int64 or message.numel * row_bytes > MAX_PAYLOAD_BYTES:
+        if message.dtype is not torch.int64 or message.numel * self.spec.size_bytes > MAX_PAYLOAD_BYTES:
             raise ProtocolError(
-                f"{self.spec.describe()}: PULL has ids (expected at most {MAX_PAYLOAD_BYTES // row_bytes} of"
+                f"{self.spec.describe()}: PULL has ids (expected at most {MAX_PAYLOAD_BYTES // self.spec.size_bytes} of"
                 f" torch.int64, got {message.numel} of {message.dtype})"
             )
         ids = payload_tensor(message)
@@ -201,7 +202,7 @@ class Rows(Apply):
         state = super().capture(generation, kept)
         del state.tensors["values"]
         earlier, tensors = self._changes(generation, kept)
-        state.meta |= {"earlier": earlier, "rows_bytes": self.table.rows * self.table.row_bytes}
+        state.meta |= {"earlier": earlier, "rows_bytes": self.table.bytes_with(self.table.rows)}
         state.tensors |= {ROWS + name: tensor for name, tensor in zip(_TENSORS, tensors, strict=False)}
         return state
 
