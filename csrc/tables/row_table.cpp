@@ -7,6 +7,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #if defined(__linux__)
@@ -30,8 +31,8 @@ constexpr unsigned kFirstIndexBits = 8;
 constexpr size_t kGroup = 32;
 // Rows are fetched this far before they are used; of a long one the processor fetches the rest by itself.
 constexpr size_t kRowsAhead = 16;
-constexpr size_t kFetchedNumel = 128;
-constexpr size_t kCacheLineNumel = 16;
+constexpr size_t kFetchedBytes = 1024;
+constexpr size_t kCacheLineBytes = 64;
 // Square roots of as many elements at once: few calls of torch, and they stay in the second-level cache.
 constexpr size_t kRootsNumel = 16384;
 // 1 / the standard deviation of the sum of four numbers uniform in 0..65535.
@@ -71,30 +72,28 @@ RowTable::RowTable(uint64_t dim, RowOptimizer optimizer, double epsilon, uint64_
                    SquareRoots square_roots)
     : dim_(dim),
       state_numel_(state_numel_of(optimizer, dim)),
+      row_bytes_((sizeof(Row) + (dim + state_numel_) * sizeof(float) + alignof(Row) - 1) & ~(alignof(Row) - 1)),
       optimizer_(optimizer),
       epsilon_(float(epsilon)),
       scale_(float(std * kUnitScale)),
       seed_{seed, number},
       hash_key_(random_key()),
       square_roots_(square_roots) {
-  while (slot_bytes() << (block_bits_ + 1) <= kBlockBytes) ++block_bits_;
+  while (row_bytes_ << (block_bits_ + 1) <= kBlockBytes) ++block_bits_;
   enlarge_index(kFirstIndexBits);
 }
 
 // ---- memory
 
 void RowTable::add_block() {
-  const size_t bytes = ((slot_bytes() << block_bits_) + kLargePageBytes - 1) / kLargePageBytes * kLargePageBytes;
-  Memory memory(static_cast<char*>(std::aligned_alloc(kLargePageBytes, bytes)), &std::free);
-  if (!memory) throw std::bad_alloc();
+  const size_t bytes = ((row_bytes_ << block_bits_) + kLargePageBytes - 1) & ~(kLargePageBytes - 1);
+  Block block(static_cast<char*>(std::aligned_alloc(kLargePageBytes, bytes)), &std::free);
+  if (!block) throw std::bad_alloc();
 #if defined(__linux__)
   // The first one has small pages: most tables of a test are small.
-  if (!blocks_.empty()) madvise(memory.get(), bytes, MADV_HUGEPAGE);
+  if (!blocks_.empty()) madvise(block.get(), bytes, MADV_HUGEPAGE);
 #endif
-  float* const rows = reinterpret_cast<float*>(memory.get());
-  float* const states = rows + (dim_ << block_bits_);
-  Head* const heads = reinterpret_cast<Head*>(states + (state_numel_ << block_bits_));
-  blocks_.push_back({std::move(memory), rows, states, heads});
+  blocks_.push_back(std::move(block));
 }
 
 void RowTable::enlarge_index(unsigned bits) {
@@ -124,7 +123,7 @@ void RowTable::reserve(size_t count) {
 // Where the id's entry is, or else the empty place where it would be.
 size_t RowTable::place_of(uint32_t tag, int64_t id) const {
   size_t place = home_of(tag);
-  while (index_[place] != 0 && (index_[place] >> 32 != tag || head(uint32_t(index_[place]) - 1).id != id))
+  while (index_[place] != 0 && (index_[place] >> 32 != tag || at(uint32_t(index_[place]) - 1).id != id))
     place = after(place);
   return place;
 }
@@ -141,7 +140,7 @@ void RowTable::find(const int64_t* ids, size_t count) {
       __builtin_prefetch(&index_[home_of(tags[i])]);
     }
     for (size_t i = 0; i < size; ++i) {
-      if (const uint64_t entry = index_[home_of(tags[i])]) __builtin_prefetch(&head(uint32_t(entry) - 1));
+      if (const uint64_t entry = index_[home_of(tags[i])]) __builtin_prefetch(&at(uint32_t(entry) - 1));
     }
     for (size_t i = 0; i < size; ++i) {
       const uint64_t entry = index_[place_of(tags[i], ids[begin + i])];
@@ -162,16 +161,16 @@ void RowTable::find_or_insert(const int64_t* ids, size_t count) {
       const uint32_t slot = is_new ? uint32_t(slots_used_++) : free_.back();
       if (!is_new) free_.pop_back();
       entry = uint64_t(tag) << 32 | (slot + 1);
-      head(slot).id = ids[i];
-      draw(ids[i], row(slot));
-      std::fill_n(state(slot), state_numel_, 0.0f);
+      at(slot).id = ids[i];
+      draw(ids[i], at(slot).values());
+      std::fill_n(at(slot).values() + dim_, state_numel_, 0.0f);
     }
     found_[i] = uint32_t(entry) - 1;
   }
 }
 
 void RowTable::erase(uint32_t slot) {
-  const int64_t id = head(slot).id;
+  const int64_t id = at(slot).id;
   size_t hole = place_of(tag_of(id), id);
   const size_t mask = index_.size() - 1;
   for (size_t next = after(hole); index_[next] != 0; next = after(next)) {
@@ -181,27 +180,25 @@ void RowTable::erase(uint32_t slot) {
     hole = next;
   }
   index_[hole] = 0;
-  head(slot).id = kNoRow;
+  at(slot).id = kNoRow;
   free_.push_back(slot);
 }
 
 // ---- rows
 
-void RowTable::draw(int64_t id, float* row) const {
+void RowTable::draw(int64_t id, float* values) const {
   if (scale_ == 0) {  // the product would have zeros with a sign
-    std::fill_n(row, dim_, 0.0f);
+    std::fill_n(values, dim_, 0.0f);
   } else {
-    kernels().draw_row(row, dim_, siphash(seed_, uint64_t(id)), scale_);
+    kernels().draw_row(values, dim_, siphash(seed_, uint64_t(id)), scale_);
   }
 }
 
 // What the call's row number i + kRowsAhead needs.
 void RowTable::fetch(size_t i, size_t count) const {
   if (i + kRowsAhead >= count || found_[i + kRowsAhead] == kAbsent) return;
-  const float* const values = row(found_[i + kRowsAhead]);
-  const float* const sums = state(found_[i + kRowsAhead]);
-  for (size_t j = 0; j < std::min(dim_, kFetchedNumel); j += kCacheLineNumel) __builtin_prefetch(values + j, 1);
-  for (size_t j = 0; j < std::min(state_numel_, kFetchedNumel); j += kCacheLineNumel) __builtin_prefetch(sums + j, 1);
+  const char* const memory = reinterpret_cast<const char*>(&at(found_[i + kRowsAhead]));
+  for (size_t j = 0; j < std::min(row_bytes_, kFetchedBytes); j += kCacheLineBytes) __builtin_prefetch(memory + j, 1);
 }
 
 void RowTable::gather(const int64_t* ids, uint64_t count, float* out) {
@@ -211,7 +208,7 @@ void RowTable::gather(const int64_t* ids, uint64_t count, float* out) {
     if (found_[i] == kAbsent) {
       draw(ids[i], out + i * dim_);
     } else {
-      std::copy_n(row(found_[i]), dim_, out + i * dim_);
+      std::copy_n(at(found_[i]).values(), dim_, out + i * dim_);
     }
   }
 }
@@ -225,9 +222,10 @@ void RowTable::store(const int64_t* ids, uint64_t count, const float* rows, cons
                      const int64_t* stamps) {
   find_or_insert(ids, count);
   for (size_t i = 0; i < count; ++i) {
-    head(found_[i]).stamp = stamps[i];
-    std::copy_n(rows + i * dim_, dim_, row(found_[i]));
-    std::copy_n(states + i * state_numel_, state_numel_, state(found_[i]));
+    Row& row = at(found_[i]);
+    row.stamp = stamps[i];
+    std::copy_n(rows + i * dim_, dim_, row.values());
+    std::copy_n(states + i * state_numel_, state_numel_, row.values() + dim_);
   }
   oldest_.clear();
 }
@@ -246,39 +244,40 @@ void RowTable::step(const int64_t* ids, uint64_t count, const float* gradients, 
     for (size_t i = begin; i < end; ++i) {
       const float* const gradient = gradients + i * dim_;
       fetch(i, count);
-      head(found_[i]).stamp = int64_t(stamp);
+      Row& row = at(found_[i]);
+      row.stamp = int64_t(stamp);
       switch (optimizer_) {
         case RowOptimizer::sgd:
-          use.add_to_row(row(found_[i]), gradient, dim_, rate);
+          use.add_to_row(row.values(), gradient, dim_, rate);
           break;
         case RowOptimizer::adagrad:
-          use.add_squares(state(found_[i]), roots_.data() + (i - begin) * dim_, gradient, dim_);
+          use.add_squares(row.values() + dim_, roots_.data() + (i - begin) * dim_, gradient, dim_);
           break;
         case RowOptimizer::rowwise_adagrad:
-          float& sum = *state(found_[i]);
+          float& sum = row.values()[dim_];
           sum += use.sum_of_squares(gradient, dim_) / float(dim_);
-          use.add_to_row(row(found_[i]), gradient, dim_, rate / (std::sqrt(sum) + epsilon_));
+          use.add_to_row(row.values(), gradient, dim_, rate / (std::sqrt(sum) + epsilon_));
       }
     }
     if (!has_roots) break;
     square_roots_(roots_.data(), (end - begin) * dim_);
     for (size_t i = begin; i < end; ++i)
-      use.add_scaled_to_row(row(found_[i]), gradients + i * dim_, roots_.data() + (i - begin) * dim_, dim_, rate,
-                            epsilon_);
+      use.add_scaled_to_row(at(found_[i]).values(), gradients + i * dim_, roots_.data() + (i - begin) * dim_, dim_,
+                            rate, epsilon_);
   }
 }
 
 uint64_t RowTable::read(uint64_t begin, uint64_t end, uint64_t least_stamp, int64_t* ids, float* rows, float* states,
                         int64_t* stamps) {
   uint64_t done = 0;
-  for (uint64_t place = begin; place < std::min<uint64_t>(end, slots_used_); ++place) {
-    const uint32_t slot = uint32_t(place);
-    if (head(slot).id == kNoRow || uint64_t(head(slot).stamp) < least_stamp) continue;
+  for (uint64_t slot = begin; slot < std::min<uint64_t>(end, slots_used_); ++slot) {
+    Row& row = at(uint32_t(slot));
+    if (row.id == kNoRow || uint64_t(row.stamp) < least_stamp) continue;
     if (ids != nullptr) {
-      ids[done] = head(slot).id;
-      stamps[done] = head(slot).stamp;
-      std::copy_n(row(slot), dim_, rows + done * dim_);
-      std::copy_n(state(slot), state_numel_, states + done * state_numel_);
+      ids[done] = row.id;
+      stamps[done] = row.stamp;
+      std::copy_n(row.values(), dim_, rows + done * dim_);
+      std::copy_n(row.values() + dim_, state_numel_, states + done * state_numel_);
     }
     ++done;
   }
@@ -289,14 +288,17 @@ uint64_t RowTable::read(uint64_t begin, uint64_t end, uint64_t least_stamp, int6
 
 // oldest_ becomes the `count` oldest of all rows.
 void RowTable::find_oldest(size_t count) {
-  const auto is_newer = [](const Pushed& a, const Pushed& b) { return a.stamp != b.stamp ? a.stamp > b.stamp : a.id > b.id; };
+  const auto is_newer = [](const Pushed& a, const Pushed& b) {
+    return std::tie(a.stamp, a.id) > std::tie(b.stamp, b.id);
+  };
   oldest_.clear();
   for (uint32_t slot = 0; slot < slots_used_; ++slot) {
-    if (head(slot).id != kNoRow) oldest_.push_back({head(slot).stamp, head(slot).id, slot});
+    if (at(slot).id != kNoRow) oldest_.push_back({at(slot).stamp, at(slot).id, slot});
   }
   const auto first = oldest_.end() - ptrdiff_t(std::min(count, oldest_.size()));
   std::nth_element(oldest_.begin(), first, oldest_.end(), is_newer);
   oldest_.erase(oldest_.begin(), first);
+  oldest_.shrink_to_fit();
   std::sort(oldest_.begin(), oldest_.end(), is_newer);
 }
 
@@ -317,7 +319,7 @@ uint64_t RowTable::evict(uint64_t count, const int64_t* keep, uint64_t keep_coun
     }
     const Pushed pushed = oldest_.back();
     oldest_.pop_back();
-    if (head(pushed.slot).id != pushed.id || head(pushed.slot).stamp != pushed.stamp) continue;
+    if (at(pushed.slot).id != pushed.id || at(pushed.slot).stamp != pushed.stamp) continue;
     if (std::binary_search(keep, keep + keep_count, pushed.id)) {
       kept.push_back(pushed);
     } else {

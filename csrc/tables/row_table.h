@@ -27,7 +27,7 @@ class RowTable {
 
   uint64_t rows() { return slots_used_ - free_.size(); }
   uint64_t slots() { return slots_used_; }  // with those that are free again
-  uint64_t size_bytes() { return slots_used_ * slot_bytes() + index_.size() * sizeof(uint64_t); }
+  uint64_t size_bytes() { return slots_used_ * row_bytes_ + index_.size() * sizeof(uint64_t); }
 
   void gather(const int64_t* ids, uint64_t count, float* out);
   uint64_t count_absent(const int64_t* ids, uint64_t count);
@@ -47,23 +47,17 @@ class RowTable {
                 int64_t* stamps);
 
  private:
-  using Memory = std::unique_ptr<char, void (*)(void*)>;
-  struct Head {
+  using Block = std::unique_ptr<char, void (*)(void*)>;
+  struct Row {
     int64_t id;     // kNoRow: the slot is free
-    int64_t stamp;  // of the row's last push
-  };
-  struct Block {
-    Memory memory;
-    float* rows;
-    float* states;
-    Head* heads;
+    int64_t stamp;  // of its last push
+    float* values() { return reinterpret_cast<float*>(this + 1); }  // and behind them the state
   };
 
-  size_t slot_bytes() const { return sizeof(Head) + (dim_ + state_numel_) * sizeof(float); }
-  size_t in_block(uint32_t slot) const { return slot & ((size_t(1) << block_bits_) - 1); }
-  Head& head(uint32_t slot) const { return blocks_[slot >> block_bits_].heads[in_block(slot)]; }
-  float* row(uint32_t slot) const { return blocks_[slot >> block_bits_].rows + in_block(slot) * dim_; }
-  float* state(uint32_t slot) const { return blocks_[slot >> block_bits_].states + in_block(slot) * state_numel_; }
+  Row& at(uint32_t slot) const {
+    const size_t place = slot & ((size_t(1) << block_bits_) - 1);
+    return *reinterpret_cast<Row*>(blocks_[slot >> block_bits_].get() + place * row_bytes_);
+  }
 
   uint32_t tag_of(int64_t id) const { return uint32_t(siphash(hash_key_, uint64_t(id)) >> 32); }
   size_t home_of(uint64_t tag) const { return tag >> (32 - index_bits_); }
@@ -76,11 +70,11 @@ class RowTable {
   void find(const int64_t* ids, size_t count);
   void find_or_insert(const int64_t* ids, size_t count);
   void erase(uint32_t slot);
-  void draw(int64_t id, float* row) const;
+  void draw(int64_t id, float* values) const;
   void fetch(size_t i, size_t count) const;
   void find_oldest(size_t count);
 
-  const size_t dim_, state_numel_;
+  const size_t dim_, state_numel_, row_bytes_;
   const RowOptimizer optimizer_;
   const float epsilon_, scale_;
   const HashKey seed_, hash_key_;

@@ -49,7 +49,7 @@ class RowTable:
     def __init__(self, dim: int, *, optimizer: str, eps: float, seed: int, number: int, std: float) -> None:
         self.dim = dim
         self.state_numel = {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1}[optimizer]
-        self.row_bytes = 16 + 4 * (dim + self.state_numel) + 16
+        self.row_bytes = 16 + 4 * (dim + self.state_numel + 1) // 8 * 8 + 16
         keys = (seed % 2**_KEY_BITS, number % 2**_KEY_BITS)
         self._table = native.extension.row_table(dim, _NUMBERS[optimizer], eps, *keys, std)
 

@@ -289,18 +289,6 @@ def test_growth_and_eviction_lose_no_row():
     assert table.row_bytes * 60_000 <= 2 * bytes_before
 
 
-def test_the_order_of_eviction_follows_pushes_from_the_first_one_on():
-    table, ids = table_of(1), torch.arange(40_000)
-    table.step(ids, torch.ones(40_000, 1), 0.1, 0)
-    assert table.evict(1, ids_of()).tolist() == [0]
-    for stamp in range(1, 6):  # more pushes than a queue of them may be long
-        table.step(ids[stamp * 10 :], torch.ones(40_000 - stamp * 10, 1), 0.1, stamp)
-    assert table.evict(25, ids_of(3, 12)).tolist() == [*(i for i in range(1, 28) if i not in (3, 12))]
-    assert table.evict(2, ids_of()).tolist() == [3, 12]
-    assert table.evict(50_000, ids_of()).tolist() == list(range(28, 40_000))
-    assert table.rows == 0
-
-
 # ---- what is refused ----
 
 
