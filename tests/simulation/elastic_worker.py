@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from psengine.collectives.base import Collective
 from psengine.errors import CollectiveError
-from psengine.parameter_server.client import elastic
 from psengine.parameter_server.client.elastic import ElasticClient, elastic_rule
 from psengine.parameter_server.client.flow import Flow
+from psengine.parameter_server.client.join import greet
 from psengine.parameter_server.server.coordinator.elastic import FIRST_WORKER_LEASES
 from psengine.parameter_server.server.log import disk as disk_module
 from psengine.protocol.views import View
@@ -193,7 +193,7 @@ class SimulatedMembership(CoordinatedMembership):
         options = replace(process.options, rule=elastic_rule(self._virtual_workers, facts))
         process.world.job.found(process, checkpoint)
         self._job = process.client = ElasticClient(options, process.runtime, checkpoint)
-        self._run(elastic.start(self._job))
+        self._run(greet(self._job))
         return self._next_group()
 
     @override

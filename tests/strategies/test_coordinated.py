@@ -30,6 +30,7 @@ from psengine.parameter_server.client import elastic
 from psengine.parameter_server.client.connection import PROCESS
 from psengine.parameter_server.client.elastic import ElasticClient, elastic_rule
 from psengine.parameter_server.client.flow import run
+from psengine.parameter_server.client.join import greet
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.strategies.elastic import coordinated
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
@@ -187,7 +188,7 @@ def test_who_did_not_come_to_the_group_is_named(monkeypatch):
 
         def answer() -> None:
             with suppress(PSEngineError):  # its end
-                run(elastic.start(absent), absent.closing)
+                run(greet(absent), absent.closing)
                 while True:
                     run(elastic.regroup(absent, absent.view_number), absent.closing)
 

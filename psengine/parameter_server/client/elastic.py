@@ -112,19 +112,6 @@ class ElasticClient(JobClient):
 # ---- the training's thread -----------------------------------------------------------------------------------------
 
 
-def start(job: ElasticClient) -> Flow[None]:
-    """Say HELLO; ``regroup`` then waits for a place.
-
-    Raises:
-        ServerRefusedError: this worker differs from others ("rule_mismatch"), or the job has ended ("ended").
-        ServerLostError: the coordinator does not answer.
-    """
-    options = job.options
-    welcome = job.control.expect(f"HELLO to job {options.job!r}", min(options.connect_timeout_s, options.timeout_s))
-    job.open(job.control)
-    yield [welcome]
-
-
 def regroup(job: ElasticClient, former: int, lost: Sequence[int] | None = None) -> Flow[View]:
     """Say how far this worker is (``job.completed``), and wait for the view after number ``former``.
 

@@ -18,6 +18,7 @@ import torch
 
 from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchError, ServerRefusedError
 from psengine.parameter_server.client.flow import Flow
+from psengine.parameter_server.client.job_client import JobClient
 from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Request
@@ -38,16 +39,25 @@ _WILDCARD = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):")
 _BEGIN_AGAIN = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE)
 
 
+def greet(job: JobClient) -> Flow[None]:
+    """Say HELLO to the coordinator.
+
+    Raises:
+        ServerRefusedError: this worker differs from others ("rule_mismatch"), the job has ended ("ended"), ...
+        ServerLostError: the coordinator does not answer.
+    """
+    options = job.options
+    welcome = job.control.expect(f"HELLO to job {options.job!r}", min(options.connect_timeout_s, options.timeout_s))
+    job.open(job.control)
+    yield [welcome]
+
+
 def start(job: JobConnection) -> Flow[str]:
     """Say HELLO, and connect to every shard; see ``WorkerSession.start``."""
-    options = job.options
-    if options.rule is not None:
-        wait_s = min(options.connect_timeout_s, options.timeout_s)
-        welcome = job.control.expect(f"HELLO to job {options.job!r}", wait_s)
-        job.open(job.control)
-        yield [welcome]
+    if job.options.rule is not None:
+        yield from greet(job)
     yield from _connect(job)
-    if options.rule is None:
+    if job.options.rule is None:
         return "ready" if any(link.resumed["chunks"] for link in job.links) else "wait"
     return job.state
 

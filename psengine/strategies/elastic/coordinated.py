@@ -31,6 +31,7 @@ from psengine.parameter_server.client.connection import PROCESS
 from psengine.parameter_server.client.elastic import ElasticClient, elastic_rule
 from psengine.parameter_server.client.flow import Flow, run
 from psengine.parameter_server.client.identity import DEFAULT_JOB, ending_with_the_job, taking_reservation
+from psengine.parameter_server.client.join import greet
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import View
@@ -81,7 +82,7 @@ class CoordinatedMembership(Membership):
             with ending_with_the_job():
                 with taking_reservation(options) as taken:
                     self._job = ElasticClient(taken, PROCESS, checkpoint)
-                    self._run(elastic.start(self._job))
+                    self._run(greet(self._job))
                 if worker is None:
                     assign_worker(self._job.identity.worker)
                 return self._next_group()

@@ -32,8 +32,6 @@ class GuardedWork(Work):
 
     @override
     def wait(self, is_interrupted: Interruption = None) -> bool:
-        if is_interrupted is not None:
-            return self._work.wait(lambda: is_interrupted() or self._has_news())
         if not self._work.wait(self._has_news):
             raise CollectiveError("the group of workers changes: one of them died, was put out, or another one comes")
         return True

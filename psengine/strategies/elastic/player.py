@@ -192,8 +192,8 @@ class Player:
             checkpoints = [member.checkpoint for member in members]
             newest = max(checkpoints)
             source = checkpoints.index(newest)
-            if collective.rank == source:
-                self._load(newest)
+            if collective.rank == source and self._checkpoints is not None and newest > 0:
+                self.state.install(self._checkpoints.load(newest), str(self._checkpoints.path(newest)))
         self._check_in_time(newest)
         mine = to_bytes(self._owners) if collective.rank == source else b""
         owners = from_bytes(collective.broadcast_bytes(mine, source, CPU, what=f"owners after step {newest}"))
@@ -214,11 +214,6 @@ class Player:
             " over their state.",
             ErrorCode.FENCED,
         )
-
-    def _load(self, step: int) -> None:
-        """Begin with a checkpoint; with the model as it is where ``step`` is 0."""
-        if self._checkpoints is not None and step > 0:
-            self.state.install(self._checkpoints.load(step), str(self._checkpoints.path(step)))
 
     def _take_averages(self, collective: Collective, source: int, newest: int) -> None:
         """Who is in step ``newest`` ends it with the averages of ``source``."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,16 +28,6 @@ HOST = torch.device("cpu")
 # So that workers that drop what they get have little of it at once; and so many pieces are under way.
 PIECE_BYTES = 1024 * 1024
 PIECES = 16
-
-
-class StateHolder(Protocol):
-    """Whatever has a state: a scheduler, a ``GradScaler``, a module with averaged weights."""
-
-    def state_dict(self) -> Any:
-        """Return it."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Take it over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +59,14 @@ class StateRegistry:
     def __init__(self, parts: Sequence[SyncVirtualWorkers]) -> None:
         self._parts = parts
         self._optimizers = OptimizerStates()
-        self._registered: dict[str, StateHolder] = {}
+        self._registered: dict[str, Any] = {}
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` steps parameters of the models."""
         self._optimizers.bind(optimizer, self._names())
 
-    def register(self, name: str, holder: StateHolder) -> None:
-        """``holder``'s state belongs to this worker's, under ``name``.
+    def register(self, name: str, holder: Any) -> None:
+        """The state of ``holder``, such as a scheduler or a ``GradScaler``, belongs to this worker's, under ``name``.
 
         Raises:
             ArgumentTypeError: it has no ``state_dict`` and ``load_state_dict``, or a state that cannot travel.

@@ -270,22 +270,19 @@ class SyncVirtualWorkers(Strategy):
             buffers=self._share_buffers(),
         )
 
-    @property
-    def _first_rank(self) -> int:
-        """The rank that plays virtual worker 0."""
-        return self._owners[0][0]
-
     def _share_order(self) -> list[int] | None:
         if not self._gradients.awaits_order:
             return None
         order = torch.tensor(self._first_order or [0] * len(self.replica.parameters), dtype=torch.int64)
-        self._group.broadcast([order], self._first_rank, what="order of gradients").wait()
+        first_rank, _ = self._owners[0]
+        self._group.broadcast([order], first_rank, what="order of gradients").wait()
         return [int(index) for index in order]
 
     def _share_buffers(self) -> dict[str, torch.Tensor]:
-        buffers = self._first_buffers if self._group.rank == self._first_rank else self._copied_buffers()
+        first_rank, _ = self._owners[0]
+        buffers = self._first_buffers if self._group.rank == first_rank else self._copied_buffers()
         if buffers:
-            self._broadcast.run(list(buffers.values()), self._group, self._first_rank)
+            self._broadcast.run(list(buffers.values()), self._group, first_rank)
         return buffers
 
     def end_step(self, outcome: Outcome) -> None:
