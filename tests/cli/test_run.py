@@ -48,6 +48,8 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--workers", "none", WORKER], "--workers a number"),
         (["--workers", "2", "--nproc-per-node", "2", WORKER], "give one of them"),
         (["--strategy", "sync:", WORKER], "got nothing after the colon"),
+        (["--strategy", "sync:virtual_wrokers=8", WORKER], "Did you mean virtual_workers?"),
+        (["--independent", "--strategy", "sync:virtual_workers=0", WORKER], "got 0"),
         (["--servers", "1", WORKER], "strategy 'sync' uses no servers"),
         (["--strategy", "sync", "--server-address", "tcp://127.0.0.1:1", WORKER], "leave --server-address out"),
         (["--signals-to-handle", "SIGNOT", WORKER], "got 'SIGNOT'"),

@@ -130,6 +130,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
     options = parse_torchrun(parts, given)
     nodes, workers = _counts(options)
     strategy = given.strategy or default_strategy()
+    _check_strategy(given.strategy)
     named = given.server_address or read_variable("PSENGINE_SERVERS")
     is_elastic = given.independent and _may_be_elastic(given)
     uses_servers = is_elastic or _uses_servers(strategy, is_default=bool(given.servers or named))
@@ -283,6 +284,16 @@ def _uses_servers(strategy: str, *, is_default: bool) -> bool:
 
     name = Specification.parse("strategy", strategy).name
     return name in SERVER_STRATEGIES or (is_default and name not in STRATEGIES)
+
+
+def _check_strategy(given: str | None) -> None:
+    """Raise ConfigurationError where a strategy of psengine's has no such option, or value. A script that names its own
+    strategy would never say so; names that psengine does not have may be the script's.
+    """
+    from psengine.strategies.registry import STRATEGIES, resolve_strategy
+
+    if Specification.parse("strategy", given or default_strategy()).name in STRATEGIES:
+        resolve_strategy(given)
 
 
 def _signals(names: str) -> tuple[str, ...]:
