@@ -26,9 +26,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from psengine.environment.devices import check_backend, default_backend, select_device
 from psengine.environment.launchers import WORKER, WORKERS, Placement, detect, master_from, read_worker
+from psengine.environment.processes import end_with_parent
 from psengine.environment.rendezvous import Wait, ranks_of_this_host
 from psengine.environment.uncaught import install_hook
-from psengine.environment.variables import inherited_variables, launch_attempt
+from psengine.environment.variables import RUN_ID, inherited_variables, launch_attempt, read_variable
 from psengine.errors import ConfigurationError, EnvironmentVariableError, PSEngineError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -158,7 +159,12 @@ def init(
     _check_timeout(timeout)
     if backend is not None:
         check_backend(backend)
-    read_worker(inherited_variables())  # refuses malformed variables now, not at the first read of ``worker``
+    worker, _ = read_worker(
+        inherited_variables()
+    )  # refuses malformed variables now, not at the first read of ``worker``
+    if worker is not None and read_variable(RUN_ID) and os.getsid(0) == os.getpid():
+        # psengine run started it, in a session of its own. A launcher that is started again starts another one.
+        end_with_parent()
     if dist.is_initialized():
         _check_same_group(backend, rank, world_size)
         if (session := _live_session()) is not None:

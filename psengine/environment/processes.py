@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from pathlib import Path
+
+import torch
 
 
 @functools.cache
@@ -26,6 +29,11 @@ def process_state(process_id: int) -> str | None:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process as soon as its parent ends."""
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
 
 
 def has_exited(process_id: int) -> bool:

@@ -7,8 +7,10 @@ import signal
 import urllib.request
 from pathlib import Path
 
+from support import elastic_training
 from support.command_process import WORKER, running_command, servers_of
 from support.process_table import children_of, command_line, is_running
+from support.waiting import eventually
 
 INDEPENDENT = ["--independent", "--strategy", "async", "--server-address", "tcp://127.0.0.1:9", "--max-restarts", "3"]
 
@@ -59,6 +61,13 @@ def test_independent_workers_end_with_their_launcher():
         assert command.wait() == 130
         assert command.stdout.count(" has ") == 2
         assert command.stderr.count("checkpoint saved") == 2
+
+
+def test_independent_workers_die_with_a_launcher_that_is_killed():
+    with running_command(["run", "--independent", elastic_training.__file__, "60"]) as command:
+        (worker,) = command.wait_until(lambda: re.findall(r"process (\d+) worker 0 is ready", command.stdout))
+        command.signal(signal.SIGKILL)
+        eventually(lambda: not is_running(int(worker)), "the worker's end")
 
 
 def ignore_hangup():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from psengine.data.elastic.random_state import Request, SeededDataset
+from psengine.environment.processes import end_with_parent
 
 # torch's own alignment of tensors on the CPU.
 ALIGNMENT_BYTES = 64
@@ -120,7 +120,7 @@ class Batches:
 
 def _enter_loader_process(worker_init_fn: Callable[[int], None] | None, number: int) -> None:
     # It has its parent's sockets, which stay open while it lives: peers would not see that the parent was killed.
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    end_with_parent()
     if worker_init_fn is not None:
         worker_init_fn(number)
 
