@@ -20,7 +20,7 @@ from typing_extensions import override
 from psengine.collectives.base import Collective, CompletedWork, Interruption, Work
 from psengine.collectives.liveness import PATIENCE_S, Liveness
 from psengine.collectives.operands import check_flat, check_parts, copying, flat_bytes, plain, real
-from psengine.errors import CollectiveError, PeerLostError
+from psengine.errors import CollectiveError, PeerLostError, ReplicaMismatchError
 from psengine.tracing.stall_inspector import inspector, stall_after_s
 from psengine.tracing.timeline import span
 
@@ -65,7 +65,7 @@ class C10dCollective(Collective):
         self._is_gloo = "gloo" in _backends(group)
         self._latest_works: collections.deque[list[dist.Work]] = collections.deque(maxlen=LATEST_WORKS)
         self.stall_after_s = stall_after_s()
-        self._begun = 0
+        self._begun = self._choices = 0
         self.liveness = _start_liveness(group, self.timeout_s) if is_watched else None
 
     @override
@@ -151,6 +151,23 @@ class C10dCollective(Collective):
         is_stream_ordered = device is not None and device.type != "cpu" and not self._is_gloo
         return C10dWork(self, works, what, operation, is_stream_ordered, finish)
 
+    def check_choice(self, what: str, mine: str) -> None:
+        """See that all ranks choose the same ``what``, without an exchange, which another choice might not share. Ranks
+        choose in the same order.
+
+        Raises:
+            ReplicaMismatchError: a rank that was here before has chosen another one.
+        """
+        if self.liveness is None:
+            return
+        first = self.liveness.first_choice(f"{what}/{self._choices}", mine)
+        if first != mine:
+            raise ReplicaMismatchError(
+                f"all ranks have the same {what} (expected {first!r}, which another rank has chosen, got {mine!r} on"
+                f" rank {self.rank}). Fix: give every rank the same {what}= or PSENGINE_{what.upper()}."
+            )
+        self._choices += 1
+
     def count(self) -> int:
         """The number of a new operation. All ranks count alike, so that a stalled wait can tell who is behind."""
         self._begun += 1
@@ -227,7 +244,7 @@ class C10dCollective(Collective):
             )
             missing = missing or ((0,) if self.rank != 0 else ())
         if not missing:
-            return CollectiveError(f"{failure}\nEvery rank answered the roll call, so the fault lies in the transport.")
+            return CollectiveError(f"{failure}\n{self.liveness.describe_waits()}")
         return PeerLostError(
             f"Lost {', '.join(map(self.liveness.describe_lost, missing))}. {failure}\n"
             "Look at the first error in the output of the ranks named above; restart the job from its last checkpoint.",

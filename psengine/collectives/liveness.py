@@ -137,6 +137,11 @@ class Liveness:
         commands = [f"`py-spy dump --pid {place.process_id}` on {place.host}" for place in places]
         return f" {', '.join(commands)} shows the line it is at." if commands else ""
 
+    def first_choice(self, what: str, mine: str) -> str:
+        """What the first rank has chosen that asks for ``what``; ``mine``, if that is this one."""
+        key = f"{self._prefix}/{what}"
+        return self._ask(lambda: str(self._store.compare_set(key, "", mine).decode()), self._patience_s)
+
     # ---- who is missing ----
 
     def alarm_raised(self) -> bool:
@@ -205,6 +210,18 @@ class Liveness:
         """Where ``rank`` ran and its fate: "rank 1 (process 4711 on host, which has exited)"."""
         fate = "has exited" if self._has_exited(rank) else f"did not answer within {self._grace_s:g} s"
         return f"{self.describe(rank)[:-1]}, which {fate})" if rank in self._processes else f"rank {rank}"
+
+    def describe_waits(self) -> str:
+        """Why an operation may have failed while all ranks answer the last roll call."""
+        waits = self.answers(self._settled_alarm)
+        if len(set(waits.values())) < 2:
+            return "Every rank answered the roll call, so the fault lies in the transport."
+        listed = "; ".join(f"rank {rank}: {what}" for rank, what in waits.items())
+        return (
+            f"Every rank answered the roll call, from different operations ({listed}). Ranks must call the same ones in"
+            " the same order: look for a branch that only some ranks take, and for another collective= or"
+            " PSENGINE_COLLECTIVE on some of them. Where there is none, the fault lies in the transport."
+        )
 
     def _is_seen(self, rank: int) -> bool:
         """Whether this process sees that of ``rank`` by its number."""

@@ -150,6 +150,16 @@ def collective_for(
     return collective_of(process_group, name, lambda: COLLECTIVES.read(specification)(process_group, device))
 
 
+def check_choice(process_group: Any, specification: str | Collective) -> None:
+    """See that all ranks that wrap a model choose the same collective: over different ones they would never meet.
+
+    Raises:
+        ReplicaMismatchError: another rank has chosen another one.
+    """
+    if process_group is not None and isinstance(specification, str):
+        _c10d(process_group, CPU).check_choice("collective", specification)
+
+
 def default_group() -> Any:
     """The default process group; None where there is none."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import distributed as native
 
 from psengine.collectives.base import Collective
-from psengine.collectives.registry import collective_for
+from psengine.collectives.registry import check_choice, collective_for
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
 from psengine.environment.uncaught import install_hook
 from psengine.environment.variables import default_collective, read_variable
@@ -207,6 +207,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             adopt_sync_batchnorm(module)
         self._collective_choice = default_collective() if collective is None else collective
         self._collective = collective_for(self.process_group, self._collective_choice, self.device)
+        check_choice(self.process_group, self._collective_choice)
         checks.check_meets_others(self.strategy)
         self._buffer_broadcast = BufferBroadcast()
         self.logger = LoggingData()

@@ -508,6 +508,24 @@ def test_sizes_that_differ_are_an_error_not_a_hang():
     assert any("gradient bucket 0 failed on rank" in m for m in messages), results
 
 
+def choose_otherwise(rank: int, world_size: int) -> None:
+    psengine.DistributedDataParallel(torch.nn.Linear(2, 2), collective="auto" if rank else "c10d")
+
+
+def test_ranks_with_different_collectives_are_told():
+    errors = [str(result.error) for result in run_ranks_to_any_end(choose_otherwise, 2)]
+    assert any("all ranks have the same collective" in e and "'auto'" in e and "'c10d'" in e for e in errors), errors
+
+
+def wait_for_each_other(rank: int, world_size: int) -> None:
+    C10dCollective().broadcast([torch.ones(3)], 1 - rank, what=f"branch {rank}").wait()
+
+
+def test_ranks_that_wait_in_different_operations_are_told():
+    errors = [str(result.error) for result in run_ranks_to_any_end(wait_for_each_other, 2, group_timeout_s=2)]
+    assert any("rank 0: broadcast of branch 0" in e and "rank 1: broadcast of branch 1" in e for e in errors), errors
+
+
 def test_unknown_collective_is_refused():
     expected = r"'auto', 'c10d', 'counting', 'hierarchical', 'shared_memory'\], got 'carrier-pigeon'"
     with pytest.raises(ConfigurationError, match=expected):
