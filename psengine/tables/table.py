@@ -88,7 +88,7 @@ class Table:
                 self._lookups.append(lookup)
         self._prefetched.discard(lookup)
         rows = lookup.wait()
-        return _watch(self._leaf, rows, lookup.ids, self.parts.spec.padding >= 0), lookup
+        return _watch(self._leaf, rows, lookup.ids), lookup
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """See ``ServerEmbedding.prefetch``."""
@@ -190,24 +190,23 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, leaf: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, has_padding: bool) -> torch.Tensor:
-        ctx.shape, ctx.ids, ctx.has_padding = leaf.shape, ids, has_padding
+    def forward(ctx: Any, leaf: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.ids = leaf.shape, ids
         return rows.view_as(rows)
 
     @staticmethod
     @override
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if torch.is_grad_enabled():
             raise ReductionError(
                 "rows on servers have no second derivative (expected loss.backward() without create_graph, got"
                 " create_graph=True)"
             )
-        ids, values = ctx.ids, gradient
         if gradient.is_sparse:
-            ids, values = ids[gradient._indices()[0]], gradient._values()
-        # An embedding with padding copies what is left. The order in which torch adds depends on it.
-        values = values.contiguous() if ctx.has_padding else values
-        return _sparse(ids.cpu(), values.cpu(), ctx.shape), None, None, None
+            ids, values = ctx.ids[gradient._indices()[0]], gradient._values()
+        else:
+            ids, values = ctx.ids, gradient[: len(ctx.ids)]  # all rows but the padding's
+        return _sparse(ids.cpu(), values.cpu(), ctx.shape), None, None
 
 
 _watch: Any = _Watched.apply

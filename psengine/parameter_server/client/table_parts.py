@@ -31,10 +31,10 @@ class Lookup:
     Attributes:
         parts: the table.
         asked: int64, 1-D, as they were asked for; a copy.
-        ids: each once, in the order of the rows.
+        ids: each once but that of the padding, in the order of the rows.
         counts: how many of them are in each part.
         index: for each id that was asked for the place of its row.
-        padding: the place of the row of zeros; None where it was not asked for.
+        padding: the place of the row of zeros, which is the last; None where the table has none.
         rows: float32 [n, dim], to be read after ``wait``; None before ``begin``.
         requests: those that bring the rows; empty once they are here.
     """
@@ -51,20 +51,19 @@ class Lookup:
     def begin(self) -> Lookup:
         """Ask the servers; once."""
         if self.rows is None:
-            self.rows = torch.empty(len(self.ids), self.parts.spec.dim)
-            self.requests = self.parts.pull(self.ids, self.counts, self.rows)
+            count = len(self.ids)
+            self.rows = torch.empty(count + (self.padding is not None), self.parts.spec.dim)
+            self.rows[count:] = 0
+            self.requests = self.parts.pull(self.ids, self.counts, self.rows[:count])
         return self
 
     def wait(self) -> torch.Tensor:
         """Return the rows, on the device of the ids; the errors are those of ``Request.wait``."""
         self.begin()
         assert self.rows is not None
-        if self.requests:
-            wait_all(self.requests)
-            if self.padding is not None:
-                self.rows[self.padding].zero_()
-            self.ids, self.rows = self.ids.to(self.asked.device), self.rows.to(self.asked.device)
-            self.requests = ()
+        wait_all(self.requests)
+        self.requests = ()
+        self.ids, self.rows = self.ids.to(self.asked.device), self.rows.to(self.asked.device)
         return self.rows
 
 
@@ -102,10 +101,12 @@ class TableParts:
         unique, inverse = torch.unique(asked, return_inverse=True)
         unique = unique.cpu()
         self._check_range(unique)
-        order, counts = self._by_part(unique)
-        places = torch.empty_like(order)
+        kept = (unique != self.spec.padding).nonzero().flatten()
+        order, counts = self._by_part(unique[kept])
+        order = kept[order]
+        places = torch.full_like(unique, len(order))
         places[order] = torch.arange(len(order))
-        padding = next(iter(places[unique == self.spec.padding].tolist()), None)
+        padding = len(order) if self.spec.padding >= 0 else None
         return Lookup(self, asked, unique[order], counts, places.to(asked.device)[inverse], padding)
 
     def pull(self, ids: torch.Tensor, counts: list[int], rows: torch.Tensor) -> list[Request]:
