@@ -57,6 +57,7 @@ SUITE = {
     "step_overhead_sharded": Entry("step_overhead", f"--models mlp --ranks 2 --rounds 20 {SHARDED}"),
     "all_reduce": Entry("all_reduce", "--rounds 20"),
     "server_throughput": Entry("server_throughput", "--rounds 15", limit_s=400),
+    "tables": Entry("tables", "--plot docs/images/tables.png", limit_s=900),
     "straggler": Entry("straggler", "--candidates native,sync,async --rounds 1 --seconds 20"),
     "start_up": Entry("start_up"),
     "codecs": Entry("codecs"),

@@ -5,11 +5,10 @@ python benchmarks/server_throughput/run.py [--sizes-mb 25,100] [--workers 1,2] [
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from harness.command_line import numbers, parser_of, some_of
 from harness.figures import slowest
@@ -24,7 +24,8 @@ from harness.ranks import Rank, run_ranks
 from harness.record import Record
 from harness.turns import Turn, take_turns
 from server_throughput import ps_lite
-from server_throughput.echo import ECHO, ECHOES, WORKING_ECHO, Echo, WorkingEcho, echo_servers
+from server_throughput.echo import ECHO, Echo, echo_server
+from support.server_process import running_server
 
 from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
@@ -54,7 +55,7 @@ TIERS = {"async snapshot": "snapshot", "async log": "log"}
 DISK = "disk"
 # Its gradients were packed where the server reads them as they came: packing is not timed.
 PACKED = "async packed"
-CANDIDATES = (*PSENGINE, DISK, *ECHOES, ps_lite.NAME)
+CANDIDATES = (*PSENGINE, DISK, ECHO, ps_lite.NAME)
 
 
 # ---- on a worker -----------------------------------------------------------------------------------------------------
@@ -140,10 +141,8 @@ def worker(rank: Rank, size: int, rounds: int, names: list[str], addresses: dict
             candidates[name] = Disk(addresses[DISK], rank)
         elif name == ECHO:
             candidates[name] = Echo(addresses[name])
-        elif name == ps_lite.NAME:
-            candidates[name] = ps_lite.Worker(addresses[name], rank, numels)
         else:
-            candidates[name] = WorkingEcho(addresses[name], numels)
+            candidates[name] = ps_lite.Worker(addresses[name], rank, numels)
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(rank.rank))
     chunks = gradient.split(numels)
     try:
@@ -163,23 +162,6 @@ def worker(rank: Rank, size: int, rounds: int, names: list[str], addresses: dict
 # ---- here ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def psengine_server(*arguments: str) -> Iterator[str]:
-    """A psengine-server with these options; its address."""
-    # The candidate over TCP alone goes in the clear.
-    command = [sys.executable, "-m", "psengine.cli.server", "--bind", "tcp://127.0.0.1:0", "--insecure", *arguments]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        ready = next((line for line in server.stdout if line.startswith("psengine-server ready")), None)
-        if ready is None:
-            raise RuntimeError("psengine-server did not start; its error is above")
-        yield ready.split()[2]
-    finally:
-        server.kill()  # a snapshot at the end is of no use
-        server.wait(15)
-
-
 def main() -> None:
     parser = parser_of(__doc__, rounds=15, quick="3 rounds of 25 MB")
     parser.add_argument("--sizes-mb", type=numbers(1), default=(25, 100))
@@ -189,16 +171,16 @@ def main() -> None:
     parser.add_argument("--ps-lite", type=Path, metavar="PATH", help="a checkout of ps-lite, to compare with")
     options = parser.parse_args()
     sizes_mb, rounds = ((25,), min(3, options.rounds)) if options.quick else (options.sizes_mb, options.rounds)
-    record = Record.begin("server_throughput", QUESTION, options, peers=(ECHO, WORKING_ECHO, ps_lite.NAME, DISK))
+    record = Record.begin("server_throughput", QUESTION, options, peers=(ECHO, ps_lite.NAME, DISK))
     record.caveat(f"pyzmq {zmq.__version__}, chunks of {CHUNK_BYTES // 1024} KiB, SGD applied")
     program = ps_lite.build(options.ps_lite, record.caveat) if ps_lite.NAME in options.candidates else None
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory))
-        servers = {DISK: folder, "memory": stack.enter_context(psengine_server())}
+        servers = {DISK: folder, "memory": stack.enter_context(running_server(insecure=True)).addresses[0]}
         for tier in (tier for name, tier in TIERS.items() if name in options.candidates):
-            where = ("--snapshot-dir", f"{folder}/{tier}", "--snapshot-interval-s", "0")
-            servers[tier] = stack.enter_context(psengine_server("--durability", tier, *where))
-        servers |= stack.enter_context(echo_servers(options.candidates))
+            kept = {"insecure": True, "durability": tier, "snapshot_dir": Path(folder) / tier, "snapshot_interval_s": 0}
+            servers[tier] = stack.enter_context(running_server(**kept)).addresses[0]
+        servers[ECHO] = stack.enter_context(echo_server())
         for megabytes in sizes_mb:
             for workers in options.workers:
                 with ps_lite.job(program, workers) as job:

@@ -71,6 +71,7 @@ QUICK = {
     "step_overhead": "--models small --ranks 2 --candidates plain,native,psengine --rounds 1",
     "straggler": "--candidates native --seconds 1",
     "start_up": "--what import",
+    "tables": "--workers 1 --ids zipf --rows 1000 --rounds 1 --candidates async;echo",
     "codecs": "--kernels baseline --rounds 1",
     "fusion_cuda": "",
     "faults": "--study server-kills --tiers log",
