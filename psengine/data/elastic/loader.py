@@ -83,9 +83,13 @@ class ElasticLoader:
             raise ConfigurationError(
                 f"every virtual worker needs a sample (expected batch_size >= 1, got {batch_size})"
             )
-        self._length, self._batch_size = len(dataset), batch_size
-        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        self._model = model
+        self._length, self._seed, self._model = len(dataset), seed, model
+        self._order: dict[str, Any] = {
+            "batch_size": batch_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
         self._batches = Batches(
             dataset,
             self._request,
@@ -162,29 +166,15 @@ class ElasticLoader:
 
     @functools.cached_property
     def _plan(self) -> SamplePlan:
-        return SamplePlan(
-            self._length,
-            self._player.virtual_workers,
-            self._batch_size,
-            seed=self._seed,
-            shuffle=self._shuffle,
-            drop_last=self._drop_last,
-        )
+        return SamplePlan(self._length, self._player.virtual_workers, **self._order)
 
     def _enter(self) -> None:
         if self._has_left:
             raise ReductionError("the training is over (expected one loop over epochs, got another after its end)")
         if self._next_step == 0:
             _ = self._plan  # refuses a dataset that is too short, before others wait for this worker
-            self._next_step = self._player.enter(
-                {
-                    "the length of ElasticLoader's dataset": str(self._length),
-                    "ElasticLoader's batch_size": str(self._batch_size),
-                    "ElasticLoader's seed": str(self._seed),
-                    "ElasticLoader's shuffle": str(self._shuffle),
-                    "ElasticLoader's drop_last": str(self._drop_last),
-                }
-            )
+            facts = {f"ElasticLoader's {name}": str(value) for name, value in self._order.items()}
+            self._next_step = self._player.enter({"the length of ElasticLoader's dataset": str(self._length)} | facts)
 
     def _play(self, step: int) -> Iterator[Any]:
         """Yield the batches of the virtual workers that are played here."""
