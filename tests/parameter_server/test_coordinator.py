@@ -691,8 +691,8 @@ def test_who_differs_is_refused_with_the_name_and_both_values():
 
 def test_facts_of_workers_that_are_gone_bind_nobody():
     bench, first, second = crew(ELASTIC, 2)
-    first.leave(failed=True)
-    second.leave(failed=True)
+    bench.gone.update((first.nonce, second.nonce))
+    bench.wait(2 * TICK_S)
     for seed in "12":  # also where nobody began
         only = bench.worker(0)
         assert only.hello(rule={**ELASTIC, "facts": {"seed": seed}}) == "wait"

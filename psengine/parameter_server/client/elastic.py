@@ -19,7 +19,6 @@ from typing_extensions import override
 from psengine.errors import ServerLostError, ServerRefusedError
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.job_client import JobClient
-from psengine.parameter_server.client.join import GOODBYE_S
 from psengine.parameter_server.client.operation import Request
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime
@@ -169,25 +168,22 @@ def _heard(job: ElasticClient, request: Request, began_s: float) -> Flow[bool]:
     return True
 
 
-def leave(job: ElasticClient, *, failed: bool = False) -> Flow[bool]:
+def leave(job: ElasticClient) -> Flow[bool]:
     """Say LEAVE after step ``job.completed``, and wait until the others lack nothing of it.
 
     Returns:
         False: another view is prepared before; ``regroup``, then this again.
     """
-    body = {"completed": job.completed or 0, "failed": failed}
-    timeout_s = GOODBYE_S if failed else job.options.timeout_s
     request, began_s = None, job.runtime.now_s()
     while request is None or not request.is_done:
-        request = job.ask(job.control, Message(MessageType.LEAVE, body=body), what="LEAVE", timeout_s=timeout_s)
+        message = Message(MessageType.LEAVE, body={"completed": job.completed or 0})
+        request = job.ask(job.control, message, what="LEAVE")
         while not request.is_done:
-            if job.preparing is not None and not failed:
+            if job.preparing is not None:
                 # Not sent again on another connection: it would be heard under the next view.
                 job.transport.do(job.withdraw, request)
                 return False
             yield LEAVE_LOOK_S
-        if failed:
-            return True
         if not (yield from _heard(job, request, began_s)):
             request = None
     return True

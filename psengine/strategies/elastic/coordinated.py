@@ -24,7 +24,7 @@ from psengine.environment.launchers import read_worker
 from psengine.environment.local_sockets import host_of
 from psengine.environment.processes import has_exited
 from psengine.environment.variables import inherited_variables, read_variable
-from psengine.errors import CollectiveError, ConfigurationError, PSEngineError, ServerError, ServerRefusedError
+from psengine.errors import CollectiveError, ConfigurationError, ServerError, ServerRefusedError
 from psengine.parameter_server.client import elastic
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.connection import PROCESS
@@ -109,26 +109,15 @@ class CoordinatedMembership(Membership):
         self._entered.completed = completed
         has_left: bool = self._run(elastic.leave(self._entered))
         if has_left:
-            self._end(self._entered)
+            self.close()
         return has_left
 
     @override
     def close(self) -> None:
-        job = self._job
-        if job is None or job.closing.is_set():
-            return
-        try:
-            if job.control.is_up and job.fatal is None:
-                self._run(elastic.leave(job, failed=True))
-        except PSEngineError as error:
-            logger.debug("the coordinator has not heard that this worker leaves: %s", error)
-        finally:
-            self._end(job)
-
-    def _end(self, job: ElasticClient) -> None:
-        job.closing.set()
-        job.transport.close()
-        self._collective.abandon()
+        if self._job is not None:
+            self._job.closing.set()
+            self._job.transport.close()
+            self._collective.abandon()
 
     @property
     def _entered(self) -> ElasticClient:

@@ -169,7 +169,7 @@ class ElasticCoordinator(Coordinator):
 
     @override
     def _note_end(self, worker: Worker, reason: str) -> None:
-        if worker.state is WorkerState.MEMBER and not worker.has_failed:
+        if worker.state is WorkerState.MEMBER:
             super()._note_end(worker, reason)
 
     @override
@@ -178,10 +178,9 @@ class ElasticCoordinator(Coordinator):
 
         But who hears PREPARE first gives the others what they lack, and says LEAVE again.
         """
-        members, is_calm = self.workers.members, self._preparing is None
-        going = [one for one in members if (is_calm or one.has_failed) and may_leave(one, members)]
-        for worker, message in [(one, one.leaving) for one in going if one.leaving]:
-            self._put_out(worker, "left", "its training broke off" if worker.has_failed else "it is done")
+        members = self.workers.members if self._preparing is None else []
+        for worker, message in [(one, one.leaving) for one in members if one.leaving and may_leave(one, members)]:
+            self._put_out(worker, "left", "it is done")
             self._send(worker, Message(MessageType.OK, self.number, sequence=message.sequence))
             worker.leaving = None
 
