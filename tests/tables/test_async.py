@@ -128,10 +128,12 @@ def test_bags_of_weighted_rows_and_of_the_largest_are_torch_s(rank, world_size):
     os.environ.update(PSENGINE_WORKER="0", PSENGINE_JOB="bags")
     ids, offsets, weights = torch.tensor([5, 1, 5, 9, 1, 0]), torch.tensor([0, 2, 5]), torch.rand(6)
     for mode in ("sum", "max"):
-        model = nn.ModuleDict({"bag": psengine.ServerEmbeddingBag(10, 4, mode=mode, lr=0.5), "head": nn.Linear(4, 1)})
+        # Torch sums otherwise where there may be padding, whether or not a batch has it.
+        bag = psengine.ServerEmbeddingBag(10, 4, mode=mode, padding_idx=7, lr=0.5)
+        model = nn.ModuleDict({"bag": bag, "head": nn.Linear(4, 1)})
         wrapped = psengine.DistributedDataParallel(model, strategy="sync-server")
         optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.0), wrapped)
-        twin = nn.EmbeddingBag(10, 4, mode=mode)
+        twin = nn.EmbeddingBag(10, 4, mode=mode, padding_idx=7)
         twin.load_state_dict({"weight": model.bag.rows(torch.arange(10))})
         of_samples = [weights.clone().requires_grad_() if mode == "sum" else None for _ in range(2)]
         results = [bag(ids, offsets, own) for bag, own in zip((model.bag, twin), of_samples, strict=True)]
