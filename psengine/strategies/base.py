@@ -122,7 +122,8 @@ class Strategy(Configured, Exchange, LifeCycle, Stepping):
                 f" psengine.{type(self).__name__}() for each"
             )
         if not replica.is_known_equal:
-            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device, self.agreed_options)
+            options = {**self.agreed_options, **replica.options}
+            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device, options)
         self._replica = replica
 
     @override

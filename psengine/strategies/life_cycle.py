@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ class Replica:
         device: where the parameters live; of several devices the first.
         sparse: names of those parameters whose gradients are sparse.
         is_known_equal: whether the user vouches that all replicas are equal already.
+        options: what all ranks have to choose alike besides the strategy's, by name.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -42,6 +43,7 @@ class Replica:
     device: torch.device
     sparse: Sequence[str] = ()
     is_known_equal: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 class LifeCycle(ABC):

@@ -23,7 +23,6 @@ from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.layout import ChunkKind, ChunkSpec, TableSpec
 from psengine.strategies.base import Strategy
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet
-from psengine.strategies.verification import verify_replicas
 from psengine.tables.embedding import ServerEmbedding
 from psengine.tables.table import Table
 
@@ -54,9 +53,14 @@ def find_tables(module: torch.nn.Module) -> dict[str, ServerEmbedding]:
 
 
 class Tables:
-    """See the module's text. Without tables its methods do nothing."""
+    """See the module's text. Without tables its methods do nothing.
 
-    def __init__(self) -> None:
+    Args:
+        layers: by name; they are bound from ``enter`` until ``close``.
+    """
+
+    def __init__(self, layers: Mapping[str, ServerEmbedding]) -> None:
+        self.layers = layers
         self._exchanges: Callable[[], int] = int
         self._pushed_at = 0  # the exchanges before the last push
         self._sessions: list[WorkerSession] = []
@@ -66,43 +70,40 @@ class Tables:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
+    @property
+    def options(self) -> dict[str, str]:
+        """What all ranks have to choose alike, by name."""
+        return {
+            f"{option} of table {name!r}": str(value)
+            for name, layer in self.layers.items()
+            for option, value in to_builtins(layer.options).items()
+        }
+
     def enter(
-        self,
-        layers: Mapping[str, ServerEmbedding],
-        strategy: Strategy,
-        collective: Collective,
-        device: torch.device,
-        exchanges: Callable[[], int],
+        self, strategy: Strategy, collective: Collective, device: torch.device, exchanges: Callable[[], int]
     ) -> None:
-        """Take these tables to their servers; once.
+        """Take the tables to their servers; once.
 
         Args:
-            layers: by name, the same on all ranks; they are bound until ``close``.
             strategy: the model's, whose servers the tables share, if it has some.
             collective: of the model's ranks.
             device: of its messages.
             exchanges: returns how many backwards have exchanged dense gradients.
 
         Raises:
-            ReplicaMismatchError: other ranks, or the servers, have other tables.
+            ReplicaMismatchError: the servers have other tables.
             ConfigurationError: their options contradict each other; or see ``meet``.
             ServerError: see ``WorkerSession.start``.
         """
-        if not layers:
+        if not self.layers:
             return
         self._exchanges = exchanges
-        described = {
-            f"{option} of table {name!r}": str(value)
-            for name, layer in layers.items()
-            for option, value in to_builtins(layer.options).items()
-        }
-        verify_replicas(collective, {}, {}, device, described)
         found = strategy.rendezvous
         if found is None:
             found = self._own = meet(None, None, collective, device)
         try:
             for rule in JOB_SUFFIXES:
-                chosen = {name: layer for name, layer in layers.items() if layer.options.rule == rule}
+                chosen = {name: layer for name, layer in self.layers.items() if layer.options.rule == rule}
                 if chosen:
                     self._enter(rule, chosen, found, strategy.worker_rank)
         except BaseException:

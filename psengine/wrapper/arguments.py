@@ -17,7 +17,6 @@ from psengine.environment.launchers import read_worker
 from psengine.environment.variables import inherited_variables
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.strategies.base import Strategy
-from psengine.tables.tables import find_tables
 
 
 def check_module(module: Any) -> None:
@@ -96,7 +95,7 @@ def check_virtual_workers(wrapper: Any, *, static_graph: bool) -> None:
         for name, layer in wrapper.module.named_modules()
         if isinstance(layer, torch.nn.SyncBatchNorm)
     }
-    refused |= {f"tables on servers ({name!r})": True for name in find_tables(wrapper.module)}
+    refused |= {f"tables on servers ({name!r})": True for name in wrapper._tables.layers}
     for what, is_given in refused.items():
         if is_given:
             raise ConfigurationError(

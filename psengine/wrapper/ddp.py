@@ -166,6 +166,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1
 
         self.module = module
+        self._tables = Tables(find_tables(module))
         self.dim = dim
         self.static_graph = False
         self.find_unused_parameters = find_unused_parameters
@@ -213,17 +214,15 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.logger = LoggingData()
         self._delay_grad_buffer: torch.Tensor | None = None
         self._delay_all_reduce_all_params = False
-        self._tables = Tables()
         if delayed:
             delay_all_reduce(self, param_to_hook_all_reduce, self._collective)
             self._delay_all_reduce_all_params = not reducible_parameters(module, self.parameters_to_ignore)
         if self._delay_all_reduce_all_params:
             return
-        layers = find_tables(module)
         self._start(init_sync=init_sync, init_sync_buffers=init_sync_buffers, static_graph=static_graph)
         exchanges = functools.partial(_exchanges, weakref.ref(self))
         try:
-            self._tables.enter(layers, self.strategy, self._collective, self.device, exchanges)
+            self._tables.enter(self.strategy, self._collective, self.device, exchanges)
         except BaseException:
             self.strategy.close()
             raise
@@ -307,6 +306,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             device=self.device,
             sparse=[name for name in parameters if has_sparse_gradient(self.module, name)],
             is_known_equal=is_known_equal,
+            options=self._tables.options,
         )
 
     # ---- forward ---------------------------------------------------------------------------------------------------
@@ -631,7 +631,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._collective = collective_for(self.process_group, self._collective_choice, self.device)
         self._buffer_broadcast = BufferBroadcast()
         self._optimizers = weakref.WeakSet()
-        self._tables = Tables()
+        self._tables = Tables({})
         with_buffers = self.forward_sync_buffers and self.strategy.capabilities.carries_buffers
         self._start(init_sync=False, init_sync_buffers=with_buffers, static_graph=self.static_graph)
 

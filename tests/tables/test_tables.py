@@ -109,6 +109,8 @@ def test_what_a_model_with_tables_cannot_do_is_said(rank, world_size):
 @at_servers(2)
 def test_workers_have_the_same_tables(rank, world_size):
     os.environ["PSENGINE_JOB"] = "same"
+    with raises(ReplicaMismatchError, "embedding_dim of table 'table'=4"):
+        psengine.DistributedDataParallel(model_of(**({"table": psengine.ServerEmbedding(10, 4, lr=1)} if rank else {})))
     for other in ({"embedding_dim": 5}, {"rule": "average"}, {"optimizer": "adagrad"}):
         options = {"embedding_dim": 4, "lr": 1.0, **(other if rank else {})}
         table = psengine.ServerEmbedding(10, options.pop("embedding_dim"), **options)
