@@ -159,9 +159,7 @@ def init(
     _check_timeout(timeout)
     if backend is not None:
         check_backend(backend)
-    worker, _ = read_worker(
-        inherited_variables()
-    )  # refuses malformed variables now, not at the first read of ``worker``
+    worker, _ = read_worker(inherited_variables())  # refuses malformed ones now, not at the first read of ``worker``
     if worker is not None and read_variable(RUN_ID) and os.getsid(0) == os.getpid():
         # psengine run started it, in a session of its own. A launcher that is started again starts another one.
         end_with_parent()
