@@ -6,18 +6,18 @@ sources of csrc/shared_memory are compiled as they are, but for the sizes in siz
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from collectives.interleaving.planted_bugs import Bug
+from support import compiled_once
+from support.compiled_once import compile_once, digest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -27,7 +27,7 @@ ENGINE_SOURCES = ["group.cpp", "rounds.cpp", "agreement.cpp", "waiting.cpp", "se
 EXPLORER_SOURCES = ["memory.cpp", "explorer.cpp", "stand_ins.cpp", "scenarios.cpp", "main.cpp"]
 WRAPPED = ["memcpy", "getpid", "sched_getaffinity", "sched_yield", "syscall", "poll"]
 WRAPPED += ["pthread_mutex_lock", "pthread_mutex_unlock", "_ZNSt6chrono3_V212steady_clock3nowEv"]
-BUILD = ROOT / "build" / "interleaving"
+BUILD = compiled_once.BUILD / "interleaving"
 FLAGS = [
     "-std=c++17",
     "-g1",
@@ -51,28 +51,11 @@ def reason_against() -> str | None:
     return "needs GCC: other compilers call other functions" if "__clang__" in said else None
 
 
-def _digest(paths: Iterable[Path], more: str = "") -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths) + more.encode()).hexdigest()[:16]
-
-
-def _compile(name: str, sources: list[Path], flags: list[str]) -> Path:
-    """One object of all these sources, compiled together; what was compiled before is used again."""
-    headers = sorted([*ENGINE.glob("*.h"), *HERE.rglob("*.h")])
-    target = BUILD / f"{name}.{_digest([*sources, *headers], ' '.join([*FLAGS, *flags]))}.o"
-    if not target.exists():
-        unfinished = target.with_suffix(f".{os.getpid()}.o")
-        includes = "".join(f'#include "{source}"\n' for source in sources)
-        command = ["g++", *FLAGS, *flags, "-c", "-x", "c++", "-", "-o", str(unfinished)]
-        subprocess.run(command, input=includes, text=True, check=True)
-        unfinished.rename(target)
-    return target
-
-
 def _planted(bug: Bug) -> Path:
     """The bug's file, with the bug in it."""
     text = (ENGINE / bug.file).read_text()
     assert text.count(bug.old) == 1, f"{bug.name}: {bug.file} has changed (expected once: {bug.old!r})"
-    path = BUILD / f"planted.{_digest([], bug.name)}.cpp"
+    path = BUILD / f"planted.{digest([], bug.name)}.cpp"
     path.write_text(text.replace(bug.old, bug.new))
     return path
 
@@ -81,13 +64,15 @@ def build(bug: Bug | None = None) -> Path:
     """The explorer's program, with ``bug`` in the engine."""
     BUILD.mkdir(parents=True, exist_ok=True)
     engine = [_planted(bug) if bug and bug.file == name else ENGINE / name for name in ENGINE_SOURCES]
+    explorer = [HERE / name for name in EXPLORER_SOURCES]
+    headers = sorted([*ENGINE.glob("*.h"), *HERE.rglob("*.h")])
     with ThreadPoolExecutor(2) as pool:
         halves = [
-            pool.submit(_compile, "explorer", [HERE / name for name in EXPLORER_SOURCES], EXPLORER_FLAGS),
-            pool.submit(_compile, "engine", engine, ENGINE_FLAGS),
+            pool.submit(compile_once, BUILD / "explorer", explorer, [*FLAGS, *EXPLORER_FLAGS], headers),
+            pool.submit(compile_once, BUILD / "engine", engine, [*FLAGS, *ENGINE_FLAGS], headers),
         ]
         objects = [half.result() for half in halves]
-    program = BUILD / f"explore.{_digest(objects)}"
+    program = BUILD / f"explore.{digest(objects)}"
     if not program.exists():
         unfinished = program.with_suffix(f".{os.getpid()}")
         wraps = [f"-Wl,--wrap={name}" for name in WRAPPED]
