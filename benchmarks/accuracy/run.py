@@ -1,6 +1,6 @@
-"""How accurately do codecs, DiLoCo and delay-compensated asynchronous SGD learn? At equal samples, several seeds.
+"""How accurately do codecs and DiLoCo learn? At equal samples, several seeds.
 
-python benchmarks/accuracy/run.py --study codecs|diloco|dcasgd [--tasks images,text] [--seeds 5] [--json FILE]
+python benchmarks/accuracy/run.py --study codecs|diloco [--tasks images,text] [--seeds 5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 from accuracy.studies import STUDIES, Study
 from accuracy.tasks import TASKS, task_of
-from accuracy.trainings import Plan, Run, train_in_ranks, train_in_turns
+from accuracy.trainings import Plan, Run, train_in_ranks
 from harness.command_line import at_least, parser_of, some_of
 from harness.ranks import run_ranks
 from harness.record import Record
@@ -26,10 +25,7 @@ QUICK_FRACTION = 0.03
 DIVERGED = 1000.0  # nats, which is also more than any percentage
 
 
-def carry_out(study: Study, plans: Sequence[Plan], deadline_s: float) -> list[Run]:
-    if study.in_turns:
-        torch.set_num_threads(1)
-        return [train_in_turns(plan) for plan in plans]
+def carry_out(plans: Sequence[Plan], deadline_s: float) -> list[Run]:
     (world_size,) = {plan.workers for plan in plans}
     return run_ranks(train_in_ranks, world_size, plans, deadline_s=deadline_s)[0]
 
@@ -48,14 +44,12 @@ def table_of(study: Study, task: str, runs: Sequence[Run]) -> Table:
     for run in runs:
         found.setdefault(run.plan.candidate, []).append(run)
     columns = ["candidate", task_of(task).measure, "loss, nats", f"loss - {study.reference}'s, same seed"]
-    columns += ["staleness"] if study.in_turns else []
     rows = []
     for name, own in found.items():
         others = {run.plan.seed: run.loss for run in found.get(study.reference, ())}
         differences = [run.loss - others.get(run.plan.seed, run.loss) for run in own]
         row = [name, mean_text([run.wrong for run in own], 2), mean_text([run.loss for run in own], 4)]
         row.append("" if name == study.reference else mean_text(differences, 4))
-        row += [f"{statistics.mean(run.staleness for run in own):.1f}"] if study.in_turns else []
         rows.append([*row, study.candidates[name].paper])
     seeds = len({run.plan.seed for run in runs})
     title = f"{task}: {runs[0].plan.samples} samples, {seeds} seeds, mean ± standard deviation"
@@ -79,7 +73,7 @@ def main() -> None:
     plans = [
         study.plan(task, name, seed, fraction) for task in options.tasks for seed in range(seeds) for name in names
     ]
-    runs = carry_out(study, plans, options.deadline)
+    runs = carry_out(plans, options.deadline)
     for task in options.tasks:
         record.tables.append(table_of(study, task, [run for run in runs if run.plan.task == task]))
     record.values = {"runs": [asdict(run) for run in runs]}

@@ -34,7 +34,6 @@ class Study:
         samples: of all workers together, in a run.
         rates: by task, the best of a sweep for the reference; see the README.
         paper: whose figures the candidates' ``paper`` are.
-        in_turns: workers of one process push in turn; otherwise each is a rank.
     """
 
     question: str
@@ -45,7 +44,6 @@ class Study:
     paper: str
     optimizer: str = "SGD"
     momentum: float = 0.0
-    in_turns: bool = False
 
     def plan(self, task: str, name: str, seed: int, fraction: float) -> Plan:
         """The run of a candidate with a seed; ``fraction`` of its samples, in whole rounds."""
@@ -103,20 +101,6 @@ def _diloco() -> dict[str, Candidate]:
     return found
 
 
-def _dcasgd() -> dict[str, Candidate]:
-    """The paper's strength and decay, of its constant form and of its adaptive one."""
-    found = {"sequential SGD": Candidate(strategy="async", workers=1, paper="8.65 %")}
-    compensated = "async:delay_compensation=2"
-    for workers, plain, adaptive in ((4, "9.27 %", "8.19 %"), (16, "", "")):
-        for name, strategy, paper in (
-            ("ASGD", "async", plain),
-            ("DC-ASGD, constant", compensated, ""),
-            ("DC-ASGD, adaptive", f"{compensated},compensation_decay=0.95", adaptive),
-        ):
-            found[f"{name}, {workers} workers"] = Candidate(strategy=strategy, workers=workers, paper=paper)
-    return found
-
-
 STUDIES = {
     "codecs": Study(
         question="What do codecs cost in accuracy, with and without error feedback?",
@@ -135,14 +119,5 @@ STUDIES = {
         optimizer="AdamW",
         candidates=_diloco(),
         paper="a torchft run: loss of 51 M parameters on TinyStories",
-    ),
-    "dcasgd": Study(
-        question="How near does delay compensation bring asynchronous SGD to sequential SGD?",
-        reference="sequential SGD",
-        samples=64_000,
-        rates={"images": 0.2, "text": 0.5},
-        in_turns=True,
-        candidates=_dcasgd(),
-        paper="arXiv 1609.08326, table 1: test error, ResNet-20 on CIFAR-10, 4 workers",
     ),
 }

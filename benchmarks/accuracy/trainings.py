@@ -1,27 +1,16 @@
-"""One training, of one candidate with one seed: by ranks of a process group, or by workers that push in turn."""
+"""One training, of one candidate with one seed, by the ranks of a process group."""
 
 from __future__ import annotations
 
-import heapq
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from accuracy.tasks import task_of
 from harness.ranks import Rank
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import psengine
-from psengine.protocol.frames import payload_tensor
-from psengine.strategies.registry import resolve_strategy
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-
-from support.shard_world import SGD, World, spec, team
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +48,11 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of a plan: loss in nats, percent of wrong answers, and the mean staleness of the updates."""
+    """What came of a plan: loss in nats, and percent of wrong answers."""
 
     plan: Plan
     loss: float
     wrong: float
-    staleness: float = 0.0
 
 
 def train_in_ranks(rank: Rank, plans: Sequence[Plan]) -> list[Run]:
@@ -94,52 +82,8 @@ def _optimizer(plan: Plan, network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), lr=plan.learning_rate, momentum=plan.momentum)
 
 
-def train_in_turns(plan: Plan) -> Run:
-    """Workers that push to a real shard one after the other, in an order that the seed gives; no sockets, one thread.
-
-    A step takes a worker between half and one and a half of a simulated second, drawn each time. Then its gradient, of
-    the weights that it got before, is pushed; the answer is its next weights.
-    """
-    task = task_of(plan.task)
-    torch.manual_seed(plan.seed)
-    network = task.model()
-    flat = parameters_to_vector(network.parameters()).detach()
-    rule = resolve_strategy(plan.strategy).rule  # what the strategy asks of servers
-    workers = team(World(), plan.workers, [spec(0, flat.numel())], values={0: flat}, rule=rule)
-    settings = SGD | {"lr": plan.learning_rate, "momentum": plan.momentum}
-    workers[0].configure(0, flat.numel(), groups=[settings])
-    held = [(0, flat)] * plan.workers  # version, weights
-    pushed = [0] * plan.workers
-    batches = [torch.Generator().manual_seed(1000 * plan.seed + number) for number in range(plan.workers)]
-    durations = torch.Generator().manual_seed(plan.seed)
-    ready = [(_step_s(durations), number) for number in range(plan.workers)]
-    heapq.heapify(ready)
-    total_staleness, updates = 0, plan.workers * plan.steps
-    for update in range(updates):
-        now_s, number = ready[0]
-        base_version, weights = held[number]
-        vector_to_parameters(weights, network.parameters())
-        gradients = torch.autograd.grad(task.loss(network, plan.batch_size, batches[number]), [*network.parameters()])
-        gradient = torch.cat([one.reshape(-1) for one in gradients])
-        pushed[number] += 1
-        groups = [settings | {"lr": plan.rate_after(update / updates)}]
-        pushes = workers[number].push(0, pushed[number], gradient, version=base_version, body={"groups": groups})
-        (answer,) = pushes
-        workers[number].take()
-        # A gradient that is not finite is refused, and makes no version.
-        total_staleness += max(0, answer.version - 1 - base_version)
-        held[number] = (answer.version, payload_tensor(answer))
-        heapq.heapreplace(ready, (now_s + _step_s(durations), number))
-    vector_to_parameters(held[number][1], network.parameters())
-    return _judged(plan, network, staleness=total_staleness / updates)
-
-
-def _step_s(durations: torch.Generator) -> float:
-    return 0.5 + torch.rand((), generator=durations).item()
-
-
-def _judged(plan: Plan, network: nn.Module, **more: Any) -> Run:
+def _judged(plan: Plan, network: nn.Module) -> Run:
     """With one line of progress where this process speaks."""
     loss, wrong = task_of(plan.task).judge(network)
     psengine.print(f"{plan.task} {plan.candidate}, seed {plan.seed}: loss {loss:.4f}, {wrong:.2f} % wrong", flush=True)
-    return Run(plan=plan, loss=loss, wrong=wrong, **more)
+    return Run(plan=plan, loss=loss, wrong=wrong)

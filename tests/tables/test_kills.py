@@ -1,4 +1,6 @@
-"""A recommender of two towers whose servers and workers are killed: what its tables have then, beside oracles."""
+"""A recommender of two towers whose servers and workers are killed: what its tables have then, beside oracles; and
+what a large table takes.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ import pytest
 import torch
 from attacks.kill_loop import LEASE_S, Servers
 from support.fault_workers import Reports, Worker, WorkerProcesses, expect_workers, results_of, worker_processes
+from support.server_process import running_server
 from torch import nn
 from torch.nn import functional as F
 
 import psengine
+from psengine.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "recipes"))
 
@@ -170,3 +174,31 @@ def test_killed_servers_and_a_killed_worker_leave_async_s_loss():
         found = workers[0].result(TIMEOUT_S)["losses"]
     last = slice(-30, None)
     assert statistics.mean(found[last]) == pytest.approx(statistics.mean(calm[last]), abs=0.05)
+
+
+def touch(reports: Reports, address: str) -> None:
+    """Push 20,000 rows of a table of 10**8."""
+    table = psengine.ServerEmbedding(10**8, 64, optimizer="rowwise_adagrad", lr=0.1)
+    model = nn.Sequential(table, nn.Linear(64, 1))
+    wrapped = psengine.DistributedDataParallel(model, strategy=psengine.AsyncServer(servers=address))
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), wrapped)
+    for some in torch.arange(0, 10**8, 5000).split(4000):
+        wrapped(some).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reports.say("touched")
+    reports.await_go()
+
+
+def test_a_table_takes_the_memory_of_the_rows_that_were_touched(capsys):
+    with running_server(shards=2) as server, worker_processes() as processes:
+        worker = processes.start(touch, server.addresses[0], rank=0)
+        worker.wait_for("touched", TIMEOUT_S)
+        parts = server.job("default.tables")
+        assert sum(part["table_rows"]["0"] for part in parts) == 20_000
+        row_bytes = 4 * 64 + 4 + 32  # values, accumulator, what finds it
+        assert 20_000 * 4 * 64 < sum(part["table_bytes"]["0"] for part in parts) < 1.3 * 20_000 * row_bytes
+        with pytest.raises(SystemExit) as ended:
+            main(["status", "--server-address", server.addresses[0]])
+        assert ended.value.code in (None, 0)
+        assert "table 0 of 20000 rows" in capsys.readouterr().out
