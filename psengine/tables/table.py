@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,12 +178,16 @@ class Table:
         # The format of safetensors, whose own writer would need all rows at once.
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        with open(f"{path}.part", "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.write(ids.numpy().data)
-            for some in ids.split(self.parts.most):
-                file.write(self.parts.rows(some).numpy().data)
-        os.replace(f"{path}.part", path)
+        part = Path(f"{path}.part")
+        try:
+            with part.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                file.write(ids.numpy().data)
+                for some in ids.split(self.parts.most):
+                    file.write(self.parts.rows(some).numpy().data)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 class _Watched(torch.autograd.Function):

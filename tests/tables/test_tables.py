@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import pickle
+import tempfile
 from typing import Any
 
 import pytest
@@ -140,6 +141,10 @@ def test_rows_are_read_loaded_exported_and_served(rank, world_size):
     os.remove("rows.safetensors")
     assert found["ids"].tolist() == [4, 70, *range(100, 400)]
     assert torch.equal(found["rows"], table.rows(found["ids"]))
+    with tempfile.TemporaryDirectory() as directory:
+        with raises(OSError):
+            table.export(directory)
+        assert not os.path.exists(f"{directory}.part")
     with psengine.connect(role="reader") as reader:
         assert torch.equal(reader.rows("table", ids), table.rows(ids))
         assert torch.equal(reader.rows("bags", ids), bag.rows(ids))
