@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from psengine.errors import ConfigurationError, ModuleError, ProtocolError
-from psengine.parameter_server.client.table_parts import JOB_SUFFIXES
 from psengine.protocol.bodies import convert
 from psengine.protocol.bounds import INT64_MAX, Positive, Printable, Unsigned, one_of
 from psengine.protocol.layout import MAX_TABLE_DIM, TABLE_OPTIMIZERS, Single
 from psengine.tables.table import Table
+
+RULES = ("async", "average")
 
 
 class TableOptions(
@@ -33,7 +34,7 @@ class TableOptions(
     padding_idx: int | None
     max_rows: Positive | None
     lr: Single
-    rule: Annotated[str, one_of(*JOB_SUFFIXES)]
+    rule: Annotated[str, one_of(*RULES)]
     max_staleness: Unsigned | None
 
     def __post_init__(self) -> None:

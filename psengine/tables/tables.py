@@ -1,7 +1,7 @@
 """All tables of a wrapped model: their jobs at the servers, one for each rule, and their steps.
 
-job.tables            rule "async"      each worker's rows are stepped when they arrive (the servers' "apply")
-job.averaged_tables   rule "average"    those of all workers together (the servers' "merge" of all of them)
+rule "async"     each worker's rows are stepped when they arrive (the servers' "apply")
+rule "average"   those of all workers together (the servers' "merge" of all of them)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.layout import ChunkKind, ChunkSpec, TableSpec
 from psengine.strategies.base import Strategy
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet
-from psengine.tables.embedding import ServerEmbedding
+from psengine.tables.embedding import RULES, ServerEmbedding
 from psengine.tables.table import Table
 
 
@@ -102,22 +102,23 @@ class Tables:
         if found is None:
             found = self._own = meet(None, None, collective, device)
         try:
-            for rule in JOB_SUFFIXES:
+            suffixes = iter(JOB_SUFFIXES)
+            for rule in RULES:
                 chosen = {name: layer for name, layer in self.layers.items() if layer.options.rule == rule}
                 if chosen:
-                    self._enter(rule, chosen, found, strategy.worker_rank)
+                    self._enter(next(suffixes), chosen, found, strategy.worker_rank)
         except BaseException:
             self.close()
             raise
 
     def _enter(
-        self, rule: str, layers: Mapping[str, ServerEmbedding], rendezvous: Rendezvous, rank: int | None
+        self, suffix: str, layers: Mapping[str, ServerEmbedding], rendezvous: Rendezvous, rank: int | None
     ) -> None:
         """Take part in the job of these tables."""
         options = SessionOptions(
             addresses=rendezvous.addresses,
-            job=rendezvous.job + JOB_SUFFIXES[rule],
-            rule=_wire_rule(rule, layers, rendezvous.world_size),
+            job=rendezvous.job + suffix,
+            rule=_wire_rule(layers, rendezvous.world_size),
             rank=rendezvous.rank if rank is None else rank,
             world_size=rendezvous.world_size,
             keys=keys_from_environment(),
@@ -197,9 +198,9 @@ class Tables:
             self._own = None
 
 
-def _wire_rule(rule: str, layers: Mapping[str, ServerEmbedding], workers: int) -> dict[str, Any]:
+def _wire_rule(layers: Mapping[str, ServerEmbedding], workers: int) -> dict[str, Any]:
     """The servers' rule of these tables, as in HELLO."""
-    if rule == "average":
+    if next(iter(layers.values())).options.rule == "average":
         return {"name": "merge", "quorum": workers, "grace": 0.0}
     bounds = {name: layer.options.max_staleness for name, layer in layers.items()}
     if len(set(bounds.values())) > 1:

@@ -25,6 +25,7 @@ from psengine.errors import (
     ReductionError,
     ReplicaMismatchError,
     RowIdError,
+    ServerRefusedError,
 )
 
 
@@ -118,6 +119,17 @@ def test_workers_have_the_same_tables(rank, world_size):
         ((option, value),) = other.items()
         with raises(ReplicaMismatchError, f"{option} of table 'table'={value}"):
             psengine.DistributedDataParallel(model_of(table=table))
+
+
+@at_servers(1)
+def test_an_independent_worker_with_another_rule_is_refused(rank, world_size):
+    os.environ["PSENGINE_WORKERS"] = "2"
+    first = wrapped_model("rules", "async:job=rules", table=psengine.ServerEmbedding(10, 4, lr=1.0))
+    os.environ["PSENGINE_WORKER"] = "1"
+    with raises(ServerRefusedError, "job 'rules.tables' runs under another rule"):
+        table = psengine.ServerEmbedding(10, 4, lr=1.0, rule="average")
+        psengine.DistributedDataParallel(model_of(table=table), strategy="async:job=rules")
+    first.leave()
 
 
 @at_servers(1)

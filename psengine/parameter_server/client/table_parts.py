@@ -20,8 +20,9 @@ from psengine.protocol.layout import ID_BYTES, ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode
 from psengine.protocol.rows import unpack_rows
 
-# By the rule of a table, what follows the name of its model's job in that of the tables' job.
-JOB_SUFFIXES = {"async": ".tables", "average": ".averaged_tables"}
+# What follows the name of a model's job in those of its tables' jobs: the second is of a model whose tables have two
+# rules. So a worker whose tables all have another rule is refused by it.
+JOB_SUFFIXES = (".tables", ".tables.1")
 
 
 @dataclass(eq=False)
@@ -219,7 +220,7 @@ def tables_in(session: WorkerSession, layout: Sequence[ChunkSpec]) -> dict[str, 
 def read_tables(options: SessionOptions) -> dict[str, TableParts]:
     """Connect a reader to the tables of a model, by name; ``options`` are those of its own job."""
     found: dict[str, TableParts] = {}
-    for suffix in JOB_SUFFIXES.values():
+    for suffix in JOB_SUFFIXES:
         session = WorkerSession(replace(options, job=options.job + suffix, rule=None, run="", rank=None))
         session.start()
         try:
