@@ -6,7 +6,9 @@ view n+1                                                     └─ leave the gr
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -82,6 +84,7 @@ class CoordinatedMembership(Membership):
             with ending_with_the_job():
                 with taking_reservation(options) as taken:
                     self._job = ElasticClient(taken, PROCESS, checkpoint)
+                    atexit.register(self.close)  # else others wait until torch has taken itself down
                     self._run(greet(self._job))
                 if worker is None:
                     assign_worker(self._job.identity.worker)
@@ -114,7 +117,7 @@ class CoordinatedMembership(Membership):
 
     @override
     def close(self) -> None:
-        if self._job is not None:
+        if self._job is not None and self._job.parking.process_id == os.getpid():
             self._job.closing.set()
             self._job.transport.close()
             self._collective.abandon()
