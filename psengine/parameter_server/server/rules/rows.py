@@ -10,7 +10,7 @@ answers may leave is decided as for other chunks. They bring nothing: a worker p
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from psengine.protocol.layout import ID_BYTES, ChunkSpec
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 from psengine.protocol.rows import check_ids, pack_rows, unpack_rows
 
-# Of rows that are saved: ids that went; then as ``RowTable.changed_since``.
-_TENSORS = ("evicted", "ids", "values", "states", "stamps")
+# Of rows that are saved, as ``RowTable.changed_since`` has them.
+_TENSORS = ("ids", "values", "states", "stamps")
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,11 @@ class _Saved:
         generations: the first has all rows of its time, the others those that changed.
         version: of the chunk.
         changed: rows of the others, together.
-        evicted: how many evictions had been noted.
     """
 
     generations: tuple[int, ...]
     version: int
     changed: int
-    evicted: int
 
 
 class Rows(Apply):
@@ -63,7 +61,6 @@ class Rows(Apply):
         self.evicted_rows = 0
         self._saved: _Saved | None = None
         self._captured: _Saved | None = None  # what becomes it, if the generation was written
-        self._evicted: list[torch.Tensor] = []  # ids, since ``_saved``
 
     # ---- what workers push -------------------------------------------------------------------------------------
 
@@ -140,10 +137,7 @@ class Rows(Apply):
         most = self.of.part_rows
         if not most or (too_many := self.table.rows + self.table.count_absent(ids) - most) <= 0:
             return
-        evicted = self.table.evict(too_many, ids)
-        self.evicted_rows += len(evicted)
-        if self._captured is not None:
-            self._evicted.append(evicted)
+        self.evicted_rows += len(self.table.evict(too_many, ids))
 
     @override
     def _answer(self, rank: int, step: int, *, repeated: bool = False) -> Reply:
@@ -211,31 +205,30 @@ class Rows(Apply):
 
         All rows, and none before, once the changes would add up to half of them.
         """
-        captured, nothing = self._captured, torch.empty(0, dtype=torch.int64)
-        if captured is not None and captured.generations[-1] in kept:
-            self._evicted = self._evicted[captured.evicted :]
-            self._saved = self._captured = replace(captured, evicted=0)
+        if self._captured is not None and self._captured.generations[-1] in kept:
+            self._saved = self._captured
         saved = self._saved
         if generation and saved is not None and set(saved.generations) <= set(kept):
-            changes = torch.cat([nothing, *self._evicted]), *self.table.changed_since(saved.version)
-            count = len(changes[0]) + len(changes[1])
+            changes = self.table.changed_since(saved.version)
+            count = len(changes[0])
             if 2 * (saved.changed + count) <= self.table.rows:
                 generations = (*saved.generations, generation) if count else saved.generations
-                self._captured = _Saved(generations, self.version, saved.changed + count, len(self._evicted))
+                self._captured = _Saved(generations, self.version, saved.changed + count)
                 return saved.generations, changes if count else ()
         if generation:
-            self._captured = _Saved((generation,), self.version, 0, len(self._evicted))
-        return (), (nothing, *self.table.changed_since(-1))
+            self._captured = _Saved((generation,), self.version, 0)
+        return (), self.table.changed_since(-1)
 
     @override
     def restore(self, state: ChunkState) -> None:
         super().restore(state)
         own = [ROWS] if ROWS + "ids" in state.tensors else []
         for place in [*(f"{generation}/{ROWS}" for generation in state.meta["earlier"]), *own]:
-            evicted, *rows = (state.tensors.pop(place + name) for name in _TENSORS)
-            self.table.store(gone := evicted.unique(), torch.empty(len(gone), self.of.dim), stamp=0)
-            self.table.evict(len(gone), gone[:0])  # the lowest stamps: those of pushes begin with 1
-            self.table.restore(*rows)
+            ids, *rows = (state.tensors.pop(place + name) for name in _TENSORS)
+            # A full table stays full, so the rows that went meanwhile are those that have no room now.
+            self._make_room(ids.sort().values)
+            self.table.restore(ids, *rows)
+        self.evicted_rows = 0
 
 
 class MergedRows(Merge, Rows):
