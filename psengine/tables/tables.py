@@ -123,6 +123,7 @@ class Tables:
             world_size=rendezvous.world_size,
             keys=keys_from_environment(),
             is_embedded=rendezvous.is_embedded,
+            keeps_step=rule == "average",
         )
         with ending_with_the_job(), taking_reservation(options) as options:
             session = WorkerSession(options)

@@ -229,6 +229,15 @@ class JobConnection(JobClient):
         # It may push while it says HELLO again.
         self.steps.begin_at(me.first_step, anew=is_admitted and not self.has_state, from_step=view.from_step)
         self.has_state = self.has_state or (is_admitted and self.state == "initialise")
+        if self.options.keeps_step and self.steps.completed + 1 < me.first_step:
+            # It would wait for others' next step, and they, elsewhere, for this one's.
+            missed = f"{self.steps.completed + 1} to {me.first_step - 1}"
+            text = (
+                f"{self} was away for longer than its lease, and the others took steps {missed} without it (expected a"
+                " worker that takes all). Fix: raise the servers' --lease-s, and start this worker again."
+            )
+            self.fail(FencedError(text, ErrorCode.FENCED))
+            return
         if is_new:
             self._adopt(view, now_s)
         if view.number >= self._awaited_view:

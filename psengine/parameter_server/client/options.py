@@ -34,6 +34,7 @@ class SessionOptions:
         uses_local_socket: connect to the Unix socket beside an address of this host, where this user's server has one.
         uses_segments: share memory with servers on this host, so that gradients, averages and weights are not sent.
             PSENGINE_SEGMENTS=0 turns it off too.
+        keeps_step: workers take every step together; who has missed some cannot go on.
     """
 
     addresses: Sequence[str]
@@ -51,6 +52,7 @@ class SessionOptions:
     is_embedded: bool = False
     uses_local_socket: bool = True
     uses_segments: bool = True
+    keeps_step: bool = False
 
     @property
     def averages(self) -> bool:

@@ -1,0 +1,63 @@
+"""Workers that stop for longer than a lease: under "average" they cannot go on, and the others do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from support.fault_workers import expect_workers
+from support.processes import run_ranks_to_any_end
+from support.server_process import running_server
+from support.server_training import use
+from support.table_training import at_servers, batch
+
+import psengine
+from psengine.errors import FencedError
+
+LEASE_S, STEPS, PAUSED_IN = 1.0, 6, 3
+
+
+def pause() -> None:
+    subprocess.Popen(["sh", "-c", f"sleep {4 * LEASE_S}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def paused(rank: int, world_size: int, address: str, strategy: str, where: str) -> Any:
+    use(address)
+    expect_workers(world_size)
+    model = at_servers()
+    wrapped = psengine.DistributedDataParallel(model, strategy=strategy)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), wrapped)
+    for step in range(STEPS):
+        loss = wrapped(*batch(rank, step))
+        if (rank, step, where) == (1, PAUSED_IN, "backward"):
+            pause()
+        loss.backward()
+        if (rank, step, where) == (1, PAUSED_IN, "step"):
+            pause()
+        if rank == 0 or step < PAUSED_IN:
+            optimizer.step()
+        else:
+            with pytest.raises(FencedError, match=r"took steps 4 to \d+ without it .* raise the servers' --lease-s"):
+                optimizer.step()
+            os._exit(0)  # as a script does that the error ends
+        optimizer.zero_grad()
+    wrapped.leave()
+
+
+@pytest.mark.parametrize(("strategy", "where"), [("sync-server", "backward"), ("sync", "step")])
+def test_a_worker_that_missed_steps_says_so_instead_of_waiting(strategy, where):
+    """It would wait for the others in the tables, and they for it in the dense part."""
+    with running_server(lease_s=LEASE_S) as server:
+        first, second = run_ranks_to_any_end(
+            paused, 2, server.addresses[0], strategy, where, init_group=strategy == "sync"
+        )
+    assert second.exit_code == 0, second.error
+    if strategy == "sync-server":
+        assert first.exit_code == 0, first.error
+    else:
+        assert "PeerLostError" in str(first.error)
