@@ -172,7 +172,7 @@ class ServerEmbedding(torch.nn.Module):
         Raises:
             ConfigurationError: an id is there twice, or the shapes do not fit.
         """
-        self.bound().parts.store(ids, rows)
+        self.bound().load(ids, rows)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write all rows that were pushed or loaded to a safetensors file: ``ids`` (int64, ascending) and ``rows``.

@@ -167,6 +167,12 @@ class Table:
 
     # ---- for people --------------------------------------------------------------------------------------------
 
+    def load(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """See ``ServerEmbedding.load``."""
+        self.parts.store(ids, rows)
+        self._lookups.clear()  # they were read before
+        self._prefetched.clear()
+
     def export(self, path: str | os.PathLike[str]) -> None:
         """See ``ServerEmbedding.export``."""
         ids, dim = self.parts.existing(), self.parts.spec.dim

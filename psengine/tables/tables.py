@@ -115,15 +115,16 @@ class Tables:
         self, suffix: str, layers: Mapping[str, ServerEmbedding], rendezvous: Rendezvous, rank: int | None
     ) -> None:
         """Take part in the job of these tables."""
+        rule = _wire_rule(layers, rendezvous.world_size)
         options = SessionOptions(
             addresses=rendezvous.addresses,
             job=rendezvous.job + suffix,
-            rule=_wire_rule(layers, rendezvous.world_size),
+            rule=rule,
             rank=rendezvous.rank if rank is None else rank,
             world_size=rendezvous.world_size,
             keys=keys_from_environment(),
             is_embedded=rendezvous.is_embedded,
-            keeps_step=rule == "average",
+            keeps_step=rule["name"] == "merge",
         )
         with ending_with_the_job(), taking_reservation(options) as options:
             session = WorkerSession(options)

@@ -146,8 +146,10 @@ def test_rows_are_read_loaded_exported_and_served(rank, world_size):
     (wrapped.module.head(table(ids)).sum() + bag(ids).sum()).backward()
     optimizer.step()
     loaded = torch.randn(300, 4)
+    assert not torch.equal(table(torch.arange(100, 400)), loaded.flip(0))
     table.load(torch.arange(300).flip(0) + 100, loaded)
     assert torch.equal(table.rows(torch.arange(100, 400)), loaded.flip(0))
+    assert torch.equal(table(torch.arange(100, 400)), loaded.flip(0))  # not what the forward before has read
     table.export("rows.safetensors")
     found = load_file("rows.safetensors")
     os.remove("rows.safetensors")
