@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from accuracy.studies import STUDIES, Study
 from accuracy.tasks import TASKS, task_of
-from accuracy.trainings import Plan, Run, train_in_ranks
+from accuracy.trainings import Run, train_in_ranks
 from harness.command_line import at_least, parser_of, some_of
 from harness.ranks import run_ranks
 from harness.record import Record
@@ -23,11 +23,6 @@ from harness.tables import Table
 
 QUICK_FRACTION = 0.03
 DIVERGED = 1000.0  # nats, which is also more than any percentage
-
-
-def carry_out(plans: Sequence[Plan], deadline_s: float) -> list[Run]:
-    (world_size,) = {plan.workers for plan in plans}
-    return run_ranks(train_in_ranks, world_size, plans, deadline_s=deadline_s)[0]
 
 
 def mean_text(values: Sequence[float], places: int) -> str:
@@ -73,7 +68,8 @@ def main() -> None:
     plans = [
         study.plan(task, name, seed, fraction) for task in options.tasks for seed in range(seeds) for name in names
     ]
-    runs = carry_out(plans, options.deadline)
+    (world_size,) = {plan.workers for plan in plans}
+    runs = run_ranks(train_in_ranks, world_size, plans, deadline_s=options.deadline)[0]
     for task in options.tasks:
         record.tables.append(table_of(study, task, [run for run in runs if run.plan.task == task]))
     record.values = {"runs": [asdict(run) for run in runs]}

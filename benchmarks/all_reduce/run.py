@@ -1,11 +1,10 @@
 """What summing a tensor over the ranks of one machine costs: psengine's shared memory, gloo, MPI, in turn in one run.
 
-python benchmarks/all_reduce/run.py [--ranks 2 4] [--sizes-kb 4 64 1024 25600 102400] [--rounds 100] [--quick]
+python benchmarks/all_reduce/run.py [--ranks 2,4] [--sizes-kb 4,64,1024,25600,102400] [--rounds 100] [--quick]
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Callable
@@ -17,11 +16,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness.command_line import at_least, parser_of
+from harness.command_line import numbers, parser_of
 from harness.figures import slowest
 from harness.ranks import Rank, find_mpiexec, run_ranks
 from harness.record import Record
-from harness.turns import Turn, take_turns
+from harness.turns import Turn, copy_of, take_turns
 
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for
@@ -51,15 +50,8 @@ def candidates_of(
     """For each candidate the tensor that it sums, and the call; ``COPY`` leaves its tensor as it is."""
     own = torch.empty(numel)
     in_place = collective.allocate(numel, torch.float32, torch.device("cpu"))
-    target = torch.zeros(numel)
-    copy = ctypes.memmove
-    to, source, size_bytes = target.data_ptr(), own.data_ptr(), 4 * numel
-
-    def copy_once(_keep: torch.Tensor = target) -> None:
-        copy(to, source, size_bytes)
-
     candidates: dict[str, tuple[torch.Tensor, Callable[[], object]]] = {
-        COPY: (own, copy_once),
+        COPY: (own, copy_of(8 * numel)),
         IN_PLACE: (in_place, lambda: collective.sum(in_place)),
         STAGED: (own, lambda: collective.sum(own)),
         GLOO: (own, lambda: dist.all_reduce(own)),
@@ -112,14 +104,8 @@ def size_text(size_kb: int) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=100, quick="5 rounds and nothing over 25 MB")
-    parser.add_argument("--ranks", type=at_least(2), nargs="+", default=[2, 4], help="default: 2 4")
-    parser.add_argument(
-        "--sizes-kb",
-        type=at_least(1),
-        nargs="+",
-        default=[4, 64, 1024, 25600, 102400],
-        help="of the float32 tensor, in 1024 bytes (default: 4 64 1024 25600 102400)",
-    )
+    parser.add_argument("--ranks", type=numbers(2), default=(2, 4))
+    parser.add_argument("--sizes-kb", type=numbers(1), default=(4, 64, 1024, 25600, 102400), help="of the tensor")
     options = parser.parse_args()
     if not native.has_shared_memory():
         sys.exit("psengine's native extension is not built here: pip install -e . (Linux only)")

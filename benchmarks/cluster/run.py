@@ -133,14 +133,6 @@ def be_rank(plan_path: Path, out: Path) -> None:
 # ---- here ------------------------------------------------------------------------------------------------------------
 
 
-def layouts(text: str) -> tuple[tuple[int, int], ...]:
-    """Such as "4x1,2x2": hosts x ranks on each."""
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part) for part in text.split(",")]
-    if None in found:
-        raise argparse.ArgumentTypeError(f"expected hosts x ranks on each, such as 4x1,2x2, got {text}")
-    return tuple((int(match[1]), int(match[2])) for match in found if match is not None)
-
-
 def start_servers(hosts: Sequence[Host], stack: ExitStack) -> str:
     """A server of one shard on each host; returns PSENGINE_SERVERS."""
     command = [sys.executable, "-m", "psengine.cli.server", "--bind", f"tcp://0.0.0.0:{SERVER_PORT}", "--insecure"]
@@ -151,10 +143,10 @@ def start_servers(hosts: Sequence[Host], stack: ExitStack) -> str:
 
 
 def measure(
-    layout: tuple[int, int], rate: str, options: argparse.Namespace
+    layout: str, rate: str, options: argparse.Namespace
 ) -> dict[str, tuple[dict[str, list[float]], dict[str, float]]]:
     """By model: each candidate's seconds of a step on the slowest rank, and bytes of a step from the busiest host."""
-    host_count, ranks = layout
+    host_count, ranks = map(int, layout.split("x"))
     world_size = host_count * ranks
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psengine-cluster-")))
@@ -216,7 +208,7 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=5, quick="one round at 1 Gbit/s")
     add = parser.add_argument
     add("--models", type=some_of(list(WORKLOADS)), default=("gpt", "mlp"), help="default: gpt,mlp")
-    add("--layouts", type=layouts, default=((4, 1), (2, 2)), help="hosts x ranks; default: 4x1,2x2")
+    add("--layouts", default="4x1,2x2", help="hosts x ranks on each (default: %(default)s)")
     add("--rates", default="10gbit,1gbit,100mbit", help="for tc(8) (default: %(default)s)")
     add("--round-trip-ms", type=float, default=0.0, help="delay; needs rates of at most 100mbit")
     add("--warm-up", type=at_least(0), default=2, help="rounds that are not timed (default: 2)")
@@ -235,9 +227,9 @@ def main() -> None:
         " longer than on separate hosts, and an exchange that computes takes its time from other ranks' steps."
     )
     rows = []
-    for layout, rate in product(options.layouts, options.rates.split(",")):
+    for layout, rate in product(options.layouts.split(","), options.rates.split(",")):
         for model, (seconds, sizes) in measure(layout, rate, options).items():
-            labels = {"model": model, "hosts x ranks": f"{layout[0]} x {layout[1]}", "link": rate}
+            labels = {"model": model, "hosts x ranks": layout.replace("x", " x "), "link": rate}
             if options.round_trip_ms:
                 labels["round trip"] = f"{options.round_trip_ms:g} ms"
             record.add(labels, seconds)

@@ -5,7 +5,6 @@ python benchmarks/codecs/run.py [--megabytes 25] [--kernels avx512 avx2 baseline
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.command_line import at_least, parser_of
 from harness.record import Record
-from harness.turns import Turn, take_turns
+from harness.turns import Turn, copy_of, take_turns
 
 from psengine.codecs.registry import resolve_codec
 from psengine.kernels import native, ops
@@ -26,17 +25,6 @@ OURS, COPY = "psengine", "copy"
 CODECS = ("bf16", "int8", "fp4", "onebit", "topk:ratio=0.01", "topk:ratio=0.001")
 KERNELS = ("avx512", "avx2", "baseline")
 WARM_UP_ROUNDS = 3
-
-
-def copy_of(moved_bytes: int) -> Callable[[], object]:
-    """memcpy of half of them reads and writes that many."""
-    half = moved_bytes // 2
-    source, target = torch.ones(half, dtype=torch.uint8), torch.zeros(half, dtype=torch.uint8)
-
-    def copy(_keep: tuple[torch.Tensor, torch.Tensor] = (source, target)) -> None:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), half)
-
-    return copy
 
 
 def passes_of(name: str, numel: int) -> dict[str, tuple[int, Callable[[], object]]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -41,6 +44,17 @@ def wall_clock(run: Callable[[], object]) -> float:
     begin_s = time.perf_counter()
     run()
     return time.perf_counter() - begin_s
+
+
+def copy_of(moved_bytes: int) -> Callable[[], object]:
+    """memcpy of half of them reads and writes that many."""
+    half = moved_bytes // 2
+    source, target = torch.ones(half, dtype=torch.uint8), torch.zeros(half, dtype=torch.uint8)
+
+    def copy(_keep: tuple[torch.Tensor, torch.Tensor] = (source, target)) -> None:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), half)
+
+    return copy
 
 
 def take_turns(

@@ -15,9 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.command_line import at_least, parser_of
-from harness.figures import Spread
 from harness.record import Record
-from harness.tables import Table
 from harness.turns import Turn, take_turns
 
 from psengine.kernels.row_table import RowTable
@@ -54,7 +52,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rounds, rows = (min(3, options.rounds), 100_000) if options.quick else (options.rounds, options.rows)
     question = "How fast does a server's table gather and step rows, against torch on a dense tensor?"
-    record, rates, stamps = Record.begin("row_table", question, options, peers=(TORCH,)), [], itertools.count(1)
+    record, stamps = Record.begin("row_table", question, options, peers=(TORCH,)), itertools.count(1)
     for optimizer in ("sgd", "adagrad"):
         table = RowTable(options.dim, optimizer=optimizer, eps=1e-10, seed=0, number=0, std=1.0)
         for ids in torch.arange(rows).split(100_000):
@@ -73,14 +71,8 @@ def main() -> None:
                     OURS: lambda b=batch, t=table: t.step(b.ids, b.values, LR, next(stamps)),
                 }
             turns = {name: Turn(run, batch.choose) for name, run in runs.items()}
-            labels = {"optimizer": optimizer, "ids": kind, "call": call}
-            seconds = take_turns(turns, rounds, warm_up=2)
-            record.add(labels, seconds)
-            rates += [
-                (*labels.values(), name, f"{batch.size / Spread.of(each).median / 1e6:.1f}")
-                for name, each in seconds.items()
-            ]
-    record.tables.append(Table("Million rows a second", ["optimizer", "ids", "call", "candidate", "rows"], rates))
+            labels = {"optimizer": optimizer, "ids": kind, "call": call, "rows": batch.size}
+            record.add(labels, take_turns(turns, rounds, warm_up=2))
     record.finish()
 
 

@@ -5,7 +5,6 @@ python benchmarks/straggler/run.py [--quick] [--candidates sync,async] [--stragg
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import statistics
@@ -218,21 +217,16 @@ def curve_of(snapshots: list[tuple[float, torch.Tensor]]) -> list[tuple[float, f
 # ---- here ----------------------------------------------------------------------------------------------------------
 
 
-def in_rows(runs: Sequence[Run]) -> dict[tuple[str, float, float], list[Run]]:
-    """(candidate, learning rate, beta1) -> its runs, rows in the order of CANDIDATES."""
-    rows: dict[tuple[str, float, float], list[Run]] = {}
-    for run in sorted(runs, key=lambda run: list(CANDIDATES).index(run.plan.candidate)):
-        rows.setdefault((run.plan.candidate, run.plan.learning_rate, run.plan.beta1), []).append(run)
-    return rows
-
-
 def table_of(runs: Sequence[Run]) -> Table:
     """Medians over each candidate's runs."""
     columns = ["candidate", "rate, beta1", "samples/s (lowest-highest)", f"of {REFERENCE}", f"seconds to {TARGET:.0%}"]
     columns += ["accuracy at the end (lowest-highest)", "steps of each worker", "notes"]
     rows = []
     reference_rates = [run.samples_per_s for run in runs if run.plan.candidate == REFERENCE]
-    for (name, learning_rate, beta1), own in in_rows(runs).items():
+    found: dict[tuple[str, float, float], list[Run]] = {}
+    for run in runs:
+        found.setdefault((run.plan.candidate, run.plan.learning_rate, run.plan.beta1), []).append(run)
+    for (name, learning_rate, beta1), own in found.items():
         rates = [run.samples_per_s for run in own]
         ratio = "-"
         if reference_rates and name != REFERENCE:
@@ -260,7 +254,7 @@ def table_of(runs: Sequence[Run]) -> Table:
     return Table("", columns, rows)
 
 
-def parse_options() -> argparse.Namespace:
+def main() -> None:
     parser = parser_of(__doc__, rounds=3, quick="one run of 6 seconds of each, so accuracy means little")
     add = parser.add_argument
     add("--candidates", type=some_of(list(CANDIDATES)), default=tuple(CANDIDATES), help="comma-separated")
@@ -274,11 +268,6 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.seconds = 1, min(options.seconds, 6.0)
-    return options
-
-
-def main() -> None:
-    options = parse_options()
     fashion_mnist("t10k")
     record = Record.begin("straggler", QUESTION, options)
     record.caveat("Computing time is emulated; Adam's rate and beta1 were tuned for each kind, see the README.")

@@ -47,16 +47,9 @@ WARM_UP_ROUNDS = BATCHES
 SIZES = {"nn.Embedding": (10**4, 10**5, 10**6, 10**7), "ServerEmbedding": (10**4, 10**5, 10**6, 10**7, 10**8)}
 
 
-class Model(nn.Module):
+def model_of(table: nn.Module) -> nn.Module:
     """A table, and hardly anything else."""
-
-    def __init__(self, table: nn.Module) -> None:
-        super().__init__()
-        self.table = table
-        self.head = nn.Linear(DIM, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(ids)).mean()
+    return nn.Sequential(table, nn.Linear(DIM, 1))
 
 
 def batches_of(kind: str, rows: int, batch: int, seed: int) -> list[torch.Tensor]:
@@ -74,11 +67,11 @@ def batches_of(kind: str, rows: int, batch: int, seed: int) -> list[torch.Tensor
 def wrap(name: str, rows: int, address: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     if name not in OURS:
-        model = DistributedDataParallel(Model(nn.Embedding(rows, DIM, sparse=name == NATIVE)))
+        model = DistributedDataParallel(model_of(nn.Embedding(rows, DIM, sparse=name == NATIVE)))
         return model, torch.optim.SGD(model.parameters(), lr=LR)
     table = psengine.ServerEmbedding(rows, DIM, lr=LR, rule=OURS[name], max_staleness=None)
     os.environ["PSENGINE_SERVERS"] = address
-    model = psengine.DistributedDataParallel(Model(table))
+    model = psengine.DistributedDataParallel(model_of(table))
     return model, psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
 
 
@@ -92,7 +85,7 @@ def turn_of(name: str, rows: int, batches: list[torch.Tensor], address: str) -> 
 
     def step() -> None:
         optimizer.zero_grad()
-        model(next(coming)).backward()
+        model(next(coming)).mean().backward()
         optimizer.step()
 
     return Turn(step)
@@ -118,14 +111,14 @@ def begin(name: str, rows: int) -> None:
     psengine.DistributedOptimizer, torch.optim.Adagrad([nn.Parameter(torch.zeros(1))])  # imports what both need
     before_kb, begin_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     if name == "nn.Embedding":
-        model: nn.Module = Model(nn.Embedding(rows, DIM, sparse=True))
+        model: nn.Module = model_of(nn.Embedding(rows, DIM, sparse=True))
         optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
     else:
         model = psengine.DistributedDataParallel(
-            Model(psengine.ServerEmbedding(rows, DIM, optimizer="adagrad", lr=LR)), strategy="async"
+            model_of(psengine.ServerEmbedding(rows, DIM, optimizer="adagrad", lr=LR)), strategy="async"
         )
-        optimizer = psengine.DistributedOptimizer(torch.optim.Adagrad(model.module.head.parameters(), lr=LR), model)
-    model(ids).backward()
+        optimizer = psengine.DistributedOptimizer(torch.optim.Adagrad(model.module[1].parameters(), lr=LR), model)
+    model(ids).mean().backward()
     optimizer.step()
     took_s = time.perf_counter() - begin_s
     print(json.dumps([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) / 1e3, took_s]))

@@ -122,7 +122,7 @@ class ServerEmbedding(torch.nn.Module):
 
     @override
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of ``ids``: float32 [*ids.shape, dim], on their device.
+        """Rows of ``ids``: float32 ``[*ids.shape, dim]``, on their device.
 
         Raises:
             RowIdError: the table has no such row.
@@ -159,7 +159,7 @@ class ServerEmbedding(torch.nn.Module):
         self.bound().prefetch(ids)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ``ids`` as the servers have them now: float32 [*ids.shape, dim], on their device."""
+        """Return the rows of ``ids`` as the servers have them now: float32 ``[*ids.shape, dim]``, on their device."""
         return self.bound().parts.rows(ids)
 
     def load(self, ids: torch.Tensor, rows: torch.Tensor) -> None:

@@ -241,7 +241,7 @@ class Client:
             ids: int64 or int32, of any shape.
 
         Returns:
-            float32 [*ids.shape, dim].
+            float32 ``[*ids.shape, dim]``.
 
         Raises:
             ConfigurationError: no worker of the job has such a table.
