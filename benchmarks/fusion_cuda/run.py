@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,23 +107,15 @@ def numels_of(size_mb: int, count: int) -> list[int]:
     return numels
 
 
-def cycles_per_s() -> float:
-    cycles = 10_000_000
-    return cycles / device_clock(0)(lambda: torch.cuda._sleep(cycles))
-
-
-def _on_the_next(candidate: Callable[[Buffers], Any], sets: Iterator[Buffers]) -> None:
-    candidate(next(sets))
-
-
 def measure_passes(rounds: int, record: Record) -> None:
-    speed = cycles_per_s()
+    cycles = 10_000_000
+    speed = cycles / device_clock(0)(lambda: torch.cuda._sleep(cycles))
     for size_mb, count in itertools.product(SIZES_MB, TENSOR_COUNTS):
         numels = numels_of(size_mb, count)
         # 50 MB of cache on an H100, 126 MB on a B200: whoever comes back to its buffers must not find them there.
         sets = [Buffers.make(numels) for _ in range(max(2, 600 // (3 * size_mb)))]
         next_set = itertools.cycle(sets)
-        calls = {name: partial(_on_the_next, candidate, next_set) for name, candidate in PASSES.items()}
+        calls = {name: lambda call=call, buffers=next_set: call(next(buffers)) for name, call in PASSES.items()}
         host_s = max(wall_clock(call) for _ in range(WARM_UP_ROUNDS) for call in calls.values())
         clock = device_clock(int(speed * (2 * host_s + 2e-4)))
         turns = {name: Turn(call) for name, call in calls.items()}

@@ -71,7 +71,7 @@ def main() -> None:
                     OURS: lambda b=batch, t=table: t.step(b.ids, b.values, LR, next(stamps)),
                 }
             turns = {name: Turn(run, batch.choose) for name, run in runs.items()}
-            labels = {"optimizer": optimizer, "ids": kind, "call": call, "rows": batch.size}
+            labels = {"optimizer": optimizer, "ids": kind, "call": call, "rows": round(batch.size)}
             record.add(labels, take_turns(turns, rounds, warm_up=2))
     record.finish()
 

@@ -41,16 +41,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def over_our_backend(module: nn.Module) -> nn.Module:
-    """Native DDP whose process group is of psengine's backend."""
-    return DistributedDataParallel(module, process_group=dist.new_group(backend="psengine"))
-
-
 # name -> wrap(module). "plain" exchanges nothing and ends with a barrier; overheads are measured against it.
 CANDIDATES: dict[str, Callable[[nn.Module], nn.Module]] = {
     PLAIN: lambda module: module,
     NATIVE: DistributedDataParallel,
-    "native-psengine-backend": over_our_backend,
+    "native-psengine-backend": lambda m: DistributedDataParallel(m, process_group=dist.new_group(backend="psengine")),
     "psengine": psengine.DistributedDataParallel,
     "psengine-gloo": partial(psengine.DistributedDataParallel, collective="c10d"),
     NATIVE_VIEWS: partial(DistributedDataParallel, gradient_as_bucket_view=True),

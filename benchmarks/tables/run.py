@@ -43,7 +43,6 @@ OURS = {"average": "average", "async": "async", LOG: "async"}  # name -> rule
 CANDIDATES = (*OURS, NATIVE, DENSE, ECHO)
 IDS = ("random", "zipf")
 BATCHES = 4  # of each worker, again and again
-WARM_UP_ROUNDS = BATCHES
 SIZES = {"nn.Embedding": (10**4, 10**5, 10**6, 10**7), "ServerEmbedding": (10**4, 10**5, 10**6, 10**7, 10**8)}
 
 
@@ -102,7 +101,7 @@ def measure(
         os.environ["PSENGINE_JOB"] = f"{name} {kind} {rank.world_size}"
         turns[name] = turn_of(name, rows, batches, addresses.get(name, addresses["memory"]))
     unique = sum(len(ids.unique()) for ids in batches) // BATCHES
-    return unique, take_turns(turns, rounds, warm_up=WARM_UP_ROUNDS, barrier=rank.barrier.wait)
+    return unique, take_turns(turns, rounds, warm_up=BATCHES, barrier=rank.barrier.wait)
 
 
 def begin(name: str, rows: int) -> None:
@@ -163,7 +162,6 @@ def main() -> None:
     add("--rows", type=at_least(1000), default=10**6, help="of the table whose step is timed (default: %(default)s)")
     add("--batch", type=at_least(1), default=100_000, help="ids of a worker's step (default: %(default)s)")
     add("--candidates", type=lambda text: text.split(";"), default=CANDIDATES, help="separated by semicolons")
-    add("--directory", type=Path, help="where the log is written (default: a temporary directory)")
     add("--plot", type=Path, metavar="PNG", help="also plot memory and start-up")
     options = parser.parse_args()
     rounds, batch = (3, 10_000) if options.quick else (options.rounds, options.batch)
@@ -171,7 +169,7 @@ def main() -> None:
     record.caveat(f"Rows of {DIM} floats, SGD, one server of two shards; workers and server share the cores.")
     rows = []
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         kept = {"durability": "log", "snapshot_dir": Path(folder), "snapshot_interval_s": 0}
         addresses = {
             name: stack.enter_context(running_server(shards=2, **how)).addresses[0]
