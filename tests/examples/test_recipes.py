@@ -131,6 +131,7 @@ def test_weights_in_the_server_are_master_weights_by_hand(one_process):
     assert is_close(ours, by_hand, 1e-5)
 
 
+@pytest.mark.slow  # tests/strategies/test_elastic.py has such bits
 def test_two_workers_have_the_bits_of_four_native_ranks():
     expected = play_together(4, [native(ELASTIC)])[0][native(ELASTIC)]
     assert [result[ELASTIC] for result in play_together(2, [ELASTIC])] == [expected, expected]

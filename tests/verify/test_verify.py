@@ -210,6 +210,7 @@ def test_a_planted_buffer_is_found(two_ranks):
     assert first.absolute == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_the_control_begins_where_the_trainings_began():
     """In processes that trained already, the count would be past the one that makes the difference."""
     found = compare(f"{TARGETS}:counts_calls", Settings(steps=1, world_size=1))
