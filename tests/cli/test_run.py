@@ -50,8 +50,6 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--strategy", "sync:", WORKER], "got nothing after the colon"),
         (["--strategy", "sync:virtual_wrokers=8", WORKER], "Did you mean virtual_workers?"),
         (["--independent", "--strategy", "sync:virtual_workers=0", WORKER], "got 0"),
-        (["--servers", "1", WORKER], "strategy 'sync' uses no servers"),
-        (["--strategy", "sync", "--server-address", "tcp://127.0.0.1:1", WORKER], "leave --server-address out"),
         (["--signals-to-handle", "SIGNOT", WORKER], "got 'SIGNOT'"),
         (["--nnodes", "2:1", WORKER], "MIN:MAX"),
         (["--nnodes", "2", WORKER], "--rdzv-endpoint"),
@@ -91,6 +89,13 @@ def test_independent_workers_meet_at_the_servers_that_the_strategy_names():
     assert (plan.servers, plan.ranks, plan.total_workers) == (0, range(2), 6)
     plan = make_plan(RunArguments(script=[WORKER]), replace(options, first_worker=3, total_workers=None))
     assert plan.total_workers == 5
+
+
+def test_servers_of_a_strategy_that_uses_none_are_for_tables():
+    for options in ({"servers": 2}, {"strategy": "sync", "server_address": "tcp://h:1"}):
+        plan = make_plan(RunArguments(script=[WORKER]), RunOptions(**options))
+        assert plan.servers == options.get("servers", 0)
+        assert "tables alone" in plan.notes[0]
 
 
 def test_names_that_psengine_does_not_have_are_left_to_the_script():

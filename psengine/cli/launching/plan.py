@@ -115,6 +115,8 @@ class Plan:
             fate = f"{again}; {other}"
             servers = "a server that dies is started again; " if self.servers else ""
             notes.append(f"{servers}when a worker dies, {fate}")
+        elif self.servers or self.options.server_address:
+            notes.append("the servers are for tables alone (psengine.ServerEmbedding): the strategy uses none")
         if self.is_multi_node:
             place = self.torchrun.rdzv_endpoint or self.torchrun.master_addr
             notes.append(f"waiting for {self.nodes[1]} nodes at {place}")
@@ -138,12 +140,6 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         raise ConfigurationError(
             f"--servers starts servers of this run's own (expected no others, got {named}). Fix: leave --servers out,"
             " or --server-address and PSENGINE_SERVERS"
-        )
-    if (given.servers or given.server_address) and not uses_servers:
-        option = "--servers" if given.servers else "--server-address"
-        raise ConfigurationError(
-            f"strategy {strategy!r} uses no servers (got {option}). Fix: leave {option} out, or name the strategy that"
-            " uses them: --strategy async or sync-server"
         )
     servers, forgiven_s = expected_servers(given), math.inf
     if given.independent:
