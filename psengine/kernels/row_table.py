@@ -43,13 +43,12 @@ class RowTable:
 
     Attributes:
         state_numel: float32 numbers of state that a row has.
-        row_bytes: memory of one more row, with its part of the index where that is fullest.
     """
 
     def __init__(self, dim: int, *, optimizer: str, eps: float, seed: int, number: int, std: float) -> None:
         self.dim = dim
         self.state_numel = {"sgd": 0, "adagrad": dim, "rowwise_adagrad": 1}[optimizer]
-        self.row_bytes = 16 + 4 * (dim + self.state_numel + 1) // 8 * 8 + 16
+        self._row_bytes = 16 + 4 * (dim + self.state_numel + 1) // 8 * 8
         keys = (seed % 2**_KEY_BITS, number % 2**_KEY_BITS)
         self._table = native.extension.row_table(dim, _NUMBERS[optimizer], eps, *keys, std)
 
@@ -66,7 +65,7 @@ class RowTable:
     def bytes_with(self, rows: int) -> int:
         """What ``size_bytes`` is with so many rows, if no slot is free and none was evicted."""
         # At most half of the index's places, of 8 bytes, are taken; its size is a power of two.
-        return rows * (self.row_bytes - 16) + (16 << max(0, rows - 1).bit_length())
+        return rows * self._row_bytes + (16 << max(0, rows - 1).bit_length())
 
     def gather(self, ids: Tensor, out: Tensor) -> None:
         """Write the rows of ``ids`` to ``out`` ([n, dim], mutated); absent rows are computed and stay absent."""
@@ -84,10 +83,9 @@ class RowTable:
         rows = _floats(gradients, len(ids), self.dim)
         native.extension.row_table_step(self._table, *_ids(ids), rows, lr, stamp)
 
-    def store(self, ids: Tensor, rows: Tensor, stamp: int, states: Tensor | None = None) -> None:
-        """Overwrite or insert rows; state is 0 without ``states`` ([n, state_numel])."""
-        states = torch.zeros(len(ids), self.state_numel) if states is None else states
-        self.restore(ids, rows, states, torch.full((len(ids),), stamp))
+    def store(self, ids: Tensor, rows: Tensor, stamp: int) -> None:
+        """Overwrite or insert rows; their state is 0."""
+        self.restore(ids, rows, torch.zeros(len(ids), self.state_numel), torch.full((len(ids),), stamp))
 
     def restore(self, ids: Tensor, rows: Tensor, states: Tensor, stamps: Tensor) -> None:
         """Overwrite or insert rows as ``changed_since`` returned them."""

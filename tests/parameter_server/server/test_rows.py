@@ -169,13 +169,13 @@ PUSH, PULL, STORE = MessageType.PUSH, MessageType.PULL, MessageType.STORE
         (PULL, 0, {"payload": ids_of(3, -5)}, "(expected 0 to 999, got -5)"),
         (PULL, 0, {"payload": torch.ones(3)}, "expected at most 1048576 of torch.int64, got 3 of torch.float32"),
         (PULL, 0, {"payload": torch.zeros(MAX_PAYLOAD_BYTES // 16 + 1, dtype=torch.int64)}, "expected at most 1048576"),
-        (PULL, 0, {}, "PULL has to name rows"),
+        (PULL, 0, {}, "PULL has ids (expected at most 1048576 of torch.int64, got 0 of None"),
         (PULL, 1, {"payload": ids_of(3)}, "chunk 1 (p1) is no table"),
         (PULL, 1, {"body": {"scan": 0, "most": 5}}, "chunk 1 (p1) is no table"),
         (PULL, 2, {"payload": ids_of(other_part())}, "ids are of another part"),
-        (STORE, 0, {"payload": torch.ones(4)}, "STORE has to have rows"),
+        (STORE, 0, {"payload": torch.ones(4)}, "STORE of a table lacks `rows`"),
         (STORE, 0, {**pushed([8, 3]), "body": {"rows": 2}}, "ascending"),
-        (STORE, 1, {**pushed([3]), "body": {"rows": 1}}, "chunk 1 (p1) is no table"),
+        (STORE, 1, {**pushed([3]), "body": {"rows": 1}}, "expected 4 values of torch.float32, got 24 of torch.uint8"),
     ],
 )  # fmt: skip
 def test_what_a_peer_may_not_send_is_refused_and_changes_nothing(kind, key, fields, words):

@@ -150,14 +150,6 @@ class ChunkRule(ABC):
     def store(self, values: torch.Tensor, version: int) -> None:
         """STORE: overwrite what PULL reads; ``version``: as the worker says."""
 
-    def read_rows(self, message: Message) -> tuple[int, torch.Tensor, dict[str, Any]]:
-        """(version, payload, body) of the rows that a PULL names; ProtocolError where this is no table."""
-        raise ProtocolError(f"{self.spec.describe()} is no table: it has no rows")
-
-    def store_rows(self, message: Message) -> None:
-        """STORE: overwrite rows; ProtocolError where this is no table, or has no room."""
-        raise ProtocolError(f"{self.spec.describe()} is no table: it has no rows")
-
     def note_base(self, rank: int) -> bool:
         """Worker ``rank`` computes its next gradient from the values as they are; whether a snapshot has that."""
         return False

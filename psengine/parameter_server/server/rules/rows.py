@@ -149,16 +149,8 @@ class Rows(Apply):
 
     # ---- what anybody reads, and workers write -----------------------------------------------------------------
 
-    @override
-    def read(self) -> tuple[int, torch.Tensor]:
-        raise ProtocolError(f"{self.spec.describe()}: PULL has to name rows by their ids, or to scan")
-
-    @override
-    def store(self, values: torch.Tensor, version: int) -> None:
-        raise ProtocolError(f"{self.spec.describe()}: STORE has to have rows")
-
-    @override
     def read_rows(self, message: Message) -> tuple[int, torch.Tensor, dict[str, Any]]:
+        """(version, payload, body) of the rows that a PULL names by their ids, or scans."""
         if "scan" in message.body:
             most = min(
                 message.body.get("most", MAX_PAYLOAD_BYTES), MAX_PAYLOAD_BYTES // (ID_BYTES + self.spec.size_bytes)
@@ -177,8 +169,8 @@ class Rows(Apply):
         self.table.gather(ids, values)
         return self.version, values.view(-1), {}
 
-    @override
     def store_rows(self, message: Message) -> None:
+        """STORE: overwrite rows; ProtocolError where there is no room."""
         ids, rows = unpack_rows(message, self.of.dim)
         self._find_room(ids)
         self._make_room(ids)

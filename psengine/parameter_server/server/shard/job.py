@@ -284,8 +284,10 @@ class Job(RuleContext):
                 raise ProtocolError(f"there is no piece {message.key} of {name!r} here", ErrorCode.UNKNOWN_KEY)
             return 0, pieces[message.key], {"pieces": len(pieces)}
         rule = self.find(message.key)
-        if message.payload is not None or "scan" in message.body:
+        if isinstance(rule, Rows):
             return rule.read_rows(message)
+        if message.payload is not None or "scan" in message.body:
+            raise ProtocolError(f"{rule.spec.describe()} is no table: it has no rows")
         if slot is None:
             return *rule.read(), {}
         optimizer = _optimizer_of(rule)
@@ -302,12 +304,13 @@ class Job(RuleContext):
         rule, slot = self.find(message.key), body.get("slot")
         request = message.incarnation, message.sequence
         if request > rule.stores.get(message.worker, (0, 0)):  # else its OK was lost
-            values = None if "rows" in body else received_values(message, rule.spec)
-            if values is None:
+            if isinstance(rule, Rows):
                 rule.store_rows(message)
             elif slot is not None:
+                values = received_values(message, rule.spec)
                 _optimizer_of(rule).load_slot(slot, values, body.get("steps", []))
             else:
+                values = received_values(message, rule.spec)
                 if rule.values is None:
                     self.take_memory(rule.spec.size_bytes, f"values of {rule.spec.describe()}")
                 rule.store(values, message.version)
