@@ -21,6 +21,7 @@ from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.table_parts import JOB_SUFFIXES, tables_in
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.layout import ChunkKind, ChunkSpec, TableSpec
+from psengine.protocol.messages import MAX_WORKERS
 from psengine.strategies.base import Strategy
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet
 from psengine.tables.embedding import RULES, ServerEmbedding
@@ -115,7 +116,7 @@ class Tables:
         self, suffix: str, layers: Mapping[str, ServerEmbedding], rendezvous: Rendezvous, rank: int | None
     ) -> None:
         """Take part in the job of these tables."""
-        rule = _wire_rule(layers, rendezvous.world_size)
+        rule = _wire_rule(layers)
         options = SessionOptions(
             addresses=rendezvous.addresses,
             job=rendezvous.job + suffix,
@@ -200,10 +201,10 @@ class Tables:
             self._own = None
 
 
-def _wire_rule(layers: Mapping[str, ServerEmbedding], workers: int) -> dict[str, Any]:
+def _wire_rule(layers: Mapping[str, ServerEmbedding]) -> dict[str, Any]:
     """The servers' rule of these tables, as in HELLO."""
     if next(iter(layers.values())).options.rule == "average":
-        return {"name": "merge", "quorum": workers, "grace": 0.0}
+        return {"name": "merge", "quorum": MAX_WORKERS, "grace": 0.0}  # all that there are, in every run
     bounds = {name: layer.options.max_staleness for name, layer in layers.items()}
     if len(set(bounds.values())) > 1:
         raise ConfigurationError(

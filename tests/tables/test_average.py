@@ -117,6 +117,31 @@ def test_who_drops_gradients_alone_is_not_waited_for(rank, world_size):
     wrapped.leave()
 
 
+def one_step(rank: int, world_size: int, address: str) -> Any:
+    use(address)
+    os.environ["PSENGINE_JOB"] = "several runs"
+    ours = model_at_servers("sgd")
+    wrapped = psengine.DistributedDataParallel(ours)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(ours.head.parameters(), lr=0.0), wrapped)
+    before = rows_of(ours)
+    torch.distributed.barrier()
+    wrapped(*batch(rank, 0)).backward()
+    optimizer.step()
+    after = rows_of(ours)
+    wrapped.leave()
+    return before, after
+
+
+def test_the_next_run_goes_on_with_another_number_of_workers(server):
+    rows = None
+    for workers in (2, 1, 3):
+        found = run_ranks(one_step, workers, server.addresses[0])
+        for before, after in found:
+            assert rows is None or all(map(torch.equal, before, rows))
+            assert all(map(torch.equal, after, found[0][1]))
+        rows = found[0][1]
+
+
 def left_early(rank: int, world_size: int, address: str) -> Any:
     use(address)
     os.environ["PSENGINE_JOB"] = "left early"

@@ -454,6 +454,7 @@ class Coordinator(JobMemory):
         self.refused = dict(list(self.refused.items())[-MAX_REMEMBERED:])
         self.came.clear()
         if code == ErrorCode.ENDED and not self.averages:
+            self.world_size = 1  # the next run says how many it has
             return
         present = self.workers.present
         self._dismiss([one for one in present if one.run in self.refused or code != ErrorCode.ENDED], code, text)
