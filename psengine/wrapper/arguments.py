@@ -169,6 +169,7 @@ def check_parameters(parameters: Sequence[torch.nn.Parameter], delayed: Sequence
     if not any(p.requires_grad for p in parameters) and not delayed:
         raise ModuleError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+            " Fix: beside tables on servers train a dense parameter too, such as a bias."
         )
     if any(isinstance(p, UninitializedParameter) for p in parameters):
         raise ModuleError(
