@@ -130,8 +130,6 @@ class ElasticCoordinator(Coordinator):
             for one in members
         ]
         self.view = replace(self.view, states=tuple(states), store=self._interfaces.store_port())
-        for worker in members:
-            worker.leaving = None  # see ``_let_leave``
 
     # ---- what members say --------------------------------------------------------------------------------------
 
@@ -150,6 +148,13 @@ class ElasticCoordinator(Coordinator):
             if lost is not None and lost is not worker and self.view.member(rank) == lost.to_view():
                 self._put_out(lost, "evicted", f"worker {worker.rank} saw that its process is gone")
         self._want_view()
+
+    @override
+    def _hear_leave(self, worker: Worker, message: Message) -> bool:
+        is_later = super()._hear_leave(worker, message)
+        if self._preparing is not None:
+            worker.leaving = None  # it hears PREPARE, gives the others what they lack, and says LEAVE again
+        return is_later
 
     # ---- who goes ----------------------------------------------------------------------------------------------
 
@@ -173,12 +178,15 @@ class ElasticCoordinator(Coordinator):
             super()._note_end(worker, reason)
 
     @override
-    def _let_leave(self) -> None:
-        """Whoever may leave goes at once: the view without it takes as long as the others' steps.
+    def _want_view(self) -> None:
+        super()._want_view()
+        for worker in self.workers.members:
+            worker.leaving = None  # see ``_hear_leave``
 
-        But who hears PREPARE first gives the others what they lack, and says LEAVE again.
-        """
-        members = self.workers.members if self._preparing is None else []
+    @override
+    def _let_leave(self) -> None:
+        """Whoever may leave goes at once: the view without it takes as long as the others' steps."""
+        members = self.workers.members
         for worker, message in [(one, one.leaving) for one in members if one.leaving and may_leave(one, members)]:
             self._put_out(worker, "left", "it is done")
             self._send(worker, Message(MessageType.OK, self.number, sequence=message.sequence))
