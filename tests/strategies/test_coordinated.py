@@ -129,6 +129,7 @@ def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
         assert weights_in(command.stdout) == {undisturbed()}
 
 
+@pytest.mark.slow  # the simulator finds such a bug within a few seeds
 def test_a_source_that_dies_before_a_newcomer_has_its_state_leaves_no_random_weights(tmp_path):
     """torchft 0.2.0 goes on with the newcomer's own initial values."""
     arguments = ["run", "--workers", "2", "--independent", SCRIPT, "0.02"]
