@@ -89,17 +89,21 @@ def owns_weights(rule: Mapping[str, Any]) -> bool:
 
 def rule_text(rule: Mapping[str, Any]) -> str:
     """A rule as users write it: the strategy's name and the options that are set, such as "async:max_staleness=2"."""
+    if rule.get("tables") and rule["name"] == "merge":
+        return _kind(rule)
     options = [
         f"{name}={str(value).replace(':', ',')}"  # options of a codec are written like the strategy's own
         for name, value in rule.items()
         # 0 is a value of these two; of other options it means that there is no such thing.
         if value or (name in ("max_staleness", "compensation_decay") and value is not None)
-        if name not in ("name", "facts")
+        if name not in ("name", "facts", "tables")
     ]
     return ":".join([_kind(rule), ",".join(options)] if options else [_kind(rule)])
 
 
 def _kind(rule: Mapping[str, Any]) -> str:
+    if rule.get("tables"):
+        return "average of tables" if rule["name"] == "merge" else "async tables"
     return _STRATEGIES.get(rule["name"], str(rule["name"]))
 
 

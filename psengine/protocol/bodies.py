@@ -61,10 +61,11 @@ class Chunk(Register, kw_only=True):
 
 
 class Rule(Body, tag_field="name"):
-    """An update rule. ``durability``: the least that the job's servers are to offer."""
+    """An update rule. ``durability``: the least that the job's servers are to offer; ``tables``: of tables."""
 
     compress: Annotated[str, Meta(min_length=1, max_length=255, pattern=bounds.PRINTABLE)] | UnsetType = UNSET
     durability: Tier | UnsetType = UNSET
+    tables: bool | UnsetType = UNSET
 
 
 class Average(Rule, tag="average", kw_only=True):

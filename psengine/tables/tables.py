@@ -204,14 +204,16 @@ class Tables:
 def _wire_rule(layers: Mapping[str, ServerEmbedding]) -> dict[str, Any]:
     """The servers' rule of these tables, as in HELLO."""
     if next(iter(layers.values())).options.rule == "average":
-        return {"name": "merge", "quorum": MAX_WORKERS, "grace": 0.0}  # all that there are, in every run
+        # All workers that there are, in every run.
+        return {"name": "merge", "quorum": MAX_WORKERS, "grace": 0.0, "tables": True}
     bounds = {name: layer.options.max_staleness for name, layer in layers.items()}
     if len(set(bounds.values())) > 1:
         raise ConfigurationError(
             f"tables of one model step together (expected one max_staleness for all of rule 'async', got {bounds})"
         )
     bound = next(iter(bounds.values()))
-    return {"name": "apply", "max_staleness": bound, "staleness_scaling": None, "delay_compensation": 0.0}
+    options = {"max_staleness": bound, "staleness_scaling": None, "delay_compensation": 0.0}
+    return {"name": "apply", **options, "tables": True}
 
 
 def _described(name: str, layer: ServerEmbedding, part: int, parts: int) -> TableSpec:

@@ -126,7 +126,7 @@ def test_an_independent_worker_with_another_rule_is_refused(rank, world_size):
     os.environ["PSENGINE_WORKERS"] = "2"
     first = wrapped_model("rules", "async:job=rules", table=psengine.ServerEmbedding(10, 4, lr=1.0))
     os.environ["PSENGINE_WORKER"] = "1"
-    with raises(ServerRefusedError, "job 'rules.tables' runs under another rule"):
+    with raises(ServerRefusedError, "'async tables:max_staleness=8', got 'average of tables'"):
         table = psengine.ServerEmbedding(10, 4, lr=1.0, rule="average")
         psengine.DistributedDataParallel(model_of(table=table), strategy="async:job=rules")
     first.leave()
