@@ -308,6 +308,8 @@ class Coordinator(JobMemory):
         if view is None or rule is None:
             return
         self.last_number = max(self.last_number, view.number)
+        if self._preparing is not None and self._preparing <= view.number:
+            self._preparing = self._next_number()  # whoever has this view ignores a PREPARE of it
         # A job that newcomers have begun, and whose others are still to come, may be an older one.
         has_begun = self.state is JobState.RESUMING or (self.state is JobState.OPEN and self.view is not None)
         if body["key"] != self.key:
