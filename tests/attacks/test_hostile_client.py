@@ -11,7 +11,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from fuzz.fuzz_frames import SEEDS, mutate
 from support.server_process import Peer, ServerProcess, running_server
 from support.shard_world import AVERAGE
 
-from psengine.protocol.frames import decode, encode
 from psengine.protocol.messages import NOBODY
 
 VALUES = 100_000
@@ -46,20 +44,6 @@ def snapshot_storm(server: ServerProcess) -> None:
         for number in range(1000):
             worker = (NOBODY, 7, peer.rank)[number % 3]
             peer.send(peer.message("ADMIN", worker=worker, body={"action": "snapshot"}))
-        read_all(peer)
-
-
-def strangers(server: ServerProcess) -> None:
-    """Every message but HELLO, from a reader, from ranks that are none, with wrong numbers."""
-    rng = random.Random(1)
-    samples = {message.type: message for message in map(decode, SEEDS)}
-    kinds = [message for kind, message in samples.items() if kind.name != "HELLO"]
-    with stranger(server) as peer:
-        peer.job = "honest"
-        for number in range(1000):
-            lies = {"worker": rng.choice([NOBODY, 0, 1, 5]), "incarnation": rng.choice([0, 1, 2**63]), "epoch": 0}
-            message = replace(kinds[number % len(kinds)], job=peer.message("STATUS").job, **lies)
-            peer.socket.send_multipart(encode(message))
         read_all(peer)
 
 
@@ -92,29 +76,6 @@ def idle_connections(server: ServerProcess) -> None:
         assert_serves(server)
 
 
-def slow_readers(server: ServerProcess) -> None:
-    """Peers that ask for the model again and again and never read."""
-    with ExitStack() as held:
-        for _ in range(2):
-            peer = held.enter_context(stranger(server, deaf=True))
-            peer.job = "honest"
-            for _ in range(200):
-                with contextlib.suppress(zmq.Again):
-                    peer.socket.send_multipart(encode(peer.message("PULL", worker=NOBODY, key=0)), flags=zmq.NOBLOCK)
-        assert_serves(server)
-
-
-def greedy_reader(server: ServerProcess) -> None:
-    """One peer that asks as fast as it can and reads."""
-    with stranger(server) as peer:
-        peer.job = "honest"
-        asked = [("STATUS", {}), ("LIST", {"body": {"after": -1}}), ("PULL", {"key": 0})]
-        for kind, fields in [*asked, ("ECHO", {"payload": torch.ones(4)})]:
-            for _ in range(250):
-                peer.send(peer.message(kind, worker=NOBODY, **fields))
-            read_all(peer)
-
-
 def endless_message(server: ServerProcess) -> None:
     """A message with more and more frames of 8 MiB: libzmq itself would not send it before its last frame."""
     more = struct.pack(">BQ", 3, 8 << 20) + bytes(8 << 20)
@@ -134,12 +95,9 @@ def endless_message(server: ServerProcess) -> None:
 
 ATTACKS = [
     snapshot_storm,
-    strangers,
     mutated_frames,
     hello_flood,
     idle_connections,
-    slow_readers,
-    greedy_reader,
     endless_message,
 ]
 

@@ -370,50 +370,6 @@ def test_a_restarted_shard_gets_a_view_that_names_its_life_once():
     assert (bench.view.number, bench.view.shards) == (number, (7, 11))
 
 
-def test_a_shard_with_a_view_of_another_coordinator_gets_a_higher_one():
-    bench, first, second = crew(APPLY)
-    first.life(1, 9, chunks=2, view=40)
-    second.life(1, 9, chunks=2, view=40)
-    assert bench.view.number == 41
-
-
-def test_who_joins_a_coordinator_that_forgot_its_view_gets_a_newer_one():
-    bench, first, second = crew(AVERAGE)
-    bench.restart(with_disk=False)
-    first.view = second.view = None
-    second.reconnect()
-    second.say(MessageType.COMMIT, {"what": "join"}, view=40)
-    assert first.reconnect() == "initialise"
-    first.register()
-    assert (bench.ranks, bench.view.number) == ([0, 1], 41)
-
-
-def test_what_changed_is_all_that_a_restart_needs():
-    bench = Bench(APPLY)
-    metas = []
-
-    def take():
-        meta = bench.coordinators.take_changed()
-        metas.extend([json.loads(json.dumps(meta))] if meta is not None else [])
-
-    bench.team(2)
-    take()
-    bench.worker(2).hello()
-    take()
-    bench.workers[0].heartbeat()
-    take()
-    whole = json.loads(json.dumps(bench.coordinators.to_meta()))
-    assert len(metas) == 2
-    bench.restart(with_disk=False)
-    for meta in metas:
-        bench.coordinators.restore(meta, bench.now_s)
-    restored = json.loads(json.dumps(bench.coordinators.to_meta()))
-    number = str(job_number("job"))
-    assert restored[number].pop("state") == "resuming"
-    assert whole[number].pop("state") == "open"
-    assert restored == whole
-
-
 def test_new_processes_begin_an_abandoned_averaging_job_anew():
     bench, first, second = crew(AVERAGE)
     second.obeys = False
@@ -700,22 +656,6 @@ def test_facts_of_workers_that_are_gone_bind_nobody():
         bench.wait(2 * TICK_S)
 
 
-def test_a_newcomer_comes_in_once_all_members_said_how_far_they_are():
-    bench, first, second = crew(ELASTIC, 2)
-    first.obeys = False
-    first.completed, second.completed = 7, 6
-    newcomer = bench.worker()
-    newcomer.hello()
-    assert (newcomer.rank, newcomer.view, bench.ranks) == (2, None, [0, 1])
-    first.prepare(first.last(MessageType.PREPARE).view)
-    assert (bench.ranks, states(bench)) == ([0, 1, 2], [(7, 0), (6, 0), (None, 0)])
-    assert newcomer.view == bench.view
-    # It dies before it has a state: whoever has one is still known.
-    newcomer.has_state = False
-    bench.deliver(bench.coordinators.evict("job", 0, bench.now_s))
-    assert (bench.ranks, states(bench)) == ([1, 2], [(6, 0), (None, 0)])
-
-
 def test_workers_beyond_the_virtual_ones_wait_for_a_place():
     bench, *team = crew(ELASTIC, 3)
     spare = bench.worker()
@@ -759,14 +699,6 @@ def test_a_member_tells_of_a_group_that_failed_and_whom_it_saw_die():
     assert bench.view.number == number + 1
     team[1].commit("failed", view=number + 1, lost=[])
     assert (bench.ranks, bench.view.number) == ([0, 1], number + 2)
-
-
-def test_the_silent_are_out_and_have_to_start_again():
-    bench, first, second = crew(ELASTIC, 2)
-    bench.wait(LEASE_S + 1, first)
-    assert bench.ranks == [0]
-    assert second.heartbeat() == {"code": ErrorCode.FENCED}
-    assert refusal(second.reconnect) == ErrorCode.FENCED
 
 
 def test_members_leave_once_nobody_lacks_their_averages_and_then_it_has_ended():

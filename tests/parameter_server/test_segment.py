@@ -52,15 +52,6 @@ def test_tensors_outlive_it(made):
     assert torch.equal(read, torch.arange(100.0))
 
 
-def test_others_know_whether_its_owner_holds_it(made):
-    theirs = opened(made)
-    values = made.tensor(0, 4, torch.float32)
-    assert theirs.is_held
-    made.close()
-    assert not theirs.is_held
-    assert values.tolist() == [0.0] * 4
-
-
 def test_private_memory_has_the_same_values_at_the_same_place_and_others_see_no_more():
     made = Segment.make("psengine-worker", SIZE)
     theirs = opened(made)

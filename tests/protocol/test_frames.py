@@ -177,7 +177,6 @@ def push(frames=2, **fields):
     ("frames", "words"),
     [
         ([], "expected 96 bytes, got 0"),
-        ([push()[0][:95]], "expected 96 bytes, got 95"),
         ([b"GET / HTTP/1.1"], "no psengine message"),
         (push(magic=b"PSEM"), "no psengine message (expected b'PSEN' first"),
         (push(type=0), f"unknown message type (expected 1 to {max(MessageType)}, got 0)"),
@@ -189,8 +188,6 @@ def push(frames=2, **fields):
         (push(flags=12), "cannot have its payload in shared memory, or twice (got flags 12)"),
         (with_fields(FRAMES["store_blob"][:1], flags=8, body_bytes=0), "STORE cannot have its payload in shared"),
         (push(flags=8), "wrong number of frames for its flags (expected 1, got 2)"),
-        (push(flags=6), "wrong number of frames for its flags (expected 3, got 2)"),
-        ([*push(), b""], "wrong number of frames"),
         (push(1, flags=8, numel=3), "in bytes (expected 12, got 8)"),
         (push(numel=2**62), "does not match its numel"),
         (push(payload_bytes=12, numel=3), "header's number of bytes (expected 12, got 8)"),
@@ -228,14 +225,11 @@ SOME_DATE = datetime.fromtimestamp(5, timezone.utc)
         (b"", "no valid msgpack"),
         (b"\xc0", "PUSH body: (expected object, got None"),
         (b"\x81\xa6groups\xdd\xff\xff\xff\xff", "no valid msgpack"),
-        (b"\x80\x80", "no valid msgpack"),
         (bomb(7), " body.groups[0]: (expected"),
         (bomb(60_000), "no valid msgpack"),
-        (bomb(20_000, b"\x81\xa1a"), "no valid msgpack"),
         (b"\x81\xa6groups\xd4\x05\x00", " body.groups: (expected"),  # an extension
         ({"groups": [{"lr": SOME_DATE}]}, " body.groups[0][...]: (expected"),
         (b"\x81\xc4\x06groups\x90", "PUSH body: (expected str"),
-        (b"\x81\x80\x01", "no valid msgpack"),
         (b"\x81\xa6groups\xa1\xff", "no valid msgpack: 'utf-8'"),
         ({"colour": 1}, "unknown field `colour`, got {'colour': 1}"),
         ({"x - at `$.y": 1}, "PUSH body.y: Object contains unknown field"),
@@ -243,7 +237,6 @@ SOME_DATE = datetime.fromtimestamp(5, timezone.utc)
         ({"groups": [{"x" * 65: 1}]}, "groups[0]: (expected str of length <= 64"),
         ({"groups": [{"a b": 1}]}, "groups[0]: (expected str matching"),
         ({"absent": [512]}, " body.absent[0]: (expected"),
-        ({"absent": [True]}, " body.absent[0]: (expected"),
         ({"groups": ["x" * 263_000]}, "PUSH body is too large (expected at most 262144 bytes"),
     ],
 )
@@ -306,7 +299,6 @@ APPLY = body_of("hello_again_apply")["rule"]
         ("register", register("a", [2], [1, 1], 0, 2), "needs a stride per dimension"),
         ("register", register("a", [2], [1], 1, 2), "reaches past its tensor's end"),
         ("register", register("a", [2, 3], [4, 1], 0, 2), "without gaps"),
-        ("register", register("a", [2], [2**62], 0, 2), "without gaps"),
         ("register", register("a", [2**62] * 64, [1] * 64, 0, 2), "without gaps"),
         ("register", register("fc1.weight", [2, 3], [3, 1], 0, 1), "sum of the segments"),
         ("register_table", table(part=2), "part must be below parts (expected less than 2, got 2)"),
@@ -382,12 +374,6 @@ def test_a_refusal_of_noise_is_plain(frames):
 
 
 # ---- Fuzz; longer runs: tests/fuzz/fuzz_frames.py
-
-
-@given(st.sampled_from(sorted(FRAMES)), st.binary(max_size=300))
-@settings(max_examples=500)
-def test_arbitrary_bodies(name, raw):
-    check(with_body(name, raw))
 
 
 ints = st.integers(-(2**63), 2**64 - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, codes, push_all, spec, team, whole, world_of
+from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, codes, push_all, spec, whole, world_of
 
 from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
@@ -25,18 +25,6 @@ def test_non_finite_values_are_passed_on_and_counted():
     assert answer[0] == 1
     assert answer[1].isnan()
     assert world.shard.status().jobs["demo"].non_finite == 1
-
-
-def test_who_abstains_is_not_counted():
-    workers = team(World(), 3, [spec()])
-    workers[0].push(0, 1, torch.ones(4))
-    workers[1].push(0, 1, None)
-    (answer,) = workers[2].push(0, 1, torch.full((4,), 3.0))
-    assert answer.body == {"contributors": 2}
-    assert payload_tensor(answer).tolist() == [2.0] * 4
-    *_, answer = [answer for worker in workers for answer in worker.push(0, 2, None)]
-    assert answer.body == {"contributors": 0}
-    assert payload_tensor(answer).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("codec", [Int8(), OneBit(), PowerSgd(rank=1)], ids=repr)

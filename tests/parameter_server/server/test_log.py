@@ -89,21 +89,6 @@ def test_records_come_back_over_segments_and_lives(disk):
     assert read(disk, second)[0] == [6, 7, 8, 9, 11, 12]
 
 
-def test_a_tail_torn_at_any_byte_is_cut_off(disk):
-    """Two groups are durable; the third was being written: each of its records is there as a whole, or not at all."""
-    log = Written(disk).group(2).group(1)
-    durable_bytes = disk.size_bytes(FIRST)
-    log.append(3, size_bytes=20)
-    log.log.write()
-    whole = files_of(disk)[FIRST]
-    size_bytes = record(4, 20).size_bytes
-    for length in range(durable_bytes, len(whole) + 1):
-        numbers, _, notes = read(with_files(disk, {FIRST: whole[:length]}))
-        left, rest = divmod(length - durable_bytes, size_bytes)
-        assert numbers == list(range(1, 4 + left))
-        assert bool(notes) == bool(rest)
-
-
 def test_a_flipped_bit_anywhere_is_refused_with_file_and_place(disk):
     """Only the last group cannot be told from one that was being written."""
     Written(disk).group(1).group(2).group(1)

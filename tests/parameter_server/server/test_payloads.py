@@ -139,16 +139,11 @@ NAN, INFINITY = (0, 0, 0xC0, 0x7F), (0, 0, 0x80, 0x7F)
         ("bf16", torch.full((600,), torch.nan, dtype=torch.bfloat16)),
         ("fp16", torch.full((600,), torch.inf, dtype=torch.float16)),
         ("int8", with_scale(780, *NAN)),
-        ("int8", with_scale(780, *INFINITY)),
         ("int8", torch.full((780,), 0x7F, dtype=torch.uint8)),  # a scale that is a NaN of another kind
         ("fp4", with_scale(323, 255)),
-        ("fp4", with_scale(323, 254)),  # 6 * 2^127
-        ("onebit", with_scale(136, *NAN)),
         ("onebit", with_scale(136, *INFINITY)),
         ("topk:ratio=0.003", topk_payload([0, 599], [1.0, torch.inf])),
-        ("topk:ratio=0.003", topk_payload([0, 599], [torch.nan, 1.0])),
         ("powersgd:rank=1", torch.full((49,), 3e38).view(torch.uint8)),  # finite factors, and a product that is not
-        ("powersgd:rank=1", torch.full((49,), torch.nan).view(torch.uint8)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
