@@ -415,7 +415,7 @@ def test_backward_moves_exchanges_along():
 # ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 
-def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str, told: Path) -> tuple[Any, ...]:
+def lose_a_rank(rank: int, world_size: int, name: str, fate: str, told: Path) -> tuple[Any, ...]:
     """``told``: once the others know of a silent rank."""
     if fate == "silent":
         C10dCollective().barrier().wait()  # to start may take a rank longer than this timeout
@@ -426,27 +426,18 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, operation: str
         if fate == "silent":
             eventually(told.exists)
         os.kill(os.getpid(), signal.SIGKILL)
-    flat = torch.ones(60_000)
     try:
-        if operation == "all_reduce":
-            collective.all_reduce(flat, what="gradient bucket 3 (layer.weight)").wait()
-        elif operation == "broadcast":
-            collective.broadcast([flat], source_rank=1, what="buffers").wait()
-        elif operation == "all_gather":
-            collective.all_gather(torch.empty(world_size * flat.numel()), flat).wait()
-        else:
-            collective.barrier().wait()
+        collective.all_reduce(torch.ones(60_000), what="gradient bucket 3 (layer.weight)").wait()
     except PeerLostError as error:
         told.touch()
         return str(error), error.ranks
     raise AssertionError("the operation succeeded without rank 1")
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", *(slow(name) for name in ("barrier", "broadcast", "all_gather"))])
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
-def test_killed_rank_is_named_by_all_others(tmp_path, name, operation):
-    arguments = (name, "killed", operation, tmp_path / "told")
-    results = run_ranks_to_any_end(lose_a_rank, 3, *arguments, deadline_s=40)  # the group's timeout is 60 s
+def test_killed_rank_is_named_by_all_others(tmp_path, name):
+    # The group's timeout is 60 s.
+    results = run_ranks_to_any_end(lose_a_rank, 3, name, "killed", tmp_path / "told", deadline_s=40)
     assert results[1].exit_code == -signal.SIGKILL
     for result in results[:1] + results[2:]:
         assert result.error is None, result.error
@@ -454,14 +445,12 @@ def test_killed_rank_is_named_by_all_others(tmp_path, name, operation):
         assert ranks == (1,)
         assert "Lost rank 1 (process " in message
         assert "which has exited" in message
-    if operation == "all_reduce":
-        assert "gradient bucket 3 (layer.weight)" in results[0].value[0]
+    assert "gradient bucket 3 (layer.weight)" in results[0].value[0]
 
 
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_silent_rank_is_named_within_the_timeout(tmp_path, name):
-    arguments = (name, "silent", "all_reduce", tmp_path / "told")
-    results = run_ranks_to_any_end(lose_a_rank, 2, *arguments, deadline_s=40)
+    results = run_ranks_to_any_end(lose_a_rank, 2, name, "silent", tmp_path / "told", deadline_s=40)
     message, ranks = results[0].value
     assert ranks == (1,)
     assert "Lost rank 1" in message

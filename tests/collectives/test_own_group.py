@@ -87,45 +87,6 @@ class Memory:
         return True
 
 
-def lose_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool, when: str) -> None:
-    memory = Memory(form(folder, "first", range(world_size), rank, shares_memory=shares_memory))
-    memory.compute(1)
-    memory.add_up(1)
-    memory.compute(2)
-    if rank == 1:
-        if when == "early":
-            os.kill(os.getpid(), signal.SIGKILL)
-        works = memory.begin(2)
-        next(works)
-        os.kill(os.getpid(), signal.SIGKILL)
-    is_told_s = time.monotonic() + 0.5  # that a view is prepared
-    try:
-        is_done = memory.add_up(2, lambda: time.monotonic() > is_told_s)
-        assert not is_done or when == "begun"
-    except CollectiveError:
-        pass
-    assert time.monotonic() < is_told_s + SOON_S
-    memory.collective.abandon()
-    former = memory
-    memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
-    memory.compute(2, former)
-    del former
-    assert time.monotonic() < is_told_s + SOON_S
-    memory.add_up(2)
-    memory.compute(3)
-    memory.add_up(3)
-    memory.collective.barrier().wait()
-
-
-@pytest.mark.parametrize("when", ["early", "begun"])
-@pytest.mark.parametrize("shares_memory", WAYS)
-def test_the_others_go_on_in_a_new_group(tmp_path, shares_memory, when):
-    results = run_ranks_to_any_end(lose_rank_1, 3, tmp_path, shares_memory, when, init_group=False)
-    assert results[1].exit_code == -signal.SIGKILL
-    for result in (results[0], results[2]):
-        assert result.error is None, result.error
-
-
 def lose_rank_1_at_any_moment(rank: int, world_size: int, folder: Path, shares_memory: bool, delay_s: float) -> int:
     """Returns the step after which the others met again."""
     memory = Memory(form(folder, "first", range(world_size), rank, shares_memory=shares_memory))
@@ -206,6 +167,7 @@ def stop_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool) -
         with raises(CollectiveError, "barrier failed on rank 1"):
             memory.collective.barrier().wait()
         return
+    assert time.monotonic() < until_s + SOON_S
     memory.collective.abandon()
     former = memory
     memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))

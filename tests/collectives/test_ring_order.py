@@ -105,30 +105,3 @@ def test_numbers_of_every_kind_have_gloos_bits(rank: int, world_size: int) -> No
         assert expected.isinf().any()
         assert torch.equal(found.isnan(), is_nan)
         assert is_same(found[~is_nan], expected[~is_nan]), (dtype, numel, scale)
-
-
-def compare_contributions(rank: int, world_size: int) -> int:
-    """Sums of contributions, over gloo and in shared memory, against the rule."""
-    compared = 0
-    for count, dtype in product(range(1, 9), [*FLOATS, torch.complex64]):
-        owners = [(number * 11 % count % world_size, number * 11 % count // world_size) for number in range(count)]
-        for numel in (*sizes(dtype, count, is_thorough=False)[:7], 65_537, 3 * MAX_SEGMENT_BYTES // dtype.itemsize + 7):
-            addends = [addend(number, numel, dtype) for number in range(count)]
-            own = {place: number for number, (owner, place) in enumerate(owners) if owner == rank}
-            expected = torch.empty(numel, dtype=dtype)
-            add_in_ring_order(addends, expected)
-            for collective in (collective_for(default_group(), name) for name in ("c10d", "shared_memory")):
-                rows = collective.allocate((1 + len(own)) * numel, dtype, CPU).view(1 + len(own), numel)
-                for place, number in own.items():
-                    rows[1 + place] = addends[number]
-                for work in collective.sum_contributions(rows, owners):
-                    work.wait()
-                assert is_same(rows[0], expected), (count, dtype, numel, collective)
-            compared += 1
-    return compared
-
-
-@needs_shared_memory
-@pytest.mark.parametrize("world_size", [slow(1), slow(2), slow(3), slow(4)])
-def test_contributions_have_the_bits_of_as_many_ranks(world_size: int) -> None:
-    assert min(run_ranks(compare_contributions, world_size, deadline_s=600.0)) >= 300

@@ -26,7 +26,6 @@ from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from psengine.collectives.base import Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import collective_for
-from psengine.collectives.shared_memory import files
 from psengine.collectives.shared_memory import host as shared_host
 from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
 from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
@@ -507,20 +506,6 @@ def test_tensors_beyond_32_bits():
 # ---- what is left behind ---------------------------------------------------------------------------------------------
 
 
-def free_at_once(rank: int, world_size: int, rounds: int) -> None:
-    """Memory that is freed as soon as this rank is through, while others may not even have mapped it."""
-    collective = shared_memory()
-    for step in range(rounds):
-        flat = collective.allocate(300_000, torch.float32, CPU).fill_(float(step))
-        collective.all_reduce(flat).wait()
-        assert flat[step] == step * world_size
-        del flat
-
-
-def test_memory_may_be_freed_at_once():
-    run_ranks(free_at_once, 3, 100)
-
-
 def shrink_own_memory(rank: int, world_size: int) -> list[str]:
     collective = connect()
     late = collective.allocate(1000, torch.float32, CPU)  # a segment that others hear of at once
@@ -623,23 +608,3 @@ def test_a_rank_without_the_extension_speaks_for_all():
     results = run_ranks(share_without_extension, 2)
     assert results[0] == results[1]
     assert "rank 1 runs without the native extension" in results[0]
-
-
-def refuse_memory(rank: int, world_size: int) -> str:
-    """Rank 1 cannot open what rank 0 offers, though nothing told so before."""
-    if rank == 1:
-        opened = []
-
-        def refuse(process_id: int, descriptor: int, token: int) -> int:
-            opened.append(descriptor)
-            return open_file(process_id, 9999 if len(opened) > world_size else descriptor, token)
-
-        open_file = files.open_file
-        files.open_file = shared_host.open_file = refuse
-    return try_to_share()
-
-
-def test_a_rank_that_cannot_open_the_memory_speaks_for_all():
-    results = run_ranks(refuse_memory, 2)
-    assert all("ranks [1] cannot reach the others, or open their memory" in reason for reason in results)
-    assert "fd/9999" in results[1]

@@ -35,16 +35,6 @@ class Perceptron(nn.Module):
         return self.layers(x)
 
 
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last)
-        self.out = nn.Linear(4 * 2 * 3, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.convolution(x.view(-1, 1, 3, 4)).tanh().flatten(1))
-
-
 class Optional(nn.Module):
     """``b`` serves batches of an odd size only, ``never`` none."""
 
@@ -98,8 +88,6 @@ CASES: list[tuple[Callable[[], nn.Module], str, torch.dtype, dict[str, Any], dic
     (Perceptron, "SGD", torch.float64, {"static_graph": True}, FLOAT64),
     (Perceptron, "SGD", torch.float32, {}, {"rtol": 1e-4, "atol": 1e-6}),
     (Perceptron, "SGD", torch.float32, {"strategy": "sync:compress=bf16"}, {"rtol": 0.05, "atol": 0.01}),
-    (Convolution, "AdamW", torch.float64, {}, FLOAT64),
-    (Convolution, "SGD", torch.float64, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5}, FLOAT64),
     (Sparse, "SGD", torch.float64, {}, FLOAT64),
 ]
 

@@ -170,11 +170,6 @@ SCRIPTS: dict[str, Any] = {
         {0: [(4, "before", BUCKET)], 1: [(3, "after", LAST)], 2: [(4, "before", BUCKET)]},
         False,
     ),
-    "a newcomer": (
-        [(0, 1), (0, 1, 2)],
-        {0: [(4, "before", BUCKET)], 1: [(4, "before", BUCKET)]},
-        False,
-    ),
     # Worker 2 learns the order of buckets with the averages of step 1, from worker 1, which dies as it gives worker 3
     # its state.
     "the only one that knows the order": (

@@ -1,4 +1,4 @@
-"""Strategies "local" and "diloco": the bits of one process that holds all replicas and follows the papers' rules."""
+"""Strategies "local" and "diloco": what travels within checkpoints, scalers, samples, uneven data, killed workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.rules import rule_of
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
@@ -19,16 +18,11 @@ import psengine
 from psengine.errors import ConfigurationError
 
 STEPS = 14
-MIDWAY = ["local:every=4", "diloco:every=4", "diloco:every=4,fragments=2,overlap=3,keep=0.25"]
 
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 37), nn.BatchNorm1d(37), nn.Tanh(), nn.Linear(37, 11), nn.Linear(11, 2))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 
 def batch_of(rank: int, step: int) -> torch.Tensor:
@@ -39,70 +33,17 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return model(batch_of(rank, step)).square().mean()
 
 
-def in_one_process(name: str, world_size: int) -> list[list[torch.Tensor]]:
-    """The state of each replica after the last step."""
-    torch.set_num_threads(1)  # as in ranks
-    replicas = [make_model() for _ in range(world_size)]
-    optimizers = [adamw(replica) for replica in replicas]
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) for optimizer in optimizers]
-    rule = rule_of(name, replicas, list)
-    for step in range(STEPS):
-        rule.before_forward()
-        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(replica, rank, step).backward()
-        rule.before_step()
-        for replica, optimizer, scheduler in zip(replicas, optimizers, schedulers, strict=True):
-            nn.utils.clip_grad_norm_(replica.parameters(), 0.3)
-            optimizer.step()
-            scheduler.step()
-        rule.after_step()
-    return [[t.detach().clone() for t in replica.state_dict().values()] for replica in replicas]
-
-
-def train(
-    rank: int,
-    world_size: int,
-    strategies: list[str],
-    steps: range,
-    saved: Any,
-) -> tuple[list[list[torch.Tensor]], list[Any]]:
-    """The replica's state after the last step, and its checkpoint, under each strategy."""
-    states, checkpoints = [], []
-    for index, name in enumerate(strategies):
-        model = psengine.DistributedDataParallel(make_model(), strategy=name)
-        model.saves_strategy_state = True
-        optimizer = psengine.DistributedOptimizer(adamw(model), model)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-        if saved is not None:
-            loaded = torch.load(io.BytesIO(saved[rank][index]))
-            for part, state in zip((model, optimizer, scheduler), loaded, strict=True):
-                part.load_state_dict(state)
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
-            scheduler.step()
-        file = io.BytesIO()
-        torch.save([part.state_dict() for part in (model, optimizer, scheduler)], file)
-        checkpoints.append(file.getvalue())
-        states.append([t.detach().clone() for t in model.module.state_dict().values()])
-        model.leave()
-    return states, checkpoints
-
-
-def test_training_goes_on_from_a_checkpoint_in_the_middle_of_a_round():
-    """After ten steps a fragment of the last strategy is on its way; ranks have different parameters."""
-    first = run_ranks(train, 2, MIDWAY, range(10), None)
-    saved = [checkpoints for _, checkpoints in first]
-    in_transit = torch.load(io.BytesIO(saved[0][2]))[0]["_psengine_strategy"]["state"]
-    assert any("sent" in part for part in in_transit["parts"])
-    results = run_ranks(train, 2, MIDWAY, range(10, STEPS), saved)
-    for index, name in enumerate(MIDWAY):
-        wanted = in_one_process(name, 2)
-        for rank, (states, _) in enumerate(results):
-            assert all(map(torch.equal, states[index], wanted[rank])), f"{name} on rank {rank}"
+def save_midway(rank: int, world_size: int, name: str) -> bytes:
+    """A checkpoint after ten steps."""
+    model, optimizer = wrapped(name)
+    model.saves_strategy_state = True
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return file.getvalue()
 
 
 TRAVELLING = "diloco:every=4,fragments=2,overlap=3,keep=0.25,compress="
@@ -171,8 +112,9 @@ def gone_on_with(rank: int, world_size: int, state: dict[str, Any]) -> list[torc
 
 
 def test_what_travels_is_averaged_over_the_ranks_that_load_it():
-    _, [saved] = run_ranks(train, 2, [TRAVELLING.removesuffix(",compress=")], range(10), None)[0]
-    state = torch.load(io.BytesIO(saved))[0]
+    saved = run_ranks(save_midway, 2, TRAVELLING.removesuffix(",compress="))[0]
+    state = torch.load(io.BytesIO(saved))
+    assert any("sent" in part for part in state["_psengine_strategy"]["state"]["parts"])
     [alone] = run_ranks(gone_on_with, 1, state)
     for one_of_two in run_ranks(gone_on_with, 2, state):
         assert all(map(torch.equal, one_of_two, alone))

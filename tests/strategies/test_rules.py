@@ -39,7 +39,7 @@ QUICK = {
     "local:every=2": ["batch norm", "own buffers", "mixed", "unused", "sparse"],
     "local:every=2,compress=powersgd,rank=1": ["chunks"],
     "diloco:every=2": ["chunks"],
-    "diloco:every=4,fragments=2,overlap=1,keep=0.25": ["batch norm"],
+    "diloco:every=2,fragments=2,overlap=1,keep=0.25": ["batch norm"],
     "diloco:every=2,compress=fp4": ["mixed"],
     "diloco-server:quorum=2,every=2": ["chunks", "batch norm", "unused"],
     "diloco-server:quorum=2,every=2,compress=fp4": ["chunks", "mixed"],

@@ -47,17 +47,3 @@ def test_a_scheduler_made_before_sees_the_steps(rank, world_size):
     optimizer.step()
     scheduler.step()  # would warn that no step came before
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-
-
-@in_ranks(2)
-def test_an_optimizer_goes_on_in_another_group(rank, world_size):
-    model = DistributedDataParallel(seeded(Net), strategy="local:every=2")
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    for step in range(4):
-        if step == 2:
-            model._update_process_group(torch.distributed.new_group([0, 1]))
-        optimizer.zero_grad()
-        model(torch.randn(2, 4), use_spare=True).sum().backward()
-        optimizer.step()
-    weight = model.module.body.weight.detach()
-    assert torch.equal(*model._collective.gather(weight)), "the round has ended in the other group"
