@@ -6,10 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,22 +151,6 @@ def test_strategies_codecs_and_uneven_inputs_need_no_other_collective(layout):
     run_ranks(train_in_other_ways, len(layout), layout)
 
 
-@contextmanager
-def ranks_on_hosts(
-    layout: tuple[int, ...], program: str, folder: Path, *arguments: Any
-) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Ranks that run a program, each on its host; yields the hosts and the ranks' processes."""
-    (folder / "program.py").write_text(program)
-    with emulated_hosts(max(layout) + 1, shared=[folder]) as hosts, ExitStack() as stack:
-        processes = []
-        for rank, place in enumerate(layout):
-            environment = {"RANK": str(rank), "WORLD_SIZE": str(len(layout)), "MASTER_ADDR": "node-0"}
-            environment |= {"MASTER_PORT": "29500", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-            command = [sys.executable, folder / "program.py", *map(str, arguments)]
-            processes.append(stack.enter_context(hosts[place].start(command, environment=environment)))
-        yield hosts, processes
-
-
 SENT_BYTES = """
 import torch, torch.distributed as dist
 from pathlib import Path
@@ -197,9 +179,16 @@ collective.barrier().wait()
 @pytest.mark.parametrize(
     ("layout", "share"), [((0, 0, 1, 1), 0.67), ((0, 0, 1), 0.75), ((0, 1, 1, 1), 0.67), ((0, 1), 1.0)]
 )
-def test_hosts_send_the_documented_share_of_a_rings_bytes(tmp_path, layout, share):
-    with ranks_on_hosts(layout, SENT_BYTES, tmp_path) as (_, processes):
-        sent = []
+def test_hosts_send_the_documented_share_of_a_rings_bytes(layout, share):
+    environment = {"WORLD_SIZE": str(len(layout)), "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with emulated_hosts(max(layout) + 1) as hosts, ExitStack() as stack:
+        processes, sent = [], []
+        for rank, place in enumerate(layout):
+            started = hosts[place].start(
+                [sys.executable, "-c", SENT_BYTES], environment={**environment, "RANK": str(rank)}
+            )
+            processes.append(stack.enter_context(started))
         for process in processes:
             assert process.wait() == 0, process.stderr
             sent.append([int(line) for line in process.stdout.split()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from functools import cache
 
@@ -12,6 +11,7 @@ import torch
 from support import elastic_training
 from support.command_process import RunningCommand, run_command, running_command, servers_of
 from support.elastic_training import process_of, weights_in
+from support.marks import slow
 
 import psengine
 from psengine.errors import ConfigurationError
@@ -30,10 +30,6 @@ def expected() -> str:
     return digest
 
 
-def nobody(command: RunningCommand) -> None:
-    """Everybody lives."""
-
-
 def kill_a_server(command: RunningCommand) -> None:
     process_of(command, 0, 5)
     os.kill(servers_of(command.pid)[0], signal.SIGKILL)
@@ -44,27 +40,13 @@ def kill_a_server_and_a_worker(command: RunningCommand) -> None:
     os.kill(process_of(command, 1, 5), signal.SIGKILL)
 
 
-def stop_a_worker(command: RunningCommand) -> None:
-    process = process_of(command, 1, 5)
-    os.kill(process, signal.SIGSTOP)
-    command.wait_until(lambda: re.search(r"worker 0 step 2[0-9]", command.stdout))
-    os.kill(process, signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     ("workers", "servers", "disturb"),
-    [
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in [(1, 1, nobody), (3, 2, nobody), (3, 1, stop_a_worker), (2, 2, kill_a_server)]
-        ),
-        (2, 1, kill_a_server_and_a_worker),
-    ],
+    [slow(3, 2, kill_a_server), (2, 1, kill_a_server_and_a_worker)],
 )
 def test_the_bits_of_plain_sync_server(workers, servers, disturb):
     options = ["--workers", str(workers), "--independent", "--servers", str(servers), "--server-option", "lease_s=2"]
-    batch_s = "0" if disturb is nobody else "0.02"
-    with running_command(["run", *options, SCRIPT, batch_s, STRATEGY]) as command:
+    with running_command(["run", *options, SCRIPT, "0.02", STRATEGY]) as command:
         disturb(command)
         assert command.wait() == 0, command.stderr
         assert weights_in(command.stdout) == {expected()}
