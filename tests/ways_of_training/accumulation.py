@@ -21,15 +21,6 @@ def accumulated_inside_no_sync(run: Run) -> None:
 
 
 @row
-def accumulated_without_no_sync(run: Run) -> None:
-    """Two micro-batches, both exchanged."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        for part in range(2):
-            (classify(model, x[part::2], y[part::2]) / 2).backward()
-
-
-@row
 def only_forward_inside_no_sync(run: Run) -> None:
     """The forward inside no_sync, its backward outside."""
     model = run.wrap(mlp())

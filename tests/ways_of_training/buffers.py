@@ -33,12 +33,6 @@ def batch_norm_evaluated(run: Run) -> None:
         model.train()
 
 
-@row(since_torch=(2, 13))
-def batch_norm_of_ones_own(run: Run) -> None:
-    """BatchNorm1d whose buffers stay each rank's own: forward_sync_buffers=False."""
-    train(run, run.wrap(normed(nn.BatchNorm1d(8)), forward_sync_buffers=False))
-
-
 class Counting(nn.Module):
     """Counts its forwards in an integer buffer, keeps a moving mean in one that is not saved."""
 

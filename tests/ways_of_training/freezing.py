@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.nn import functional as F
 from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run
@@ -18,20 +16,16 @@ def frozen_before_wrapping(run: Run) -> None:
     train(run, run.wrap(module))
 
 
-def train_toggling(run: Run, **options: Any) -> None:
-    model = run.wrap(mlp(8, 8), **options)
+@row
+def frozen_for_two_steps_searched(run: Run) -> None:
+    """A layer is frozen for two steps in mid-run, with find_unused_parameters."""
+    model = run.wrap(mlp(8, 8), find_unused_parameters=True)
     for step, (x, y) in enumerate(run.training(run.sgd(model), 6)):
         model.module[0].requires_grad_(step not in (2, 3))
         classify(model, x, y).backward()
 
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
-
-
-@row
-def frozen_for_two_steps_searched(run: Run) -> None:
-    """A layer is frozen for two steps in mid-run, with find_unused_parameters."""
-    train_toggling(run, find_unused_parameters=True)
 
 
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))

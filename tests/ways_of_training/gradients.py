@@ -11,8 +11,6 @@ from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run
 from ways_of_training.table import refused, row
 
-UNFINISHED = "Expected to have finished reduction in the prior iteration"
-
 
 @row
 def gradient_penalty(run: Run) -> None:

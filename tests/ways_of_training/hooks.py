@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from ways_of_training.networks import mlp, train
@@ -55,20 +53,3 @@ def power_sgd_hook(run: Run) -> None:
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     train(run, model, 5)
-
-
-@row(**NO_HOOKS)
-def hook_that_exchanges_nothing(run: Run) -> None:
-    """A hook that leaves gradients as they are on each rank, and one average of the weights at the end."""
-
-    def nothing(state, bucket):
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model = run.wrap(mlp())
-    model.register_comm_hook(None, nothing)
-    train(run, model)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.data)
-        parameter.data /= run.world_size

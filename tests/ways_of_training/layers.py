@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from ways_of_training.networks import Pieces, classify, mlp, train
+from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Batch, Run
 from ways_of_training.table import refused, row
 
@@ -24,27 +21,15 @@ def texts(run: Run, steps: int = 3) -> list[Batch]:
     return batches
 
 
-class Reader(nn.Module):
-    """Words to vectors, through ``core``, to the scores of the last one."""
-
-    def __init__(self, core: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.words, self.core, self.head = nn.Embedding(WORDS, 8, **options), core, nn.Linear(8, CLASSES)
-
-    def forward(self, text: Tensor) -> Tensor:
-        hidden = self.core(self.words(text))
-        return self.head((hidden[0] if isinstance(hidden, tuple) else hidden)[:, -1])
-
-
 @row(
     sync_server=refused("sparse"),
     one_worker=refused("sparse"),
 )
 def sparse_words(run: Run) -> None:
     """Sparse embedding gradients under SparseAdam, dense ones under SGD."""
-    model = run.wrap(Reader(nn.Linear(8, 8), sparse=True))
-    sparse = torch.optim.SparseAdam(model.module.words.parameters(), lr=0.01)
-    dense = torch.optim.SGD([*model.module.core.parameters(), *model.module.head.parameters()], lr=0.1)
+    model = run.wrap(nn.Sequential(nn.EmbeddingBag(WORDS, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, CLASSES)))
+    sparse = torch.optim.SparseAdam(model.module[0].parameters(), lr=0.01)
+    dense = torch.optim.SGD(model.module[1:].parameters(), lr=0.1)
     for x, y in texts(run):
         model.zero_grad()
         classify(model, x, y).backward()
@@ -69,20 +54,6 @@ def tied_weights(run: Run) -> None:
 
 
 @row
-def one_layer_used_thrice(run: Run) -> None:
-    """One layer is called three times in a forward."""
-
-    class Shared(Pieces):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.tanh(self.body(x))
-            for _ in range(3):
-                hidden = hidden + F.pad(torch.tanh(self.spare(hidden)), (0, 5))
-            return self.head(hidden)
-
-    train(run, run.wrap(Shared()))
-
-
-@row
 def parameters_in_lists_and_dicts(run: Run) -> None:
     """ParameterList and ParameterDict, a scalar and a parameter without elements."""
 
@@ -97,44 +68,6 @@ def parameters_in_lists_and_dicts(run: Run) -> None:
             return hidden @ self.layers[1] + self.more["shift"] + self.more["none"].sum()
 
     train(run, run.wrap(Loose()))
-
-
-@row
-def experts(run: Run) -> None:
-    """A mixture of experts: each sample goes to one, some experts get none."""
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(WIDTH, 3)
-            self.experts = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            weights, chosen = self.gate(x).softmax(1).max(1)
-            output = x.new_zeros(len(x), CLASSES)
-            for index, expert in enumerate(self.experts):
-                mine = (chosen == index).nonzero().flatten()
-                if len(mine):
-                    output = output.index_add(0, mine, expert(x[mine]) * weights[mine, None])
-            return output
-
-    train(run, run.wrap(Experts(), find_unused_parameters=True))
-
-
-@row
-def dropout_with_own_generators(run: Run) -> None:
-    """Dropout and noise whose random state differs from rank to rank."""
-
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network, self.generator = mlp(), None
-
-        def forward(self, x: Tensor) -> Tensor:
-            noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(run.rank))
-            return F.dropout(self.network(x + 0.1 * noise), 0.3)
-
-    train(run, run.wrap(Noisy()))
 
 
 @row(native=refused("uninitialized"), everywhere=refused("uninitialized"))

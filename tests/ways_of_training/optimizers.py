@@ -13,21 +13,11 @@ from ways_of_training.run import Run
 from ways_of_training.table import refused, row
 
 
-def train_with(run: Run, make: Callable[[Any], torch.optim.Optimizer], steps: int) -> None:
-    model = run.wrap(mlp())
-    train(run, model, steps, optimizer=run.optimizer(make(model.parameters()), model))
-
-
-@row
-def adam(run: Run) -> None:
-    """Adam with amsgrad and weight decay."""
-    train_with(run, lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.01), 4)
-
-
 @row
 def adamw_fused(run: Run) -> None:
     """AdamW with fused=True, twelve steps."""
-    train_with(run, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), 12)
+    model = run.wrap(mlp())
+    train(run, model, 12, optimizer=run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), model))
 
 
 @row(one_worker=refused("one optimizer"))
@@ -86,17 +76,6 @@ def group_added_late(run: Run) -> None:
     for step, (x, y) in enumerate(run.training(optimizer, 4)):
         if step == 2:
             optimizer.add_param_group({"params": list(model.module[2].parameters()), "lr": 0.01})
-        classify(model, x, y).backward()
-
-
-@row(one_worker=refused("one optimizer"))
-def optimizer_replaced(run: Run) -> None:
-    """Adam for two steps, then SGD."""
-    model = run.wrap(mlp())
-    optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
-    for step, (x, y) in enumerate(run.training(optimizer, 4)):
-        if step == 2:
-            optimizer = run.sgd(model)
         classify(model, x, y).backward()
 
 
@@ -176,17 +155,6 @@ def state_reset_by_loading(run: Run) -> None:
     for step, (x, y) in enumerate(run.training(optimizer, 4)):
         if step == 2:
             optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
-        classify(model, x, y).backward()
-
-
-@row(one_worker=refused("trains the parameters that the optimizer had"))
-def parameters_exchanged(run: Run) -> None:
-    """A group's parameters are put in another order in the third step."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    for step, (x, y) in enumerate(run.training(optimizer, 4)):
-        if step == 2:
-            optimizer.param_groups[0]["params"].reverse()
         classify(model, x, y).backward()
 
 

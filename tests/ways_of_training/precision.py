@@ -6,25 +6,13 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import refused, row
 
 
-@row
-def autocast(run: Run) -> None:
-    """Forward and loss under autocast to bfloat16."""
-    model = run.wrap(mlp())
-    for x, y in run.training(run.sgd(model)):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = classify(model, x, y)
-        loss.backward()
-        run.note(loss)
-
-
-def train_scaled(run: Run, *, bad_step: int = -1, clip: bool = False, **options: bool) -> None:
-    """``bad_step`` has an infinite loss on rank 0, and is skipped by the scaler."""
+def train_scaled(run: Run, *, clip: bool = False, **options: bool) -> None:
+    """Under autocast; the second step has an infinite loss on rank 0, and is skipped by the scaler."""
     model = run.wrap(mlp())
     optimizer = run.sgd(model, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -32,7 +20,7 @@ def train_scaled(run: Run, *, bad_step: int = -1, clip: bool = False, **options:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = classify(model, x, y)
-        if step == bad_step and run.rank == 0:
+        if step == 1 and run.rank == 0:
             loss = loss * math.inf
         scaler.scale(loss).backward()
         if clip:
@@ -44,21 +32,15 @@ def train_scaled(run: Run, *, bad_step: int = -1, clip: bool = False, **options:
 
 
 @row
-def scaled_gradients_that_overflow(run: Run) -> None:
-    """Autocast with a GradScaler that skips a step whose gradients are infinite on one rank."""
-    train_scaled(run, bad_step=2)
-
-
-@row
 def scaled_gradients_clipped(run: Run) -> None:
     """GradScaler with unscale_ and clipping, and a step that is skipped."""
-    train_scaled(run, bad_step=1, clip=True)
+    train_scaled(run, clip=True)
 
 
 @row
 def scaled_gradients_in_a_fused_step(run: Run) -> None:
     """A GradScaler whose scale a fused kernel divides by."""
-    train_scaled(run, bad_step=1, fused=True)
+    train_scaled(run, fused=True)
 
 
 @row
@@ -87,21 +69,6 @@ def master_weights(run: Run) -> None:
         with torch.no_grad():
             for master, parameter in zip(masters, module.parameters(), strict=True):
                 parameter.copy_(master)
-
-
-@row
-def channels_last(run: Run) -> None:
-    """Convolutions in channels_last."""
-    network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.LazyLinear(CLASSES))
-    network(torch.zeros(1, 2, 5, 5))
-    model = run.wrap(network.to(memory_format=torch.channels_last))
-    optimizer = run.sgd(model)
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + run.rank)
-        x = torch.randn(3, 2, 5, 5, generator=generator).contiguous(memory_format=torch.channels_last)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), torch.tensor([0, 1, 2])).backward()
-        optimizer.step()
 
 
 class Phases(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from ways_of_training.networks import classify, mlp, train
+from ways_of_training.networks import mlp, train
 from ways_of_training.run import CLASSES, WIDTH, Run
 from ways_of_training.table import refused, row
 
@@ -16,9 +16,9 @@ READY_TWICE = "mark a variable ready only once"
 class Blocks(nn.Module):
     """Two blocks that are recomputed, with dropout in them; ``calls`` says in which order they are called."""
 
-    def __init__(self, *calls: int, reentrant: bool, nested: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, *calls: int, reentrant: bool, dropout: float = 0.0) -> None:
         super().__init__()
-        self.calls, self.reentrant, self.nested = calls or (0, 1), reentrant, nested
+        self.calls, self.reentrant = calls or (0, 1), reentrant
         self.inlet, self.outlet = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)
@@ -27,13 +27,8 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.inlet(x))
         for index in self.calls:
-            call = self._inner if self.nested else self.blocks[index]
-            arguments = (index, x) if self.nested else (x,)
-            x = x + checkpoint(call, *arguments, use_reentrant=self.reentrant)
+            x = x + checkpoint(self.blocks[index], x, use_reentrant=self.reentrant)
         return self.outlet(x)
-
-    def _inner(self, index: int, x: Tensor) -> Tensor:
-        return checkpoint(self.blocks[index], torch.tanh(x), use_reentrant=self.reentrant)
 
 
 @row
@@ -66,13 +61,3 @@ def wrapper_recomputed(run: Run) -> None:
     model = run.wrap(mlp(8, 8))
     for x, y in run.training(run.sgd(model), 4):
         F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
-
-
-@row
-def recomputed_while_accumulating(run: Run) -> None:
-    """Recomputed blocks, two micro-batches a step, the first inside no_sync."""
-    model = run.wrap(Blocks(reentrant=False))
-    for x, y in run.training(run.sgd(model), size=8):
-        with model.no_sync():
-            classify(model, x[:4], y[:4]).backward()
-        classify(model, x[4:], y[4:]).backward()

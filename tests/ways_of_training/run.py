@@ -36,9 +36,6 @@ class Plain(nn.Module):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def join(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
 
 @functools.cache
 def backend_group() -> dist.ProcessGroup:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from ways_of_training.networks import classify, mlp
 from ways_of_training.run import Run
 from ways_of_training.table import SAME, left_out, refused, row
@@ -38,47 +37,6 @@ def train(run: Run, model: Any, step_of: Callable[[int, Tensor, Tensor], None]) 
         run.note(classify(model.module, x, y))
 
 
-class Picky(nn.Module):
-    """Raises between two layers when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = mlp(8, outputs=8), mlp(8, inputs=8)
-        self.is_bad = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        if self.is_bad:
-            raise BadBatchError
-        return self.second(hidden)
-
-
-@row
-def forward_raises(run: Run) -> None:
-    """Forward raises on the very first batch, and on a later one."""
-    model = run.wrap(Picky())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        model.module.is_bad = step in (0, 3)
-        classify(model, x, y).backward()
-
-    train(run, model, step_of)
-
-
-@row
-def loss_raises(run: Run) -> None:
-    """The loss raises, after a forward that was complete."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        output = model(x)
-        if step == 1:
-            raise BadBatchError
-        F.cross_entropy(output, y).backward()
-
-    train(run, model, step_of)
-
-
 def let_pass(hidden: Tensor) -> None:
     """What a forward does in good steps."""
 
@@ -102,21 +60,27 @@ class Watched(nn.Module):
         return self.second(hidden)
 
 
-def train_watched(run: Run, bad_steps: tuple[int, ...], **options: Any) -> None:
-    """In bad steps backward raises half-way, after the second half's gradients have been exchanged."""
-    model = run.wrap(Watched(), **options)
+def train_watched(run: Run, bad_steps: tuple[int, ...], watch: Callable[[Tensor], Any]) -> None:
+    """In bad steps ``watch`` is what lies between the two halves."""
+    model = run.wrap(Watched())
 
     def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        model.module.watch = attack if step in bad_steps else let_pass
+        model.module.watch = watch if step in bad_steps else let_pass
         classify(model, x, y).backward()
 
     train(run, model, step_of)
 
 
+@row
+def forward_raises(run: Run) -> None:
+    """Forward raises between two layers on the very first batch, and on a later one."""
+    train_watched(run, (0, 3), refuse)
+
+
 @row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
 def backward_raises_half_way(run: Run) -> None:
-    """A tensor hook raises in the middle of backward, on all ranks, twice."""
-    train_watched(run, (1, 3))
+    """A tensor hook raises in the middle of backward, after the second half's exchange, on all ranks, twice."""
+    train_watched(run, (1, 3), attack)
 
 
 @row
@@ -139,22 +103,6 @@ def new_wrapper_after_a_backward_that_raised(run: Run) -> None:
         module.zero_grad()
         model = run.wrap(module)
         optimizer = run.sgd(model)
-
-
-@row(native=refused(UNFINISHED), everywhere=refused(UNFINISHED))
-def backward_raises_at_a_parameter(run: Run) -> None:
-    """A hook of a parameter's gradient raises."""
-    model = run.wrap(mlp())
-
-    def step_of(step: int, x: Tensor, y: Tensor) -> None:
-        handle = model.module[2].weight.register_hook(refuse) if step == 2 else None
-        try:
-            classify(model, x, y).backward()
-        finally:
-            if handle is not None:
-                handle.remove()
-
-    train(run, model, step_of)
 
 
 @row

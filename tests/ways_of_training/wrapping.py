@@ -14,12 +14,6 @@ NO_GROUP = left_out("a plain process has no group")
 
 
 @row
-def static_graph(run: Run) -> None:
-    """static_graph, bucket views."""
-    train(run, run.wrap(mlp(), static_graph=True, gradient_as_bucket_view=True), 4)
-
-
-@row
 def static_graph_accumulating(run: Run) -> None:
     """static_graph whose later steps accumulate inside no_sync."""
     model = run.wrap(mlp(), static_graph=True)
@@ -34,13 +28,6 @@ def static_graph_accumulating(run: Run) -> None:
 def bucket_sizes_listed(run: Run) -> None:
     """bucket_cap_mb_list."""
     train(run, run.wrap(mlp(8, 8, 8), bucket_cap_mb_list=[0.0001, 0.0003]))
-
-
-@row
-def unused_reduction_skipped(run: Run) -> None:
-    """skip_all_reduce_unused_params with a head that nobody uses."""
-    model = run.wrap(Pieces(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    train(run, model)
 
 
 @row(slow=True)
