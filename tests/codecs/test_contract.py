@@ -106,12 +106,6 @@ def test_lossless_says_so_truly(codec, generator):
     assert (bits(decoded(codec, encoded(codec, odd), odd.numel(), odd.dtype)) == bits(odd)) == codec.is_lossless
 
 
-def test_equal_values_make_equal_payloads(codec, generator):
-    values = values_of(100, torch.float32, generator)
-    chosen = codec_for(codec, values.dtype)
-    assert bits(encoded(chosen, values)) == bits(encoded(chosen, values.clone()))
-
-
 def test_payloads_that_a_collective_may_add_are_values_in_another_dtype(codec, generator):
     values = values_of(100, torch.float64, generator)
     dtype = codec.summed_dtype(values.dtype)

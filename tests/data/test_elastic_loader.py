@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import random
 import signal
 from collections.abc import Callable, Sequence
@@ -171,14 +170,6 @@ def test_each_sample_is_taken_once_in_an_epoch(virtual_workers, batch_size, beyo
         assert set(sizes[-1]) == {batch_size}
 
 
-def test_few_samples_join_the_step_before():
-    plan = SamplePlan(8, 3, 2, seed=0, shuffle=False, drop_last=False)
-    assert plan.steps_per_epoch == 1
-    assert [plan.samples(1, v) for v in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
-    plan = SamplePlan(9, 3, 2, seed=0, shuffle=False, drop_last=False)
-    assert [plan.samples(2, v) for v in range(3)] == [[6], [7], [8]]
-
-
 def test_permutations_differ_by_epoch_and_seed_and_may_be_asked_for_in_any_order():
     def order(plan: SamplePlan, epoch: int) -> list[int]:
         return [index for step in plan.steps_of(epoch) for v in range(2) for index in plan.samples(step, v)]
@@ -322,18 +313,6 @@ def test_tensors_of_a_batch_are_aligned_as_torch_aligns_them():
 # ---- loader processes -----------------------------------------------------------------------------------------------
 
 
-class Dies(Augmented):
-    def __getitem__(self, index):
-        if get_worker_info() is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-def test_a_loader_process_that_dies_is_torch_s_error():
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
-        train(ScriptedPlayer(4, plays(0, 1)), dataset=Dies(), num_workers=1)
-
-
 class Raises(Augmented):
     def __getitem__(self, index):
         raise LookupError(f"no sample {index}")
@@ -432,14 +411,6 @@ def test_the_mean_of_what_was_recorded():
             assert step.mean() == (0.0 + 0.1 + 0.2 + 0.1 * 3) / 4
             with pytest.raises(ReductionError, match="inside the loop"):
                 step.record(1.0)
-
-
-def test_nothing_recorded_has_no_mean():
-    loader = loader_for(ScriptedPlayer(4, plays(0, 1)))
-    steps = loader.steps(next(loader.epochs(1)))
-    step = next(steps)
-    list(step.batches)
-    assert math.isnan(step.mean())
 
 
 def test_facts_that_workers_have_alike():

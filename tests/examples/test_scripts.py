@@ -89,12 +89,6 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path, small_images, strategy
     assert re.findall(r"accuracy .*?%", evaluated) == re.findall(r"accuracy .*?%", whole)[-1:]
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks(small_images):
-    options = ("--data", small_images, "--learning-rate", "1e30")
-    with pytest.raises(AssertionError, match="NonFiniteLossError"):
-        run_ranks(run_main, 2, "train_images", *options)
-
-
 @pytest.fixture(scope="module")
 def server():
     with running_server() as running:

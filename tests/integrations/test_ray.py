@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from support.waiting import eventually
 
-from psengine.errors import MissingExtraError
-
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "ray_trainings.py"
 MARKER = "PSENGINE_TEST_RAY"
@@ -167,14 +165,6 @@ def test_the_program_of_the_page_learns(trained):
 
 
 # ---- without a cluster -----------------------------------------------------------------------------------------------
-
-
-def test_without_ray_the_extra_is_named(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("psengine.integrations.ray")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"under Ray need ray.*Fix: pip install .*\[ray\]"):
-        importlib.import_module("psengine.integrations.ray")
 
 
 WRONG = [

@@ -42,12 +42,13 @@ def test_accelerate_and_transformers_train_as_over_native_ddp(tmp_path: Path) ->
         run("transformers", in_a_rank, tmp_path, server.addresses[0])
 
 
-@pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers"])
+@pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers", "ray"])
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    extra = "ray" if library == "ray" else "integrations"
     monkeypatch.setitem(sys.modules, library, None)
-    for name in ("lightning", "accelerate", "transformers"):
-        monkeypatch.delitem(sys.modules, f"psengine.integrations.{name}", raising=False)
-    with pytest.raises(psengine.MissingExtraError, match=rf"{library}.*pip install.*\[integrations\]"):
+    for name in [name for name in sys.modules if name.startswith("psengine.integrations.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(psengine.MissingExtraError, match=rf"{library}.*Fix: pip install.*\[{extra}\]"):
         importlib.import_module(f"psengine.integrations.{library}")
 
 

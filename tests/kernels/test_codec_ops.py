@@ -113,10 +113,6 @@ def all_equal(numel, generator):
     return torch.full((numel,), -0.5)
 
 
-def zeros(numel, generator):
-    return torch.zeros(numel)
-
-
 def of_two_magnitudes(numel, generator):
     """The sample of 4,096 values meets the large ones too seldom."""
     values = ordinary(numel, generator).sign()
@@ -129,7 +125,7 @@ def nans(numel, generator):
 
 
 @pytest.mark.parametrize(
-    "make", [ordinary, of_all_magnitudes, poisoned, mostly_zeros, all_equal, zeros, of_two_magnitudes, nans]
+    "make", [ordinary, of_all_magnitudes, poisoned, mostly_zeros, all_equal, of_two_magnitudes, nans]
 )
 def test_largest(table, make, generator):
     for numel, wanted in ((1, 1), (40, 3), (900, 900), (20_000, 30), (20_000, 500)):

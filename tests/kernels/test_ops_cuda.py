@@ -115,11 +115,6 @@ def test_many_tensors(count):
     check(lambda device: tensors_of(sizes, torch.float32, device), torch.float32)
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [0, 0, 0]])
-def test_nothing_to_move(sizes):
-    check(lambda device: tensors_of(sizes, torch.float32, device), torch.float32)
-
-
 @pytest.mark.parametrize(("dtype", "source_dtype"), PAIRS, ids=name_of)
 @pytest.mark.parametrize(("destination_lead", "source_lead"), [(0, 0), (1, 1), (0, 1), (3, 2)])
 def test_accumulate(dtype, source_dtype, destination_lead, source_lead):

@@ -39,12 +39,6 @@ def run_program(source: str, *options: object) -> dict[str, Any]:
     return names
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as running:
-        yield running
-
-
 def use(strategy: str, address: str, job: str) -> None:
     """Have the next model of this process agree in this way, at a server that does not know the job yet."""
     os.environ.update(PSENGINE_STRATEGY=strategy, PSENGINE_SERVERS=address, PSENGINE_JOB=job)

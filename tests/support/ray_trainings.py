@@ -70,7 +70,6 @@ def train(config):
         optimizer = psengine.DistributedOptimizer(optimizer, model)
     start = {
         "pid": os.getpid(),
-        "node": ray.get_runtime_context().get_node_id(),
         "epoch": first_epoch,
         "context": [
             context.rank,
@@ -132,7 +131,7 @@ def train(config):
     return weights
 
 
-def run(name, torch_config, folder, *, workers=2, epochs=3, storage=None, failures=2, resources=None, **options):
+def run(name, torch_config, folder, *, epochs=3, storage=None, failures=2, **options):
     settings = {"native": False, "kill": "", "pause_s": 0.0, "reports_wrongly": False, "epochs": epochs, **options}
     folder = Path(folder) / name
     folder.mkdir()
@@ -140,7 +139,7 @@ def run(name, torch_config, folder, *, workers=2, epochs=3, storage=None, failur
         train,
         train_loop_config={"folder": str(folder), **settings},
         torch_config=torch_config,
-        scaling_config=ScalingConfig(num_workers=workers, placement_strategy="SPREAD", resources_per_worker=resources),
+        scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
         run_config=RunConfig(
             name=storage or name,
             storage_path=str(folder.parent / "storage"),

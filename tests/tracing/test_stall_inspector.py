@@ -117,10 +117,6 @@ def test_a_rank_that_comes_late_is_named_and_training_goes_on(monkeypatch, colle
     assert others["WARNING"] == []
 
 
-def _stop_oneself():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def _until_stopped(process_id):
     deadline = time.monotonic() + 30
     while process_state(process_id) != "T" and time.monotonic() < deadline:
@@ -143,7 +139,7 @@ def _host_of_the_store_is_stopped(rank, world_size, port_file):
 
     def before_last_step():
         if rank == 0:
-            _stop_oneself()
+            os.kill(os.getpid(), signal.SIGSTOP)
         else:
             _until_stopped(process_id)
             deadline.start()
