@@ -23,7 +23,7 @@ import pytest
 import torch
 from attacks.kill_loop import LEASE_S, Servers, last_step
 from attacks.throttled_relay import throttled_relay
-from support.fault_workers import Reports, Worker, end_myself, expect_workers, results_of, worker_processes
+from support.fault_workers import Reports, Worker, expect_workers, results_of, worker_processes
 from support.marks import slow
 from support.processes import run_ranks
 from support.server_process import Peer, ServerProcess, running_server
@@ -102,17 +102,15 @@ def train_sync(
     steps: int,
     world_size: int = 1,
     pause_s: float = 0.0,
-    prepare: Callable[[Any], None] = lambda strategy: None,
     options: dict[str, Any] | None = None,
     **wrapping: Any,
 ) -> Any:
     """Train until the model has seen ``steps`` steps.
 
-    Returns {step: averages}, the state, and the momenta. ``prepare(strategy)`` plants a fault.
+    Returns {step: averages}, the state, and the momenta.
     """
     rank, strategy, wrapped, optimizer = begin(psengine.SyncServer, address, world_size, options, **wrapping)
     reports.say("entered", strategy.completed_steps)
-    prepare(strategy)
     averages: dict[int, State] = {}
     while strategy.completed_steps < (steps := reports.told() or steps):
         x, y = batch(rank, strategy.completed_steps)
@@ -178,43 +176,6 @@ def assert_same_end(results: Sequence[Any]) -> None:
     for (averages, _, _), step in itertools.product(results, results[0][0]):
         if step in averages:
             assert_equal(averages[step], results[0][0][step])
-
-
-class DieInStep:
-    """SIGKILL from inside, once ``pushes`` of step ``step``'s chunks have been handed over."""
-
-    def __init__(self, step: int, pushes: int) -> None:
-        self._step, self._pushes = step, pushes
-
-    def __call__(self, strategy: Any) -> None:
-        session, count, push = strategy.session, 0, strategy.session.push
-
-        def count_and_die(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal count
-            operation = push(*arguments, **keywords)
-            if strategy.completed_steps >= self._step:
-                count += 1
-                if count == self._pushes:
-                    end_myself()
-            return operation
-
-        session.push = count_and_die
-
-
-@pytest.mark.parametrize("pushes", [2, slow(6)])
-def test_a_worker_killed_in_the_middle_of_a_push_is_left_out(server, pushes):
-    steps = 12
-    with worker_processes() as workers:
-        survivors = [workers.start(train_sync, server.addresses[0], steps, 3, rank=rank) for rank in (0, 2)]
-        victim = workers.start(train_sync, server.addresses[0], steps, 3, 0.0, DieInStep(5, pushes), rank=1)
-        _, died_s = victim.wait_for("step", at_least=5)
-        assert_goes_on(survivors, died_s)
-        results = results_of(survivors)
-    assert_same_end(results)
-    phases = phases_of(results[0], (0, 1, 2))
-    # With all six parameters on their way its last step may count, in every chunk.
-    taken = 6 if pushes == 6 and len(phases[5]) == 3 else 5
-    assert phases == [(0, 1, 2)] * taken + [(0, 2)] * (steps - taken)
 
 
 def end_soon(workers: Sequence[Worker]) -> list[Any]:

@@ -187,12 +187,6 @@ def worker_processes() -> Iterator[WorkerProcesses]:
                 worker.end()
 
 
-def end_myself() -> None:
-    """SIGKILL, from inside: dies at an exact place."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
 def _end_with_parent() -> None:
     """A test process that is killed cannot end its workers."""
     parent = multiprocessing.parent_process()
