@@ -114,26 +114,15 @@ def copies(collective: Collective) -> None:
 
 
 def parts_for_each_rank(collective: Collective) -> None:
-    """Of different sizes, some of them empty."""
+    """Of different sizes, some of them empty; all ranks send, the last one alone, or all but the last."""
     rank, world_size = collective.rank, collective.world_size
-    for sizes in (list(range(world_size)), [1000 + other for other in range(world_size)], [0] * world_size):
-        values = [torch.arange(sum(sizes), dtype=torch.float64) + 0.25 * other for other in range(world_size)]
-        output = torch.empty(world_size, sizes[rank], dtype=torch.float64)
-        collective.all_to_all(output, values[rank].clone(), sizes, range(world_size), what="test").wait()
-        assert torch.equal(output, torch.stack([v.split(sizes)[rank] for v in values]))
-
-
-def parts_of_some_ranks(collective: Collective) -> None:
-    """Only the last rank sends, then all but the last."""
-    rank, world_size = collective.rank, collective.world_size
-    sizes = [3 + other for other in range(world_size)]
-    for senders in ([world_size - 1], list(range(world_size - 1))):
-        flats = {other: torch.arange(sum(sizes), dtype=torch.float32) + 0.25 * other for other in senders}
-        output = torch.empty(len(senders), sizes[rank])
-        collective.all_to_all(output, flats.get(rank, torch.empty(0)), sizes, senders, what="test").wait()
-        assert all(
-            torch.equal(row, flats[sender].split(sizes)[rank]) for row, sender in zip(output, senders, strict=True)
-        )
+    ranks = list(range(world_size))
+    for sizes in (ranks, [1000 + other for other in ranks], [0] * world_size):
+        for senders in (ranks, ranks[-1:], ranks[:-1]):
+            flats = {other: torch.arange(sum(sizes), dtype=torch.float64) + 0.25 * other for other in senders}
+            output = torch.empty(len(senders), sizes[rank], dtype=torch.float64)
+            collective.all_to_all(output, flats.get(rank, output.new_empty(0)), sizes, senders, what="test").wait()
+            assert all(map(torch.equal, output, (flats[sender].split(sizes)[rank] for sender in senders)))
 
 
 def dealt(world_size: int, count: int, seed: int) -> list[tuple[int, int]]:
@@ -265,7 +254,6 @@ def contract(rank: int, world_size: int, name: str) -> list[str]:
     found = sums(collective)
     copies(collective)
     parts_for_each_rank(collective)
-    parts_of_some_ranks(collective)
     found += contributions(collective)
     one_memory(collective, name)
     bytes_of_any_length(collective)
