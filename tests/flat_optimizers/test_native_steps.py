@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
+from support.native_extension import KERNELS, using_kernels
 from torch.optim.sgd import sgd
 
 from psengine.flat_optimizers import native_steps
 from psengine.flat_optimizers.finite import is_finite
-from psengine.kernels import native, ops
+from psengine.kernels import ops
 
 pytestmark = pytest.mark.skipif(not ops.native_available(), reason="psengine was built without its native extension")
 
@@ -23,14 +24,11 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(params=["avx512", "avx2", "baseline"])
+@pytest.fixture(params=KERNELS)
 def table(request):
-    best = ops.native_kernels()
-    if not native.extension._use_kernels(request.param):
-        pytest.skip("this processor cannot run them")
-    native_steps._has_bits_of_torch.cache_clear()
-    yield request.param
-    assert native.extension._use_kernels(best)
+    with using_kernels(request.param):
+        native_steps._has_bits_of_torch.cache_clear()
+        yield request.param
     native_steps._has_bits_of_torch.cache_clear()
 
 

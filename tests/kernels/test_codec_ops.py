@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles import payloads
+from support.native_extension import KERNELS, using_kernels
 from support.tensors import assert_same_bits
 
 from psengine.kernels import codec_ops, native, ops
@@ -17,17 +18,14 @@ FORMS = {"int8": INT8, "fp4": FP4, "onebit": ONEBIT}
 NUMELS = [0, 1, 31, 32, 33, 255, 256, 257, 511, 512, 513, 3000]
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512", "no operators for the device"])
+@pytest.fixture(params=[*KERNELS, "no operators for the device"])
 def table(request, monkeypatch):
     if request.param.startswith("no"):
         monkeypatch.setattr(native, "runs_on", lambda *_: False)
         yield
         return
-    best = ops.native_kernels()
-    if not native.extension._use_kernels(request.param):
-        pytest.skip("this processor cannot run them")
-    yield
-    assert native.extension._use_kernels(best)
+    with using_kernels(request.param):
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from support.native_extension import KERNELS, using_kernels
 from support.tensors import FLOATS, assert_same_bits
 
 from psengine.kernels import native, ops
@@ -16,7 +17,6 @@ from psengine.kernels import native, ops
 needs_native = pytest.mark.skipif(not ops.native_available(), reason="psengine._native was not built")
 
 PAIRS = [(a, b) for a in FLOATS for b in FLOATS]
-TABLES = ["baseline", "avx2", "avx512"]
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 # Below, at and above a vector, a cache block (1,024) and a block of a thread's work (4,096).
 SIZES = [0, 1, 3, 15, 16, 17, 31, 0, 1023, 1025, 4096, 4097, 10_001]
@@ -30,7 +30,7 @@ def generator():
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(params=[*TABLES, "torch"])
+@pytest.fixture(params=[*KERNELS, "torch"])
 def table(request, monkeypatch):
     """Run the test with each table of kernels that this processor can run, and in plain torch."""
     if request.param == "torch":
@@ -39,11 +39,8 @@ def table(request, monkeypatch):
         return
     if not ops.native_available():
         pytest.skip("psengine._native was not built")
-    best = ops.native_kernels()
-    if not native.extension._use_kernels(request.param):
-        pytest.skip("this processor cannot run them")
-    yield request.param
-    assert native.extension._use_kernels(best)
+    with using_kernels(request.param):
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

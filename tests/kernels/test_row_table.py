@@ -10,6 +10,7 @@ import sys
 import numpy
 import pytest
 import torch
+from support.native_extension import KERNELS, using_kernels
 from support.tensors import assert_same_bits
 from torch import nn
 
@@ -22,13 +23,10 @@ MASK = 2**64 - 1
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad"]
 
 
-@pytest.fixture(params=["avx512", "avx2", "baseline"])
+@pytest.fixture(params=KERNELS)
 def kernels(request):
-    best = ops.native_kernels()
-    if not native.extension._use_kernels(request.param):
-        pytest.skip("this processor cannot run them")
-    yield request.param
-    assert native.extension._use_kernels(best)
+    with using_kernels(request.param):
+        yield request.param
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +168,7 @@ def test_rowwise_adagrad_has_one_accumulator_for_each_row(kernels, dim):
 def test_all_kernels_compute_the_same_accumulators(optimizer):
     best, found = ops.native_kernels(), []
     gradient = torch.randn(50, 37)
-    for kernels in ("avx512", "avx2", "baseline"):
+    for kernels in KERNELS:
         if native.extension._use_kernels(kernels):
             table = table_of(37, optimizer)
             table.step(torch.arange(50), gradient, 0.1, 1)

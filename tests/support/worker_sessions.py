@@ -30,22 +30,15 @@ def entered(
     return session
 
 
-def all_entered(
-    addresses: str | Sequence[str], workers: int, specs: Sequence[ChunkSpec] = (), **options: Any
-) -> list[WorkerSession]:
-    """All workers of a job, by rank: an averaging job begins when the last one has come."""
-    options["world_size"] = workers
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda rank: entered(addresses, rank, specs, **options), range(workers)))
-
-
 @contextmanager
 def crew(
     addresses: str | Sequence[str], workers: int, specs: Sequence[ChunkSpec] = (), **options: Any
 ) -> Iterator[list[WorkerSession]]:
-    """``all_entered``, until the end of the block."""
+    """All workers of a job, by rank, until the end of the block: an averaging job begins when the last one has come."""
+    options["world_size"] = workers
     with ExitStack() as stack:
-        sessions = all_entered(addresses, workers, specs, **options)
+        with ThreadPoolExecutor(workers) as pool:
+            sessions = list(pool.map(lambda rank: entered(addresses, rank, specs, **options), range(workers)))
         for session in sessions:
             stack.callback(session.close)
         yield sessions
