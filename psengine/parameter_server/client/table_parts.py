@@ -7,11 +7,12 @@ ids, as asked ─ unique ─► ids, ascending ─ part_of ─► ids by part �
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 
-from psengine.errors import ArgumentTypeError, ConfigurationError, RowIdError, ServerRefusedError
+from psengine.errors import ArgumentTypeError, ConfigurationError, ProtocolError, RowIdError, ServerRefusedError
 from psengine.kernels.row_table import part_of
 from psengine.parameter_server.client.operation import Push, Request, wait_all
 from psengine.parameter_server.client.options import SessionOptions
@@ -135,7 +136,11 @@ class TableParts:
             while start is not None:
                 answer = self.session.pull(key, scan=start, most=self.most).wait()
                 yield unpack_rows(answer, self.spec.dim)[0].clone()
-                start = answer.body.get("next")
+                following = answer.body.get("next")
+                if following is not None and following <= start:
+                    text = f"a scan goes on behind its place (expected more than {start}, got {following})"
+                    raise ProtocolError(f"table {self.spec.name!r}: {text}")
+                start = following
 
     # ---- writing -----------------------------------------------------------------------------------------------
 
@@ -220,13 +225,15 @@ def tables_in(session: WorkerSession, layout: Sequence[ChunkSpec]) -> dict[str, 
 def read_tables(options: SessionOptions) -> dict[str, TableParts]:
     """Connect a reader to the tables of a model, by name; ``options`` are those of its own job."""
     found: dict[str, TableParts] = {}
-    for suffix in JOB_SUFFIXES:
-        session = WorkerSession(replace(options, job=options.job + suffix, rule=None, run="", rank=None))
-        session.start()
-        try:
-            found |= tables_in(session, session.layout())
-        except ServerRefusedError as error:
-            session.close()
-            if error.code != ErrorCode.NOT_READY:
-                raise
+    with ExitStack() as sessions:
+        for suffix in JOB_SUFFIXES:
+            session = WorkerSession(replace(options, job=options.job + suffix, rule=None, run="", rank=None))
+            sessions.enter_context(session)
+            try:
+                found |= tables_in(session, session.layout())
+            except ServerRefusedError as error:
+                session.close()
+                if error.code != ErrorCode.NOT_READY:
+                    raise
+        sessions.pop_all()
     return found
