@@ -32,6 +32,8 @@ Group = Annotated[
     dict[Annotated[str, Meta(pattern=r"\A[^\W\d]\w*\Z", max_length=64)], bool | float | tuple[float, float] | None],
     Meta(max_length=64),
 ]
+# Of all shards of a server's follower, in order.
+Addresses = Annotated[list[bounds.Printable], Meta(min_length=1, max_length=256)]
 Groups = Annotated[list[Group], Meta(min_length=1, max_length=1024)]
 
 
@@ -139,6 +141,7 @@ class Welcome(Body):
     heartbeat_s: bounds.Seconds
     registration: bounds.Unsigned64 | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
+    replicas: Addresses | UnsetType = UNSET
 
 
 class Commit(Body, tag_field="what"):
@@ -258,6 +261,7 @@ class Resumed(Body):
     view_epoch: bounds.Unsigned64
     missing: list[bounds.Key] | UnsetType = UNSET
     memory: tuple[bounds.Unsigned, bounds.Unsigned, bounds.Unsigned64] | UnsetType = UNSET
+    replicas: Addresses | UnsetType = UNSET
 
 
 class Configure(Body):
@@ -360,6 +364,7 @@ class Ok(Body):
     generation: bounds.Unsigned | UnsetType = UNSET
     waiting_for: list[bounds.Rank] | UnsetType = UNSET
     why: bounds.Printable | UnsetType = UNSET
+    replicas: Addresses | UnsetType = UNSET
     text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=bounds.PRINTABLE)] | UnsetType = UNSET
 
 
@@ -369,6 +374,21 @@ class Admin(Body):
     action: Annotated[str, bounds.one_of(*messages.ADMIN_ACTIONS)]
     job: bounds.JobName | UnsetType = UNSET
     worker: bounds.Rank | UnsetType = UNSET
+    accept_loss: bool | UnsetType = UNSET
+
+
+class Follow(Body):
+    """FOLLOW. ``index``: of the shard; ``addresses``: of all ``shards`` of the follower."""
+
+    software: bounds.Printable
+    shards: bounds.Positive
+    index: bounds.Unsigned
+    addresses: Addresses
+
+    def __post_init__(self) -> None:
+        """Check that each shard has an address."""
+        if not self.index < self.shards == len(self.addresses):
+            raise ValueError("`index` is below `shards`, and each shard has an address")
 
 
 class Error(Body):
@@ -402,6 +422,7 @@ TYPES: dict[MessageType, Any] = {
     MessageType.ADMIN: Admin,
     MessageType.OK: Ok,
     MessageType.ERROR: Error,
+    MessageType.FOLLOW: Follow,
 }
 
 
@@ -448,7 +469,9 @@ def convert(value: Any, wanted: Any, what: str, code: str = ErrorCode.BAD_MESSAG
             got = got[name or int(index)]
     if "(expected" not in text:
         text = re.sub(", got `?[^`]*`?$", "", text).replace(f"matching regex {bounds.PRINTABLE!r}", "without controls")
-        text = re.sub(r"`str` matching regex '\\+A\((.*)\)\\+Z'", r"one of \1", text)  # a list of words
+        words = re.search(r"`str` matching regex '\\+A\((.*)\)\\+Z'", text)
+        if words is not None:
+            text = text.replace(words[0], f"one of {words[1]}".replace("\\", ""))
         text = f"{text}, got {reprlib.repr(got)}"
     if text.startswith("Expected"):
         text = f"(e{text[1:]})".replace("`", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from msgspec import Meta
@@ -18,7 +19,7 @@ DIGEST_BYTES = 16
 
 def one_of(*words: str) -> Meta:
     """A text that is one of these words."""
-    return Meta(pattern=rf"\A({'|'.join(words)})\Z")
+    return Meta(pattern=rf"\A({'|'.join(map(re.escape, words))})\Z")
 
 
 # msgpack's integers have at most 64 bits.

@@ -30,8 +30,8 @@ from psengine.protocol.layout import TableSpec, job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, ErrorCode, Message, MessageType
 
 # magic, protocol version, type, flags, job, epoch, view, worker, key, incarnation, sequence, version, numel,
-# payload_bytes, body_bytes, dtype, three zero bytes, place
-_HEADER = struct.Struct("<4sHBBQQQIIQQQQQIB3sQ")
+# payload_bytes, body_bytes, dtype, a zero byte, term, place
+_HEADER = struct.Struct("<4sHBBQQQIIQQQQQIBBHQ")
 HEADER_BYTES = _HEADER.size
 TYPE_AT = 6  # offset of the type; magic, protocol version and type lie alike in every version
 _BODY_BYTES_AT = 80
@@ -80,7 +80,7 @@ def encode(message: Message) -> list[Any]:
     frames[0] = _HEADER.pack(
         messages.MAGIC, messages.PROTOCOL_VERSION, message.type, flags, message.job, message.epoch, message.view,
         message.worker, message.key, message.incarnation, message.sequence, message.version, numel, payload_bytes,
-        body_bytes, dtype_number, b"\0\0\0", message.place or 0,
+        body_bytes, dtype_number, 0, message.term, message.place or 0,
     )  # fmt: skip
     return frames
 
@@ -99,7 +99,7 @@ def decode(frames: Sequence[Any]) -> Message:
         raise _not_a_header(frames)
     (
         magic, peer_version, number, flags, job, epoch, view, worker, key, incarnation, sequence, chunk_version, numel,
-        payload_bytes, body_bytes, dtype_number, zeros, place,
+        payload_bytes, body_bytes, dtype_number, zero, term, place,
     ) = _HEADER.unpack(frames[0])  # fmt: skip
     kind = _TYPES.get(number)
     # An ERROR is readable in every version, so that each side learns of the other's.
@@ -108,7 +108,7 @@ def decode(frames: Sequence[Any]) -> Message:
     if kind is None:
         raise ProtocolError(f"unknown message type (expected 1 to {max(_TYPES)}, got {number})")
     unused = place if not flags & FLAG_IN_SEGMENT else 0
-    _check_equal(kind, "has reserved bits set", 0, flags >> 4 | flags & 1 | int.from_bytes(zeros, "little") | unused)
+    _check_equal(kind, "has reserved bits set", 0, flags >> 4 | flags & 1 | zero | unused)
     has_body, has_payload = flags >> 1 & 1, flags >> 2 & 1
     pieces = frames[1 + has_body :]
     # A log has the pieces of a payload as one, and none of an empty one.
@@ -125,7 +125,7 @@ def decode(frames: Sequence[Any]) -> Message:
         _check_equal(kind, "payload does not have the header's number of bytes", payload_bytes, payload.nbytes)
     return Message(
         kind, job, epoch, worker, incarnation, key, sequence, chunk_version, DTYPES.get(dtype_number), numel, body,
-        payload, place if flags & FLAG_IN_SEGMENT else None, view,
+        payload, place if flags & FLAG_IN_SEGMENT else None, view, term,
     )  # fmt: skip
 
 

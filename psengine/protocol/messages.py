@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAGIC = b"PSEN"
 
 # A VIEW names every worker, and a RESUME every open push: thousands.
@@ -31,9 +31,16 @@ MAX_COUNTED = 2**53
 PUSH_REFUSALS = ("non_finite", "stale", "abstained")
 
 # What ADMIN asks for.
-ADMIN_ACTIONS = ("snapshot", "evict", "forget", "drain", "shutdown")
-# What a server keeps through its end, from the least: nothing, snapshots, every acknowledged update.
-DURABILITY_TIERS = ("memory", "snapshot", "log")
+ADMIN_ACTIONS = ("snapshot", "evict", "forget", "drain", "shutdown", "promote")
+# What a server keeps: nothing, snapshots, all acknowledged updates on its disk, at its follower, or both.
+# Behind each tier those that it offers to jobs, which are as much or less.
+DURABILITY_TIERS = {
+    "memory": ("memory",),
+    "snapshot": ("memory", "snapshot"),
+    "log": ("memory", "snapshot", "log"),
+    "replica": ("memory", "replica"),
+    "log+replica": ("memory", "snapshot", "log", "replica", "log+replica"),
+}
 
 # In the header's worker and key fields.
 NOBODY = 0xFFFFFFFF
@@ -80,6 +87,10 @@ class MessageType(IntEnum):
     ERROR = 28  # refuses a message: body has the code and the words; the same number in every version
     ECHO = 29  # send this back
     ECHOED = 30  # answers ECHO, with the same payload, after all that came before it on this connection was taken
+    # a server's follower and each of its shards
+    FOLLOW = 31  # send me a copy, and what changes it; answered by RECORDs
+    RECORD = 32  # a record of the log, in frames behind the header's; without any: I live
+    KEPT = 33  # the records below this number are here; I live
 
 
 _T = MessageType
@@ -112,7 +123,8 @@ class ErrorCode:
     STATE_LOST = "state_lost"  # the server lost the job's weights
     SHUTTING_DOWN = "shutting_down"
     SNAPSHOT_FAILED = "snapshot_failed"
-    NOT_ALLOWED = "not_allowed"  # ADMIN from somebody who is no operator of this server
+    NOT_ALLOWED = "not_allowed"  # ADMIN from somebody who is no operator of this server, FOLLOW from a stranger
+    NOT_LEADING = "not_leading"  # this server follows another, or waits for its elector: ask at its other address
     INTERNAL = "internal"  # the server failed; its log has the traceback
 
 
@@ -155,6 +167,7 @@ class Message:
         place: where the payload begins in memory that its sender shares (``parameter_server/segment.py``): dtype and
             numel travel, and its bytes do not. A decoded message has no payload until a transport finds it. A received
             gradient is the worker's memory then, and changes once the worker has its answer. None: the payload travels.
+        term: how often the lead of this server has passed on, at its sender; 0 without followers, and of clients.
     """
 
     type: MessageType
@@ -171,3 +184,4 @@ class Message:
     payload: Any = None
     place: int | None = None
     view: int = 0
+    term: int = 0

@@ -27,7 +27,7 @@ VECTORS = json.loads((Path(__file__).parents[1] / "protocol" / "protocol_vectors
 SEEDS = [[bytes.fromhex(frame) for frame in vector["frames"]] for vector in VECTORS]
 # (offset, struct format) of the header's fields after the magic
 FIELDS = [(4, "<H"), (6, "B"), (7, "B"), (8, "<Q"), (16, "<Q"), (24, "<Q"), (32, "<I"), (36, "<I"), (40, "<Q")]
-FIELDS += [(48, "<Q"), (56, "<Q"), (64, "<Q"), (72, "<Q"), (80, "<I"), (84, "B"), (85, "B"), (88, "<Q")]
+FIELDS += [(48, "<Q"), (56, "<Q"), (64, "<Q"), (72, "<Q"), (80, "<I"), (84, "B"), (85, "B"), (86, "<H"), (88, "<Q")]
 INTERESTING = [0, 1, 2, 3, 4, 7, 8, 96, 127, 128, 255, 256, 65535, 65536, 2**24, 2**24 + 1, 2**32 - 1, 2**40, 2**63]
 INTERESTING += [2**64 - 1]
 MAX_SEGMENT_BYTES = 1 << 16

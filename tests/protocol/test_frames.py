@@ -35,10 +35,10 @@ VECTORS = json.loads((Path(__file__).parent / "protocol_vectors.json").read_text
 FRAMES = {vector["name"]: [bytes.fromhex(frame) for frame in vector["frames"]] for vector in VECTORS}
 
 # Written down here a second time, from docs/protocol.md.
-LAYOUT = struct.Struct("<4sHBBQQQIIQQQQQIB3sQ")
+LAYOUT = struct.Struct("<4sHBBQQQIIQQQQQIBBHQ")
 NAMES = (
     "magic", "protocol", "type", "flags", "job", "epoch", "view", "worker", "key", "incarnation", "sequence",
-    "version", "numel", "payload_bytes", "body_bytes", "dtype", "zeros", "place",
+    "version", "numel", "payload_bytes", "body_bytes", "dtype", "zero", "term", "place",
 )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def push(frames=2, **fields):
         (push(dtype=0), "unknown dtype (expected 1 to 12, got 0)"),
         (push(dtype=2), "numel and dtype, in bytes (expected 16, got 8)"),
         (push(flags=20), "reserved bits"),
-        (push(zeros=b"\0\0\1"), "reserved bits"),
+        (push(zero=1), "reserved bits"),
         (push(place=1), "reserved bits"),
         (push(flags=12), "cannot have its payload in shared memory, or twice (got flags 12)"),
         (with_fields(FRAMES["store_blob"][:1], flags=8, body_bytes=0), "STORE cannot have its payload in shared"),
@@ -316,6 +316,8 @@ APPLY = body_of("hello_again_apply")["rule"]
         ("heartbeat", {"steps": 2**53 + 1}, " body.steps: (expected"),
         ("heartbeat", {"loss": math.nan}, " body.loss: (expected"),
         ("configure", changed("configure", optimizer="LBFGS"), " body.optimizer: (expected"),
+        ("hello", changed("hello", rule=APPLY | {"durability": "disk"}), "memory|snapshot|log|replica|log+replica"),
+        ("follow", changed("follow", index=2), "`index` is below `shards`, and each shard has an address"),
     ],
 )
 def test_bodies_that_break_their_schema(name, body, words):

@@ -24,7 +24,7 @@ class ShardSettings:
     def check_tier(self, job: str, rule: Mapping[str, Any]) -> None:
         """Raise ProtocolError where a job asks for more durability than the server has."""
         wanted, offered = rule.get("durability", "memory"), self.durability
-        if DURABILITY_TIERS.index(wanted) > DURABILITY_TIERS.index(offered):
+        if wanted not in DURABILITY_TIERS[offered]:
             raise ProtocolError(
                 f"job {job!r} asks for durability={wanted} (expected a server that offers at least that, got"
                 f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY, or ask for"
