@@ -1,13 +1,13 @@
-"""What a server starts from: a snapshot and the logs that go on from it, spread over its shards. Changes no file.
+"""What a server starts from: a snapshot and the logs that go on from it. Changes no file.
 
 A log's commands are applied by the code that applied them first, so that all bits come again.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
@@ -15,15 +15,13 @@ from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.log.log import Place, segments
 from psengine.parameter_server.server.log.reading import WITHOUT_LOG, LogReader
 from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
-from psengine.parameter_server.server.shard.job import merge_job_meta
 from psengine.parameter_server.server.shard.shard import REPLAYED, Shard
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.frames import decode
-from psengine.protocol.layout import balance
 
 # What was accepted once has its place.
-_SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log")
+SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log")
 
 
 @dataclass(slots=True)
@@ -79,41 +77,71 @@ def recover(store: Generations) -> Recovered:
     return recovered
 
 
-def _replay(recovered: Recovered, shard: int, reader: LogReader) -> None:
+class LogReplay:
+    """Applies a log, life after life; iterate once, for each record behind its application.
+
+    Args:
+        reader: of the log.
+        held: what the shard held where the log begins; tensors are taken over.
+        make: a new, empty shard.
+
+    Attributes:
+        shard: what has the record; None before the first.
+
+    Raises:
+        SnapshotError: in iteration; the log is damaged, or has a record that cannot be applied.
+    """
+
+    def __init__(self, reader: LogReader, held: Sequence[JobState], make: Callable[[], Shard]) -> None:
+        self.shard: Shard | None = None
+        self._reader, self._held, self._make = reader, held, make
+
+    def __iter__(self) -> Iterator[Record]:
+        reader, epoch = self._reader, 0
+        for record in reader:
+            try:
+                if self.shard is None or epoch != reader.end.epoch:
+                    self._begin_life()
+                    epoch = reader.end.epoch
+                self._apply(record)
+            except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
+                raise SnapshotError(
+                    f"{reader.name}: the record at byte {reader.offset} cannot be applied (expected one of this version"
+                    f" of psengine, with the codecs of --plugins, got: {error!r})"
+                ) from error
+            yield record
+
+    def _begin_life(self) -> None:
+        former, self.shard = self.shard, self._make()
+        self.shard.restore(self._held if former is None else former.capture())
+        if former is not None:  # the server ended, and began anew with what it had
+            self.shard.begin_life()
+
+    def _apply(self, record: Record) -> None:
+        assert self.shard is not None
+        if record.kind is RecordKind.MESSAGE:
+            self.shard.apply(decode(record.frames), REPLAYED)
+        elif record.kind is RecordKind.DROP:
+            self.shard.drop(record.job)
+
+
+def _replay(recovered: Recovered, index: int, reader: LogReader) -> None:
     """Apply a log to a shard's state."""
-    state: Shard | None = None
-    epoch = 0
-    for record in reader:
-        try:
-            if state is None or epoch != reader.end.epoch:
-                # The server ended, and began anew with what it had.
-                is_next, states = state is not None, recovered.shards[shard] if state is None else state.capture()
-                state, epoch = Shard(shard, 0, _SETTINGS, _ignore, lambda route: False), reader.end.epoch
-                state.restore(states)
-                if is_next:
-                    state.begin_life()
-            recovered.records += 1
-            _apply(recovered, state, record)
-        except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise SnapshotError(
-                f"{reader.name}: the record at byte {reader.offset} cannot be applied (expected one of this version of"
-                f" psengine, with the codecs of --plugins, got: {error!r})"
-            ) from error
-    if state is not None:
-        recovered.shards[shard] = state.capture()
+    replay = LogReplay(reader, recovered.shards[index], partial(_make_shard, index))
+    for record in replay:
+        recovered.records += 1
+        if record.kind is RecordKind.COORDINATOR:
+            recovered.coordinators.append(content_of(record))
+    if replay.shard is not None:
+        recovered.shards[index] = replay.shard.capture()
 
 
-def _ignore(*_: Any, **__: Any) -> None:
+def _make_shard(index: int) -> Shard:
+    return Shard(index, 0, SETTINGS, ignore, lambda route: False)
+
+
+def ignore(*_: Any, **__: Any) -> None:
     """Events are for people."""
-
-
-def _apply(recovered: Recovered, shard: Shard, record: Record) -> None:
-    if record.kind is RecordKind.MESSAGE:
-        shard.apply(decode(record.frames), REPLAYED)
-    elif record.kind is RecordKind.COORDINATOR:
-        recovered.coordinators.append(content_of(record))
-    else:
-        shard.drop(record.job)
 
 
 def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None:
@@ -122,8 +150,14 @@ def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None
     Raises:
         SnapshotError: it does not fit them or their memory.
     """
+    if any(recovered.shards) and len(recovered.shards) != len(shards):
+        raise SnapshotError(
+            f"{what} is of another number of shards (expected --shards {len(recovered.shards)}, got {len(shards)}):"
+            " workers know which shard has which part of their model. Fix: start with that number, or with an empty"
+            " --snapshot-dir."
+        )
     try:
-        for shard, jobs in zip(shards, distribute(recovered.shards, len(shards)), strict=True):
+        for shard, jobs in zip(shards, recovered.shards, strict=False):
             # What answers and pushes make beside values and slots is not counted: it may exceed the limit, and a server
             # must be able to start from every snapshot that it wrote.
             tensors = [item for job in jobs for chunk in job.chunks for item in chunk.tensors.items()]
@@ -140,29 +174,3 @@ def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None
     except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
         text = f"{what} cannot be taken over (expected one of this version of psengine, got: {error!r})."
         raise SnapshotError(text) from error
-
-
-def distribute(shards: Sequence[list[JobState]], shard_count: int) -> Sequence[list[JobState]]:
-    """Spread the jobs that some number of shards saved over ``shard_count``; tensors are moved, not copied.
-
-    With as many shards as before everything stays in place. Otherwise every new shard has each job, and the job's
-    chunks are balanced by bytes.
-    """
-    if len(shards) == shard_count:
-        return shards
-    parts: dict[str, list[JobState]] = {}
-    for jobs in shards:
-        for job in jobs:
-            parts.setdefault(job.name, []).append(job)
-    spread: list[list[JobState]] = [[] for _ in range(shard_count)]
-    for name, of_job in parts.items():
-        meta = merge_job_meta([part.meta for part in of_job])
-        here = [JobState(name, copy.deepcopy(meta), []) for _ in range(shard_count)]
-        chunks = sorted((chunk for part in of_job for chunk in part.chunks), key=lambda chunk: chunk.key)
-        # A chunk without stored values still causes traffic: empty chunks are balanced by number.
-        weights = [max(1, sum(tensor.nbytes for tensor in chunk.tensors.values())) for chunk in chunks]
-        for chunk, to in zip(chunks, balance(weights, shard_count), strict=True):
-            here[to].chunks.append(chunk)
-        for jobs, job in zip(spread, here, strict=True):
-            jobs.append(job)
-    return spread

@@ -398,13 +398,6 @@ class Job(RuleContext):
 _KEPT: dict[str, Any] = {"registration": int, "key": bytes, "view": View | None, "taken": int, "floor": int}
 
 
-def merge_job_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One job's meta from those of several shards of a server: it may be restored by another number of shards."""
-    newest = max(metas, key=lambda meta: (meta["registration"], (meta["view"] or [0])[0]))
-    # What only some shards had taken is taken again where it was not.
-    return {**newest, "taken": min(meta["taken"] for meta in metas)}
-
-
 def _optimizer_of(rule: ChunkRule) -> ChunkOptimizer:
     if rule.optimizer is None:
         raise ProtocolError(f"{rule.spec.describe()} has no optimizer here", ErrorCode.NOT_READY)
