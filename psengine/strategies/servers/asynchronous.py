@@ -10,9 +10,8 @@ from weights that other workers have changed since.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from typing_extensions import Unpack, override
 
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.operation import wait_all
-from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
 from psengine.strategies.base import StepStrategy
 from psengine.strategies.life_cycle import Replica
@@ -31,10 +29,6 @@ from psengine.strategies.step_hooks import take_step
 from psengine.tracing.timeline import span
 
 logger = logging.getLogger(__name__)
-
-# After so many steps the loss should have fallen by this part of where it began; medians of the first and last steps.
-JUDGED_STEPS, LEAST_FALL = 200, 0.02
-FIRST_STEPS, LAST_STEPS = 5, 20
 
 
 class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
@@ -65,7 +59,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     _known_writes: tuple[int, int]
     # Made when an optimizer is bound.
     _pushes: Pushes
-    _progress: Progress
 
     def __init__(
         self,
@@ -109,7 +102,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         trained = self.session.attach_optimizer(self.chunks.specs, optimizer, parameters)
         self.stepper = ServerOptimizer(optimizer, parameters, self.session, trained)
         self._pushes = Pushes(self.session, self.chunks, trained)
-        self._progress = Progress(self.session, self._pushes)
         if optimizer.state and self._gave_values:
             # Loaded before, from a checkpoint as the model was: like the model it counts where the job began with it.
             self.stepper.store()
@@ -144,7 +136,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             self._pushes.wait()
             self._known_writes = self._count_writes()
             self.completed_steps += 1
-            self._progress.step_ended(groups[0])
 
         return take_step(bound.optimizer, closure, push_and_pull)
 
@@ -196,54 +187,3 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
             bound.store()
         else:
             logger.info("worker %d loaded optimizer state; the servers' (worker 0's) counts", self.session.rank)
-
-
-class Progress:
-    """Says once that training gets nowhere, and names what may cause it where servers apply gradients on arrival.
-
-    Judges by the loss that ``model.report`` was given, or by gradients that the servers refused because they are not
-    finite.
-    """
-
-    def __init__(self, session: WorkerSession, pushes: Pushes) -> None:
-        self._session = session
-        self._pushes = pushes
-        self._steps = 0
-        self._losses: list[float] = []
-        self._has_told = False
-
-    def step_ended(self, group: Mapping[str, Any]) -> None:
-        """A step with these hyperparameters of the first group is over."""
-        self._steps += 1
-        problem = "" if self._has_told else self._find_problem()
-        if not problem:
-            return
-        self._has_told = True
-        rate = ", ".join(f"{name}={group[name]}" for name in ("lr", "momentum", "betas") if name in group)
-        logger.warning(
-            "worker %d, step %d: %s; the optimizer has %s, and gradients were applied with a staleness of %.1f updates"
-            " on average. Under 'async' divide the rate by the number of workers (%d here), take less momentum, or"
-            " bound the staleness: max_staleness=, staleness_scaling=inverse.",
-            self._session.rank,
-            self._steps,
-            problem,
-            rate,
-            self._pushes.mean_staleness,
-            max(len(self._session.members), self._session.options.world_size),
-        )
-
-    def _find_problem(self) -> str:
-        reported = self._session.telemetry.to_body()
-        loss = reported.get("loss")
-        if "loss" in reported and loss is None:
-            return "the loss is not finite"
-        if self._pushes.has_non_finite:
-            return "gradients are not finite"
-        if loss is None or self._steps > JUDGED_STEPS:
-            return ""
-        self._losses.append(loss)
-        if self._steps < JUDGED_STEPS:
-            return ""
-        began, now = median(self._losses[:FIRST_STEPS]), median(self._losses[-LAST_STEPS:])
-        has_fallen = now < began - LEAST_FALL * abs(began)
-        return "" if has_fallen else f"the loss began at {began:.4g} and is {now:.4g}"

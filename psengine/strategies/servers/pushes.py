@@ -32,26 +32,17 @@ class Pushes:
 
     Attributes:
         refused: how many chunks the servers refused.
-        has_non_finite: whether they refused one that is not finite.
     """
 
     def __init__(self, session: WorkerSession, chunks: ChunkedReplica, trained: Collection[ChunkSpec]) -> None:
         self._trained = {spec.key for spec in trained}
         self.refused = 0
-        self.has_non_finite = False
-        # Of all pushes that were applied: their number, and the sum of their staleness.
-        self._applied = self._staleness = 0
         self._session = session
         self._chunks = chunks
         self._pushes: list[tuple[Bucket, Span, list[tuple[ChunkSpec, Push]]]] = []
         self._buffer_pushes: list[Push] = []
         # Of buckets on another device: the values, where servers of this host read them.
         self._payloads: dict[int, torch.Tensor] = {}
-
-    @property
-    def mean_staleness(self) -> float:
-        """Of the pushes that the servers applied, in updates."""
-        return self._staleness / max(1, self._applied)
 
     def push(
         self,
@@ -122,12 +113,8 @@ class Pushes:
         self._session.telemetry.step_ended()
         for _, _, pushes in buckets:
             for spec, push in pushes:
-                answer = push.wait()
-                refused = answer.body.get("refused")
-                if not refused:
-                    self._applied += 1
-                    self._staleness += max(0, answer.version - push.message.version - 1)
-                elif refused != "abstained":
+                refused = push.wait().body.get("refused")
+                if refused and refused != "abstained":
                     self._report_refusal(spec, refused)
 
     def _load(self, pushes: Sequence[tuple[ChunkSpec, Push]]) -> set[str]:
@@ -136,7 +123,6 @@ class Pushes:
 
     def _report_refusal(self, spec: ChunkSpec, reason: str) -> None:
         self.refused += 1
-        self.has_non_finite |= reason == "non_finite"
         # At powers of two: often enough to be seen, rarely enough to be read.
         if self.refused & (self.refused - 1) == 0:
             logger.warning(
