@@ -14,7 +14,6 @@ import os
 import random
 import resource
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +28,7 @@ from support.expectations import raises
 from support.hosts_of_one_machine import live_on_host, needs_users
 from support.marks import slow
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
-from support.processes import RanksFailedError, free_port, in_ranks, run_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from support.tensors import SUMMED, addend, digest
 from support.waiting import eventually
 
@@ -442,32 +441,6 @@ def test_silent_rank_is_named_within_the_timeout(tmp_path, name):
     message, ranks = results[0].value
     assert ranks == (1,)
     assert "Lost rank 1" in message
-
-
-def host_a_store_and_stop(rank: int, world_size: int, port: int) -> tuple[float, str]:
-    """Rank 0 hosts the store and is stopped: neither its collectives nor its store answer."""
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-    torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=4)
-    )
-    collective = C10dCollective()
-    collective.barrier().wait()
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    started = time.monotonic()
-    try:
-        collective.all_reduce(torch.ones(3)).wait()
-    except CollectiveError as error:
-        return time.monotonic() - started, str(error)
-    raise AssertionError("went on without rank 0")
-
-
-@pytest.mark.slow
-def test_a_stopped_store_does_not_hang_the_others():
-    with pytest.raises(RanksFailedError, match=r"ranks \[0\] had not finished") as caught:
-        run_ranks_to_any_end(host_a_store_and_stop, 2, free_port(), init_group=False, deadline_s=20)
-    assert "store does not answer" in str(caught.value)
-    assert "Lost rank 0" in str(caught.value)
 
 
 def mismatched_sizes(rank: int, world_size: int) -> str:

@@ -54,7 +54,6 @@ def check(
     dimensions: int = 4,
     dtype: torch.dtype = torch.float32,
     parameter_dtype: torch.dtype | None = None,
-    memory_format: torch.memory_format | None = None,
     frozen: tuple[str, ...] = (),
     input_needs_gradient: bool = True,
     offset: float = 1.0,
@@ -74,9 +73,6 @@ def check(
         x, dy = (t.clone() for t in batches[rank])
         whole_x = torch.cat([b[0] for b in batches]).to(compute).requires_grad_(True)
         whole_dy = torch.cat([b[1] for b in batches]).to(compute)
-        if memory_format is not None:
-            x, whole_x = (t.detach().contiguous(memory_format=memory_format) for t in (x, whole_x))
-            whole_x.requires_grad_(True)
         x.requires_grad_(input_needs_gradient)
         before = x.detach().clone()
         for layer in (ours, plain):

@@ -58,7 +58,7 @@ def test_limits_of_buckets(cap_mib, caps_mib, limits_bytes):
         bucket_limits_bytes(-1, None)
 
 
-def make_bucket(parameters, *, sparse=False, dtype=None):
+def make_bucket(parameters, *, sparse=False):
     plan = tuple(range(len(parameters)))
     names = [f"p{i}" for i in range(len(parameters))]
 

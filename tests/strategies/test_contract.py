@@ -13,7 +13,6 @@ import torch
 from oracles.averages import whole
 from oracles.rules import rule_of
 from support import top_one_codec
-from support.averaging_strategy import Averaging
 from support.expectations import raises
 from support.marks import slow
 from support.processes import in_ranks, run_ranks
@@ -83,12 +82,10 @@ ORACLES: dict[str, tuple[str, list[int]]] = {
     "sync-server": ("sync", [1, 2]),
     "sync:shard_optimizer=true": ("sync", [1, 2]),
     "async": ("async", [1]),
-    "averaging:every=4": ("local:every=4", [1, 2]),
     "local:every=4": ("local:every=4", [1, 2]),
     "diloco:every=4": ("diloco:every=4", [1, 2]),
     "diloco-server:every=4": ("diloco:every=4", [1, 2]),
 }
-psengine.register_strategy("averaging", Averaging)
 top_one_codec.register()
 # How far averages may be from the mean: without a codec one rounding for each product and each sum.
 TOLERANCES = {
@@ -331,7 +328,7 @@ def test_registry():
 
 @in_ranks(2)
 def test_a_models_state_has_native_ddps_keys_unless_asked_for_more(rank, world_size):
-    model = psengine.DistributedDataParallel(make_model(0), strategy="averaging:every=4")
+    model = psengine.DistributedDataParallel(make_model(0), strategy="local:every=4")
     native = torch.nn.parallel.DistributedDataParallel(make_model(0))
     assert list(model.state_dict()) == list(native.state_dict())
     plain = model.state_dict()
@@ -341,7 +338,7 @@ def test_a_models_state_has_native_ddps_keys_unless_asked_for_more(rank, world_s
         model.load_state_dict(plain)
     model.load_state_dict(plain, strict=False)
     other = psengine.DistributedDataParallel(make_model(0), strategy="sync")
-    with pytest.raises(ConfigurationError, match=r"expected 'sync', got 'averaging'"):
+    with pytest.raises(ConfigurationError, match=r"expected 'sync', got 'local'"):
         other.load_state_dict(model.state_dict())
 
 

@@ -83,21 +83,6 @@ def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
 
 
 @pytest.mark.slow
-def test_a_spare_takes_the_place_of_a_worker_that_dies():
-    with running_command(["run", "--workers", "5", "--independent", SCRIPT, "0.05"]) as command:
-
-        def at_work() -> set[str]:
-            return set(re.findall(r"worker (\d) step", command.stdout))
-
-        command.wait_until(lambda: len(at_work()) == 4)
-        first = at_work()
-        os.kill(process_of(command, int(min(first)), 3), signal.SIGKILL)
-        command.wait_until(lambda: at_work() - first)
-        assert command.wait() == 0, command.stderr
-        assert weights_in(command.stdout) == {undisturbed()}
-
-
-@pytest.mark.slow
 def test_training_goes_on_without_a_coordinator_until_somebody_dies():
     bind = f"tcp://127.0.0.1:{free_port()}"
     start = ["--bind", bind, "--lease-s", "2"]

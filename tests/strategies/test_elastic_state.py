@@ -184,13 +184,6 @@ def test_a_worker_that_joins_goes_on_with_the_bits_of_its_source(rank, world_siz
 
 
 @in_ranks(2)
-def test_a_worker_joins_before_the_first_step(rank, world_size):
-    training = Training(rank)
-    training.transfer(0, has_state=rank == 0)
-    assert training.train(range(2)).everything() == Training(0).train(range(2)).everything()
-
-
-@in_ranks(2)
 def test_a_source_that_dies_leaves_a_joiner_as_it_was(rank, world_size):
     """After each number of operations: nothing is installed before everything is there."""
     state.PIECE_BYTES = 256

@@ -179,12 +179,10 @@ class Peer:
     Without keys it goes to the Unix socket beside ``address``, where there is one, as clients do; not ``over_tcp``.
     """
 
-    def __init__(self, address: str, *, curve: Any = None, deaf: bool = False, over_tcp: bool = False) -> None:
+    def __init__(self, address: str, *, curve: Any = None, over_tcp: bool = False) -> None:
         self._context: Any = zmq.Context()
         self.socket: Any = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        if deaf:
-            self.socket.setsockopt(zmq.RCVHWM, 1)
         if curve is not None:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_public.encode())
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, curve.own.public.encode())
@@ -277,7 +275,7 @@ class Peer:
         assert resumed.type.name == "RESUMED", resumed
         return resumed
 
-    def make_job(self, values: Any, *, key: int = 0, lr: float = 1.0) -> None:
+    def make_job(self, values: Any) -> None:
         """HELLO as rank 0 of one, REGISTER one chunk, CONFIGURE plain SGD, COMMIT: a job that is open, under a view."""
         welcome = self.hello()
         assert welcome.body["state"] == "initialise", welcome
@@ -288,10 +286,10 @@ class Peer:
         numel = values.numel()
         segments = [["weight", [numel], [1], 0, numel]]
         body = {"kind": "parameter", "segments": segments}
-        registered = self.request("REGISTER", key=key, payload=values, body=body)
+        registered = self.request("REGISTER", key=0, payload=values, body=body)
         assert registered.type.name == "OK", registered
-        runs = {"optimizer": "SGD", "groups": [{**SGD, "lr": lr}], "runs": [[0, numel, 0]]}
-        configured = self.request("CONFIGURE", key=key, body=runs)
+        runs = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, numel, 0]]}
+        configured = self.request("CONFIGURE", key=0, body=runs)
         assert configured.type.name == "OK", configured
         commit = {"what": "registered", "registration": registration, "epochs": [self.epoch]}
         committed = self.request("COMMIT", body={**commit, "chunks": [1]})

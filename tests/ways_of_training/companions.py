@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -80,15 +79,6 @@ def replicated(run: Run) -> None:
 
 
 @row(one_worker=ALONE)
-def replicated_accumulating(run: Run) -> None:
-    """replicate with set_requires_gradient_sync."""
-    module = replicate(run, mlp())
-    for index, (x, y) in enumerate(run.batches(4)):
-        module.set_requires_gradient_sync(index % 2 == 1)
-        classify(module, x, y).backward()
-
-
-@row(one_worker=ALONE)
 def replicated_parts(run: Run) -> None:
     """Two parts of one model; the layer between them is left alone."""
     torch.manual_seed(5)
@@ -100,14 +90,6 @@ def replicated_parts(run: Run) -> None:
 
 
 NO_HOOKS = refused("communication hook")
-
-
-@row(sync_server=NO_HOOKS, one_worker=ALONE)
-def replicated_with_a_hook(run: Run) -> None:
-    """replicate with a communication hook."""
-    module = replicate(run, mlp())
-    module.register_comm_hook(None, allreduce_hook)
-    train(run, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
 
 
 # Native DDP refuses BF16_COMPRESS without NCCL, and both QUANTIZE hooks raise an IndexError in torch's own code.

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from ways_of_training.networks import mlp, train
 from ways_of_training.run import Run
-from ways_of_training.table import left_out, refused, row
-
-NO_HOOKS = {
-    "sync_server": refused("communication hook"),
-    "one_worker": left_out("communication hooks are between ranks; a plain process has none"),
-}
+from ways_of_training.table import row
 
 
 def halve(parameter: Tensor) -> None:
@@ -42,14 +36,3 @@ def hooks_on_the_wrapper(run: Run) -> None:
     model.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
     model.register_forward_hook(lambda module, inputs, output: output * 2)
     train(run, model)
-
-
-@row(**NO_HOOKS)
-def power_sgd_hook(run: Run) -> None:
-    """PowerSGD on one bucket, from the third step on."""
-    model = run.wrap(mlp(16, 16), bucket_cap_mb=25)
-    state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1.0
-    )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    train(run, model, 5)

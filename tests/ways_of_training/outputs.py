@@ -44,12 +44,6 @@ def train(run: Run, pack: Callable[[Tensor, Tensor], Any], unpack: Callable[[Any
 
 
 @row
-def output_in_a_dict(run: Run) -> None:
-    """A dict of lists, with find_unused_parameters."""
-    train(run, lambda s, h: {"s": [s], "none": None}, lambda o: o["s"][0], find_unused_parameters=True)
-
-
-@row
 def output_in_a_dataclass(run: Run) -> None:
     """A dataclass, with find_unused_parameters."""
     train(run, lambda s, h: Scores(s), lambda o: o.scores, find_unused_parameters=True)

@@ -25,12 +25,6 @@ def static_graph_accumulating(run: Run) -> None:
 
 
 @row(slow=True)
-def bucket_sizes_listed(run: Run) -> None:
-    """bucket_cap_mb_list."""
-    train(run, run.wrap(mlp(8, 8, 8), bucket_cap_mb_list=[0.0001, 0.0003]))
-
-
-@row(slow=True)
 def without_initial_broadcast(run: Run) -> None:
     """init_sync=False with models that are built equal."""
     torch.manual_seed(1)

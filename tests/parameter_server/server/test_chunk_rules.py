@@ -113,7 +113,7 @@ def test_a_gradient_that_the_optimizer_refuses_leaves_the_compensation_as_it_was
 
 
 def lend(world, worker):
-    """An answer that a socket still reads; test_sending.py has a real one."""
+    """An answer that a socket still reads."""
     fields = {"job": job_number(worker.job), "worker": worker.worker, "incarnation": worker.incarnation}
     values = {"dtype": torch.float32, "numel": 6, "payload": torch.ones(6)}
     message = Message(MessageType.PUSH, key=0, sequence=1, view=worker.view, **fields, **values)

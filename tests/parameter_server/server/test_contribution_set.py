@@ -11,14 +11,13 @@ from support.shard_world import spec
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.exchange import Contribution
-from psengine.protocol.layout import ChunkKind
 
 NUMEL = 37
 RANKS = 6
 
 
-def gathering(dtype=torch.float32, numel=NUMEL, kind=ChunkKind.PARAMETER):
-    return ContributionSet(spec(0, numel, dtype, kind))
+def gathering(dtype=torch.float32, numel=NUMEL):
+    return ContributionSet(spec(0, numel, dtype))
 
 
 def combined(gathered, dtype=torch.float32, numel=NUMEL):
