@@ -98,7 +98,7 @@ def _tell(servers: Sequence[StatusSource], **order: Any) -> None:
     failures = []
     for server in servers:
         try:
-            (answer,) = server.connected().session.administer(order)
+            (answer,) = server.connected().administer(order)
             _say(f"{server.address}: {answer.get('text', '')}")
         except PSEngineError as error:
             failures.append(error)

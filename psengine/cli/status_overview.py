@@ -18,7 +18,7 @@ from psengine.parameter_server.status_model import Event, JobStatus, ServerFacts
 from psengine.protocol.keys import CurveClientKeys
 
 if TYPE_CHECKING:
-    from psengine.parameter_server.client.client import Client
+    from psengine.parameter_server.client.worker_session import WorkerSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ServerReport:
 
 
 class StatusSource:
-    """A server, asked as workers ask it; works before any job exists, and for every kind of job.
+    """A server, asked as workers ask it; works before any job exists, for every kind of job, and for a follower.
 
     Args:
         address: of its first shard.
@@ -48,7 +48,7 @@ class StatusSource:
         self.address = address
         self._keys = keys
         self._timeout_s = timeout_s
-        self._client: Client | None = None
+        self._session: WorkerSession | None = None
 
     def ask(self) -> ServerReport:
         """Its report; never raises for a server that is away. Keeps the connection for the next question."""
@@ -66,22 +66,26 @@ class StatusSource:
             return ServerReport(address=self.address, error=printable(str(error)) or type(error).__name__)
         return report
 
-    def connected(self) -> Client:
+    def connected(self) -> WorkerSession:
         """The connection; PSEngineError where the server does not answer, or does not let us in."""
-        from psengine.parameter_server.client.client import connect
+        from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession
 
-        if self._client is None:
-            wait_s = self._timeout_s
-            self._client = connect(
-                self.address, role="reader", timeout_s=wait_s, connect_timeout_s=wait_s, keys=self._keys
+        if self._session is None:
+            wait_s, addresses = self._timeout_s, [self.address]
+            session = WorkerSession(
+                SessionOptions(
+                    addresses=addresses, timeout_s=wait_s, connect_timeout_s=wait_s, keys=self._keys, follows_lead=False
+                )
             )
-        return self._client
+            session.start()
+            self._session = session
+        return self._session
 
     def close(self) -> None:
         """Drop the connection; the next question makes a new one."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +158,7 @@ class Overview:
 
 
 def open_sources(servers: str | None, timeout_s: float) -> list[StatusSource]:
-    """A source for each address of an argument, else of PSENGINE_SERVERS.
+    """A source for each address of an argument, else of PSENGINE_SERVERS: followers too.
 
     Args:
         servers: addresses with commas.
@@ -170,7 +174,7 @@ def open_sources(servers: str | None, timeout_s: float) -> list[StatusSource]:
             " set PSENGINE_SERVERS"
         )
     keys = keys_from_environment()
-    return [StatusSource(address, keys, timeout_s) for address in dict.fromkeys(addresses)]
+    return [StatusSource(address, keys, timeout_s) for address in dict.fromkeys("|".join(addresses).split("|"))]
 
 
 def ask_all(sources: Sequence[StatusSource], job: str | None = None) -> Overview:

@@ -12,26 +12,40 @@ from psengine.protocol.keys import CurveClientKeys
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]/:*]+):([0-9]{1,5})|ipc://\S+")
 
 
+def is_address(text: str) -> bool:
+    """Whether this is the address of one process."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and (match[2] is None or 0 < int(match[2]) < 65536)
+
+
 def parse_addresses(servers: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Addresses from an argument (a list, or a text with commas), else from PSENGINE_SERVERS; () where none is named.
+    """Servers from an argument (a list, or a text with commas), else from PSENGINE_SERVERS; () where none is named.
+
+    A server is an address, or two with "|" between them: its own, and that of its follower.
 
     Raises:
-        ConfigurationError: an address is malformed.
+        ConfigurationError: an address is malformed, or a server has others than these two.
     """
     if servers is None:
         servers = read_variable("PSENGINE_SERVERS") or ""
     parts = servers.split(",") if isinstance(servers, str) else list(servers)
     if not all(isinstance(part, str) for part in parts):
         raise ConfigurationError(f"servers' addresses are text (expected a str or a list of them, got {servers!r})")
-    addresses = tuple(part.strip() for part in parts if part.strip())
-    for address in addresses:
-        match = _ADDRESS.fullmatch(address)
-        if match is None or not (match[2] is None or 0 < int(match[2]) < 65536):
-            fix = f". Did you mean tcp://{address}?" if _ADDRESS.fullmatch(f"tcp://{address}") else ""
+    named = tuple(part.strip() for part in parts if part.strip())
+    for server in named:
+        addresses = server.split("|")
+        for address in addresses:
+            if not is_address(address):
+                fix = f". Did you mean tcp://{address}?" if is_address(f"tcp://{address}") else ""
+                raise ConfigurationError(
+                    f"a server's address is malformed (expected tcp://host:port or ipc:///path, got {address!r}){fix}"
+                )
+        if len(addresses) > 2 or len(set(addresses)) < len(addresses):
             raise ConfigurationError(
-                f"a server's address is malformed (expected tcp://host:port or ipc:///path, got {address!r}){fix}"
+                f"a server has one address, or two where it has a follower (expected tcp://a:7077|tcp://b:7077, got"
+                f" {server!r}). Fix: commas between servers."
             )
-    return addresses
+    return named
 
 
 def keys_from_environment() -> CurveClientKeys | None:

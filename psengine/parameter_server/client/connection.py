@@ -205,6 +205,8 @@ class Connection(Transport):
         if (former := self._lines.get(channel)) is not None:
             self._drop(former)
         address = channel.address
+        for other in set(channel.addresses) - {address}:
+            self.segments.forget(other)
         if address not in self._handshakes:
             self._handshakes[address] = Handshakes(address, self._options.keys)
             watch_first_contact(channel)
@@ -220,7 +222,7 @@ class Connection(Transport):
             self._poller.register(source, zmq.POLLIN)
         if (stranger := handshakes.find_stranger(line.way)) is not None:
             self._drop(line)
-            self._job.fail(stranger)
+            channel.not_let_in(stranger)
 
     def _drop(self, line: _Line) -> None:
         del self._lines[line.channel]
@@ -331,7 +333,7 @@ class Connection(Transport):
                 except ProtocolError as error:
                     line.channel.garbled(error)
                 else:
-                    if message.type is MessageType.RESUMED:
+                    if message.type is MessageType.RESUMED and message.sequence:
                         self.segments.resumed(line.channel.address, line.way, message)
                     if message.place is None or self.segments.fetch(line.channel.address, message):
                         line.channel.received(message, now_s)
@@ -344,8 +346,9 @@ class Connection(Transport):
             error = line.handshakes.ended(event, line.way, now_s) if event & _HANDSHAKES else None
             # A client that is refused at a TCP address may have been too early for the socket beside it.
             if error is not None and (line.handshakes.way or self._way_to(line.channel.address) == line.way):
-                self._job.fail(error)
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                line.channel.not_let_in(error)
+                self._end(line)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 line.socket.getsockopt(zmq.EVENTS)  # else a send may not see the connection yet
                 line.channel.connected(now_s)
             elif event & _ENDS:

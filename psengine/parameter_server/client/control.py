@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from psengine.parameter_server.client.channel import Channel
+from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.operation import Request
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 
@@ -31,8 +32,8 @@ class Control(Channel):
         epoch: the coordinator's life; 0 none yet.
     """
 
-    def __init__(self, job: JobClient, address: str) -> None:
-        super().__init__(job, address)
+    def __init__(self, job: JobClient, server: KnownServer) -> None:
+        super().__init__(job, server)
         self.epoch = 0
         self._hello = self._heartbeat = 0
         self._next_beat_s = 0.0
@@ -102,8 +103,8 @@ class Control(Channel):
     @override
     def tick(self, now_s: float) -> None:
         super().tick(now_s)
-        if self.is_connected and now_s - max(self.connected_s, self.last_heard_s or 0.0) >= self.job.lease_s:
-            self.open(now_s)
+        if self.is_connected and now_s - self.active_s >= self.job.lease_s:
+            self.open_next(now_s)
         elif now_s >= self._next_beat_s:
             self.beat(now_s)
 

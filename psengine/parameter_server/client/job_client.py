@@ -9,6 +9,7 @@ Pure: clock and sockets come with the ``Runtime``.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import threading
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from psengine.errors import PSEngineError
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.control import Control
+from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.operation import Parking, Request
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime, Transport
@@ -50,6 +52,7 @@ class JobClient:
     Attributes:
         identity: who this client is.
         nonce: tells the coordinator this client from others that claim its rank.
+        servers: what is known of each; the first is the lead.
         control: the connection to the coordinator; a reader never opens it.
         key: the job's, by WELCOME.
         view, view_number: the view that this worker is in; None, 0 while it is in none.
@@ -78,7 +81,8 @@ class JobClient:
         self.closing = threading.Event()
         self._ids = itertools.count(FIRST_REQUEST)
         self._stalls = StallWatch(stall_after_s())
-        self.control = Control(self, options.addresses[0])
+        self.servers = [KnownServer(name) for name in options.addresses]
+        self.control = Control(self, self.servers[0])
         self.transport = runtime.connect(self)
 
     def __str__(self) -> str:
@@ -144,6 +148,14 @@ class JobClient:
 
     def receive_state_wanted(self, message: Message) -> None:
         """STATE_WANTED."""
+
+    def gather(self, server: KnownServer, now_s: float) -> None:
+        """Another process leads this server, or has told of its shards: all channels go there."""
+        for channel in self.channels:
+            place = server.places[0]
+            is_open = channel.is_connected or channel.retry_at_s < math.inf
+            if is_open and channel.server is server and channel.address not in place and channel.shard < len(place):
+                channel.open(now_s, place[channel.shard])
 
     # ---- endings -----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from psengine.errors import ConfigurationError, FencedError, PSEngineError, Serv
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.chunk_map import ChunkMap
 from psengine.parameter_server.client.job_client import JobClient
+from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Push, Request
 from psengine.parameter_server.client.options import SessionOptions
@@ -75,9 +76,9 @@ class JobConnection(JobClient):
 
     # ---- asking; any thread ------------------------------------------------------------------------------------
 
-    def add_link(self, address: str) -> Link:
+    def add_link(self, server: KnownServer, shard: int = 0) -> Link:
         """Connect to one more shard."""
-        link = Link(self, len(self.links), address)
+        link = Link(self, len(self.links), server, shard)
         self.links.append(link)
         self.open(link)
         return link
@@ -282,7 +283,7 @@ class JobConnection(JobClient):
         if len(self.links) != len(view.shards) or (sorted(mine) == sorted(theirs) and mine != theirs):
             raise ConfigurationError(
                 f"{self} names other servers than the job's other workers, or in another order (expected"
-                f" {len(view.shards)} shards, got {len(self.links)}: {', '.join(link.address for link in self.links)})."
+                f" {len(view.shards)} shards, got {len(self.links)}: {', '.join(link.name for link in self.links)})."
                 " Fix: give every worker the same PSENGINE_SERVERS."
             )
 

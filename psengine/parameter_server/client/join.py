@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,6 +19,7 @@ from psengine.errors import ConfigurationError, PSEngineError, ReplicaMismatchEr
 from psengine.parameter_server.client.flow import Flow
 from psengine.parameter_server.client.job_client import JobClient
 from psengine.parameter_server.client.job_connection import JobConnection
+from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Request
 from psengine.protocol.layout import ChunkSpec, balance, first_difference
@@ -34,7 +34,6 @@ EMBEDDED_LEAVE_S = 10.0
 # How long who leaves waits where nobody needs its averages.
 GOODBYE_S = 1.0
 LAYOUT_AGAIN_S = 0.1
-_WILDCARD = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):")
 # Refusals of a COMMIT after which this worker begins again; where it is not known any more, with the next WELCOME.
 _BEGIN_AGAIN = (ErrorCode.FENCED, ErrorCode.NOT_MEMBER, ErrorCode.STALE)
 
@@ -64,21 +63,18 @@ def start(job: JobConnection) -> Flow[str]:
 
 def _connect(job: JobConnection) -> Flow[None]:
     """Connect to all shards of all servers: each server's first shard lists the others."""
-    addresses = job.options.addresses
-    yield [_greeting(job, job.add_link(address)) for address in addresses]
+    yield [_greeting(job, job.add_link(server)) for server in job.servers]
     known: dict[int, str] = {}
-    others: list[str] = []
+    others: list[tuple[KnownServer, int]] = []
     for link in job.first_links():
         if link.epoch in known:
             raise ConfigurationError(
-                f"server addresses must name different servers (got {known[link.epoch]} and {link.address} of the"
+                f"server addresses must name different servers (got {known[link.epoch]} and {link.name} of the"
                 " same process). Name each server's first address once."
             )
-        known[link.epoch] = link.address
-        # A wildcard host stands for the one at which this client reached the server.
-        host = link.address.rpartition(":")[0]
-        others += [_WILDCARD.sub(f"{host}:", address) for address in link.resumed["shards"][1:]]
-    yield [_greeting(job, job.add_link(address)) for address in others]
+        known[link.epoch] = link.name
+        others += [(link.server, shard) for shard in range(1, len(link.resumed["shards"]))]
+    yield [_greeting(job, job.add_link(*place)) for place in others]
 
 
 def _greeting(job: JobConnection, link: Link) -> Request:

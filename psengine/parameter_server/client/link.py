@@ -10,6 +10,7 @@ job's key; a member names its open pushes.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from psengine.errors import PSEngineError
 from psengine.parameter_server.client.channel import RETRY_MOST_S, Channel
+from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.operation import Push, Request
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
@@ -53,8 +55,8 @@ class Link(Channel):
 
     job: JobConnection
 
-    def __init__(self, job: JobConnection, index: int, address: str) -> None:
-        super().__init__(job, address)
+    def __init__(self, job: JobConnection, index: int, server: KnownServer, shard: int) -> None:
+        super().__init__(job, server, shard)
         self.index = index
         self.epoch = 0
         self.may_push = False
@@ -63,6 +65,8 @@ class Link(Channel):
         self.sent: dict[int, Push] = {}
         self.waiting: deque[Push] = deque()
         self._in_flight_bytes = self._requested_bytes = self._greeting = 0
+        # How long it may leave a question open before its other address is tried.
+        self._patience_leases = 1
 
     # ---- greeting ----------------------------------------------------------------------------------------------
 
@@ -86,6 +90,7 @@ class Link(Channel):
         if message.sequence != self._greeting:
             return  # another greeting has followed
         former, self.epoch = self.epoch, message.epoch
+        self._patience_leases = self._patience_leases if former == self.epoch else 1
         self.resumed = message.body
         self.requeue([self.sent[key] for key in message.body.get("missing", ()) if key in self.sent])
         self.greeted(now_s)
@@ -157,6 +162,9 @@ class Link(Channel):
     @override
     def tick(self, now_s: float) -> None:
         super().tick(now_s)
+        if self._is_silent(now_s):
+            self._patience_leases *= 2  # where it was only slow
+            self.open_next(now_s)
         if not self.may_push or not self.sent:
             return
         push = next(iter(self.sent.values()))
@@ -164,6 +172,14 @@ class Link(Channel):
         if now_s - max(push.submitted_s, push.asked_s) >= heartbeat_s:
             push.asked_s = now_s
             self.send(Message(MessageType.WAITS, key=push.key, sequence=push.message.sequence))
+
+    def _is_silent(self, now_s: float) -> bool:
+        """Whether it leaves questions open, and may lead no more: its process may be stopped."""
+        asked = [one.submitted_s for one in self.requests.values() if one.is_sent]
+        asked += [push.submitted_s for push in self.sent.values() if self.may_push]
+        since_s = max(self.active_s, min(asked, default=math.inf)) if self.is_up else self.active_s
+        is_late = self.is_connected and now_s - since_s >= self._patience_leases * self.job.lease_s
+        return is_late and len(self.addresses) > 1
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -211,7 +227,10 @@ class Link(Channel):
         code, text = message.body["code"], message.body["text"]
         if message.sequence == self._greeting:
             self.retry_at_s = now_s + RETRY_MOST_S
-        if code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.view is not None:
+        if code == ErrorCode.NOT_LEADING and operation is None:  # it answers STATUS and ADMIN all the same
+            self.retry_at_s, self.resumed = math.inf, {"shards": [self.address], "chunks": 0}
+            self.greeted(now_s)
+        elif code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.view is not None:
             # The shard has a view without this worker, of which the coordinator will tell.
             if operation is not None and operation.is_sent:
                 operation.is_sent = False

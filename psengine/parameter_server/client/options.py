@@ -17,7 +17,7 @@ class SessionOptions:
     """The options of a session.
 
     Attributes:
-        addresses: of each server process; the first is the lead.
+        addresses: of each server, as ``parse_addresses`` returns them; the first is the lead.
         job: name of the job; workers of one job share its values.
         rule: the job's update rule, as in HELLO, without its codec; None: a reader, or who only reserves a rank.
         codec: encodes gradients and the answers to them.
@@ -35,6 +35,7 @@ class SessionOptions:
         uses_segments: share memory with servers on this host, so that gradients, averages and weights are not sent.
             PSENGINE_SEGMENTS=0 turns it off too.
         keeps_step: workers take every step together; who has missed some cannot go on.
+        follows_lead: ask who leads a server, wherever that is; else its process at that very address.
     """
 
     addresses: Sequence[str]
@@ -53,6 +54,7 @@ class SessionOptions:
     uses_local_socket: bool = True
     uses_segments: bool = True
     keeps_step: bool = False
+    follows_lead: bool = True
 
     @property
     def averages(self) -> bool:

@@ -140,8 +140,8 @@ def watch_first_contact(channel: Channel) -> None:
     Args:
         channel: to an address as ``addresses.parse_addresses`` returns it; ipc:// is not checked.
     """
-    closing, options = channel.job.closing, channel.job.options
-    address = local_sockets.host_and_port(channel.address)
+    closing, options, server = channel.job.closing, channel.job.options, channel.address
+    address = local_sockets.host_and_port(server)
     if address is None:
         return
 
@@ -158,7 +158,7 @@ def watch_first_contact(channel: Channel) -> None:
                 logger.warning(
                     "the server %s cannot be reached: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; it"
                     " is tried again for %g s in all.",
-                    channel.address,
+                    server,
                     channel.last_problem,
                     fix,
                     min(options.connect_timeout_s, options.timeout_s),

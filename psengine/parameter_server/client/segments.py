@@ -99,6 +99,10 @@ class WorkerSegments:
         self._theirs[address] = theirs
         self._tell(address, "")
 
+    def forget(self, address: str) -> None:
+        """The shard is reached elsewhere now."""
+        self._theirs.pop(address, None)
+
     def place(self, address: str, message: Message) -> None:
         """A PUSH is about to be encoded: its bytes need not travel where the shard can read them."""
         own, payload = self._own, message.payload

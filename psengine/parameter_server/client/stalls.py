@@ -53,7 +53,7 @@ class StallWatch:
         self._next_line_s = now_s + self._stall_s
         operation = channel.oldest()
         assert operation is not None
-        self._what = f"{channel.address}: {operation.describe()}"
+        self._what = f"{channel.name}: {operation.describe()}"
         others = sum(len(one.open_operations()) for one in channels) - 1
         logger.warning(
             "%s has waited %.1f s for %s%s, and gives up in %.0f s. %s",

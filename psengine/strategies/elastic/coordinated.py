@@ -170,7 +170,7 @@ class CoordinatedMembership(Membership):
         if failed_s >= job.options.timeout_s and not self.has_news:  # else another one may know more
             raise ServerError(
                 f"{job} has been in no group of workers that ends a step for {failed_s:.0f} s (expected that it reaches"
-                f" all servers, port {view.store} beside {job.options.addresses[0]}, and all workers each other; got:"
+                f" all servers, port {view.store} beside {job.control.address}, and all workers each other; got:"
                 f" {error}{self._unconnected(view)}). Fix: start servers again that are gone; let firewalls pass"
                 " connections between these hosts, to any port; name the interface between them in GLOO_SOCKET_IFNAME."
             ) from error
@@ -194,7 +194,7 @@ class CoordinatedMembership(Membership):
 
     def _store_of(self, view: View) -> Any:
         """Where its members meet."""
-        host, timeout = host_of(self._entered.options.addresses[0]), timedelta(seconds=FORM_S)
+        host, timeout = host_of(self._entered.control.address), timedelta(seconds=FORM_S)
         return dist.TCPStore(host, view.store, is_master=False, timeout=timeout)
 
     def _form(self, view: View) -> Collective:
@@ -218,7 +218,7 @@ class CoordinatedMembership(Membership):
             len(workers),
             DEFAULT_TIMEOUT.total_seconds(),
             is_interrupted,
-            host=_own_address(host_of(job.options.addresses[0])),
+            host=_own_address(host_of(job.control.address)),
         )
         if collective is None:
             until = "before another view is to come" if job.has_news else f"within {FORM_S:g} s"

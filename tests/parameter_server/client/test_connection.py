@@ -24,6 +24,7 @@ from psengine.errors import (
 from psengine.parameter_server.client import connection, reachability
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.job_connection import JobConnection
+from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.operation import Parking
 from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.stalls import StallWatch
@@ -210,7 +211,7 @@ class TestStallsByAClockOfOurs:
 
     def channel(self, address):
         job = SimpleNamespace(runtime=SimpleNamespace(now_s=lambda: 0.0))
-        return Channel(job, address)
+        return Channel(job, KnownServer(address))
 
     def begin(self, link, now_s):
         request = Request(Message(T.PULL, key=0, sequence=1), Parking(lambda: now_s), 1e6, what="PULL of something")
