@@ -14,7 +14,7 @@ from psengine.errors import PSEngineError
 
 EXIT_USAGE = 2
 # Each has a module, whose register(app) adds the command.
-COMMANDS = ("run", "verify", "status", "admin", "doctor", "advise")
+COMMANDS = ("run", "verify", "status", "admin", "replay", "doctor", "advise")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

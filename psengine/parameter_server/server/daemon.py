@@ -147,9 +147,13 @@ class Server:
         shards, coordinators = self._make_shards()
         durability, durable = None, "not durable, no --snapshot-dir"
         if settings.snapshot_dir is not None:
-            interval_s, keeps_log = settings.snapshot_interval_s, settings.tier == "log"
             durability = Durability(
-                settings.snapshot_dir, stack, note=self._events.note, keeps_log=keeps_log, interval_s=interval_s
+                settings.snapshot_dir,
+                stack,
+                keeps_log=settings.tier == "log",
+                keeps_history=settings.keep_history,
+                interval_s=settings.snapshot_interval_s,
+                note=self._events.note,
             )
             durable = durability.restore(shards, coordinators)
         self._shards.open()

@@ -77,6 +77,8 @@ class ServerSettings(BaseModel):
     durability: Literal["memory", "snapshot", "log"] | None = None
     """memory, snapshot or log. log: an update is acknowledged once it is on the disk, so none that was acknowledged is
     lost. The last two need a snapshot directory. Default: snapshot with a directory, else memory."""
+    keep_history: bool = False
+    """Never delete the log's older segments, so that psengine replay can tell the run again. Needs the tier log."""
     lease_s: float = Field(5.0, ge=0.2, le=86400.0)
     """Seconds of silence (five heartbeats) after which a worker counts as dead."""
     status_port: int | None = Field(None, ge=0, le=65535)
@@ -113,6 +115,11 @@ class ServerSettings(BaseModel):
                 "A server keeps what it has in a directory (expected durability snapshot or log with snapshot_dir, or"
                 f" memory without, got {self.tier} and snapshot_dir = {self.snapshot_dir}). Fix: give"
                 " --snapshot-dir DIRECTORY, or leave both out.",
+            )
+        if self.keep_history and "log" not in self.tier:
+            raise ValueError(
+                f"The history is in the log (expected durability log with keep_history, got {self.tier}). Fix: give"
+                " --durability log."
             )
         self.bind_addresses()
         for name, needed in {"curve_key": "allow", "allow": "curve_key", "admin_allow": "curve_key"}.items():

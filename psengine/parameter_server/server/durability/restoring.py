@@ -5,9 +5,8 @@ A log's commands are applied by the code that applied them first, so that all bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from psengine.errors import ProtocolError, SnapshotError
@@ -15,13 +14,14 @@ from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.log.log import Place, segments
 from psengine.parameter_server.server.log.reading import WITHOUT_LOG, LogReader
 from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
+from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.shard.shard import REPLAYED, Shard
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.frames import decode
 
 # What was accepted once has its place.
-SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log")
+_SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log")
 
 
 @dataclass(slots=True)
@@ -43,6 +43,12 @@ class Recovered:
     notes: list[str] = field(default_factory=list)
     records: int = 0
     ends: dict[int, Place] = field(default_factory=dict)
+
+    def note(self, record: Record) -> None:
+        """A record was applied."""
+        self.records += 1
+        if record.kind is RecordKind.COORDINATOR:
+            self.coordinators.append(content_of(record))
 
     def describe(self) -> str:
         """What a server starts with, for people."""
@@ -72,76 +78,56 @@ def recover(store: Generations) -> Recovered:
         reader = LogReader(store.disk, shard, state.places.get(shard), notes)
         # A generation without a place was written by a server that kept no log.
         if not is_without and (generation is None or shard in state.places):
-            _replay(recovered, shard, reader)
+            held = recovered.shards[shard]
+            recovered.shards[shard] = replay_log(reader, shard, held, recovered.note).capture()
         recovered.ends[shard] = reader.end._replace(segment=max(found.get(shard, [0])))
     return recovered
 
 
-class LogReplay:
-    """Applies a log, life after life; iterate once, for each record behind its application.
+def replay_log(
+    reader: LogReader,
+    index: int,
+    held: Sequence[JobState],
+    note: Callable[[Record], object] = lambda record: None,
+    make_job: Callable[..., Job] = Job,
+) -> Shard:
+    """Apply a log, life after life, to what a shard held where it begins; the shard at its end.
 
     Args:
         reader: of the log.
-        held: what the shard held where the log begins; tensors are taken over.
-        make: a new, empty shard.
-
-    Attributes:
-        shard: what has the record; None before the first.
+        index: of the shard.
+        held: tensors are taken over.
+        note: told of each record that was applied.
+        make_job: makes jobs that are watched.
 
     Raises:
-        SnapshotError: in iteration; the log is damaged, or has a record that cannot be applied.
+        SnapshotError: the log is damaged, or has a record that cannot be applied.
     """
 
-    def __init__(self, reader: LogReader, held: Sequence[JobState], make: Callable[[], Shard]) -> None:
-        self.shard: Shard | None = None
-        self._reader, self._held, self._make = reader, held, make
+    def begin(states: Sequence[JobState]) -> Shard:
+        shard = Shard(index, 0, _SETTINGS, lambda *_, **__: None, lambda route: False)
+        shard.make_job = make_job
+        shard.restore(states)
+        return shard
 
-    def __iter__(self) -> Iterator[Record]:
-        reader, epoch = self._reader, 0
-        for record in reader:
-            try:
-                if self.shard is None or epoch != reader.end.epoch:
-                    self._begin_life()
-                    epoch = reader.end.epoch
-                self._apply(record)
-            except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
-                raise SnapshotError(
-                    f"{reader.name}: the record at byte {reader.offset} cannot be applied (expected one of this version"
-                    f" of psengine, with the codecs of --plugins, got: {error!r})"
-                ) from error
-            yield record
-
-    def _begin_life(self) -> None:
-        former, self.shard = self.shard, self._make()
-        self.shard.restore(self._held if former is None else former.capture())
-        if former is not None:  # the server ended, and began anew with what it had
-            self.shard.begin_life()
-
-    def _apply(self, record: Record) -> None:
-        assert self.shard is not None
-        if record.kind is RecordKind.MESSAGE:
-            self.shard.apply(decode(record.frames), REPLAYED)
-        elif record.kind is RecordKind.DROP:
-            self.shard.drop(record.job)
-
-
-def _replay(recovered: Recovered, index: int, reader: LogReader) -> None:
-    """Apply a log to a shard's state."""
-    replay = LogReplay(reader, recovered.shards[index], partial(_make_shard, index))
-    for record in replay:
-        recovered.records += 1
-        if record.kind is RecordKind.COORDINATOR:
-            recovered.coordinators.append(content_of(record))
-    if replay.shard is not None:
-        recovered.shards[index] = replay.shard.capture()
-
-
-def _make_shard(index: int) -> Shard:
-    return Shard(index, 0, SETTINGS, ignore, lambda route: False)
-
-
-def ignore(*_: Any, **__: Any) -> None:
-    """Events are for people."""
+    shard, epoch = begin(held), reader.end.epoch
+    for record in reader:
+        try:
+            if epoch != reader.end.epoch:
+                # The server ended, and began anew with what it had.
+                shard, epoch = begin(shard.capture()), reader.end.epoch
+                shard.begin_life()
+            if record.kind is RecordKind.MESSAGE:
+                shard.apply(decode(record.frames), REPLAYED)
+            elif record.kind is RecordKind.DROP:
+                shard.drop(record.job)
+            note(record)
+        except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise SnapshotError(
+                f"{reader.name}: the record at byte {reader.offset} cannot be applied (expected one of this version of"
+                f" psengine, with the codecs of --plugins, got: {error!r})"
+            ) from error
+    return shard
 
 
 def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None:

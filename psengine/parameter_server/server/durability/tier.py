@@ -66,6 +66,7 @@ class Durability(threading.Thread):
         directory: created if it is absent; its parent must exist.
         stack: releases it.
         keeps_log: whether the tier is "log".
+        keeps_history: whether no segment of the log ever goes.
         interval_s: seconds between snapshots; one that would change nothing is not written. 0: only on wish.
         note: takes an event's kind and text.
 
@@ -77,12 +78,19 @@ class Durability(threading.Thread):
     """
 
     def __init__(
-        self, directory: Path, stack: ExitStack, *, keeps_log: bool, interval_s: float, note: Callable[[str, str], None]
+        self,
+        directory: Path,
+        stack: ExitStack,
+        *,
+        keeps_log: bool,
+        keeps_history: bool = False,
+        interval_s: float,
+        note: Callable[[str, str], None],
     ) -> None:
         super().__init__(name="psengine-snapshots", daemon=True)
         self.logs: list[LogThreads] = []
         self._disk = DirectoryDisk(directory)
-        self._store = Generations(self._disk)
+        self._store = Generations(self._disk, keeps_history=keeps_history)
         self._keeps_log, self._note = keeps_log, note
         self._recovered = Recovered()
         self._threads: Sequence[ShardThread] = ()

@@ -58,7 +58,7 @@ class Apply(ChunkRule):
         rank, step, known = contribution.rank, contribution.step, self.workers[contribution.rank]
         reason = self._reason_to_refuse(contribution)
         if reason is None:
-            self._use((contribution,))
+            self.context.use(self, (contribution,))
         self._take(contribution, reason)
         if known.held is not None and known.held.step != contribution.held:
             known.held.step = None
@@ -150,7 +150,7 @@ class Apply(ChunkRule):
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    def _use(self, given: Sequence[Contribution]) -> None:
+    def use(self, given: Sequence[Contribution]) -> None:
         """Change the weights by these contributions, which bring values: one version. An error leaves all as it was."""
         (one,) = given
         assert one.values is not None
@@ -163,7 +163,7 @@ class Apply(ChunkRule):
         groups: Sequence[Mapping[str, Any]] | None = None,
         absent: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """``_use`` the combined ``values`` of these contributions."""
+        """``use`` the combined ``values`` of these contributions."""
         if self.optimizer is None:
             self._overwrite(values)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,9 @@ from psengine.parameter_server.server.rules.statistics import JobStatistics
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import NO_KEY, MessageType
 from psengine.protocol.views import View
+
+if TYPE_CHECKING:
+    from psengine.parameter_server.server.rules.apply import Apply
 
 
 class Contribution(NamedTuple):
@@ -74,6 +77,10 @@ class RuleContext(ABC):
     statistics: JobStatistics = field(default_factory=JobStatistics)
     # Told of bytes about to be taken, and for what; raises ProtocolError where there are not enough.
     take_memory: Callable[[int, str], object] = field(default=lambda size_bytes, what: None)
+
+    def use(self, rule: Apply, given: Sequence[Contribution]) -> None:
+        """Change a chunk's weights by contributions to it; a replay watches."""
+        rule.use(given)
 
     @abstractmethod
     def discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:

@@ -132,14 +132,14 @@ class Merge(Apply):
         self.merged = number
         if not given:
             return []
-        self._use(given)
+        self.context.use(self, given)
         self.context.statistics.averaged += 1
         for one in given:
             self.workers[one.rank].step = one.step
         return [self._answer(one.rank, one.step) for one in given]
 
     @override
-    def _use(self, given: Sequence[Contribution]) -> None:
+    def use(self, given: Sequence[Contribution]) -> None:
         merged = ContributionSet(self.spec)
         for one in given:
             merged.add(one, ())

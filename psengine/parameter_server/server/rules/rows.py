@@ -119,7 +119,7 @@ class Rows(Apply):
         return bad < 0
 
     @override
-    def _use(self, given: Sequence[Contribution]) -> None:
+    def use(self, given: Sequence[Contribution]) -> None:
         """Gradients were divided by the number of workers then; others may have come to be merged."""
         pairs = []
         for one in given:
@@ -226,7 +226,7 @@ class Rows(Apply):
 class MergedRows(Merge, Rows):
     """Under "merge". Gradients that are not finite are used, as native DDP uses them."""
 
-    _use = Rows._use
+    use = Rows.use
 
     @override
     def _waiting(self) -> Sequence[Contribution]:

@@ -71,6 +71,7 @@ class Shard:
         append: takes a record for the log; None where there is none.
         changes: grows with each change of what ``capture`` returns.
         is_draining: the server is about to end.
+        make_job: a replay's jobs are watched.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Shard:
         self.append: Callable[[Record], object] | None = None
         self.changes = 0
         self.is_draining = False
+        self.make_job: Callable[..., Job] = Job
         self._note = note
         self._is_connected = is_connected
         self._take: dict[MessageType, Callable[[Job, Message, Sender], list[Outgoing]]]
@@ -218,7 +220,7 @@ class Shard:
         self._changed(made, message)
 
     def _make(self, name: str, rule: dict[str, Any]) -> Job:
-        return Job(name, rule, self._take_memory, self._note)
+        return self.make_job(name, rule, self._take_memory, self._note)
 
     def _view(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         view, known = view_of(message.body), job.view

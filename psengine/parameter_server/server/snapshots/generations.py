@@ -43,14 +43,17 @@ class Generations:
     The newest ``KEPT`` intact ones are kept. The disk must hold one more: a new one is complete before the oldest goes.
     Where it does not, one goes before.
 
+    Args:
+        keeps_history: nothing of the log goes, nor the generation that it began with.
+
     Attributes:
         disk: the directory that they are in.
         last: the highest number that was used, here or before.
         needed_bytes: room that the next one needs, as far as the last one tells.
     """
 
-    def __init__(self, disk: Disk) -> None:
-        self.disk = disk
+    def __init__(self, disk: Disk, *, keeps_history: bool = False) -> None:
+        self.disk, self._keeps_history = disk, keeps_history
         self.last = 0
         self.needed_bytes = 0
         self._damaged: set[int] = set()  # generations that could not be read: nothing to fall back on
@@ -79,6 +82,11 @@ class Generations:
 
     def _numbers(self, name: re.Pattern[str]) -> list[int]:
         return sorted(int(match[1]) for match in map(name.fullmatch, self.disk.list()) if match)
+
+    def first_logged(self) -> int | None:
+        """Number of the oldest intact one from which a log goes on."""
+        intact = (number for number in self.numbers() if number not in self._damaged)
+        return next((number for number in intact if read_places(self.disk, number)), None)
 
     def kept_rows(self) -> set[int]:
         """Generations of this life whose rows are there, so that the next one can go on from them."""
@@ -161,7 +169,11 @@ class Generations:
             intact = [number for number in self.numbers() if number not in self._damaged][-kept:]
             if not intact:
                 return
-            unneeded = [generation_name(number) for number in self.numbers() if number < intact[0]]
+            older = [number for number in self.numbers() if number < intact[0]]
+            if self._keeps_history and (first := self.first_logged()) in older:
+                older.remove(first)
+                intact.append(first)
+            unneeded = [generation_name(number) for number in older]
             needed = [places, *(read_places(self.disk, number) for number in intact)]
             for shard, numbers in segments(self.disk).items():
                 first = min((one[shard].segment for one in needed if shard in one), default=numbers[-1] + 1)
