@@ -105,8 +105,9 @@ def _tell(servers: Sequence[StatusSource], **order: Any) -> None:
             _say(str(error))
         finally:
             server.close()
-    # A worker, or a job, that one of the servers knows need not be at all of them.
-    are_unknown = [isinstance(one, ServerRefusedError) and one.code == ErrorCode.UNKNOWN_JOB for one in failures]
+    # A worker, or a job, that one of the servers knows need not be at all of them; followers do not decide.
+    known_codes = (ErrorCode.UNKNOWN_JOB, ErrorCode.NOT_LEADING)
+    are_unknown = [isinstance(one, ServerRefusedError) and one.code in known_codes for one in failures]
     if failures and (len(failures) == len(servers) or not all(are_unknown)):
         raise typer.Exit(EXIT_REFUSED)
 

@@ -116,6 +116,9 @@ class Overview:
                 found.append(error if error.startswith(address) else f"{address}: {error}")
             elif not report.facts.healthy:
                 found.append(f"{address} answers, but a shard of it does not work")
+            replica = report.facts.replica
+            if replica is not None and (not replica.is_in_sync or replica.why):
+                found.append(f"{address}: {replica.text}. {replica.why}".strip())
             found += [
                 f"{address}: no room for the log of shard {log.shard}: nothing is acknowledged until its disk has some"
                 for log in report.facts.logs

@@ -184,6 +184,8 @@ def _server_name(report: ServerReport) -> Text:
     text = Text(report.address)
     if report.facts.uptime_s is not None:
         text.append(f" up {_seconds(report.facts.uptime_s)}", "dim")
+    if (replica := report.facts.replica) is not None:
+        text.append(f" {replica.text}", "" if replica.is_in_sync else "red")
     return text
 
 

@@ -241,6 +241,35 @@ class LogStatus:
     free_bytes: int | None = _gauge("Room on the log's disk.", default=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaStatus:
+    """A server that has a follower, is one, or is to have one.
+
+    Attributes:
+        role: only who is "leading" serves workers.
+        peers: the addresses of the follower, or of who is followed.
+        is_in_sync: whether the follower may take over: it has every update that is acknowledged.
+        lag_records: those that the follower lacks.
+        election: who decides, as ``--election`` says it.
+        why: what is waited for; "" where nothing is.
+    """
+
+    role: Literal["looking", "following", "leading", "fenced"]
+    term: int = _gauge("Grows when another process leads.")
+    peers: tuple[str, ...] = ()
+    is_in_sync: bool = _gauge("Whether the follower has all that is acknowledged.", name="replica_in_sync")
+    lag_records: int | None = _gauge("Records that the follower lacks.", name="replica_lag_records", default=None)
+    election: str = ""
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """In words, for people."""
+        sync = "in sync" if self.is_in_sync else "not in sync"
+        lag = "" if self.lag_records is None else f", {self.lag_records} records behind"
+        return f"{self.role}, term {self.term}, {sync}{lag}"
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happened.
@@ -276,6 +305,7 @@ class ServerFacts:
     durability: str = ""
     snapshot: SnapshotStatus | None = None
     logs: tuple[LogStatus, ...] = ()
+    replica: ReplicaStatus | None = None
     events: tuple[Event, ...] = ()
     is_draining: bool = _gauge("Whether it lets no more workers in.", name="draining", default=False)
 

@@ -25,7 +25,7 @@ from psengine.cli.main import main
 from psengine.cli.status_overview import ServerReport, merge
 from psengine.cli.status_table import jobs_view, servers_table
 from psengine.parameter_server.server.events import EventLog
-from psengine.parameter_server.status_model import LogStatus, ServerFacts
+from psengine.parameter_server.status_model import LogStatus, ReplicaStatus, ServerFacts
 
 EVIL = "\x1b[2J\x9b1A\r\n\u202e[/x]"
 SHOWN = r"\x1b[2J\x9b1A\r\n\u202e[/x]"
@@ -183,6 +183,10 @@ def test_what_is_a_problem():
     log = LogStatus(shard=0, waiting_records=1, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=True)
     (full,) = overview(ServerFacts(logs=(log,))).problems
     assert "no room for the log of shard 0" in full
+    pair = ReplicaStatus(role="leading", term=2, is_in_sync=True, lag_records=3)
+    assert overview(ServerFacts(replica=pair)).problems == []
+    alone = ServerFacts(replica=replace(pair, is_in_sync=False, why="nobody follows"))
+    assert overview(alone).problems[0].endswith("leading, term 2, not in sync, 3 records behind. nobody follows")
     lost = shard(worker(0), lost="job 'demo' is lost")
     assert merge([ServerReport(address="tcp://a:1", shards=(lost,))]).problems == ["job 'demo' is lost"]
     assert "a shard of it does not work" in overview(ServerFacts(healthy=False)).problems[0]

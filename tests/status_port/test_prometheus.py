@@ -12,7 +12,7 @@ import pytest
 from support.statuses import TIMES, server, shard, worker
 
 from psengine.parameter_server.server.status.prometheus import render_metrics
-from psengine.parameter_server.status_model import LogStatus, SnapshotStatus
+from psengine.parameter_server.status_model import LogStatus, ReplicaStatus, SnapshotStatus
 from psengine.tracing.telemetry import Telemetry
 from psengine.tracing.training_metrics import TrainingMetrics
 
@@ -31,13 +31,14 @@ def exposition():
     """What a server and a synchronous training tell Prometheus, before anything was refused."""
     snapshot = SnapshotStatus(interval_s=1.0, generation=1, age_s=2.0, last_seconds=0.1, failures=0, last_error="")
     log = LogStatus(shard=0, waiting_records=1, written_bytes=9, syncs=1, sync_seconds=0.1, is_full=False, free_bytes=7)
+    pair = ReplicaStatus(role="leading", term=2, is_in_sync=True, lag_records=0)
     job = shard(worker(0, **TIMES, staleness={1: 2}), staleness={0: 1})
     metrics = TrainingMetrics()
     meter = Telemetry()
     metrics.models.append(("sync", 2, meter))
     meter.step_ended(0.1)
     meter.report(loss=1.0, samples=1)
-    return (render_metrics(server(job, snapshot=snapshot, logs=(log,)))[1] + metrics.render()[2]).decode()
+    return (render_metrics(server(job, snapshot=snapshot, logs=(log,), replica=pair))[1] + metrics.render()[2]).decode()
 
 
 def names_of(exposed):

@@ -9,10 +9,10 @@ function showHealth() {
     const shown = status && isNumber(status.unix_s) ? " What you see is from " + clock(status.unix_s, true) + "." : "";
     write(banner, "No answer from " + location.host + " since " + Math.floor(silentMs / 1000) + " s: the server ended, was stopped, or is overloaded." + shown);
   }
-  const pill = $("health");
+  const pill = $("health"), replica = fields(status && status.replica), isFollower = replica.role === "following";
   const [kind, text] = isSilent ? ["bad", "✕ no answer since " + Math.floor(silentMs / 1000) + " s"]
     : paused ? ["", "❚❚ paused"] : !status ? ["", "connecting"]
-    : muteText(status) ? ["bad", "✕ " + muteText(status)] : list(status.logs).some((log) => log.is_full) ? ["bad", "✕ log full: nothing is acknowledged"] : lostJobs().length ? ["bad", "✕ lost: job " + lostJobs().join(", ")] : status.is_draining ? ["", "draining: no worker is let in"] : status.healthy ? ["good", "✓ serving"] : ["bad", "✕ a shard does not work"];
+    : muteText(status) ? ["bad", "✕ " + muteText(status)] : list(status.logs).some((log) => log.is_full) ? ["bad", "✕ log full: nothing is acknowledged"] : replica.is_in_sync === false ? ["bad", "✕ follower not in sync"] : replica.why ? ["bad", "✕ " + replica.role + ": " + replica.why] : isFollower ? ["", "follows"] : lostJobs().length ? ["bad", "✕ lost: job " + lostJobs().join(", ")] : status.is_draining ? ["", "draining: no worker is let in"] : status.healthy ? ["good", "✓ serving"] : ["bad", "✕ a shard does not work"];
   flag(pill, "class", "pill " + kind);
   write(pill, text);
 }
@@ -35,6 +35,8 @@ function showFacts() {
     ["version", String(status.software || UNKNOWN)],
   ];
   const logs = list(status.logs), room = logs.map((log) => log.free_bytes).filter(isNumber);
+  const replica = status.replica;
+  if (replica) facts.push([replica.role, "term " + whole(replica.term) + ", " + (replica.is_in_sync ? "in sync with " : "NOT in sync with ") + (list(replica.peers).join("  ") || "nobody") + (replica.lag_records ? ", " + whole(replica.lag_records) + " records behind" : "") + ", election " + replica.election]);
   if (logs.length) facts.push(["log", bytes(logs.reduce((total, log) => total + log.written_bytes, 0)) + " written, " + (room.length ? bytes(Math.min(...room)) : UNKNOWN) + " free"]);
   if (status.refused_connections) facts.push(["refused connections", whole(status.refused_connections)]);
   sync($("facts"), facts, (fact) => fact[0],

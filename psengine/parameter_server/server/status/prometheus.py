@@ -16,6 +16,7 @@ from psengine.parameter_server.status_model import (
     CoordinatedJob,
     JobStatus,
     LogStatus,
+    ReplicaStatus,
     ServerFacts,
     ServerStatus,
     ShardJob,
@@ -53,6 +54,8 @@ def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
             yield _family("gauge", "unsaved_jobs", "Whose model is lost when the server ends.", [], [((), lost)])
             if status.snapshot is not None:
                 yield from _exported("snapshot_", SnapshotStatus, [], [((), status.snapshot)])
+            if status.replica is not None:
+                yield from _exported("", ReplicaStatus, [], [((), status.replica)])
             yield from _exported("log_", LogStatus, ["shard"], [([str(log.shard)], log) for log in status.logs])
             yield from _of_shards([shard for shard in status.shards if not shard.error])
             yield from _of_workers(status.jobs)
