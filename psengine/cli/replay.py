@@ -21,7 +21,7 @@ EPILOG = (
     " it, are NaN or infinite. Exit code 0: done; 1: done, and some values are not finite; 2: wrong arguments, or no"
     " such history."
 )
-_COLUMNS = "worker      step   stale    gradient      update  not finite  in weights  remarks"
+_COLUMNS = "worker      step   stale    gradient      update  not finite  in weights"
 
 
 def register(app: typer.Typer) -> None:
@@ -65,8 +65,7 @@ def replay(
         raise SnapshotError(f"{error.filename}: {error.strerror}") from error
     for note in history.notes:
         print(f"note: {note}", file=sys.stderr)
-    most = max((push.chunks for push in pushes), default=0)
-    print("\n".join([_COLUMNS, *(_line(push, most) for push in pushes)]))
+    print("\n".join([_COLUMNS, *map(_line, pushes)]))
     bad = next((push for push in pushes if push.bad_gradients or push.bad_weights), None)
     if bad is not None:
         print(f"worker {bad.rank}'s push of step {bad.step} is the first with values that are not finite")
@@ -80,8 +79,7 @@ def _parse(until_push: str | None) -> tuple[int, int] | None:
     return None if until_push is None else (int(rank), int(step))
 
 
-def _line(push: Push, most: int) -> str:
-    remarks = [f"refused: {push.refused}"] if push.refused else []
-    remarks += [f"{push.chunks} of {most} chunks"] if push.chunks < most else []
+def _line(push: Push) -> str:
     numbers = f"{push.rank:6}{push.step:10}{push.staleness:8}{push.gradient:12.4g}{push.update:12.4g}"
-    return f"{numbers}{push.bad_gradients:12}{push.bad_weights:12}  {', '.join(remarks)}".rstrip()
+    remark = f"  refused: {push.refused}" if push.refused else ""
+    return f"{numbers}{push.bad_gradients:12}{push.bad_weights:12}{remark}"

@@ -9,6 +9,7 @@ Each chunk has its own order of pushes, in which its shard applied them.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,6 @@ class Push:
 
     Attributes:
         rank, incarnation, step: whose, and which.
-        chunks: how many it brought gradients for.
         staleness: updates since the weights that it was computed from, the most of a chunk.
         gradient: L2 norm of what was pushed, decoded.
         update: of the change of the weights; in a merge that of all who are in it.
@@ -51,7 +51,6 @@ class Push:
     rank: int
     incarnation: int
     step: int
-    chunks: int = 0
     staleness: int = 0
     gradient: float = 0.0
     update: float = 0.0
@@ -88,7 +87,7 @@ class History:
     def __init__(self, name: str, until: tuple[int, int] | None = None) -> None:
         self.name, self.until = name, until
         self.notes: list[str] = []
-        self.runs: dict[bytes, Run] = {}
+        self.runs = defaultdict[bytes, Run](Run)
         self._last: list[Job] = []  # of all shards, at the end
 
     def read(self, directory: Path) -> None:
@@ -106,9 +105,8 @@ class History:
             )
         state = read_generation(store.disk, first)
         for index, jobs in enumerate(state.shards):
-            for chunk in (chunk for job in jobs if job.name == self.name for chunk in job.chunks[:1]):
-                if version := chunk.meta["version"]:
-                    self.notes.append(f"{directory}: the history begins at version {version} of chunk {chunk.key}")
+            if any(chunk.meta["version"] for job in jobs if job.name == self.name for chunk in job.chunks):
+                self.notes.append(f"{directory}: the history of shard {index} begins when pushes had been applied")
             reader = LogReader(store.disk, index, state.places.get(index), self.notes)
             shard = replay_log(reader, index, jobs, make_job=self._make_job)
             self._end(shard.jobs.get(job_number(self.name)), f"shard {index} in {directory}")
@@ -138,14 +136,14 @@ class History:
         Raises:
             SnapshotError: a server's directory was not named, or there is no such push.
         """
-        view = max((job.view for job in self._last if job.view is not None), key=lambda view: view.number)
+        shards = max((len(job.view.shards) for job in self._last if job.view is not None), default=0)
         rules = {key: rule for job in self._last for key, rule in sorted(job.rules.items())}
-        if len(self._last) != len(view.shards) or len(rules) != sum(len(job.rules) for job in self._last):
+        if len(self._last) != shards or len(rules) != sum(len(job.rules) for job in self._last):
             raise SnapshotError(
                 f"these are not the directories of all servers of job {self.name!r}, each once (expected"
-                f" {len(view.shards)} shards, got {len(self._last)}; a server and its follower have the same)"
+                f" {shards} shards, got {len(self._last)}; a server and its follower have the same)"
             )
-        run = self.runs.get(self._last[0].key, Run())
+        run = self.runs[self._last[0].key]
         pushes = list(run.pushes.values())
         there = [place for place, push in enumerate(pushes, 1) if (push.rank, push.step) == self.until]
         if self.until is not None and not there:
@@ -165,15 +163,11 @@ class _WatchedJob(Job):
         super().__init__(*given)
         self._history = history
 
-    @property
-    def _run(self) -> Run:
-        return self._history.runs.setdefault(self.key, Run())
-
     @override
     def push(self, message: Message) -> list[Reply]:
         rank, step = self._history.until or (-1, 0)
         if message.worker == rank and message.sequence > step:  # those that the push did not touch
-            behind = self._run.behind
+            behind = self._history.runs[self.key].behind
             behind |= {key: _values_of(rule) for key, rule in self.rules.items() if key not in behind}
         return super().push(message)
 
@@ -198,13 +192,12 @@ class _WatchedJob(Job):
 
     def _note_push(self, rule: ChunkRule, one: Contribution) -> Push:
         """The push, to which this chunk's gradient is added."""
-        place, run = (one.rank, one.incarnation, one.step), self._run
+        place, run = (one.rank, one.incarnation, one.step), self._history.runs[self.key]
         if (one.rank, one.step) == self._history.until:
             run.behind[rule.spec.key] = _values_of(rule)
         push = run.pushes.setdefault(place, Push(*place))
         if one.values is not None and rule.spec.kind.is_trained:
             norm, bad = _measure(one.values)
-            push.chunks += 1
             push.gradient = math.hypot(push.gradient, norm)
             push.bad_gradients += bad
         return push
