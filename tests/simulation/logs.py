@@ -38,8 +38,7 @@ class SimulatedLog:
 
     def follow(self) -> None:
         """Take what the shard does from here on."""
-        self._thread.answers.log = self.log
-        self._thread.shard.append = self.log.append
+        self._thread.add_sink(self.log)
 
     def write_all(self) -> None:
         """Write at once what is there; OSError where that is not possible."""
@@ -48,7 +47,7 @@ class SimulatedLog:
             self.log.sync()
 
     def _wake(self) -> None:
-        if not self._is_busy and self._thread.answers.log is not None:
+        if not self._is_busy and self.log in self._thread.answers.sinks:
             self._is_busy = True
             self._server.clock.after(0.0, self._write)
 

@@ -116,8 +116,7 @@ class Snapshots:
         self._recovered = recovered = recover(self.store)
         if recovered.generation is not None or recovered.records:
             place_into(recovered, self.server.shards, "what is on the disk")
-            for meta in recovered.coordinators:
-                self.server.coordinators.restore(meta, self.server.clock.now_s)
+            self.server.coordinators.restore(recovered.coordinators, self.server.clock.now_s)
 
     def begin_logs(self, fails: Callable[[], None]) -> None:
         """Begin this life's logs, from a snapshot of all that is there.

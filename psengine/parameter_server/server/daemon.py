@@ -3,10 +3,14 @@
     main thread      signals, watchdog, health, memory ──────────────────────────────────┐
     shard threads    one each: socket ► shard (the first: or coordinators) ► socket      ├─ nothing shared but queues
     snapshot thread  asks the shards for copies, writes a generation                     │
+    replication      of a server that follows, or is followed; asks the elector          │
     authenticator    decides who may connect             status port HTTP for people ─────┘
 
 The first SIGTERM or SIGINT ends it in order: it refuses newcomers, answers queued messages, and writes a snapshot. The
 second ends it at once: what came after the last snapshot is lost, and no written snapshot is harmed.
+
+A *life* of a server is what it holds, under one epoch. Its process may have several: where another server leads, or a
+copy of it is not up to date any more, what is here is thrown away, and a new life begins at the same addresses.
 
 Operators' orders (ADMIN) are performed in threads of their own: they ask the shards, which must not wait for
 themselves.
@@ -26,7 +30,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -48,6 +52,10 @@ from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.events import EventLog
 from psengine.parameter_server.server.group_store import GroupStore
 from psengine.parameter_server.server.interfaces import ShardSettings
+from psengine.parameter_server.server.replication.election import Member
+from psengine.parameter_server.server.replication.electors import make_elector, make_succession
+from psengine.parameter_server.server.replication.pair import Pair
+from psengine.parameter_server.server.replication.replication import LeaderSockets, Replication
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.shard_group import ShardGroup
@@ -57,7 +65,7 @@ from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerFacts, ServerStatus
 from psengine.protocol.bounds import KEY_BYTES
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import ErrorCode, Message
+from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message
 from psengine.status_port.http_status import HttpStatus
 from psengine.version import __version__
 
@@ -82,7 +90,7 @@ _MAX_DESCRIPTORS = 1 << 20
 
 
 class Server:
-    """One server process; ``run`` is its life.
+    """One server process; ``run`` is all of its lives.
 
     Args:
         settings: see ``ServerSettings``.
@@ -91,27 +99,32 @@ class Server:
             do not count: that process would have given them.
 
     Attributes:
-        epoch: number of this process's life; grows from one to the next.
+        epoch: number of its life; grows from one to the next.
         addresses: of all shards, as clients reach them; [] before start-up.
         status_url: of the monitor; "" without one.
     """
 
     def __init__(self, settings: ServerSettings, *, until_stdin_closes: bool = False) -> None:
         self.settings = settings
-        # Epochs of a server grow, whatever it remembers: microseconds since 1970, and then chance.
-        self.epoch = (time.time_ns() // 1000) << 10 | secrets.randbits(10)
         self.addresses: list[str] = []
         self.status_url = ""
         self._until_stdin_closes = until_stdin_closes
         self._reasons: SimpleQueue[str] = SimpleQueue()  # to end
         self._signals = 0
         self._events = EventLog()
-        self._shards = ShardGroup(settings)
+        self._started_s = time.monotonic()
+        self._bound = settings.bind_addresses()
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self.epoch = draw_epoch()
+        self._shards = ShardGroup(self.settings)
         self._store = GroupStore(self._shards)
         self._durability: Durability | None = None
+        self._replication: Replication | None = None
         self._is_draining = False
+        self._is_over = ""  # why this life ends, and another begins
         self._order_threads = ThreadPoolExecutor(MAX_ORDERS_AT_ONCE, thread_name_prefix="psengine-admin")
-        self._started_s = time.monotonic()
 
     def run(self, announce: Callable[[str], None] | None = None) -> int:
         """Serve until a signal; the process's exit code.
@@ -121,15 +134,27 @@ class Server:
                 default they are logged.
         """
         try:
-            with ExitStack() as stack:
-                self._handle_signals(stack)
-                self._start(stack, announce or log_start)
-                is_good = self._serve()
-                return self._stop() if is_good else EXIT_INTERNAL
+            with ExitStack() as signals:
+                self._handle_signals(signals)
+                while (code := self._live(announce or log_start)) is None:
+                    announce = log_start
+                    logger.warning("this server begins anew: %s", self._is_over)
+                    self._events.note("anew", f"what was here is thrown away: {self._is_over}")
+                    self._begin_life()
+                return code
         except Exception as error:
             code = next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_INTERNAL)
             logger.critical("psengine-server ends: %s", error, exc_info=code == EXIT_INTERNAL)
             return code
+
+    def _live(self, announce: Callable[[str], None]) -> int | None:
+        """One life; the process's exit code, or None where another life follows."""
+        with ExitStack() as stack:
+            self._start(stack, announce)
+            is_good = self._serve()
+            if self._is_over:
+                return None
+            return self._stop() if is_good else EXIT_INTERNAL
 
     def end(self, reason: str) -> None:
         """Ask the server to end in order, as SIGTERM does; ``run`` then returns. Callable from any thread."""
@@ -144,31 +169,38 @@ class Server:
         _raise_descriptor_limit()
         _import_plugins(settings.plugins or ())
         stack.enter_context(self._shards)
-        shards, coordinators = self._make_shards()
-        durability, durable = None, "not durable, no --snapshot-dir"
+        shards = self._make_shards()
+        durability, durable, known, previous = None, "not durable, no --snapshot-dir", {}, 0
         if settings.snapshot_dir is not None:
             durability = Durability(
                 settings.snapshot_dir,
                 stack,
-                keeps_log=settings.tier == "log",
+                keeps_log="log" in DURABILITY_TIERS[settings.tier],
                 keeps_history=settings.keep_history,
                 interval_s=settings.snapshot_interval_s,
                 note=self._events.note,
             )
-            durable = durability.restore(shards, coordinators)
-        self._shards.open()
+            durable = durability.restore(shards)
+            known, previous = durability.known, durability.previous
+        self._shards.open(self._bound)
+        self._bound = [endpoint.address for endpoint in self._shards.endpoints]
         self.addresses = self._shards.addresses(socket.gethostname())
+        pair = self._make_pair(durability, previous) if "replica" in DURABILITY_TIERS[settings.tier] else None
         for shard, endpoint in zip(shards, self._shards.endpoints, strict=True):
-            led, facts = (coordinators, self.facts) if shard.index == 0 else (None, None)
+            facts = self.facts if shard.index == 0 else None
             given = self._shards.addresses("*"), self._on_admin
-            thread = ShardThread(shard, endpoint, *given, coordinators=led, facts=facts)
+            thread = ShardThread(shard, endpoint, *given, facts=facts, pair=pair)
+            thread.known = known if shard.index == 0 else {}
             self._shards.threads.append(thread)
         stack.callback(self._end_threads)
-        if durability is not None:
-            durability.begin(self._shards.threads, self.epoch)
-            self._durability = durability
+        if pair is None:
+            self._lead(self.epoch, time.monotonic())
+            if durability is not None:
+                self._begin_durability(durability, self.epoch, False)
         for thread in self._shards.threads:
             thread.start()
+        if self._replication is not None:
+            self._replication.start()
         if settings.status_port is not None:
             port = stack.enter_context(self._open_status_port(settings.status_port))
             self.status_url = port.url
@@ -190,23 +222,28 @@ class Server:
             os._exit(128 + number)
         self.end(signal.Signals(number).name)
 
-    def _make_shards(self) -> tuple[list[Shard], Coordinators]:
+    def _make_shards(self) -> list[Shard]:
         settings = self.settings
         total_bytes = settings.max_memory_bytes or int(0.8 * machine_memory_bytes())
-        given = ShardSettings(
+        self._shard_settings = given = ShardSettings(
             lease_s=settings.lease_s,
             heartbeat_s=settings.lease_s / 5,
             max_memory_bytes=max(1, total_bytes // settings.shards),
             durability=settings.tier,
+            keeps_snapshots=settings.snapshot_dir is not None,
             warns_of_loss=settings.tier == "memory" and not self._until_stdin_closes,
         )
-        shards = [
+        return [
             Shard(index, self.epoch, given, self._events.note, partial(self._shards.is_connected, index))
             for index in range(settings.shards)
         ]
+
+    def _lead(self, epoch: int, now_s: float) -> None:
+        """The shards go on with what is here; the first one last, which tells workers of the others."""
+        self.epoch = epoch
         interfaces = Interfaces(
-            self.epoch,
-            given,
+            epoch,
+            self._shard_settings,
             time.time,
             self._events.note,
             draw_key=partial(secrets.token_bytes, KEY_BYTES),
@@ -214,9 +251,54 @@ class Server:
             is_gone=has_exited,
             store_port=self._store.port,
             # The workers of an embedded server are those of who started it: all of them are known.
-            started_s=-math.inf if self._until_stdin_closes else self._started_s,
+            started_s=-math.inf if self._until_stdin_closes else now_s,
         )
-        return shards, Coordinators(interfaces)
+        for thread in reversed(self._shards.threads):
+            coordinators = None if thread.shard.index else Coordinators(interfaces)
+            thread.ask(partial(thread.lead, epoch, now_s, coordinators))
+        if self._replication is not None:
+            text = f"this server leads, under term {self._replication.pair.term}"
+            self._events.note("leads", text)
+
+    def _make_pair(self, durability: Durability | None, previous: int) -> Pair:
+        settings = self.settings
+        keys = None if self._shards.authenticator is None else self._shards.authenticator.own
+        sockets = LeaderSockets(keys, settings.lease_s)
+        pair = Pair(
+            make_succession(settings, Member(self.epoch, tuple(self.addresses), previous)),
+            sockets,
+            self._shards.threads,
+            draw_epoch=draw_epoch,
+            lease_s=settings.lease_s,
+            prepare=partial(self._prepare, durability),
+            lead=self._lead,
+            begin_anew=self._begin_anew,
+        )
+        self._replication = Replication(pair, sockets, make_elector(settings))
+        self._prepared: Future[None] | None = None
+        return pair
+
+    def _prepare(self, durability: Durability | None, epoch: int, is_copy: bool) -> bool:
+        """What is here gets its log and snapshots, in a thread; whether it has them.
+
+        Raises:
+            SnapshotError: they could not be written.
+        """
+        if durability is None:
+            return True
+        if self._prepared is None:
+            self._prepared = self._order_threads.submit(self._begin_durability, durability, epoch, is_copy)
+        return self._prepared.done() and self._prepared.result() is None
+
+    def _begin_durability(self, durability: Durability, epoch: int, is_copy: bool) -> None:
+        durability.begin(self._shards.threads, epoch, is_copy=is_copy)
+        self._durability = durability
+
+    def _begin_anew(self, why: str) -> None:
+        """Have this life end, and another begin."""
+        if not self._is_over:
+            self._is_over = why
+            self._reasons.put(why)
 
     def _open_status_port(self, port: int) -> HttpStatus:
         try:
@@ -244,8 +326,11 @@ class Server:
         next_look_s, at_start_bytes = time.monotonic(), resident_bytes()
         while True:
             with suppress(Empty):
-                logger.info("shutting down: %s", self._reasons.get(timeout=LOOP_S))
+                reason = self._reasons.get(timeout=LOOP_S)
+                logger.info("%s: %s", "this life ends" if self._is_over else "shutting down", reason)
                 return True
+            if self._replication is not None and self._replication.failure is not None:
+                raise self._replication.failure
             if not self._shards.are_alive:
                 return False
             if self._is_draining and self._shards.worker_count(remembers=True) == 0:
@@ -281,6 +366,7 @@ class Server:
             logs=() if self._durability is None else self._durability.log_status(),
             events=self._events.events(),
             is_draining=self._is_draining,
+            replica=None if self._replication is None else self._replication.pair.status(self.settings.election or ""),
         )
 
     def status(self) -> ServerStatus:
@@ -300,7 +386,11 @@ class Server:
         action = request.body["action"]
         try:
             given = {name: value for name, value in request.body.items() if name != "action"}
-            needed = {"evict": ["job", "worker"], "forget": ["job"]}.get(action, [])
+            if action == "promote":
+                given.setdefault("accept_loss", False)
+            elif action in ("evict", "forget", "drain") and self._replication is not None:
+                self._replication.pair.check_leads()
+            needed = {"evict": ["job", "worker"], "forget": ["job"], "promote": ["accept_loss"]}.get(action, [])
             if sorted(given) != needed:
                 wanted, got = (", ".join(names) or "none" for names in (needed, sorted(given)))
                 raise ProtocolError(f"{action} has other parameters (expected {wanted}, got {got})")
@@ -355,6 +445,12 @@ class Server:
             self._durability.snapshot()  # a crash before the next interval would restore the job
         return f"Job {job!r} is forgotten: its values, and its place among the server's jobs."
 
+    def _promote(self, accept_loss: bool) -> str:
+        if self._replication is None:
+            raise ProtocolError(f"this server leads (expected durability replica, got {self.settings.tier})")
+        self._replication.promote(accept_loss=accept_loss)
+        return "This server leads as soon as it may: see psengine status."
+
     def _drain(self) -> str:
         """Let no more workers in; the main loop ends the server when the last has left."""
         if not self._is_draining:
@@ -385,12 +481,20 @@ class Server:
         return 0
 
     def _end_threads(self) -> None:
+        if self._replication is not None:
+            self._replication.end()
+            wait([] if self._prepared is None else [self._prepared], LAST_SNAPSHOT_S)
         self._order_threads.shutdown(wait=False, cancel_futures=True)
         if self._durability is not None:
             self._durability.end()
         self._shards.end()
         if self._durability is not None:
             self._durability.end_logs()
+
+
+def draw_epoch() -> int:
+    """Epochs of servers grow, whatever they remember: microseconds since 1970, and then chance."""
+    return (time.time_ns() // 1000) << 10 | secrets.randbits(10)
 
 
 def log_start(line: str) -> None:

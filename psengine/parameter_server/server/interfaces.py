@@ -19,12 +19,18 @@ class ShardSettings:
     heartbeat_s: float = 1.0  # how often workers should send HEARTBEAT
     max_memory_bytes: int = 8 << 30  # what this shard may hold
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
+    keeps_snapshots: bool = False  # beside what ``durability`` says
     warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them
+
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether the server's next life has every acknowledged update."""
+        return self.durability not in ("memory", "snapshot")
 
     def check_tier(self, job: str, rule: Mapping[str, Any]) -> None:
         """Raise ProtocolError where a job asks for more durability than the server has."""
         wanted, offered = rule.get("durability", "memory"), self.durability
-        if wanted not in DURABILITY_TIERS[offered]:
+        if wanted not in DURABILITY_TIERS[offered] and not (wanted == "snapshot" and self.keeps_snapshots):
             raise ProtocolError(
                 f"job {job!r} asks for durability={wanted} (expected a server that offers at least that, got"
                 f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY, or ask for"

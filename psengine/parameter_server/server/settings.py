@@ -74,11 +74,16 @@ class ServerSettings(BaseModel):
     """Directory of snapshots; without it a restart forgets all."""
     snapshot_interval_s: float = Field(60.0, ge=0.0, le=1e7)
     """Seconds between snapshots, which a crash may lose. 0: only on request and at the end."""
-    durability: Literal["memory", "snapshot", "log"] | None = None
-    """memory, snapshot or log. log: an update is acknowledged once it is on the disk, so none that was acknowledged is
-    lost. The last two need a snapshot directory. Default: snapshot with a directory, else memory."""
+    durability: Literal["memory", "snapshot", "log", "replica", "log+replica"] | None = None
+    """memory, snapshot, log, replica or log+replica. log: an update is acknowledged once it is on the disk; replica:
+    once a follower has it; so none that was acknowledged is lost. snapshot and log need a snapshot directory. Default:
+    snapshot with a directory, else memory."""
     keep_history: bool = False
     """Never delete the log's older segments, so that psengine replay can tell the run again. Needs the tier log."""
+    follow: Annotated[str, AfterValidator(_address)] | None = None
+    """Address of the server to follow: this one keeps a copy of it, and takes its place."""
+    election: str | None = None
+    """Who decides which of two servers leads."""
     lease_s: float = Field(5.0, ge=0.2, le=86400.0)
     """Seconds of silence (five heartbeats) after which a worker counts as dead."""
     status_port: int | None = Field(None, ge=0, le=65535)
@@ -110,7 +115,7 @@ class ServerSettings(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> ServerSettings:
         """Check what belongs together, and that a reachable address is protected."""
-        if (self.tier == "memory") != (self.snapshot_dir is None):
+        if self.tier != "replica" and (self.tier == "memory") != (self.snapshot_dir is None):
             raise ValueError(
                 "A server keeps what it has in a directory (expected durability snapshot or log with snapshot_dir, or"
                 f" memory without, got {self.tier} and snapshot_dir = {self.snapshot_dir}). Fix: give"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
 from contextlib import suppress
@@ -80,13 +80,13 @@ class ShardGroup:
 
     # ---- addresses ---------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Bind all addresses.
+    def open(self, addresses: Iterable[str]) -> None:
+        """Bind these addresses, one for each shard.
 
         Raises:
             ConfigurationError, BindError: an address cannot be bound.
         """
-        for address in self._settings.bind_addresses():
+        for address in addresses:
             endpoint = Endpoint(self._context, address, self.authenticator, lease_s=self._settings.lease_s)
             self.endpoints.append(endpoint)
             # This user's clients on this host look here first; others use TCP, also where /tmp is read-only.

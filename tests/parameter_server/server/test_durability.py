@@ -41,7 +41,10 @@ class Thread:
 
     def __init__(self, shard, coordinators):
         self.shard, self.coordinators, self.lock = shard, coordinators, threading.Lock()
-        self.answers = SimpleNamespace(wake=lambda: None)
+        self.answers, self.known = SimpleNamespace(wake=lambda: None), {}
+
+    def add_sink(self, log):
+        self.shard.append = log.append
 
     def ask(self, function):
         future = Future()
@@ -59,11 +62,10 @@ class Server:
         options = {"keeps_log": keeps_log, "interval_s": interval_s}
         self.durability = Durability(directory, self.stack, note=lambda *event: self.events.append(event), **options)
         self.restored = []  # of coordinators
-        self.coordinators = SimpleNamespace(
-            to_meta=lambda: {"jobs": len(self.restored)}, restore=lambda meta, now_s: self.restored.append(meta)
-        )
+        self.coordinators = SimpleNamespace(to_meta=lambda: {"jobs": len(self.restored)})
         try:
-            self.line = self.durability.restore(self.world.shards, self.coordinators)
+            self.line = self.durability.restore(self.world.shards)
+            self.restored += [self.durability.known] if self.durability.known else []
             self.threads = [Thread(shard, None if shard.index else self.coordinators) for shard in self.world.shards]
             self.durability.begin(self.threads, epoch)
         except BaseException:

@@ -161,7 +161,7 @@ def test_coordinators_and_dropped_jobs_come_back(logged):
     logged.world.shard.drop(job_number("demo"))
     logged.write()
     found = recover(logged.store)
-    assert found.coordinators[1:] == [{"a": 1}, {"b": 2}]
+    assert found.coordinators == {"job": 9, "a": 1, "b": 2}
     assert found.shards == [[]]
 
 

@@ -34,9 +34,10 @@ def test_argument_beats_environment_beats_default(monkeypatch):
 def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
     values = {
         "bind": "tcp://0.0.0.0:9000", "shards": 2, "snapshot_dir": str(tmp_path), "snapshot_interval_s": 10.0,
-        "durability": "log", "keep_history": True, "lease_s": 2.0, "status_port": 9100, "status_bind": "127.0.0.2",
-        "curve_key": None, "allow": None, "secret_file": None, "admin_allow": None, "insecure": True,
-        "max_memory_bytes": "2GiB", "plugins": "json,os.path", "log_format": "json",
+        "durability": "log", "keep_history": True, "follow": None, "election": None, "lease_s": 2.0,
+        "status_port": 9100, "status_bind": "127.0.0.2", "curve_key": None, "allow": None,
+        "secret_file": None, "admin_allow": None, "insecure": True, "max_memory_bytes": "2GiB",
+        "plugins": "json,os.path", "log_format": "json",
     }  # fmt: skip
     assert list(values) == list(ServerSettings.model_fields)
     given = {name: value for name, value in values.items() if value is not None}

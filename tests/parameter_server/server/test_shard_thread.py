@@ -29,11 +29,10 @@ class World:
         self.shard.memory_bytes = lambda: 0
         coordinators = SimpleNamespace(handle=self._take, tick=lambda now_s: [], take_changed=self._take_changed)
         coordinators.stood_still = lambda pause_s: None  # this machine may be slow
-        self.log = SimpleNamespace(end=0, durable=0, failure="")
+        self.log = SimpleNamespace(end=0, durable=0, failure="", is_open=True, append=self._append)
         endpoint = Endpoint(context, "tcp://127.0.0.1:*")
         self.thread = ShardThread(self.shard, endpoint, ["tcp://here:1"], coordinators=coordinators, on_admin=print)
-        self.thread.answers.log = self.log
-        self.shard.append = self._append
+        self.thread.add_sink(self.log)
         self.peer = context.socket(zmq.DEALER)
         self.peer.setsockopt(zmq.LINGER, 0)
         self.peer.connect(endpoint.address)

@@ -376,7 +376,7 @@ class Coordinator(JobMemory):
         elif self.state is JobState.RESUMING and all(one.route for one in members):
             self._advance("resumed")
             self._decisions.learn()
-            self._decisions.lose(keeps_log=self._interfaces.settings.durability == "log")
+            self._decisions.lose(keeps_log=self._interfaces.settings.keeps_updates)
             if members:
                 self._want_view()
 
@@ -546,7 +546,7 @@ class Coordinator(JobMemory):
                 return  # a life before; where a clock was set back, it is said again under this view
             self.epochs[shard] = epoch
             self.is_changed, self._donation = True, None  # what was deposited there is lost
-            self._decisions.lose(keeps_log=self._interfaces.settings.durability == "log")
+            self._decisions.lose(keeps_log=self._interfaces.settings.keeps_updates)
             self._want_view()
             if not self.averages and self.chunks and body["chunks"] < self.chunks[shard]:
                 self._finish(

@@ -108,7 +108,7 @@ class History:
             if any(chunk.meta["version"] for job in jobs if job.name == self.name for chunk in job.chunks):
                 self.notes.append(f"{directory}: the history of shard {index} begins when pushes had been applied")
             reader = LogReader(store.disk, index, state.places.get(index), self.notes)
-            shard = replay_log(reader, index, jobs, make_job=self._make_job)
+            shard = replay_log(reader, index, jobs, {}, make_job=self._make_job)
             self._end(shard.jobs.get(job_number(self.name)), f"shard {index} in {directory}")
 
     def _make_job(self, name: str, *given: Any) -> Job:

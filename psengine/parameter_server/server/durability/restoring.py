@@ -13,12 +13,11 @@ from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.log.log import Place, segments
 from psengine.parameter_server.server.log.reading import WITHOUT_LOG, LogReader
-from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
+from psengine.parameter_server.server.log.records import Record
 from psengine.parameter_server.server.shard.job import Job
-from psengine.parameter_server.server.shard.shard import REPLAYED, Shard
+from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.server.snapshots.generations import Generations
-from psengine.protocol.frames import decode
 
 # What was accepted once has its place.
 _SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log")
@@ -31,7 +30,7 @@ class Recovered:
     Attributes:
         generation: the newest intact one; None without one.
         shards: the jobs of each shard that there was.
-        coordinators: what coordinators knew, one after the other to be taken over.
+        coordinators: what they knew.
         notes: newer generations, and ends of logs, that were left out, and why.
         records: how many the logs had.
         ends: by shard, where its next life goes on.
@@ -39,7 +38,7 @@ class Recovered:
 
     generation: int | None = None
     shards: list[list[JobState]] = field(default_factory=list)
-    coordinators: list[dict[str, Any]] = field(default_factory=list)
+    coordinators: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     records: int = 0
     ends: dict[int, Place] = field(default_factory=dict)
@@ -47,8 +46,6 @@ class Recovered:
     def note(self, record: Record) -> None:
         """A record was applied."""
         self.records += 1
-        if record.kind is RecordKind.COORDINATOR:
-            self.coordinators.append(content_of(record))
 
     def describe(self) -> str:
         """What a server starts with, for people."""
@@ -68,7 +65,7 @@ def recover(store: Generations) -> Recovered:
         SnapshotError: there are generations and none can be read, or a log is damaged or is not there.
     """
     generation, state, notes = store.load()
-    recovered, found = Recovered(generation, state.shards, [state.coordinators], notes), segments(store.disk)
+    recovered, found = Recovered(generation, state.shards, state.coordinators, notes), segments(store.disk)
     if generation is None:
         state.shards.extend([] for _ in range(max(found, default=-1) + 1))
     is_without = WITHOUT_LOG in store.disk.list()
@@ -79,7 +76,7 @@ def recover(store: Generations) -> Recovered:
         # A generation without a place was written by a server that kept no log.
         if not is_without and (generation is None or shard in state.places):
             held = recovered.shards[shard]
-            recovered.shards[shard] = replay_log(reader, shard, held, recovered.note).capture()
+            recovered.shards[shard] = replay_log(reader, shard, held, recovered.coordinators, recovered.note).capture()
         recovered.ends[shard] = reader.end._replace(segment=max(found.get(shard, [0])))
     return recovered
 
@@ -88,6 +85,7 @@ def replay_log(
     reader: LogReader,
     index: int,
     held: Sequence[JobState],
+    known: dict[str, Any],
     note: Callable[[Record], object] = lambda record: None,
     make_job: Callable[..., Job] = Job,
 ) -> Shard:
@@ -97,6 +95,7 @@ def replay_log(
         reader: of the log.
         index: of the shard.
         held: tensors are taken over.
+        known: what coordinators knew there, and know at the log's end.
         note: told of each record that was applied.
         make_job: makes jobs that are watched.
 
@@ -117,10 +116,7 @@ def replay_log(
                 # The server ended, and began anew with what it had.
                 shard, epoch = begin(shard.capture()), reader.end.epoch
                 shard.begin_life()
-            if record.kind is RecordKind.MESSAGE:
-                shard.apply(decode(record.frames), REPLAYED)
-            elif record.kind is RecordKind.DROP:
-                shard.drop(record.job)
+            shard.replay(record, known)
             note(record)
         except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise SnapshotError(

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from psengine.errors import SnapshotError
-from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.log_thread import LOOK_S, LogThreads
 from psengine.parameter_server.server.durability.restoring import Recovered, place_into, recover
 from psengine.parameter_server.server.log.disk import DirectoryDisk
@@ -72,6 +72,7 @@ class Durability(threading.Thread):
 
     Attributes:
         logs: of the shards; none where the server writes none.
+        known, previous: see ``restore``.
 
     Raises:
         SnapshotError: the directory cannot be had.
@@ -89,6 +90,8 @@ class Durability(threading.Thread):
     ) -> None:
         super().__init__(name="psengine-snapshots", daemon=True)
         self.logs: list[LogThreads] = []
+        self.known: dict[str, Any] = {}
+        self.previous = 0
         self._disk = DirectoryDisk(directory)
         self._store = Generations(self._disk, keeps_history=keeps_history)
         self._keeps_log, self._note = keeps_log, note
@@ -118,8 +121,10 @@ class Durability(threading.Thread):
 
     # ---- start -------------------------------------------------------------------------------------------------
 
-    def restore(self, shards: Sequence[Shard], coordinators: Coordinators) -> str:
+    def restore(self, shards: Sequence[Shard]) -> str:
         """Restore what is durable, before the first message; how durable the server is, for people.
+
+        What coordinators knew is ``known`` then, and the epoch of the life whose log this is ``previous``.
 
         Raises:
             SnapshotError: there is something, and it cannot be taken over.
@@ -133,34 +138,42 @@ class Durability(threading.Thread):
         summary = f"durable to {self._disk}, {recovered.describe()}"
         if recovered.generation is not None or recovered.records:
             place_into(recovered, shards, f"Generation {recovered.generation or 0} in {self._disk}")
-            for meta in recovered.coordinators:
-                coordinators.restore(meta, time.monotonic())
+            self.known = recovered.coordinators
+            self.previous = recovered.ends[0].epoch if 0 in recovered.ends else 0
             self._note("restored", f"taken over: {summary}")
         return summary
 
-    def begin(self, threads: Sequence[ShardThread], epoch: int) -> None:
-        """Write logs and snapshots of these shards, whose threads have not started.
+    def begin(self, threads: Sequence[ShardThread], epoch: int, *, is_copy: bool = False) -> None:
+        """Write logs and snapshots of these shards from now on, from a first generation.
+
+        Args:
+            threads: if they have started, nobody is told of an update yet.
+            epoch: of this life.
+            is_copy: what they hold is another server's, and does not go on from what was read.
 
         Raises:
             SnapshotError: a log, or the generation that it goes on from, could not be written.
         """
         recovered, self._recovered, self._threads = self._recovered, Recovered(), threads
+        deadline_s = CAPTURE_DEADLINE_S if is_copy else START_S
         for thread in threads if self._keeps_log else ():
-            shard = thread.shard
-            log = ShardLog(self._disk, shard.index, epoch, recovered.ends.get(shard.index, BEGINNING))
-            thread.answers.log, shard.append = log, log.append
+            last = recovered.ends.get(thread.shard.index, BEGINNING)
+            # A gap: nobody goes from what another server had told to what this one had held.
+            last = last._replace(number=last.number + is_copy)
+            log = ShardLog(self._disk, thread.shard.index, epoch, last)
             self.logs.append(LogThreads(log, thread.answers, self._note, self._room_bytes))
+            thread.ask(partial(thread.add_sink, log)).result(deadline_s)
         self._status = replace(self._status, generation=recovered.generation)
         self._durable_changes = self._changes()
-        if self.logs or recovered.records:
+        if self.logs or recovered.records or is_copy:
             # What was read may not be durable yet, because the last life may have died before its fsync: this life goes
-            # on from a generation of its own, which also has as many shards as there are.
-            self._write_first()
+            # on from a generation of its own.
+            self._write_first(deadline_s)
         self.start()
 
-    def _write_first(self) -> None:
+    def _write_first(self, deadline_s: float) -> None:
         try:
-            self._write(START_S)
+            self._write(deadline_s)
         except SnapshotError as error:
             self.end_logs()
             needed_bytes = _SLACK_BYTES + sum(thread.shard.memory_bytes() for thread in self._threads)
@@ -273,8 +286,9 @@ class Durability(threading.Thread):
         """In the shard's thread."""
         shard = thread.shard.index
         state.shards[shard] = thread.shard.capture(generation, kept)
-        if thread.coordinators is not None:
-            state.coordinators = thread.coordinators.to_meta()
+        if thread.coordinators is not None or thread.known:
+            known = thread.known if thread.coordinators is None else thread.coordinators.to_meta()
+            state.coordinators = {number: one for number, one in known.items() if one is not None}
         if self.logs:
             state.places[shard] = self.logs[shard].log.cut()
 

@@ -60,8 +60,11 @@ class ShardLog:
         begun: number of the newest segment whose file is on the disk, with its beginning.
         written_bytes: of this life, synced or not.
         failure: why nothing becomes durable any more; said by whoever writes it.
+        is_open: it takes records, as long as it is there.
         on_change: called where there is something to write.
     """
+
+    is_open = True
 
     def __init__(self, disk: Disk, shard: int, epoch: int, last: Place = BEGINNING) -> None:
         self.shard = shard

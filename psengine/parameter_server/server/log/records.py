@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ class RecordKind(IntEnum):
     DROP = 4  # a job was forgotten
     GENERATION = 5  # the first of a generation, and only that: see ``files.py``
     TENSOR = 6  # a tensor's elements, in a generation
+    LIFE = 7  # JSON: from here on this copy of another server leads
 
 
 class Record(NamedTuple):
@@ -56,7 +58,7 @@ class Record(NamedTuple):
 
 
 def json_record(kind: RecordKind, content: Any) -> Record:
-    """A SEGMENT or a COORDINATOR record."""
+    """A SEGMENT, COORDINATOR or LIFE record."""
     return Record(kind, frames=[json.dumps(content).encode()])
 
 
@@ -72,6 +74,26 @@ def encode(record: Record, number: int, durable: int = 0) -> list[Any]:
     sizes += [0] * (_MAX_FRAMES - 1 - len(sizes)) + [sum(map(len, frames[_MAX_FRAMES - 1 :]))]
     header = _HEADER.pack(MAGIC, record.kind, number, durable, record.job, *sizes)
     return [header + _DIGEST.pack(_digest(header, frames)), *frames]
+
+
+def decode(pieces: Sequence[Any]) -> Record | None:
+    """The record that ``encode`` made, also where its frames were cut; None where it is not as it was."""
+    if not pieces or len(pieces[0]) != HEADER_BYTES:
+        return None
+    sizes, rest, frames = list(filter(None, _HEADER.unpack_from(pieces[0])[5:])), deque(filter(len, pieces[1:])), []
+    for size in sizes:
+        parts: list[Any] = []
+        while rest and sum(map(len, parts)) < size:
+            parts.append(rest.popleft())
+        frames.append(parts[0] if len(parts) == 1 else bytearray().join(parts))
+    return None if rest or [len(frame) for frame in frames] != sizes else _record(pieces[0], frames)
+
+
+def _record(header: Any, frames: list[Any]) -> Record | None:
+    """The record with this header and these frames, unless one of them is not as it was."""
+    magic, kind, number, durable, job, *_ = _HEADER.unpack_from(header)
+    is_whole = _DIGEST.pack(_digest(header[: _HEADER.size], frames)) == header[_HEADER.size : HEADER_BYTES]
+    return Record(RecordKind(kind), job, frames, number, durable) if magic == MAGIC and is_whole else None
 
 
 def _digest(header: Any, frames: Sequence[Any]) -> int:
@@ -94,7 +116,7 @@ class RecordFile:
         header = self._get(offset, HEADER_BYTES)
         if len(header) < HEADER_BYTES:
             return None
-        magic, kind, number, durable, job, *sizes = _HEADER.unpack_from(header)
+        magic, _, _, _, _, *sizes = _HEADER.unpack_from(header)
         size_bytes = HEADER_BYTES + sum(sizes)
         if magic != MAGIC or offset + size_bytes > self.size_bytes:
             return None
@@ -102,9 +124,7 @@ class RecordFile:
         for size in filter(None, sizes):
             frames.append(view[start : start + size])
             start += size
-        if _DIGEST.pack(_digest(view[: _HEADER.size], frames)) != view[_HEADER.size : HEADER_BYTES]:
-            return None
-        return Record(RecordKind(kind), job, frames, number, durable)
+        return _record(view[:HEADER_BYTES], frames)
 
     def records_after(self, offset: int) -> Iterator[Record]:
         """Whole records behind one that is not."""

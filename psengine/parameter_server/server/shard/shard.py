@@ -15,19 +15,19 @@ from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings, too_many_jobs
-from psengine.parameter_server.server.log.records import Record, RecordKind
+from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
-from psengine.protocol.frames import encode, payload_tensor
+from psengine.protocol.frames import decode, encode, payload_tensor
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import check_digest, release_of, view_of
 
 MAX_JOBS = 256
-# What a log is read with: its messages were let in once.
+# Of records: their messages were let in once.
 REPLAYED = Sender(b"", "a log")
 # Refusals that people should hear of; by the others a worker learns that it has to come back, or wait.
 _NOTABLE_REFUSALS = frozenset({ErrorCode.RULE_MISMATCH, ErrorCode.BAD_VALUE, ErrorCode.MEMORY})
@@ -68,7 +68,7 @@ class Shard:
 
     Attributes:
         jobs: by number.
-        append: takes a record for the log; None where there is none.
+        append: takes a record of what has changed; None where nobody wants any.
         changes: grows with each change of what ``capture`` returns.
         is_draining: the server is about to end.
         make_job: a replay's jobs are watched.
@@ -346,11 +346,33 @@ class Shard:
             job.restore(state)
             self.jobs[job.number] = job
 
+    def replay(self, record: Record, known: dict[str, Any]) -> None:
+        """Do what a log's record says, or a leader's; ``known``: all that coordinators know, which it may change.
+
+        Raises:
+            ProtocolError, LookupError, TypeError, ValueError, RuntimeError: it fits nothing here.
+        """
+        if record.kind is RecordKind.MESSAGE:
+            self.apply(decode(record.frames), REPLAYED)
+        elif record.kind is RecordKind.COORDINATOR:
+            known.update(content_of(record))
+            if self.append is not None:
+                self.append(record)
+        elif record.kind is RecordKind.LIFE:
+            self.begin_life()
+        else:
+            self.drop(record.job)
+
+    def clear(self) -> None:
+        """Forget all jobs: another server's come."""
+        self.changes += bool(self.jobs)
+        self.jobs.clear()
+
     def begin_life(self) -> None:
         """Go on from what was restored: who still waits for an answer says so by RESUME."""
         for job in self.jobs.values():
             for rule in job.rules.values():
-                rule.begin_life(keeps_log=self.settings.durability == "log")
+                rule.begin_life(keeps_log=self.settings.keeps_updates)
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 

@@ -100,11 +100,16 @@ def write_generation(file: DiskFile, generation: int, state: ServerState) -> Non
     Raises:
         OSError: it could not be written.
     """
+    for number, record in enumerate(records_of(state)):
+        file.append(encode(record, number or generation))
+
+
+def records_of(state: ServerState) -> Iterator[Record]:
+    """Its description, then its tensors."""
     described = msgspec.msgpack.encode(state, enc_hook=lambda tensor: [str(tensor.dtype), list(tensor.shape)])
-    file.append(encode(Record(RecordKind.GENERATION, frames=[described]), generation))
-    for number, tensor in enumerate(state.tensors(), 1):
-        elements = buffer_of(tensor.contiguous())
-        file.append(encode(Record(RecordKind.TENSOR, frames=[elements]), number))
+    yield Record(RecordKind.GENERATION, frames=[described])
+    for tensor in state.tensors():
+        yield Record(RecordKind.TENSOR, frames=[buffer_of(tensor.contiguous())])
 
 
 def read_generation(disk: Disk, generation: int) -> ServerState:
@@ -137,8 +142,7 @@ def _read(disk: Disk, name: str, generation: int) -> ServerState:
         found = file.record(offset)
         if found is None or (found.kind, found.number) != (RecordKind.TENSOR, number):
             raise SnapshotError(f"{path}: tensor {number} at byte {offset} is damaged, or cut off")
-        for elements in found.frames:  # none of a tensor without elements
-            buffer_of(tensor)[:] = elements
+        fill(tensor, found)
         offset += found.size_bytes
     if offset != file.size_bytes:
         raise SnapshotError(f"{path}: size (expected {offset} bytes, got {file.size_bytes})")
@@ -168,7 +172,18 @@ def _read_description(disk: Disk, file: RecordFile, generation: int, name: str) 
             f"{disk}/{name}: its beginning is damaged, cut off, or another version's or"
             f" generation's (expected a record {MAGIC!r} with the number {generation})"
         )
-    return msgspec.msgpack.decode(found.frames[0], type=ServerState, dec_hook=_make_tensor), found.size_bytes
+    return state_of(found), found.size_bytes
+
+
+def state_of(described: Record) -> ServerState:
+    """What a GENERATION record describes, with tensors that have no values yet."""
+    return msgspec.msgpack.decode(described.frames[0], type=ServerState, dec_hook=_make_tensor)
+
+
+def fill(tensor: torch.Tensor, record: Record) -> None:
+    """Write the elements of a TENSOR record; ValueError where they are not as many."""
+    for elements in record.frames:  # none of a tensor without elements
+        buffer_of(tensor)[:] = elements
 
 
 def _make_tensor(kind: type, described: Any) -> torch.Tensor:

@@ -191,6 +191,12 @@ class Endpoint:
             return ""
         return f"the key {key}"
 
+    def may_follow(self, received: Received) -> bool:
+        """Whether the sender may have a copy of all that is here: it is the server's user, or has the server's keys."""
+        if self._guard is None:
+            return True
+        return received.peer[0] in (os.geteuid(), 0) or self._guard.is_own(str(received.part.get("User-Id")))
+
     def send(self, route: bytes, frames: Sequence[Any], *, copies: bool = True) -> None:
         """Send, or close the connection of a peer that does not read; never waits. A peer that is gone gets nothing.
 

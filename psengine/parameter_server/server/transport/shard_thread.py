@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -30,10 +31,12 @@ import torch
 from psengine.errors import ProtocolError, ServerError
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
-from psengine.parameter_server.server.log.log import ShardLog
-from psengine.parameter_server.server.log.records import RecordKind, json_record
+from psengine.parameter_server.server.log.records import Record, RecordKind, json_record
+from psengine.parameter_server.server.replication.pair import Pair
+from psengine.parameter_server.server.replication.stream import Stream
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.shard.shard import Shard
+from psengine.parameter_server.server.snapshots.files import ServerState, records_of
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport
@@ -41,6 +44,7 @@ from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import decode, encode, payload_tensor, refusal, split
 from psengine.protocol.messages import TO_COORDINATOR, ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
+from psengine.version import __version__
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -61,34 +65,59 @@ _DO_NOT_WAIT = frozenset(
 )  # fmt: skip
 # Orders whose outcome a restart could make untrue; others can be given while the log has no room.
 _CHANGES_JOBS = ("evict", "forget")
+# What a server answers that does not lead.
+_OF_ANY_SERVER = frozenset({MessageType.STATUS, MessageType.ECHO, MessageType.ADMIN})
 
 
 class LogFailedError(ServerError):
     """The log cannot be written any more: nothing may be acknowledged."""
 
 
+class Sink(Protocol):
+    """Where a shard's records go: its log, or its stream to a follower.
+
+    Attributes:
+        end: number of the next record.
+        durable: all below are there to stay.
+        failure: why nothing becomes durable any more; "" while it does.
+        is_open: it takes records.
+    """
+
+    end: int
+    failure: str
+
+    @property
+    def durable(self) -> int: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def append(self, record: Record) -> object: ...
+
+
 class HeldAnswers:
-    """Answers that wait for the log: what a worker is told is on the disk, or did not depend on it.
+    """Answers that wait for sinks: what a worker is told is on the disk, and at the follower, or did not depend on it.
 
         shard    handle ─► records ─► answers, held ···················· released in order
-        log                  └─► write ─► sync (a group) ─► wake ────────┘
+        log                  ├─► write ─► sync (a group) ─► wake ────────┤
+        stream               └─► send ─────────────────────► KEPT ───────┘
 
-    An answer waits until the log is as far as it was when the answer was made. Those that wait keep their order; what
+    An answer waits until each sink is as far as it was when the answer was made. Those that wait keep their order; what
     says nothing of updates does not wait, so that a server whose disk is full can be looked at.
 
     Args:
         endpoint: of the shard, whose thread uses this, but for ``wake``.
 
     Attributes:
-        log: the shard's; None where nothing is logged.
+        sinks: none where nothing lasts.
         descriptor: readable where something may leave.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.log: ShardLog | None = None
+        self.sinks: list[Sink] = []
         self._endpoint = endpoint
-        # What ``durable`` has to reach; route, frames, and whether they are to be copied.
-        self._held: deque[tuple[int, bytes, Sequence[Any], bool]] = deque()
+        # How far sinks have to be; route, frames, and whether they are to be copied.
+        self._held: deque[tuple[list[tuple[Sink, int]], bytes, Sequence[Any], bool]] = deque()
         # The first is readable once the log is further.
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -100,11 +129,16 @@ class HeldAnswers:
 
     @property
     def is_durable(self) -> bool:
-        """Whether nothing waits for the log."""
-        return self.log is None or (not self._held and self.log.durable == self.log.end)
+        """Whether nothing waits for a sink."""
+        return not self._held and all(sink.durable == sink.end for sink in self.sinks)
+
+    def append(self, record: Record) -> None:
+        """A record for all sinks."""
+        for sink in self.sinks:
+            sink.append(record)
 
     def send(self, route: bytes, frames: Sequence[Any], *, place: Place | None = None, waits: bool = True) -> None:
-        """Send now, or once the log is durable.
+        """Send now, or once all records are durable.
 
         Args:
             route: as ``frames``, see ``Endpoint.send``.
@@ -117,10 +151,9 @@ class HeldAnswers:
         if not waits or self.is_durable:
             self._endpoint.send(route, frames, copies=place is None)
             return
-        assert self.log is not None
         if place is None:
             frames = [bytes(frame) for frame in frames]
-        self._held.append((self.log.end, route, frames, place is None))
+        self._held.append(([(sink, sink.end) for sink in self.sinks], route, frames, place is None))
 
     def release(self) -> None:
         """Send what may leave.
@@ -128,13 +161,14 @@ class HeldAnswers:
         Raises:
             LogFailedError: the log has failed; nothing may leave any more.
         """
-        if self.log is None:
+        if not self.sinks:
             return
         with suppress(BlockingIOError):
             self._woken.recv(4096)
-        if self.log.failure:
-            raise LogFailedError(self.log.failure)
-        while self._held and self._held[0][0] <= self.log.durable:
+        for sink in self.sinks:
+            if sink.failure:
+                raise LogFailedError(sink.failure)
+        while self._held and all(number <= sink.durable for sink, number in self._held[0][0]):
             _, route, frames, copies = self._held.popleft()
             self._endpoint.send(route, frames, copies=copies)
 
@@ -164,8 +198,12 @@ class ShardThread(threading.Thread):
         on_admin: called with an operator's ADMIN, the route, and who sent it; answers through ``answer``.
         coordinators: of the jobs that the server leads; None but at its first shard.
         facts: what the server says of itself; None but at its first shard.
+        pair: the server and its follower; None where it has none, so that it leads.
 
     Attributes:
+        leads: the shard is the job's; else it has what a disk kept, or the copy of another's, and answers nothing.
+        known: what the coordinators of that knew.
+        applied_bytes: of the records of another's, since the start.
         last_tick_s: monotonic time of the last tick.
         answers: what leaves, once the log is as far; its log is set before the start.
         segments: the memory that workers of this host share; used by this thread only once it started.
@@ -181,6 +219,7 @@ class ShardThread(threading.Thread):
         *,
         coordinators: Coordinators | None = None,
         facts: Callable[[], ServerFacts] | None = None,
+        pair: Pair | None = None,
     ) -> None:
         super().__init__(name=f"psengine-shard-{shard.index}", daemon=True)
         self.shard = shard
@@ -189,6 +228,14 @@ class ShardThread(threading.Thread):
         self.coordinators = coordinators
         self.answers = HeldAnswers(endpoint)
         self.segments = ShardSegments()
+        self.pair, self.leads = pair, pair is None
+        self.known: dict[str, Any] = {}
+        self.applied_bytes = 0
+        self.stream: Stream | None = None
+        if pair is not None:
+            tell = partial(pair.tell, shard.index)
+            self.stream = Stream(self._send_record, tell, shard.settings.lease_s)
+            self.answers.sinks.append(self.stream)
         self.last_tick_s = self._now_s = time.monotonic()
         self.drained = threading.Event()
         self._addresses = list(addresses)
@@ -255,8 +302,10 @@ class ShardThread(threading.Thread):
         """The shard's status, with its socket's counts, and that of the jobs that are led here."""
         here = {"bad_messages": self.bad_messages, "failures": self.failures}
         moved = {one.name: getattr(self.endpoint, one.name) for one in fields(Transport) if one.name not in here}
+        status = self.shard.status()
         return replace(
-            self.shard.status(),
+            status,
+            jobs=status.jobs if self.leads else {},  # the leader shows them
             transport=Transport(**moved, **here),
             coordinated={} if self.coordinators is None else self.coordinators.status(time.monotonic()),
         )
@@ -273,6 +322,80 @@ class ShardThread(threading.Thread):
         kept = None if self.coordinators is None else self.coordinators.forget(job)
         self._send_decided([])
         return kept
+
+    # ---- another server's shard, and the lead --------------------------------------------------------------------
+
+    def add_sink(self, sink: Sink) -> None:
+        """Records go there too, and answers wait for it."""
+        self.answers.sinks.append(sink)
+        self._look_at_sinks()
+
+    def _look_at_sinks(self) -> None:
+        self.shard.append = self.answers.append if any(sink.is_open for sink in self.answers.sinks) else None
+
+    def take_copy(self, state: ServerState) -> None:
+        """Throw away what is here, and go on from the leader's snapshot."""
+        self.shard.clear()
+        self.shard.restore(state.shards[0])
+        self.known = state.coordinators
+
+    def take_record(self, record: Record) -> None:
+        """The leader's shard has changed."""
+        self.shard.replay(record, self.known)
+        self.applied_bytes += record.size_bytes
+
+    def lead(self, epoch: int, now_s: float, coordinators: Coordinators | None = None) -> None:
+        """From here on the shard is the job's: a restart, with what this server holds.
+
+        Args:
+            epoch: of this life.
+            now_s: monotonic.
+            coordinators: of the first shard; new.
+        """
+        self.shard.epoch, self._now_s = epoch, now_s
+        if self.shard.append is not None:
+            self.shard.append(json_record(RecordKind.LIFE, {"epoch": epoch, "term": self._term}))
+        self.shard.begin_life()
+        if coordinators is not None:
+            coordinators.restore(self.known, now_s)
+            self.coordinators = coordinators
+        self.leads = True
+
+    @property
+    def _term(self) -> int:
+        return 0 if self.pair is None else self.pair.term
+
+    def _send_record(self, route: bytes, number: int, pieces: Sequence[Any]) -> None:
+        header = Message(MessageType.RECORD, epoch=self.shard.epoch, term=self._term, sequence=number)
+        self.endpoint.send(route, [*encode(header), *pieces], copies=False)
+
+    def _follow(self, received: Received, message: Message) -> None:
+        """FOLLOW: send a copy, and what changes it.
+
+        Raises:
+            ProtocolError: the sender may not, or cannot, follow.
+        """
+        body, offered = message.body, self.shard.settings.durability
+        expected = __version__, self.shard.index, len(self._addresses)
+        got = body["software"], body["index"], body["shards"]
+        if not self.endpoint.may_follow(received):
+            text = "only this server's user, or who has its keys, may follow it (its --curve-key, or --secret-file)"
+            raise ProtocolError(text, ErrorCode.NOT_ALLOWED)
+        if self.stream is None or self.pair is None:
+            text = f"this server has no followers (expected --durability replica or log+replica, got {offered})"
+            raise ProtocolError(text, ErrorCode.RULE_MISMATCH)
+        if expected != got:
+            text = f"a follower is like its leader (expected version, shard, shards {expected}, got {got})"
+            raise ProtocolError(text, ErrorCode.RULE_MISMATCH)
+        if message.epoch <= self.shard.epoch:
+            text = f"a follower's life begins after its leader's (expected an epoch above {self.shard.epoch}, got"
+            raise ProtocolError(f"{text} {message.epoch})", ErrorCode.STALE)
+        if self.stream.follower or not self.pair.claim(self.shard.index, message.epoch, body["addresses"]):
+            raise ProtocolError(f"this server has a follower: {self.pair.describe_follower()}", ErrorCode.NOT_READY)
+        known = {} if self.coordinators is None else self.coordinators.to_meta()
+        snapshot = records_of(ServerState([self.shard.capture()], coordinators=known))
+        self.stream.open(message.epoch, received.route, snapshot, time.monotonic())
+        self._look_at_sinks()
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -309,6 +432,9 @@ class ShardThread(threading.Thread):
 
     def _tick(self) -> None:
         self.segments.look()
+        if self.stream is not None:
+            self.stream.tick(time.monotonic(), self.endpoint.peers.is_connected)
+            self._look_at_sinks()
         if self.coordinators is not None:
             self._send_decided(self.coordinators.tick(self._look_at_time()))
 
@@ -346,6 +472,11 @@ class ShardThread(threading.Thread):
         message: Message | None = None
         try:
             message = decode(received.frames)
+            if message.type not in _OF_ANY_SERVER:
+                self._check_leads()
+            if message.type is MessageType.FOLLOW:
+                self._follow(received, message)
+                return
             if message.type is MessageType.ADMIN:
                 self._administer(received, message)
                 return
@@ -362,9 +493,19 @@ class ShardThread(threading.Thread):
             text = f"the server failed on {what}: {error!r}; its log has more"
             self._refuse(received, ProtocolError(text, ErrorCode.INTERNAL))
 
+    def _check_leads(self) -> None:
+        if self.pair is not None:
+            self.pair.check_leads()
+            if not self.leads:
+                raise ProtocolError("this server is about to lead", ErrorCode.NOT_LEADING)
+
     def _handle(self, sender: Sender, message: Message) -> None:
         kind = message.type
-        if kind in TO_COORDINATOR:
+        if kind is MessageType.KEPT:
+            if self.stream is not None:
+                self.stream.kept(sender.route, message.sequence, time.monotonic())
+                self.answers.release()
+        elif kind in TO_COORDINATOR:
             if self.coordinators is None:
                 raise ProtocolError(f"{kind.name} goes to the first shard of the job's first server")
             outgoing = self.coordinators.handle(message, sender, self._look_at_time())
@@ -424,7 +565,7 @@ class ShardThread(threading.Thread):
     # ---- answers -------------------------------------------------------------------------------------------------
 
     def _send_decided(self, outgoing: list[Outgoing], *, is_heartbeat: bool = False) -> None:
-        """Send what the coordinators say; what they have to remember is in the log before it."""
+        """Send what the coordinators say; what they have to remember is recorded before it."""
         changed = None if self.coordinators is None else self.coordinators.take_changed()
         if changed is not None:
             self.shard.changes += 1
@@ -432,12 +573,15 @@ class ShardThread(threading.Thread):
                 self.shard.append(json_record(RecordKind.COORDINATOR, changed))
         for one in outgoing:
             is_ok = is_heartbeat and one.message.type is MessageType.OK
+            if is_ok or one.message.type is MessageType.WELCOME:
+                self._add_replicas(one.message)
             self._send([one], waits=not is_ok)
 
     def _send(self, outgoing: list[Outgoing], *, may_wait: bool = False, waits: bool = True) -> None:
         """Send these; ``may_wait``: answers in shared memory leave with the next ones, at the latest before a wait."""
         for one in outgoing:
             message = one.message
+            message.term = self._term
             if message.type is MessageType.UPDATED and self.segments.put(message, one.place):
                 if one.route != self._group_route or len(self._group) == ANSWERS_PER_GROUP:
                     self._send_group()
@@ -454,9 +598,15 @@ class ShardThread(threading.Thread):
     def _complete(self, resumed: Message, resume: Message, sender: Sender) -> None:
         """Add what only this thread knows. It does not wait: a worker learns from its version what was lost."""
         resumed.body["shards"] = self._addresses
+        self._add_replicas(resumed)
         job = self.shard.jobs.get(resume.job)
         if job is not None and (memory := self.segments.attach(job, resume, sender)) is not None:
             resumed.body["memory"] = memory
+
+    def _add_replicas(self, answer: Message) -> None:
+        """Tell where this server's follower is."""
+        if self.pair is not None and self.pair.replicas:
+            answer.body["replicas"] = self.pair.replicas
 
     def _send_group(self) -> None:
         if self._group:

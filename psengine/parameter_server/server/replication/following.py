@@ -1,0 +1,245 @@
+"""The follower's side: a copy of every shard of a leader, as its records come. No socket, no clock.
+
+    own                            leader's shard 0              its other shards
+     ├─ RESUME, as a reader ──────────►│
+     │◄───── RESUMED: shards, epoch, term
+     ├─ FOLLOW ───────────────────────►│
+     │◄────────── RECORD: snapshot, then what changes it
+     ├─ FOLLOW ─────────────────────────────────────────────────────►│
+     ├─ KEPT ─────────────────────────►│◄── RECORD ───────────────────┤
+     └─ shards' threads: take the copy, apply records
+
+A record is kept once it was checked and is in memory; it is applied after that. Where records come faster than they are
+applied, KEPT waits, and so does the leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.log.records import Record, RecordKind, decode
+from psengine.parameter_server.server.replication.election import Member
+from psengine.parameter_server.server.snapshots.files import ServerState, fill, state_of
+from psengine.protocol.frames import TYPE_AT, encode
+from psengine.protocol.frames import decode as decode_message
+from psengine.protocol.messages import Message, MessageType
+from psengine.version import __version__
+
+# Of records that are kept and not applied.
+BACKLOG_BYTES = 256 << 20
+
+
+class CopiedShard(Protocol):
+    """What a shard's thread does with a copy; see ``ShardThread``."""
+
+    applied_bytes: int
+
+    def ask(self, function: Callable[[], object]) -> Future[Any]: ...
+
+    def take_copy(self, state: ServerState) -> None: ...
+
+    def take_record(self, record: Record) -> None: ...
+
+
+class Transport(Protocol):
+    """Connections to a leader's shards, one for each; the user's thread alone."""
+
+    def open(self, shard: int, address: str) -> None:
+        """Begin one; ``Pair.disconnected`` is called when it has ended, or cannot be made."""
+
+    def send(self, shard: int, frames: Sequence[Any]) -> None:
+        """Send, or nothing where there is no connection."""
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+@dataclass
+class _Copy:
+    """Of one shard."""
+
+    heard_s: float
+    is_asked: bool = False
+    next: int | None = None  # number of the next record
+    state: ServerState | None = None  # while its tensors come
+    tensors: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))
+    tensor: torch.Tensor | None = None  # the next one
+    is_complete: bool = False
+    given_bytes: int = 0
+    told: int | None = None  # by KEPT
+    told_s: float = 0.0
+
+
+class Following:
+    """One attempt to follow the server at ``address``.
+
+    Args:
+        address: of its first shard.
+        shards: this server's.
+        transport: its connections are this attempt's.
+        begin: called before anything is thrown away: given epoch and term of the leader, and its shards' addresses, it
+            returns this copy's life, or None if that must not be.
+        lease_s: a leader that is silent for so long is lost.
+
+    Attributes:
+        copies_anything: what was here is gone, or will be.
+        why_ended: the attempt is over; "" while it goes on.
+        term: the leader's; 0 before it answers.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        shards: Sequence[CopiedShard],
+        transport: Transport,
+        begin: Callable[[int, int], Member | None],
+        *,
+        now_s: float,
+        lease_s: float,
+    ) -> None:
+        self.why_ended = ""
+        self.copies_anything = False
+        self.term = 0
+        self._address, self._shards, self._transport, self._begin = address, shards, transport, begin
+        self._lease_s = lease_s
+        self._own: Member | None = None
+        self._leader = 0  # its epoch
+        self._addresses: list[str] = []
+        self._copies = [_Copy(now_s) for _ in shards]
+        self._asked: list[Future[Any]] = []
+        transport.open(0, address)
+        self._say(0, Message(MessageType.RESUME))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all shards have the snapshot."""
+        return all(copy.is_complete for copy in self._copies)
+
+    @property
+    def heard_s(self) -> float:
+        """When the leader was heard last, at the shard where that is longest ago."""
+        return min(copy.heard_s for copy in self._copies)
+
+    # ---- what comes --------------------------------------------------------------------------------------------
+
+    def received(self, shard: int, frames: Sequence[Any], now_s: float) -> None:
+        """A message came from the leader's shard."""
+        try:
+            is_record = len(frames[0]) > TYPE_AT and frames[0][TYPE_AT] == MessageType.RECORD
+            message = decode_message(frames[:1] if is_record else frames)
+            self._copies[shard].heard_s = now_s
+            if message.type is MessageType.ERROR:
+                self.end(f"{self._address} refuses: {message.body['text']}")
+            elif message.type is MessageType.RESUMED and self._own is None:
+                self._meet(message, now_s)
+            elif is_record and self._copies[shard].is_asked:
+                self._take(shard, message, frames[1:], now_s)
+            else:
+                self.end(f"{self._address} sent {message.type.name} (expected RECORD)")
+        except (ProtocolError, msgspec.ValidationError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            self.end(f"what {self._address} sent cannot be taken: {error!r}")
+
+    def _meet(self, resumed: Message, now_s: float) -> None:
+        """The leader has answered."""
+        host = self._address.rpartition(":")[0]
+        found = [f"{host}:{one.rpartition(':')[2]}" if "//*:" in one else one for one in resumed.body["shards"]]
+        if len(found) != len(self._shards):
+            self.end(
+                f"a follower has as many shards as its leader (expected --shards {len(found)}, got {len(self._shards)})"
+            )
+            return
+        self._leader, self.term, self._addresses = resumed.epoch, resumed.term, found
+        self._own = self._begin(resumed.epoch, resumed.term)
+        if self._own is None:
+            self.end(f"{self._address} leads; what is here is kept until that is certain")
+            return
+        self._follow(0, now_s)
+
+    def _follow(self, shard: int, now_s: float) -> None:
+        assert self._own is not None
+        copy = self._copies[shard]
+        copy.is_asked, copy.heard_s = True, now_s
+        body = {"software": __version__, "shards": len(self._shards), "index": shard}
+        body["addresses"] = list(self._own.addresses)
+        self._say(shard, Message(MessageType.FOLLOW, epoch=self._own.epoch, term=self.term, body=body))
+
+    def _take(self, shard: int, message: Message, pieces: Sequence[Any], now_s: float) -> None:
+        copy = self._copies[shard]
+        if (message.epoch, message.term) != (self._leader, self.term):
+            raise ProtocolError(f"another life (expected {self._leader}, {self.term}, got {message.epoch})")
+        if not pieces:
+            return
+        record = decode(pieces)
+        if record is None or record.number != message.sequence or copy.next not in (None, record.number):
+            raise ProtocolError(f"a record is not as it was sent, or not the next (expected number {copy.next})")
+        copy.next = record.number + 1
+        if copy.is_complete:
+            copy.given_bytes += record.size_bytes
+            self._give(shard, partial(self._shards[shard].take_record, record))
+            return
+        if copy.state is None:
+            self._begin_copy(shard, record, now_s)
+        else:
+            assert copy.tensor is not None
+            if record.kind is not RecordKind.TENSOR:
+                raise ProtocolError(f"expected a tensor of the snapshot, got a record of kind {record.kind.name}")
+            fill(copy.tensor, record)
+        copy.tensor = next(copy.tensors, None)
+        if copy.tensor is None:
+            assert copy.state is not None
+            self._give(shard, partial(self._shards[shard].take_copy, copy.state))
+            copy.is_complete, copy.state = True, None
+
+    def _begin_copy(self, shard: int, record: Record, now_s: float) -> None:
+        if record.kind is not RecordKind.GENERATION:
+            raise ProtocolError(f"expected a snapshot first, got a record of kind {record.kind.name}")
+        copy = self._copies[shard]
+        copy.state = state_of(record)
+        copy.tensors = copy.state.tensors()
+        self.copies_anything = True
+        if shard == 0:  # it takes this follower: so do the others
+            for other in range(1, len(self._shards)):
+                self._transport.open(other, self._addresses[other])
+                self._follow(other, now_s)
+
+    def _give(self, shard: int, call: Callable[[], object]) -> None:
+        """Have it done in the shard's thread."""
+        self._asked.append(self._shards[shard].ask(call))
+
+    # ---- time --------------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """Some time has passed, or messages were received: say what is kept."""
+        while self._asked and self._asked[0].done():
+            if (error := self._asked.pop(0).exception()) is not None:
+                self.end(f"a record of {self._address} cannot be applied: {error!r}")
+        for shard, copy in enumerate(self._copies):
+            is_awaited = copy.is_asked or shard == 0
+            if is_awaited and now_s > copy.heard_s + self._lease_s:
+                self.end(f"{self._address} was silent for {self._lease_s:g} s, at shard {shard}")
+            is_due = copy.next != copy.told or now_s >= copy.told_s + self._lease_s / 5
+            is_behind = copy.given_bytes - self._shards[shard].applied_bytes > BACKLOG_BYTES
+            if self.why_ended or copy.next is None or not is_due or (is_behind and copy.next != copy.told):
+                continue
+            copy.told, copy.told_s = copy.next, now_s
+            assert self._own is not None
+            kept = Message(MessageType.KEPT, epoch=self._own.epoch, term=self.term, sequence=copy.next)
+            self._say(shard, kept)
+
+    def end(self, why: str) -> None:
+        """Nothing more is kept."""
+        if not self.why_ended:
+            self.why_ended = why
+            self._transport.close()
+
+    def _say(self, shard: int, message: Message) -> None:
+        if not self.why_ended:
+            self._transport.send(shard, encode(message))

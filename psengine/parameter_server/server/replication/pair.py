@@ -1,0 +1,227 @@
+"""A server and its other: what follows from who leads. No socket, no clock.
+
+=========  ===========================================================================================================
+role       what happens here
+=========  ===========================================================================================================
+looking    nothing, until the elector names a leader
+following  a copy is taken from the leader (``following.py``). If it is lost, the copy stays as it is: this server may
+           have to lead. Only where it certainly does not, a new life begins, with a new copy
+leading    the shards go on with what is here, as after a restart; a stream of each goes to a follower (``stream.py``)
+fenced     another server leads: a new life begins, which follows it
+=========  ===========================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from psengine.errors import ProtocolError
+from psengine.parameter_server.server.replication.election import Member
+from psengine.parameter_server.server.replication.following import Following, Transport
+from psengine.parameter_server.server.replication.succession import Role, Succession
+from psengine.parameter_server.status_model import ReplicaStatus
+from psengine.protocol.messages import ErrorCode
+
+RETRY_S = 0.5
+
+
+class Pair:
+    """Of one life of a server; one thread calls ``tick``, and what the transport calls.
+
+    Args:
+        succession: decides.
+        threads: of the shards; all are there at the first ``tick``.
+        draw_epoch: an epoch from the clock.
+        transport: to a leader.
+        lease_s: silence that ends a connection between leader and follower.
+        prepare: called again and again until it is true, once a copy is complete and before the shards lead: what is
+            here gets its log and snapshots.
+        lead: the shards of this life go on by themselves, from now (monotonic).
+        begin_anew: this life has to end, and to be followed by another; says why.
+
+    Attributes:
+        is_leading: the shards were told to lead.
+    """
+
+    def __init__(
+        self,
+        succession: Succession,
+        transport: Transport,
+        threads: Sequence[Any],
+        *,
+        draw_epoch: Callable[[], int],
+        lease_s: float,
+        prepare: Callable[[int, bool], bool],
+        lead: Callable[[int, float], None],
+        begin_anew: Callable[[str], None],
+    ) -> None:
+        self.succession = succession
+        self.is_leading = False
+        self._threads = threads
+        self._transport, self._draw_epoch, self._lease_s = transport, draw_epoch, lease_s
+        self._prepare, self._lead, self._begin_anew = prepare, lead, begin_anew
+        # As follower.
+        self._following: Following | None = None
+        self._has_copy = False  # of another server, whole or not
+        self._is_complete = False
+        self._retry_s = 0.0
+        self.why = ""
+        # As leader.
+        self._told: deque[tuple[int, str, int]] = deque()
+        self._follower: Member | None = None
+        self._caught_up: set[int] = set()  # shards
+        self._is_in_sync = False  # the succession was told
+        self._is_released = True
+
+    # ---- for shards' threads -----------------------------------------------------------------------------------
+
+    @property
+    def term(self) -> int:
+        """Of this server."""
+        return self.succession.term
+
+    @property
+    def is_fenced(self) -> bool:
+        """Another server leads."""
+        return self.succession.role is Role.FENCED
+
+    @property
+    def replicas(self) -> list[str]:
+        """Where workers find this server's follower."""
+        return [] if self._follower is None else list(self._follower.addresses)
+
+    def claim(self, shard: int, epoch: int, addresses: Sequence[str]) -> bool:
+        """Whether this follower may have a copy of a shard: whoever has the first one's gets the others'."""
+        if shard == 0 and self._follower is None and self._is_released and not self.succession.needs_follower:
+            self._follower = Member(epoch, tuple(addresses))
+        return self._follower is not None and self._follower.epoch == epoch
+
+    def tell(self, shard: int, what: str, epoch: int) -> None:
+        """What a stream says of a follower; see ``Stream``."""
+        self._told.append((shard, what, epoch))
+
+    def check_leads(self) -> None:
+        """Raise ProtocolError where this server answers no client."""
+        if self.is_leading and not self.is_fenced:
+            return
+        leader = self.succession.leader
+        whom = "no other server that leads" if leader is None else f"the server at {' '.join(leader.addresses)}"
+        text = f"this server does not lead: it knows {whom}. {self.why or self.succession.why}"
+        raise ProtocolError(text, ErrorCode.NOT_LEADING)
+
+    def describe_follower(self) -> str:
+        """Who follows, for people."""
+        if self._follower is None:
+            return "a former one may still be recorded as in sync"
+        return f"{' '.join(self._follower.addresses)}"
+
+    def status(self, election: str) -> ReplicaStatus:
+        """For people; any thread."""
+        succession, leader = self.succession, self.succession.leader
+        named = () if succession.recorded is None else succession.recorded.members[1:]
+        expected = self._follower if self.is_leading else succession.own
+        return ReplicaStatus(
+            role=succession.role.value,
+            term=succession.term,
+            peers=tuple(self.replicas) if leader is None else leader.addresses,
+            is_in_sync=any(expected is not None and one.epoch == expected.epoch for one in named),
+            lag_records=max(thread.stream.lag for thread in self._threads) if self._follower else None,
+            election=election,
+            why=self.why or succession.why,
+        )
+
+    # ---- for the transport -------------------------------------------------------------------------------------
+
+    def received(self, shard: int, frames: Sequence[Any], now_s: float) -> None:
+        """A message from the leader."""
+        if self._following is not None:
+            self._following.received(shard, frames, now_s)
+
+    def disconnected(self, shard: int) -> None:
+        """A connection to the leader has ended, or cannot be made."""
+        if self._following is not None:
+            self._following.end(f"the connection to the leader's shard {shard} has ended")
+
+    # ---- time --------------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """Some time has passed, or something has come."""
+        role = self.succession.role
+        if role is Role.FENCED:
+            self._begin_anew("another server leads")
+        elif role is Role.LEADING:
+            self._tick_as_leader(now_s)
+        elif self._following is not None:
+            self._tick_as_follower(self._following, now_s)
+        elif role is Role.FOLLOWING and now_s >= self._retry_s and self.succession.leader is not None:
+            address = self.succession.leader.addresses[0]
+            self._following = Following(
+                address, self._threads, self._transport, self._begin_copy, now_s=now_s, lease_s=self._lease_s
+            )
+
+    def _begin_copy(self, leader: int, term: int) -> Member | None:
+        """A leader is there: whether what is here may go, as ``Following`` asks."""
+        own = self.succession.own
+        if leader == own.epoch:
+            raise ProtocolError("it is this server itself. Fix: --follow names the other one")
+        copy = Member(max(self._draw_epoch(), leader + 1), own.addresses)
+        if not self.succession.begin_copy(copy, term):
+            return None
+        if self._has_copy:
+            self._begin_anew("its copy is not the leader's any more")
+            return None
+        return copy
+
+    def _tick_as_follower(self, following: Following, now_s: float) -> None:
+        following.tick(now_s)
+        self._has_copy |= following.copies_anything
+        if following.why_ended:
+            self._following, self._retry_s, self.why = None, now_s + RETRY_S, following.why_ended
+            self.succession.leader_lost(now_s)
+        elif following.copies_anything:
+            self.why = ""
+            self.succession.leader_heard(following.term, following.heard_s)
+            if following.is_complete:
+                if not self._is_complete:
+                    self._is_complete = True
+                    self.succession.copy_complete(now_s)
+                self._prepare(self.succession.own.epoch, True)
+
+    def _tick_as_leader(self, now_s: float) -> None:
+        if not self.is_leading:
+            if self._following is not None:
+                self._following.end("this server leads")
+                self._following = None
+            if self._prepare(self.succession.own.epoch, self._has_copy):
+                self.is_leading = True
+                self._lead(self.succession.own.epoch, now_s)
+        while self._told:
+            shard, what, epoch = self._told.popleft()
+            if self._follower is None or epoch != self._follower.epoch:
+                continue
+            if what == "lost":
+                self._lose(now_s)
+                continue
+            self._caught_up.add(shard)
+            if len(self._caught_up) == len(self._threads):
+                self._is_in_sync = True
+                self.succession.follower_caught_up(self._follower, now_s)
+        if not self._is_released and not self.succession.needs_follower:
+            self._is_released = True
+            self._ask_streams("release")
+
+    def _lose(self, now_s: float) -> None:
+        """A stream to the follower has ended: so do the others, and answers wait until it is recorded no more."""
+        self._follower, self._is_released = None, False
+        self._caught_up.clear()
+        self._ask_streams("lose", "it is lost at another shard")
+        if self._is_in_sync:
+            self._is_in_sync = False
+            self.succession.follower_lost(now_s)
+
+    def _ask_streams(self, name: str, *arguments: object) -> None:
+        for thread in self._threads:
+            thread.ask(partial(getattr(thread.stream, name), *arguments))

@@ -1,0 +1,177 @@
+"""The thread of a server that follows or may be followed: connections to a leader, and questions to the elector.
+
+┌► messages of the leader ─► Pair ─► KEPT ─► what the elector answered ─► Succession ─► the next question ─┐
+└──────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+
+The elector is asked in a thread of its own, which blocks until its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from psengine.environment.local_sockets import way_to
+from psengine.errors import ProtocolError
+from psengine.parameter_server.keepalive import keep_alive
+from psengine.parameter_server.server.replication.election import Answer, Elector, Question, ask
+from psengine.parameter_server.server.replication.pair import Pair
+from psengine.protocol.keys import KeyPair
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES
+
+logger = logging.getLogger(__name__)
+
+LOOP_MS = 20
+ORDER_S = 3.0
+# Then the leader hears of what is kept.
+RECEIVES_PER_TURN = 64
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
+_NEVER_MS = 1 << 30
+
+
+class LeaderSockets:
+    """A ``Transport``: one DEALER socket for each shard of the leader.
+
+    Args:
+        keys: the server's own, which the leader has too; None without CURVE.
+        lease_s: a connection to a host that is gone ends within it.
+    """
+
+    def __init__(self, keys: KeyPair | None, lease_s: float) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._keys, self._lease_s = keys, lease_s
+        self._sockets: dict[int, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}
+        self._poller = zmq.Poller()
+
+    def open(self, shard: int, address: str) -> None:
+        """See ``Transport``."""
+        way = way_to(address)
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        options = {zmq.LINGER: 0, zmq.MAXMSGSIZE: MAX_PAYLOAD_BYTES, zmq.RECONNECT_IVL: _NEVER_MS}
+        options |= {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.HANDSHAKE_IVL: 2000, zmq.IPV6: int("[" in address)}
+        for option, value in (options | keep_alive(self._lease_s)).items():
+            socket.setsockopt(option, value)
+        if self._keys is not None:
+            socket.curve_serverkey = socket.curve_publickey = self._keys.public.encode()
+            socket.curve_secretkey = self._keys.secret.encode()
+        events = socket.get_monitor_socket(_ENDS)
+        self._sockets[shard] = socket, events
+        for one in (socket, events):
+            self._poller.register(one, zmq.POLLIN)
+        socket.connect(way)
+
+    def send(self, shard: int, frames: Sequence[Any]) -> None:
+        """See ``Transport``."""
+        if shard in self._sockets:
+            self._sockets[shard][0].send_multipart(frames)
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        sockets, self._sockets = self._sockets, {}
+        for socket, events in sockets.values():
+            for one in (socket, events):
+                self._poller.unregister(one)
+            socket.disable_monitor()
+            events.close()
+            socket.close(0)
+
+    def deliver(self, pair: Pair) -> None:
+        """Give what comes within a moment to the pair."""
+        if not self._sockets:
+            time.sleep(LOOP_MS / 1000)
+        ready = dict(self._poller.poll(LOOP_MS)) if self._sockets else {}
+        for shard, (socket, events) in list(self._sockets.items()):
+            for _ in range(RECEIVES_PER_TURN if socket in ready else 0):
+                if socket.closed or not socket.poll(0):
+                    break
+                frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
+                pair.received(shard, frames, time.monotonic())
+            if events in ready and not events.closed:
+                recv_monitor_message(events)
+                pair.disconnected(shard)
+
+    def end(self) -> None:
+        """Release everything."""
+        self.close()
+        self._context.term()
+
+
+class Replication(threading.Thread):
+    """Runs ``pair`` until ``end``.
+
+    Args:
+        pair: used by this thread alone, but for what it says.
+        sockets: its transport.
+        elector: asked in a thread of its own.
+
+    Attributes:
+        pair: see above.
+        failure: what ended the thread, and ends the server.
+    """
+
+    def __init__(self, pair: Pair, sockets: LeaderSockets, elector: Elector) -> None:
+        super().__init__(name="psengine-replication", daemon=True)
+        self.pair = pair
+        self.failure: Exception | None = None
+        self._sockets, self._elector = sockets, elector
+        self._orders: SimpleQueue[tuple[bool, Future[None]]] = SimpleQueue()
+        self._asked: tuple[Question, Future[Answer]] | None = None
+        self._electors_thread = ThreadPoolExecutor(1, thread_name_prefix="psengine-elector")
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        """The loop."""
+        try:
+            while not self._ends.is_set():
+                self._sockets.deliver(self.pair)
+                self.pair.tick(time.monotonic())
+                while not self._orders.empty():
+                    self._obey(*self._orders.get())
+                self._ask()
+        except Exception as error:
+            self.failure = error
+
+    def promote(self, *, accept_loss: bool) -> None:
+        """Have this server lead; any thread.
+
+        Raises:
+            ProtocolError: why not.
+            TimeoutError: the thread did not answer.
+        """
+        promoted: Future[None] = Future()
+        self._orders.put((accept_loss, promoted))
+        promoted.result(ORDER_S)
+
+    def _obey(self, accept_loss: bool, promoted: Future[None]) -> None:
+        try:
+            self.pair.succession.promote(time.monotonic(), accept_loss=accept_loss)
+            promoted.set_result(None)
+        except ProtocolError as error:
+            promoted.set_exception(error)
+
+    def _ask(self) -> None:
+        succession = self.pair.succession
+        if self._asked is not None and self._asked[1].done():
+            question, answered = self._asked
+            self._asked = None
+            succession.heard(question, answered.result(), time.monotonic())
+        if self._asked is None and (wanted := succession.next(time.monotonic())) is not None:
+            self._asked = wanted, self._electors_thread.submit(ask, self._elector, wanted)
+
+    def end(self) -> None:
+        """End; the lease is given back, so that the follower leads at once."""
+        self._ends.set()
+        if self.is_alive():
+            self.join(5.0)
+        self._sockets.end()
+        self._electors_thread.submit(self._elector.close)
+        self._electors_thread.shutdown(wait=True)

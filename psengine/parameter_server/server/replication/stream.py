@@ -1,0 +1,153 @@
+"""The records of one shard on their way to the server's follower. No socket, no clock.
+
+    shard      append ── append ── append ──────────► answers, held
+    stream        └─ send, a window at most ─┐            ▲
+    follower                   check, keep in memory ─ KEPT n: it has all records below n
+
+A follower first gets a snapshot. Once it has that, answers wait for it. Once it also has what came meanwhile, it has
+*caught up*: it has all that anybody was told, and may be recorded as in sync. A follower that is lost is still waited
+for until ``release``: somebody has to see to it that it cannot lead any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from psengine.parameter_server.server.log.records import Record, encode
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES
+
+# What the follower may not have acknowledged: two steps of a large model are under way.
+WINDOW_BYTES = 64 << 20
+# Records that wait for the window, beside a snapshot: a follower that is so far behind does not catch up.
+QUEUE_BYTES = 1 << 30
+
+
+class Stream:
+    """Of one shard, to one follower after the other; used in the shard's thread. A sink of ``HeldAnswers``.
+
+    Records are numbered over all followers, those of snapshots too.
+
+    Args:
+        send: sends a RECORD to a connection: its number, and the frames behind its header, which do not change.
+        tell: told of the follower of this epoch that it has "caught up", or is "lost".
+        lease_s: how long it may be silent.
+
+    Attributes:
+        end: number of the next record.
+        follower: its epoch; 0 without one.
+        is_waited_for: answers wait for it.
+        why_lost: the last one, for people.
+        failure: none of its failures ends the shard.
+    """
+
+    failure = ""
+
+    def __init__(
+        self, send: Callable[[bytes, int, Sequence[Any]], None], tell: Callable[[str, int], None], lease_s: float
+    ) -> None:
+        self.end = self.follower = 0
+        self.is_waited_for = False
+        self.why_lost = ""
+        self._send, self._tell, self._lease_s = send, tell, lease_s
+        self._route = b""
+        self._kept = 0
+        self._begin = 0  # behind the snapshot
+        self._mark: int | None = None  # all that was told before answers waited is below
+        self._has_caught_up = False
+        self._waiting: deque[tuple[int, Record]] = deque()
+        self._sent: deque[tuple[int, int]] = deque()  # numbers and bytes
+        self._waiting_bytes = self._sent_bytes = self._most_bytes = 0
+        self._heard_s = self._spoke_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes records."""
+        return bool(self.follower) or self.is_waited_for
+
+    @property
+    def durable(self) -> int:
+        """Answers that wait for this number may leave."""
+        return self._kept if self.is_waited_for else self.end
+
+    @property
+    def lag(self) -> int:
+        """How many records the follower has not acknowledged."""
+        return self.end - self._kept if self.is_open else 0
+
+    # ---- what the shard does -----------------------------------------------------------------------------------
+
+    def open(self, follower: int, route: bytes, snapshot: Iterable[Record], now_s: float) -> None:
+        """A follower begins, by a snapshot of the shard as it is at this record."""
+        self.follower, self._route, self._heard_s, self._spoke_s, self.why_lost = follower, route, now_s, now_s, ""
+        self._most_bytes, self._mark, self._has_caught_up = QUEUE_BYTES, None, False
+        for record in snapshot:
+            self._most_bytes += record.size_bytes
+            self.append(record)
+        self._begin = self.end
+
+    def append(self, record: Record) -> None:
+        """The shard has changed."""
+        self.end += 1
+        if self.follower:
+            self._waiting.append((self.end - 1, record))
+            self._waiting_bytes += record.size_bytes
+            self._send_waiting()
+        if self._waiting_bytes > self._most_bytes:
+            self.lose(f"it is too slow: {self._waiting_bytes >> 20} MiB wait for it")
+
+    def _send_waiting(self) -> None:
+        while self._waiting and self._sent_bytes < WINDOW_BYTES:
+            number, record = self._waiting.popleft()
+            self._waiting_bytes -= record.size_bytes
+            self._sent_bytes += record.size_bytes
+            self._sent.append((number, record.size_bytes))
+            whole, most = encode(record, number), MAX_PAYLOAD_BYTES
+            self._send(self._route, number, [one[at : at + most] for one in whole for at in range(0, len(one), most)])
+
+    # ---- what the follower does --------------------------------------------------------------------------------
+
+    def kept(self, route: bytes, number: int, now_s: float) -> None:
+        """KEPT came: it has all records below ``number``."""
+        if not self.follower or route != self._route or number > self.end:
+            return
+        self._heard_s = now_s
+        while self._sent and self._sent[0][0] < number:
+            self._sent_bytes -= self._sent.popleft()[1]
+        self._send_waiting()
+        if number < self._begin:
+            return
+        self._kept, self.is_waited_for = number, True
+        if self._mark is None:
+            self._mark = self.end
+        if number >= self._mark and not self._has_caught_up:
+            self._has_caught_up = True
+            self._tell("caught up", self.follower)
+
+    def tick(self, now_s: float, is_connected: Callable[[bytes], bool]) -> None:
+        """Some time has passed."""
+        if not self.follower:
+            return
+        if not is_connected(self._route):
+            self.lose("its connection has ended")
+        elif now_s > self._heard_s + self._lease_s:
+            self.lose(f"it was silent for {self._lease_s:g} s")
+        elif now_s >= self._spoke_s + self._lease_s / 5:
+            self._spoke_s = now_s
+            self._send(self._route, self.end, [])
+
+    def lose(self, why: str) -> None:
+        """There is no such follower any more."""
+        if not self.follower:
+            return
+        follower, self.follower, self.why_lost = self.follower, 0, why
+        self._waiting.clear()
+        self._sent.clear()
+        self._waiting_bytes = self._sent_bytes = 0
+        self._tell("lost", follower)
+
+    def release(self) -> None:
+        """The follower that was lost can never lead: nobody waits for it."""
+        if not self.follower:
+            self.is_waited_for = False
