@@ -9,7 +9,6 @@ import io
 import os
 import re
 import struct
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -173,14 +172,3 @@ def test_the_demo_compares_strategies_in_two_settings(tmp_path):
         assert len(re.findall(r"\d+\.\d%", line)) == 2, "an accuracy for each setting"
     assert "the same bits after 20 steps" in main
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_make_demo_starts_it(tmp_path):
-    (arguments,) = re.findall(r"/psengine (run .*) \$\(DEMO\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    command = [sys.executable, "-m", "psengine.cli.main", *arguments.split(), EXAMPLES / "compare_strategies.py"]
-    command += ["--strategies", "sync;async", "--seconds", "0.3", "--runs", "1", "--plot", tmp_path / "curves.png"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "the same bits" in done.stdout

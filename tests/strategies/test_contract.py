@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,12 +21,11 @@ import psengine
 from psengine.collectives.c10d import C10dCollective
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 from psengine.strategies.base import Strategy
-from psengine.strategies.exchange import BucketExchange, Driver, Step
+from psengine.strategies.exchange import Driver, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tensors.bucket import Bucket
-from psengine.tensors.share import WHOLE, Share
 
 
 @pytest.fixture(autouse=True)
@@ -281,42 +279,6 @@ def test_every_rank_learns_how_models_and_codecs_differ(rank, world_size):
         for other in others:
             with raises(ReplicaMismatchError, *texts, f"seen on rank {rank}"):
                 resolve_strategy(other if rank else "sync").prepare(make_replica({**parameters, **extra}))
-
-
-class Alternating(SyncAllReduce):
-    """Average gradients in one of ``every`` steps."""
-
-    name = "alternating"
-
-    def __init__(self, *, every: int = 2) -> None:
-        super().__init__(compress="bf16")
-        self._every, self._steps = every, 0
-
-    def begin(self, step: Step) -> Share:
-        self._steps += 1
-        return super().begin(step) if self._averages else WHOLE
-
-    @property
-    def _averages(self) -> bool:
-        return self._steps % self._every == 0
-
-    def exchange(self, bucket: Bucket) -> BucketExchange:
-        return (yield from super().exchange(bucket)) if self._averages else None
-
-
-@in_ranks(2)
-def test_a_strategy_of_a_user(rank, world_size):
-    strategy = Alternating(every=3)
-    for again in (strategy, copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert repr(again) == "alternating:every=3"
-        model = psengine.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False), strategy=again)
-        gradients = []
-        for _ in range(6):
-            model.zero_grad()
-            model(torch.full((1, 1), 1.0 + rank)).sum().backward()
-            gradients.append(model.module.weight.grad.item())
-        own = 1.0 + rank
-        assert gradients == [own, own, 1.5, own, own, 1.5]
 
 
 def test_registry():
