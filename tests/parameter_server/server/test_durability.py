@@ -56,7 +56,7 @@ class Thread:
 class Server:
     """Shards without sockets, over a directory."""
 
-    def __init__(self, directory, *, keeps_log=False, interval_s=0.0, shards=1, epoch=7, **settings):
+    def __init__(self, directory, *, keeps_log=False, is_copy=False, interval_s=0.0, shards=1, epoch=7, **settings):
         self.stack, self.events = ExitStack(), []
         self.world = World(shards=shards, epoch=epoch, **settings)
         options = {"keeps_log": keeps_log, "interval_s": interval_s}
@@ -67,7 +67,7 @@ class Server:
             self.line = self.durability.restore(self.world.shards)
             self.restored += [self.durability.known] if self.durability.known else []
             self.threads = [Thread(shard, None if shard.index else self.coordinators) for shard in self.world.shards]
-            self.durability.begin(self.threads, epoch)
+            self.durability.begin(self.threads, epoch, is_copy=is_copy)
         except BaseException:
             self.stack.close()
             raise
@@ -202,6 +202,15 @@ def test_a_copy_of_a_running_server_is_one_to_start_from_and_is_shown(tmp_path):
         assert one.version == 5
     with server(directory, keeps_log=True, epoch=8) as one:
         assert one.version == 6
+
+
+def test_a_directory_that_takes_another_server_s_copy_keeps_nothing_from_before(tmp_path):
+    with server(tmp_path / "s", keeps_log=True) as one:
+        push(with_job(one), 1, 2)
+        one.snapshot()
+    with server(tmp_path / "s", keeps_log=True, is_copy=True, epoch=8):
+        there = sorted(path.name for path in (tmp_path / "s").iterdir())
+        assert there == ["generation-000000000003", "lock", "log-000-000000000003"]
 
 
 def quicken(monkeypatch):

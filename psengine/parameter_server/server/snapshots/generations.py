@@ -56,6 +56,7 @@ class Generations:
         self.disk, self._keeps_history = disk, keeps_history
         self.last = 0
         self.needed_bytes = 0
+        self._first = 0  # older ones are of another server's past
         self._damaged: set[int] = set()  # generations that could not be read: nothing to fall back on
         self._written: set[int] = set()  # of this life
 
@@ -83,10 +84,16 @@ class Generations:
     def _numbers(self, name: re.Pattern[str]) -> list[int]:
         return sorted(int(match[1]) for match in map(name.fullmatch, self.disk.list()) if match)
 
+    def begin_copy(self) -> None:
+        """The next generation is of another server's state, so those that are there go once it is written."""
+        self._first = self.last + 1
+
+    def _intact(self) -> list[int]:
+        return [number for number in self.numbers() if number >= self._first and number not in self._damaged]
+
     def first_logged(self) -> int | None:
         """Number of the oldest intact one from which a log goes on."""
-        intact = (number for number in self.numbers() if number not in self._damaged)
-        return next((number for number in intact if read_places(self.disk, number)), None)
+        return next((number for number in self._intact() if read_places(self.disk, number)), None)
 
     def kept_rows(self) -> set[int]:
         """Generations of this life whose rows are there, so that the next one can go on from them."""
@@ -166,7 +173,7 @@ class Generations:
         """
         try:
             kept = 1 if self.disk.free_bytes() < room_bytes else KEPT
-            intact = [number for number in self.numbers() if number not in self._damaged][-kept:]
+            intact = self._intact()[-kept:]
             if not intact:
                 return
             older = [number for number in self.numbers() if number < intact[0]]
