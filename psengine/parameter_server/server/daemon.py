@@ -134,12 +134,11 @@ class Server:
                 default they are logged.
         """
         try:
-            with ExitStack() as signals:
-                self._handle_signals(signals)
-                while (code := self._live(announce or log_start)) is None:
+            with ExitStack() as process:
+                self._handle_signals(process)
+                while (code := self._live(process, announce or log_start)) is None:
                     announce = log_start
-                    logger.warning("this server begins anew: %s", self._is_over)
-                    self._events.note("anew", f"what was here is thrown away: {self._is_over}")
+                    self._events.note("anew", f"this server begins anew: {self._is_over}")
                     self._begin_life()
                 return code
         except Exception as error:
@@ -147,10 +146,10 @@ class Server:
             logger.critical("psengine-server ends: %s", error, exc_info=code == EXIT_INTERNAL)
             return code
 
-    def _live(self, announce: Callable[[str], None]) -> int | None:
+    def _live(self, process: ExitStack, announce: Callable[[str], None]) -> int | None:
         """One life; the process's exit code, or None where another life follows."""
         with ExitStack() as stack:
-            self._start(stack, announce)
+            self._start(process, stack, announce)
             is_good = self._serve()
             if self._is_over:
                 return None
@@ -162,7 +161,7 @@ class Server:
 
     # ---- start-up ----------------------------------------------------------------------------------------------
 
-    def _start(self, stack: ExitStack, announce: Callable[[str], None]) -> None:
+    def _start(self, process: ExitStack, stack: ExitStack, announce: Callable[[str], None]) -> None:
         settings = self.settings
         torch.set_num_threads(1)
         keep_freed_memory()
@@ -201,8 +200,8 @@ class Server:
             thread.start()
         if self._replication is not None:
             self._replication.start()
-        if settings.status_port is not None:
-            port = stack.enter_context(self._open_status_port(settings.status_port))
+        if settings.status_port is not None and not self.status_url:
+            port = process.enter_context(self._open_status_port(settings.status_port))
             self.status_url = port.url
         self._events.note("started", f"psengine-server at {' '.join(self.addresses)} (process {os.getpid()})")
         self._announce_start(announce, durable)
@@ -302,7 +301,9 @@ class Server:
 
     def _open_status_port(self, port: int) -> HttpStatus:
         try:
-            return HttpStatus(port, server_pages(self.status, self._shards.is_healthy), host=self.settings.status_bind)
+            return HttpStatus(
+                port, server_pages(self.status, lambda: self._shards.is_healthy()), host=self.settings.status_bind
+            )
         except OSError as error:
             raise BindError(
                 f"The status port {self.settings.status_bind}:{port} could not be bound (expected a free port of an"
@@ -327,7 +328,8 @@ class Server:
         while True:
             with suppress(Empty):
                 reason = self._reasons.get(timeout=LOOP_S)
-                logger.info("%s: %s", "this life ends" if self._is_over else "shutting down", reason)
+                if not self._is_over:
+                    logger.info("shutting down: %s", reason)
                 return True
             if self._replication is not None and self._replication.failure is not None:
                 raise self._replication.failure

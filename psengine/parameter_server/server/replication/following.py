@@ -15,6 +15,7 @@ applied, KEPT waits, and so does the leader.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ class Following:
         self._leader = 0  # its epoch
         self._addresses: list[str] = []
         self._copies = [_Copy(now_s) for _ in shards]
-        self._asked: list[Future[Any]] = []
+        self._asked: deque[Future[Any]] = deque()
         transport.open(0, address)
         self._say(0, Message(MessageType.RESUME))
 
@@ -219,7 +220,7 @@ class Following:
     def tick(self, now_s: float) -> None:
         """Some time has passed, or messages were received: say what is kept."""
         while self._asked and self._asked[0].done():
-            if (error := self._asked.pop(0).exception()) is not None:
+            if (error := self._asked.popleft().exception()) is not None:
                 self.end(f"a record of {self._address} cannot be applied: {error!r}")
         for shard, copy in enumerate(self._copies):
             is_awaited = copy.is_asked or shard == 0

@@ -19,7 +19,7 @@ from psengine.parameter_server.server.log.records import Record, encode
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 # What the follower may not have acknowledged: two steps of a large model are under way.
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES, WINDOW = 64 << 20, 4096
 # Records that wait for the window, beside a snapshot: a follower that is so far behind does not catch up.
 QUEUE_BYTES = 1 << 30
 
@@ -98,7 +98,7 @@ class Stream:
             self.lose(f"it is too slow: {self._waiting_bytes >> 20} MiB wait for it")
 
     def _send_waiting(self) -> None:
-        while self._waiting and self._sent_bytes < WINDOW_BYTES:
+        while self._waiting and self._sent_bytes < WINDOW_BYTES and len(self._sent) < WINDOW:
             number, record = self._waiting.popleft()
             self._waiting_bytes -= record.size_bytes
             self._sent_bytes += record.size_bytes

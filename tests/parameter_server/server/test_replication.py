@@ -1,0 +1,157 @@
+"""A server and its follower, in real processes: what workers get once the leader has died, and who may follow."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.server_process import Peer, ServerProcess, running_server
+from support.shard_world import APPLY, AVERAGE, MERGE, spec, table
+from support.waiting import eventually
+from support.worker_sessions import crew
+
+from psengine.parameter_server.client.worker_session import wait_all
+from psengine.parameter_server.server.transport.authentication import keygen
+from psengine.protocol.keys import CurveClientKeys
+from psengine.protocol.messages import NOBODY, ErrorCode
+from psengine.protocol.rows import pack_rows, unpack_rows
+from psengine.version import __version__
+
+LEASE_S = 1.0
+STEPS, KILLED_AT = 8, 4
+SIZES = (30_000, 50)
+
+
+def settings_of(directory, name: str, tier: str, **options: Any) -> dict[str, Any]:
+    kept = {"snapshot_dir": directory / name} if "log" in tier else {}
+    election = f"launcher={directory}/elector"
+    return {"durability": tier, "election": election, "lease_s": LEASE_S, "shards": 2, **kept, **options}
+
+
+def is_in_sync(server: ServerProcess) -> bool:
+    return bool(server.status()["replica"]["is_in_sync"])
+
+
+def leads(server: ServerProcess) -> bool:
+    return server.status()["replica"]["role"] == "leading"
+
+
+@contextmanager
+def pair(directory, tier: str = "replica", **options: Any) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+    """A leader, and its follower in sync."""
+    with running_server(**settings_of(directory, "first", tier, **options)) as leader:
+        follows = settings_of(directory, "second", tier, follow=leader.addresses[0], **options)
+        with running_server(**follows) as follower:
+            eventually(lambda: is_in_sync(leader), "a follower in sync")
+            yield leader, follower
+
+
+def train(address: str, rule: dict[str, Any], disturb: Callable[[], object]) -> list[torch.Tensor]:
+    """All answers of some steps of two workers, and what the servers hold then; ``disturb`` comes amid a step."""
+    specs, found = [spec(key, size) for key, size in enumerate(SIZES)], []
+    if rule is not AVERAGE:
+        specs.append(table(2, dim=4))
+    parameters = {f"p{key}": torch.zeros(1) for key in range(2)}
+    optimizer = torch.optim.Adam(parameters.values(), lr=0.1)
+    with crew(address, 2, specs, rule=rule) as workers:
+        for worker in workers if rule is not AVERAGE else ():
+            worker.attach_optimizer(specs[:2], optimizer, parameters)
+        for step in range(1, STEPS + 1):
+            pushes = []
+            for rank, worker in enumerate(workers):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                for key, size in enumerate(SIZES):
+                    found.append(torch.empty(size))
+                    pushes.append(worker.push(key, torch.randn(size, generator=generator), [found[-1]]))
+                if rule is not AVERAGE:
+                    rows = pack_rows(torch.tensor([3, 10 * step + rank]), torch.randn(2, 4, generator=generator))
+                    pushes.append(worker.push(2, rows, (), rows=2, lr=0.1, divisor=2))
+                if step == KILLED_AT and rank == 1:
+                    disturb()
+                if rule is APPLY:  # else the order of two workers would be chance
+                    wait_all(pushes)
+            wait_all(pushes)
+        if rule is not AVERAGE:
+            slots = [torch.empty(size) for size in SIZES]
+            wait_all([workers[0].pull(key, [slot], slot="exp_avg_sq") for key, slot in enumerate(slots)])
+            ids, rows = unpack_rows(workers[0].pull(2, scan=0, most=100).wait(), 4)
+            found += [*slots, *(one[ids.argsort()] for one in (ids, rows))]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "tier"), [(APPLY, "replica"), (APPLY, "log+replica"), (MERGE, "replica"), (AVERAGE, "replica")]
+)
+def test_after_a_takeover_all_bits_are_those_of_the_undisturbed_run(tmp_path, rule, tier):
+    with running_server(shards=2) as alone:
+        expected = train(alone.addresses[0], rule, int)
+    with pair(tmp_path, tier) as (leader, follower):
+        address = f"{leader.addresses[0]}|{follower.addresses[0]}"
+        found = train(address, rule, leader.kill)
+        assert leads(follower)
+        assert follower.status()["replica"]["term"] == 2
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_answers_wait_until_a_lost_follower_cannot_lead_and_it_comes_back_with_a_new_copy(
+    tmp_path,
+):
+    with pair(tmp_path) as (leader, follower), ExitStack() as stack:
+        address = f"{leader.addresses[0]}|{follower.addresses[0]}"
+        (worker,) = stack.enter_context(crew(address, 1, [spec(0, 1000)], rule=APPLY))
+        optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
+        worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+        worker.push(0, torch.ones(1000), []).wait()
+        former = follower.status()["epoch"]
+        follower.signal(signal.SIGSTOP)
+        push = worker.push(0, torch.ones(1000), [])
+        worker.end_step()
+        time.sleep(LEASE_S / 4)
+        assert not push.is_done
+        push.wait()
+        assert not is_in_sync(leader)
+        acknowledged = 2
+        follower.signal(signal.SIGCONT)
+        while not is_in_sync(leader):
+            worker.push(0, torch.ones(1000), []).wait()
+            acknowledged += 1
+        leader.kill()
+        worker.push(0, torch.ones(1000), values := [torch.empty(1000)]).wait()
+        assert torch.equal(values[0], torch.full((1000,), -1.0 - acknowledged))
+        assert follower.status()["epoch"] > former
+        assert "anew" in [event["kind"] for event in follower.status()["events"]]
+
+
+def test_who_may_follow(tmp_path):
+    """Leader and follower have the same keys; a client's are not enough."""
+    (tmp_path / "server").mkdir()
+    server_key, server_public = keygen(tmp_path / "server", "server")
+    client_key, _ = keygen(tmp_path / "clients", "worker")
+    client, own = (CurveClientKeys.load(one, server_public) for one in (client_key, server_key))
+    body = {"software": __version__, "shards": 2, "index": 0, "addresses": ["tcp://b:1", "tcp://b:2"]}
+    with pair(tmp_path, curve_key=server_key, allow=tmp_path / "clients") as (leader, follower):
+        for keys, address, fields, code, words in (
+            (client, leader, {}, ErrorCode.NOT_ALLOWED, "only this server's user"),
+            (own, leader, {"software": "0"}, ErrorCode.RULE_MISMATCH, r"version, shard, shards \('.+', 0, 2\), got"),
+            (own, leader, {"index": 1}, ErrorCode.RULE_MISMATCH, r"got \('.+', 1, 2\)"),
+            (own, leader, {}, ErrorCode.NOT_READY, f"has a follower: {follower.addresses[0]}"),
+            (own, follower, {}, ErrorCode.NOT_LEADING, f"the server at {leader.addresses[0]}"),
+        ):
+            with Peer(address.addresses[0], curve=keys) as peer:
+                peer.epoch = 2**63
+                refused = peer.request("FOLLOW", worker=NOBODY, body=body | fields)
+                assert refused.body["code"] == code
+                assert re.search(words, refused.body["text"]), refused.body
+        with Peer(leader.addresses[0], curve=own) as peer:
+            peer.epoch = 1
+            assert peer.request("FOLLOW", body=body).body["code"] == ErrorCode.STALE
+        leader.kill()
+        eventually(lambda: leads(follower), "a takeover")
