@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.server_process import running_server
 from support.shard_world import APPLY, AVERAGE, MERGE, spec, table
+from support.waiting import eventually
 from support.worker_sessions import crew
 from typer.testing import CliRunner
 
@@ -24,10 +25,10 @@ from psengine.protocol.rows import pack_rows, unpack_rows
 STEPS, BAD_STEP, SIZES = 12, 9, {"wide": (300, 401), "bias": (401,), "running": (7,)}
 
 
-def server(directory, shards=2):
+def server(directory, shards=2, **options):
     """At a path, so that the next one is found there."""
-    options = {"snapshot_dir": directory, "durability": "log", "keep_history": True, "snapshot_interval_s": 0.0}
-    return running_server(bind=f"ipc://{directory}.socket", shards=shards, lease_s=20.0, **options)
+    options = {"durability": "log", "keep_history": True, "snapshot_interval_s": 0.0, "lease_s": 20.0, **options}
+    return running_server(bind=f"ipc://{directory}.socket", shards=shards, snapshot_dir=directory, **options)
 
 
 def told(*arguments):
@@ -131,6 +132,27 @@ def test_merges_and_a_table_are_told_again(tmp_path):
     order = ids.argsort()
     assert torch.equal(found["users.ids"], ids[order])
     assert torch.equal(found["users.rows"], rows[order])
+
+
+def test_a_follower_s_directory_tells_the_run_across_a_takeover(tmp_path):
+    def replicated(name, **options):
+        options |= {"election": f"launcher={tmp_path}/election", "durability": "log+replica", "lease_s": 2.0}
+        return server(tmp_path / name, shards=1, **options)
+
+    answers, weights = [], torch.ones(1000)
+    with ExitStack() as stack:
+        leader = stack.enter_context(replicated("a"))
+        follower = stack.enter_context(replicated("b", follow=leader.addresses[0]))
+        eventually(lambda: follower.status()["replica"]["is_in_sync"])
+        client = stack.enter_context(psengine.connect(f"{leader.addresses[0]}|{follower.addresses[0]}", rank=0))
+        client.register({"w": weights}, torch.optim.Adam([weights]))
+        for step in range(6):
+            if step == 3:
+                leader.kill()
+            answers.append(client.push_pull({"w": torch.full((1000,), step - 2.5)})["w"].clone())
+    for step in (2, 6):
+        told(tmp_path / "b", "--until-push", f"0:{step}", "--out", tmp_path / "then")
+        assert torch.equal(load_file(tmp_path / "then")["w"], answers[step - 1])
 
 
 def test_what_cannot_be_told_is_said_in_a_sentence(tmp_path):
