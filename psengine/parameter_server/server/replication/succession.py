@@ -153,9 +153,9 @@ class Succession:
         """The leader's state is here, at every shard; its records follow."""
         self._is_complete, self._due_s = True, now_s
 
-    def leader_heard(self, term: int, now_s: float) -> None:
+    def leader_heard(self, term: int, heard_s: float) -> None:
         """The leader lives, and its records are kept."""
-        self.term, self._is_heard, self._heard_s = term, True, now_s
+        self.term, self._is_heard, self._heard_s = term, True, heard_s
 
     def leader_lost(self, now_s: float) -> None:
         """The stream has ended at some shard, or was silent for a lease, and nothing is kept of it any more."""
@@ -216,7 +216,7 @@ class Succession:
         elif isinstance(question, Replace) and answer:
             self._learn(question.new)
         elif isinstance(question, Replace):
-            self._is_known, self._due_s = False, now_s
+            self._is_known = False
         elif isinstance(question, Renew):
             self.why, self._has_lease = "", bool(answer)
             self._due_s = now_s + self._lease_s / 3 if answer else now_s
@@ -227,7 +227,7 @@ class Succession:
             return
         self._learn(recorded)
         if self.role is Role.LEADING:
-            self._due_s = now_s
+            self._has_lease, self._due_s = is_held, now_s  # whoever takes the lease is recorded to lead
         elif self.role is not Role.FENCED:
             self._look()
             self._wish = self._as_candidate(is_held=is_held, now_s=now_s)
@@ -281,7 +281,7 @@ class Succession:
             if not self._is_operated or not self._is_complete or is_noted or self.leader is None:
                 return None
             return Replace(recorded, Leadership(self.term, (self.leader, self.own), number + 1), takes_over=False)
-        if not self._is_complete or not (self._is_promoted or self._may_take_over()):
+        if not (self._is_promoted or self._may_take_over()):
             return None
         if is_held:
             self.why = "the leader's lease has not ended"
