@@ -184,7 +184,7 @@ class Server:
         self._shards.open(self._bound)
         self._bound = [endpoint.address for endpoint in self._shards.endpoints]
         self.addresses = self._shards.addresses(socket.gethostname())
-        pair = self._make_pair(durability, previous) if "replica" in DURABILITY_TIERS[settings.tier] else None
+        pair = self._make_pair(durability, previous) if settings.has_replica else None
         for shard, endpoint in zip(shards, self._shards.endpoints, strict=True):
             facts = self.facts if shard.index == 0 else None
             given = self._shards.addresses("*"), self._on_admin
@@ -368,7 +368,7 @@ class Server:
             logs=() if self._durability is None else self._durability.log_status(),
             events=self._events.events(),
             is_draining=self._is_draining,
-            replica=None if self._replication is None else self._replication.pair.status(self.settings.election or ""),
+            replica=None if self._replication is None else self._replication.pair.status(self.settings.elector),
         )
 
     def status(self) -> ServerStatus:

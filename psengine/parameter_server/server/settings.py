@@ -32,10 +32,19 @@ ENVIRONMENT_PREFIX = "PSENGINE_"
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})")
 _IPC = re.compile(r"ipc://(?P<path>[^\s*]+)")
 
+OPERATOR = "operator"
+_ELECTION = re.compile(rf"{OPERATOR}|launcher=.+|etcd=(\[[^\s/\]]+\]|[^:/\[\]\s]+):\d{{1,5}}(/[\w.-]+)?")
+
 
 def _address(text: str) -> str:
     if not _TCP.fullmatch(text) and not _IPC.fullmatch(text):
         raise ValueError("expected tcp://HOST:PORT or ipc://PATH")
+    return text
+
+
+def _election(text: str) -> str:
+    if not _ELECTION.fullmatch(text):
+        raise ValueError("expected operator, launcher=PATH or etcd=HOST:PORT[/NAME]")
     return text
 
 
@@ -81,9 +90,12 @@ class ServerSettings(BaseModel):
     keep_history: bool = False
     """Never delete the log's older segments, so that psengine replay can tell the run again. Needs the tier log."""
     follow: Annotated[str, AfterValidator(_address)] | None = None
-    """Address of the server to follow: this one keeps a copy of it, and takes its place."""
-    election: str | None = None
-    """Who decides which of two servers leads."""
+    """Address of the server to follow, while the election names none: this one keeps a copy, and can take its place.
+    Needs durability replica or log+replica."""
+    election: Annotated[str, AfterValidator(_election)] | None = None
+    """Who decides which of a server and its follower leads: operator (psengine admin promote; needs a snapshot
+    directory), etcd=HOST:PORT[/NAME] (a NAME for each such two, default "default"), or launcher=PATH, a file that
+    psengine run makes. Default with durability replica: operator."""
     lease_s: float = Field(5.0, ge=0.2, le=86400.0)
     """Seconds of silence (five heartbeats) after which a worker counts as dead."""
     status_port: int | None = Field(None, ge=0, le=65535)
@@ -126,7 +138,7 @@ class ServerSettings(BaseModel):
                 f"The history is in the log (expected durability log with keep_history, got {self.tier}). Fix: give"
                 " --durability log."
             )
-        self.bind_addresses()
+        self._check_election()
         for name, needed in {"curve_key": "allow", "allow": "curve_key", "admin_allow": "curve_key"}.items():
             if getattr(self, name) is not None and getattr(self, needed) is None:
                 raise ValueError(
@@ -146,6 +158,32 @@ class ServerSettings(BaseModel):
                 " only friends reach this network, --insecure."
             )
         return self
+
+    def _check_election(self) -> None:
+        addresses = self.bind_addresses()
+        named = [name for name in ("follow", "election") if getattr(self, name) is not None]
+        if named and not self.has_replica:
+            raise ValueError(
+                f"A follower has what is acknowledged (expected durability replica or log+replica with {named[0]}, got"
+                f" {self.tier}). Fix: give --durability replica to both servers."
+            )
+        if self.has_replica and self.elector == OPERATOR and self.snapshot_dir is None:
+            raise ValueError(
+                "What an operator decides is kept in the server's directory (expected snapshot_dir with durability"
+                f" {self.tier}, got none). Fix: give --snapshot-dir DIRECTORY, or --election etcd=HOST:PORT."
+            )
+        if self.follow in addresses:
+            raise ValueError(f"A server follows another one (expected another address in follow, got {self.follow}).")
+
+    @property
+    def elector(self) -> str:
+        """Who decides which of two servers leads."""
+        return self.election or OPERATOR
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether updates are acknowledged once a follower has them."""
+        return "replica" in self.tier
 
     @property
     def tier(self) -> str:

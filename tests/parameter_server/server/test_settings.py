@@ -113,3 +113,21 @@ def test_keys_come_in_pairs_and_not_with_insecure(tmp_path):
     with pytest.raises(ConfigurationError, match="got curve_key and secret_file"):
         make_settings({**both, "secret_file": tmp_path})
     assert ServerSettings(bind="tcp://0.0.0.0:7077", secret_file=tmp_path).is_wildcard
+
+
+def test_a_follower_needs_the_tier_and_another_address_and_an_operator_a_directory(tmp_path):
+    replica = {"durability": "replica", "election": "etcd=localhost:2379/one"}
+    for values, words in (
+        ({"follow": "tcp://a:1"}, "expected durability replica or log.replica with follow, got memory"),
+        ({"election": "operator", "snapshot_dir": tmp_path}, "with election, got snapshot"),
+        ({"durability": "replica"}, "--snapshot-dir DIRECTORY, or --election etcd"),
+        ({"durability": "log+replica", "election": "etcd=a:1"}, "A server keeps what it has in a directory"),
+        ({**replica, "bind": "tcp://127.0.0.1:7000", "shards": 2, "follow": "tcp://127.0.0.1:7001"}, "another one"),
+        ({**replica, "election": "etcd=localhost"}, "expected operator, launcher=PATH or etcd=HOST:PORT"),
+        ({**replica, "election": "zookeeper=a:1"}, "got 'zookeeper=a:1'"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            make_settings(values)
+    for election in ("etcd=[::1]:2379", "etcd=etcd-0.etcd.svc:2379/model.1", "launcher=/tmp/a file"):
+        assert make_settings({**replica, "election": election, "follow": "tcp://a:1"}).elector == election
+    assert make_settings({"durability": "replica", "snapshot_dir": tmp_path}).elector == "operator"

@@ -1,0 +1,145 @@
+"""Electors, each against what it is made of: a real etcd; files and processes that are killed and stopped."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from support.etcd_server import etcd_server, needs_etcd
+from support.waiting import eventually
+
+from psengine.parameter_server.server.replication.election import ElectorError, Leadership, Member
+from psengine.parameter_server.server.replication.electors import make_elector, make_succession
+from psengine.parameter_server.server.replication.etcd import TIMEOUT_S
+from psengine.parameter_server.server.settings import make_settings
+
+A, B = Member(2**60 + 1, ("tcp://a:1", "tcp://a:2")), Member(2, ("tcp://b:1",), 7)
+FIRST, BOTH, SECOND = Leadership(1, (A,)), Leadership(1, (A, B), 2), Leadership(2, (B,), 3)
+
+
+@pytest.fixture(scope="module")
+def etcd():
+    with etcd_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["launcher", pytest.param("etcd", marks=needs_etcd)])
+def electors(request, tmp_path):
+    """Makes the elector of one more server."""
+    made = []
+
+    def make():
+        place = tmp_path / "record" if request.param == "launcher" else None
+        place = place or f"{request.getfixturevalue('etcd').place}/{tmp_path.name}"
+        made.append(make_elector(make_settings({"durability": "replica", "election": f"{request.param}={place}"})))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_a_record_changes_by_compare_and_swap_and_the_lease_keeps_others_out(electors):
+    first, second = electors(), electors()
+    assert first.read() == (None, False)
+    assert not first.renew()
+    assert first.replace(None, FIRST, takes_over=True)
+    assert not second.replace(None, SECOND, takes_over=True)
+    assert second.read() == (FIRST, True)
+    assert first.renew()
+    assert first.replace(FIRST, BOTH, takes_over=False)
+    assert not first.replace(FIRST, SECOND, takes_over=False)
+    assert not second.replace(BOTH, SECOND, takes_over=True)  # the lease stands
+    second.ask_to_end(BOTH)
+    first.close()  # in order: at once
+    assert second.read() == (BOTH, False)
+    assert second.replace(BOTH, SECOND, takes_over=True)
+    assert electors().read() == (SECOND, True)
+
+
+@needs_etcd
+def test_etcd_s_lease_ends_after_silence_and_no_answer_says_nothing(etcd, tmp_path):
+    def make(name):
+        place = f"etcd={etcd.place}/{name}"
+        return make_elector(make_settings({"durability": "replica", "election": place, "lease_s": 1.0}))
+
+    first, second, other = make("one"), make("one"), make("other")
+    try:
+        assert first.replace(None, BOTH, takes_over=True)
+        assert other.read() == (None, False)  # another server's
+        etcd.signal(signal.SIGSTOP)
+        started_s = time.monotonic()
+        with pytest.raises(ElectorError, match=rf"etcd at {etcd.place} did not answer kv/txn .* Fix: start etcd"):
+            first.replace(BOTH, FIRST, takes_over=False)
+        assert time.monotonic() - started_s < 4 * TIMEOUT_S
+        etcd.signal(signal.SIGCONT)
+        eventually(lambda: not second.read()[1], "the lease ends")
+        assert not first.renew()
+        recorded = second.read()[0]
+        assert recorded in (FIRST, BOTH)  # what has no answer may be done
+        etcd.end()
+        with pytest.raises(ElectorError):
+            second.read()
+        etcd.start()
+        assert second.read() == (recorded, False)
+        assert second.replace(recorded, SECOND, takes_over=True)
+    finally:
+        for one in (first, second, other):
+            one.close()
+
+
+def hold(path, said):
+    elector = make_elector(make_settings({"durability": "replica", "election": f"launcher={path}"}))
+    elector.replace(None, BOTH, takes_over=True)
+    said.set()
+    time.sleep(60.0)
+
+
+def test_a_process_keeps_a_launcher_s_lease_while_it_is_stopped_until_it_is_dead(tmp_path):
+    context = multiprocessing.get_context("fork")
+    said = context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "record", said))
+    process.start()
+    second = make_elector(make_settings({"durability": "replica", "election": f"launcher={tmp_path / 'record'}"}))
+    try:
+        assert said.wait(20.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert not second.replace(BOTH, SECOND, takes_over=True)
+        assert second.to_end() is None
+        second.ask_to_end(BOTH)
+        assert second.to_end() == BOTH  # what the launcher reads before it kills
+        process.kill()
+        process.join(10.0)
+        assert second.replace(BOTH, SECOND, takes_over=True)
+        assert second.to_end() is None
+    finally:
+        process.kill()
+        process.join(10.0)
+        second.close()
+
+
+def test_a_record_that_cannot_be_read_is_an_error_with_its_place(tmp_path):
+    place = tmp_path / "absent" / "record"
+    elector = make_elector(make_settings({"durability": "replica", "election": f"launcher={place}"}))
+    with pytest.raises(ElectorError, match=f"{place} cannot be read"):
+        elector.read()
+    place.parent.mkdir()
+    place.write_text("{}")
+    with pytest.raises(ElectorError, match=f"{place} does not say who leads"):
+        elector.read()
+
+
+def test_an_operator_s_record_is_in_the_server_s_directory(tmp_path):
+    settings = make_settings({"durability": "log+replica", "snapshot_dir": tmp_path})
+    elector, succession = make_elector(settings), make_succession(settings, A)
+    try:
+        question = succession.next(0.0)
+        succession.heard(question, question.ask(elector), 0.0)
+        question = succession.next(0.0)
+        succession.heard(question, question.ask(elector), 0.0)
+        assert (succession.role, (tmp_path / "leadership").read_bytes()) == ("leading", FIRST.encode())
+    finally:
+        elector.close()
