@@ -272,6 +272,7 @@ class Server:
             prepare=partial(self._prepare, durability),
             lead=self._lead,
             begin_anew=self._begin_anew,
+            note=self._events.note,
         )
         self._replication = Replication(pair, sockets, make_elector(settings))
         self._prepared: Future[None] | None = None
@@ -450,7 +451,7 @@ class Server:
     def _promote(self, accept_loss: bool) -> str:
         if self._replication is None:
             raise ProtocolError(f"this server leads (expected durability replica, got {self.settings.tier})")
-        self._replication.promote(accept_loss=accept_loss)
+        self._replication.pair.succession.promote(time.monotonic(), accept_loss=accept_loss)
         return "This server leads as soon as it may: see psengine status."
 
     def _drain(self) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections import deque
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -76,24 +75,19 @@ def encode(record: Record, number: int, durable: int = 0) -> list[Any]:
     return [header + _DIGEST.pack(_digest(header, frames)), *frames]
 
 
-def decode(pieces: Sequence[Any]) -> Record | None:
-    """The record that ``encode`` made, also where its frames were cut; None where it is not as it was."""
-    if not pieces or len(pieces[0]) != HEADER_BYTES:
-        return None
-    sizes, rest, frames = list(filter(None, _HEADER.unpack_from(pieces[0])[5:])), deque(filter(len, pieces[1:])), []
-    for size in sizes:
-        parts: list[Any] = []
-        while rest and sum(map(len, parts)) < size:
-            parts.append(rest.popleft())
-        frames.append(parts[0] if len(parts) == 1 else bytearray().join(parts))
-    return None if rest or [len(frame) for frame in frames] != sizes else _record(pieces[0], frames)
+def decode(pieces: Sequence[Any]) -> Record:
+    """The record that ``encode`` made.
 
-
-def _record(header: Any, frames: list[Any]) -> Record | None:
-    """The record with this header and these frames, unless one of them is not as it was."""
-    magic, kind, number, durable, job, *_ = _HEADER.unpack_from(header)
-    is_whole = _DIGEST.pack(_digest(header[: _HEADER.size], frames)) == header[_HEADER.size : HEADER_BYTES]
-    return Record(RecordKind(kind), job, frames, number, durable) if magic == MAGIC and is_whole else None
+    Raises:
+        ValueError: it is not as it was.
+    """
+    header = bytes(pieces[0])
+    if len(header) == HEADER_BYTES:
+        magic, kind, number, durable, job, *_ = _HEADER.unpack_from(header)
+        record = Record(RecordKind(kind), job, pieces[1:], number, durable)
+        if magic == MAGIC and encode(record, number, durable)[0] == header:
+            return record
+    raise ValueError("a record is not as it was sent")
 
 
 def _digest(header: Any, frames: Sequence[Any]) -> int:
@@ -116,7 +110,7 @@ class RecordFile:
         header = self._get(offset, HEADER_BYTES)
         if len(header) < HEADER_BYTES:
             return None
-        magic, _, _, _, _, *sizes = _HEADER.unpack_from(header)
+        magic, kind, number, durable, job, *sizes = _HEADER.unpack_from(header)
         size_bytes = HEADER_BYTES + sum(sizes)
         if magic != MAGIC or offset + size_bytes > self.size_bytes:
             return None
@@ -124,7 +118,9 @@ class RecordFile:
         for size in filter(None, sizes):
             frames.append(view[start : start + size])
             start += size
-        return _record(view[:HEADER_BYTES], frames)
+        if _DIGEST.pack(_digest(view[: _HEADER.size], frames)) != view[_HEADER.size : HEADER_BYTES]:
+            return None
+        return Record(RecordKind(kind), job, frames, number, durable)
 
     def records_after(self, offset: int) -> Iterator[Record]:
         """Whole records behind one that is not."""

@@ -38,18 +38,6 @@ from psengine.version import __version__
 BACKLOG_BYTES = 256 << 20
 
 
-class CopiedShard(Protocol):
-    """What a shard's thread does with a copy; see ``ShardThread``."""
-
-    applied_bytes: int
-
-    def ask(self, function: Callable[[], object]) -> Future[Any]: ...
-
-    def take_copy(self, state: ServerState) -> None: ...
-
-    def take_record(self, record: Record) -> None: ...
-
-
 class Transport(Protocol):
     """Connections to a leader's shards, one for each; the user's thread alone."""
 
@@ -84,10 +72,10 @@ class Following:
 
     Args:
         address: of its first shard.
-        shards: this server's.
+        shards: the threads of this server's: see ``ShardThread.take_copy``.
         transport: its connections are this attempt's.
-        begin: called before anything is thrown away: given epoch and term of the leader, and its shards' addresses, it
-            returns this copy's life, or None if that must not be.
+        begin: called before anything is thrown away: given epoch and term of the leader, it returns this copy's life,
+            or None if that must not be.
         lease_s: a leader that is silent for so long is lost.
 
     Attributes:
@@ -99,7 +87,7 @@ class Following:
     def __init__(
         self,
         address: str,
-        shards: Sequence[CopiedShard],
+        shards: Sequence[Any],
         transport: Transport,
         begin: Callable[[int, int], Member | None],
         *,
@@ -175,12 +163,12 @@ class Following:
     def _take(self, shard: int, message: Message, pieces: Sequence[Any], now_s: float) -> None:
         copy = self._copies[shard]
         if (message.epoch, message.term) != (self._leader, self.term):
-            raise ProtocolError(f"another life (expected {self._leader}, {self.term}, got {message.epoch})")
+            raise ProtocolError(f"another life speaks (expected epoch {self._leader}, got {message.epoch})")
         if not pieces:
             return
         record = decode(pieces)
-        if record is None or record.number != message.sequence or copy.next not in (None, record.number):
-            raise ProtocolError(f"a record is not as it was sent, or not the next (expected number {copy.next})")
+        if record.number != message.sequence or copy.next not in (None, record.number):
+            raise ProtocolError(f"a record is missing (expected number {copy.next}, got {record.number})")
         copy.next = record.number + 1
         if copy.is_complete:
             copy.given_bytes += record.size_bytes

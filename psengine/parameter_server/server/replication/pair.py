@@ -41,6 +41,7 @@ class Pair:
             here gets its log and snapshots.
         lead: the shards of this life go on by themselves, from now (monotonic).
         begin_anew: this life has to end, and to be followed by another; says why.
+        note: takes an event's kind and text.
 
     Attributes:
         is_leading: the shards were told to lead.
@@ -57,12 +58,13 @@ class Pair:
         prepare: Callable[[int, bool], bool],
         lead: Callable[[int, float], None],
         begin_anew: Callable[[str], None],
+        note: Callable[[str, str], None],
     ) -> None:
         self.succession = succession
         self.is_leading = False
         self._threads = threads
         self._transport, self._draw_epoch, self._lease_s = transport, draw_epoch, lease_s
-        self._prepare, self._lead, self._begin_anew = prepare, lead, begin_anew
+        self._prepare, self._lead, self._begin_anew, self._note = prepare, lead, begin_anew, note
         # As follower.
         self._following: Following | None = None
         self._has_copy = False  # of another server, whole or not
@@ -70,7 +72,7 @@ class Pair:
         self._retry_s = 0.0
         self.why = ""
         # As leader.
-        self._told: deque[tuple[int, str, int]] = deque()
+        self._told: deque[tuple[int, int, str]] = deque()
         self._follower: Member | None = None
         self._caught_up: set[int] = set()  # shards
         self._is_in_sync = False  # the succession was told
@@ -99,9 +101,9 @@ class Pair:
             self._follower = Member(epoch, tuple(addresses))
         return self._follower is not None and self._follower.epoch == epoch
 
-    def tell(self, shard: int, what: str, epoch: int) -> None:
+    def tell(self, shard: int, epoch: int, why_lost: str) -> None:
         """What a stream says of a follower; see ``Stream``."""
-        self._told.append((shard, what, epoch))
+        self._told.append((shard, epoch, why_lost))
 
     def check_leads(self) -> None:
         """Raise ProtocolError where this server answers no client."""
@@ -199,15 +201,17 @@ class Pair:
                 self.is_leading = True
                 self._lead(self.succession.own.epoch, now_s)
         while self._told:
-            shard, what, epoch = self._told.popleft()
+            shard, epoch, why_lost = self._told.popleft()
             if self._follower is None or epoch != self._follower.epoch:
                 continue
-            if what == "lost":
+            if why_lost:
+                self._note("follower_lost", f"the follower at {self._follower.addresses[0]} is lost: {why_lost}")
                 self._lose(now_s)
                 continue
             self._caught_up.add(shard)
             if len(self._caught_up) == len(self._threads):
                 self._is_in_sync = True
+                self._note("follower", f"the follower at {self._follower.addresses[0]} has all that is here")
                 self.succession.follower_caught_up(self._follower, now_s)
         if not self._is_released and not self.succession.needs_follower:
             self._is_released = True

@@ -13,24 +13,20 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from psengine.environment.local_sockets import way_to
-from psengine.errors import ProtocolError
 from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.server.replication.election import Answer, Elector, Question, ask
 from psengine.parameter_server.server.replication.pair import Pair
 from psengine.protocol.keys import KeyPair
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 logger = logging.getLogger(__name__)
 
 LOOP_MS = 20
-ORDER_S = 3.0
 # Then the leader hears of what is kept.
 RECEIVES_PER_TURN = 64
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -56,7 +52,7 @@ class LeaderSockets:
         """See ``Transport``."""
         way = way_to(address)
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        options = {zmq.LINGER: 0, zmq.MAXMSGSIZE: MAX_PAYLOAD_BYTES, zmq.RECONNECT_IVL: _NEVER_MS}
+        options = {zmq.LINGER: 0, zmq.RECONNECT_IVL: _NEVER_MS}
         options |= {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.HANDSHAKE_IVL: 2000, zmq.IPV6: int("[" in address)}
         for option, value in (options | keep_alive(self._lease_s)).items():
             socket.setsockopt(option, value)
@@ -123,7 +119,6 @@ class Replication(threading.Thread):
         self.pair = pair
         self.failure: Exception | None = None
         self._sockets, self._elector = sockets, elector
-        self._orders: SimpleQueue[tuple[bool, Future[None]]] = SimpleQueue()
         self._asked: tuple[Question, Future[Answer]] | None = None
         self._electors_thread = ThreadPoolExecutor(1, thread_name_prefix="psengine-elector")
         self._ends = threading.Event()
@@ -134,29 +129,9 @@ class Replication(threading.Thread):
             while not self._ends.is_set():
                 self._sockets.deliver(self.pair)
                 self.pair.tick(time.monotonic())
-                while not self._orders.empty():
-                    self._obey(*self._orders.get())
                 self._ask()
         except Exception as error:
             self.failure = error
-
-    def promote(self, *, accept_loss: bool) -> None:
-        """Have this server lead; any thread.
-
-        Raises:
-            ProtocolError: why not.
-            TimeoutError: the thread did not answer.
-        """
-        promoted: Future[None] = Future()
-        self._orders.put((accept_loss, promoted))
-        promoted.result(ORDER_S)
-
-    def _obey(self, accept_loss: bool, promoted: Future[None]) -> None:
-        try:
-            self.pair.succession.promote(time.monotonic(), accept_loss=accept_loss)
-            promoted.set_result(None)
-        except ProtocolError as error:
-            promoted.set_exception(error)
 
     def _ask(self) -> None:
         succession = self.pair.succession

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from psengine.parameter_server.server.log.records import Record, encode
-from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
 # What the follower may not have acknowledged: two steps of a large model are under way.
 WINDOW_BYTES, WINDOW = 64 << 20, 4096
@@ -31,25 +30,23 @@ class Stream:
 
     Args:
         send: sends a RECORD to a connection: its number, and the frames behind its header, which do not change.
-        tell: told of the follower of this epoch that it has "caught up", or is "lost".
+        tell: told of the follower of this epoch that it has caught up (""), or why it is lost.
         lease_s: how long it may be silent.
 
     Attributes:
         end: number of the next record.
         follower: its epoch; 0 without one.
         is_waited_for: answers wait for it.
-        why_lost: the last one, for people.
         failure: none of its failures ends the shard.
     """
 
     failure = ""
 
     def __init__(
-        self, send: Callable[[bytes, int, Sequence[Any]], None], tell: Callable[[str, int], None], lease_s: float
+        self, send: Callable[[bytes, int, Sequence[Any]], None], tell: Callable[[int, str], None], lease_s: float
     ) -> None:
         self.end = self.follower = 0
         self.is_waited_for = False
-        self.why_lost = ""
         self._send, self._tell, self._lease_s = send, tell, lease_s
         self._route = b""
         self._kept = 0
@@ -80,7 +77,7 @@ class Stream:
 
     def open(self, follower: int, route: bytes, snapshot: Iterable[Record], now_s: float) -> None:
         """A follower begins, by a snapshot of the shard as it is at this record."""
-        self.follower, self._route, self._heard_s, self._spoke_s, self.why_lost = follower, route, now_s, now_s, ""
+        self.follower, self._route, self._heard_s, self._spoke_s = follower, route, now_s, now_s
         self._most_bytes, self._mark, self._has_caught_up = QUEUE_BYTES, None, False
         for record in snapshot:
             self._most_bytes += record.size_bytes
@@ -103,8 +100,7 @@ class Stream:
             self._waiting_bytes -= record.size_bytes
             self._sent_bytes += record.size_bytes
             self._sent.append((number, record.size_bytes))
-            whole, most = encode(record, number), MAX_PAYLOAD_BYTES
-            self._send(self._route, number, [one[at : at + most] for one in whole for at in range(0, len(one), most)])
+            self._send(self._route, number, encode(record, number))
 
     # ---- what the follower does --------------------------------------------------------------------------------
 
@@ -123,7 +119,7 @@ class Stream:
             self._mark = self.end
         if number >= self._mark and not self._has_caught_up:
             self._has_caught_up = True
-            self._tell("caught up", self.follower)
+            self._tell(self.follower, "")
 
     def tick(self, now_s: float, is_connected: Callable[[bytes], bool]) -> None:
         """Some time has passed."""
@@ -141,11 +137,11 @@ class Stream:
         """There is no such follower any more."""
         if not self.follower:
             return
-        follower, self.follower, self.why_lost = self.follower, 0, why
+        follower, self.follower = self.follower, 0
         self._waiting.clear()
         self._sent.clear()
         self._waiting_bytes = self._sent_bytes = 0
-        self._tell("lost", follower)
+        self._tell(follower, why)
 
     def release(self) -> None:
         """The follower that was lost can never lead: nobody waits for it."""

@@ -179,15 +179,18 @@ class Shard:
             missing, replies = job.resume(message.worker, message.body.get("open", ()))
             if len(missing) < len(message.body["open"]):
                 self._changed(job, message)  # their answers have left, or will
-        body = {
-            "chunks": 0 if job is None else len(job.rules),
-            "version": 0 if job is None else job.version,
-            "view": 0 if job is None or job.view is None else job.view.number,
-            "view_epoch": 0 if job is None or job.view is None else job.view.epoch,
-            "missing": missing,
-        }
+        body = {**_facts_of(job), "missing": missing}
         resumed = self._answer(MessageType.RESUMED, message, sender, body=body)
         return [resumed, *([] if job is None else self._outgoing(job, replies))]
+
+    def greetings(self) -> list[Outgoing]:
+        """RESUMED to each member, without a question: what it says of the server has changed."""
+        return [
+            one
+            for job in self.jobs.values()
+            for rank in job.workers
+            for one in self._outgoing(job, [Reply(MessageType.RESUMED, rank, 0, body=_facts_of(job))])
+        ]
 
     def _begin(self, message: Message, sender: Sender) -> None:
         """Somebody with a job's key came: for a new job, for a job that begins anew, or again.
@@ -426,6 +429,17 @@ class Shard:
             max_memory_bytes=self.settings.max_memory_bytes,
             jobs={job.name: job.status() for job in self.jobs.values()},
         )
+
+
+def _facts_of(job: Job | None) -> dict[str, int]:
+    """What RESUMED says of a job here."""
+    view = None if job is None else job.view
+    return {
+        "chunks": 0 if job is None else len(job.rules),
+        "version": 0 if job is None else job.version,
+        "view": 0 if view is None else view.number,
+        "view_epoch": 0 if view is None else view.epoch,
+    }
 
 
 def _payload_bytes(message: Message) -> int:

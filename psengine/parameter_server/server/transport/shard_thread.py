@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -31,6 +31,7 @@ import torch
 from psengine.errors import ProtocolError, ServerError
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
+from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.log.records import Record, RecordKind, json_record
 from psengine.parameter_server.server.replication.pair import Pair
 from psengine.parameter_server.server.replication.stream import Stream
@@ -73,28 +74,6 @@ class LogFailedError(ServerError):
     """The log cannot be written any more: nothing may be acknowledged."""
 
 
-class Sink(Protocol):
-    """Where a shard's records go: its log, or its stream to a follower.
-
-    Attributes:
-        end: number of the next record.
-        durable: all below are there to stay.
-        failure: why nothing becomes durable any more; "" while it does.
-        is_open: it takes records.
-    """
-
-    end: int
-    failure: str
-
-    @property
-    def durable(self) -> int: ...
-
-    @property
-    def is_open(self) -> bool: ...
-
-    def append(self, record: Record) -> object: ...
-
-
 class HeldAnswers:
     """Answers that wait for sinks: what a worker is told is on the disk, and at the follower, or did not depend on it.
 
@@ -109,15 +88,16 @@ class HeldAnswers:
         endpoint: of the shard, whose thread uses this, but for ``wake``.
 
     Attributes:
-        sinks: none where nothing lasts.
+        sinks: each with ``end``, the number of the next record; ``durable``: all below are there to stay; ``failure``:
+            why nothing becomes so any more. None where nothing lasts.
         descriptor: readable where something may leave.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.sinks: list[Sink] = []
+        self.sinks: list[ShardLog | Stream] = []
         self._endpoint = endpoint
         # How far sinks have to be; route, frames, and whether they are to be copied.
-        self._held: deque[tuple[list[tuple[Sink, int]], bytes, Sequence[Any], bool]] = deque()
+        self._held: deque[tuple[list[tuple[ShardLog | Stream, int]], bytes, Sequence[Any], bool]] = deque()
         # The first is readable once the log is further.
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -325,7 +305,7 @@ class ShardThread(threading.Thread):
 
     # ---- another server's shard, and the lead --------------------------------------------------------------------
 
-    def add_sink(self, sink: Sink) -> None:
+    def add_sink(self, sink: ShardLog | Stream) -> None:
         """Records go there too, and answers wait for it."""
         self.answers.sinks.append(sink)
         self._look_at_sinks()
@@ -396,6 +376,10 @@ class ShardThread(threading.Thread):
         snapshot = records_of(ServerState([self.shard.capture()], coordinators=known))
         self.stream.open(message.epoch, received.route, snapshot, time.monotonic())
         self._look_at_sinks()
+        greetings = self.shard.greetings()
+        for one in greetings:
+            self._introduce(one.message)
+        self._send(greetings)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -597,11 +581,14 @@ class ShardThread(threading.Thread):
 
     def _complete(self, resumed: Message, resume: Message, sender: Sender) -> None:
         """Add what only this thread knows. It does not wait: a worker learns from its version what was lost."""
-        resumed.body["shards"] = self._addresses
-        self._add_replicas(resumed)
+        self._introduce(resumed)
         job = self.shard.jobs.get(resume.job)
         if job is not None and (memory := self.segments.attach(job, resume, sender)) is not None:
             resumed.body["memory"] = memory
+
+    def _introduce(self, resumed: Message) -> None:
+        resumed.body["shards"] = self._addresses
+        self._add_replicas(resumed)
 
     def _add_replicas(self, answer: Message) -> None:
         """Tell where this server's follower is."""
