@@ -45,10 +45,10 @@ def table_of(study: Study, task: str, runs: Sequence[Run]) -> Table:
         differences = [run.loss - others.get(run.plan.seed, run.loss) for run in own]
         row = [name, mean_text([run.wrong for run in own], 2), mean_text([run.loss for run in own], 4)]
         row.append("" if name == study.reference else mean_text(differences, 4))
-        rows.append([*row, study.candidates[name].paper])
+        rows.append(row)
     seeds = len({run.plan.seed for run in runs})
     title = f"{task}: {runs[0].plan.samples} samples, {seeds} seeds, mean ± standard deviation"
-    return Table(f"{title}. Papers' figures: {study.paper}", [*columns, "papers', theirs"], rows)
+    return Table(title, columns, rows)
 
 
 def main() -> None:

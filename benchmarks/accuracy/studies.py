@@ -1,9 +1,9 @@
-"""The studies: which candidates, with which rates, and what papers found."""
+"""The studies: which candidates, with which rates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from accuracy.trainings import Plan
 
@@ -13,16 +13,14 @@ class Candidate:
     """How a strategy is trained.
 
     Attributes:
-        rates: by task, in the place of the study's; the best of the same sweep.
+        rate: in the place of the study's; the best of the same sweep.
         round_steps: steps between two points at which replicas are equal.
-        paper: what a paper found, in its own experiment.
     """
 
     strategy: str
     workers: int
-    rates: Mapping[str, float] = field(default_factory=dict)
+    rate: float | None = None
     round_steps: int = 1
-    paper: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,6 @@ class Study:
         reference: the candidate that losses are compared with.
         samples: of all workers together, in a run.
         rates: by task, the best of a sweep for the reference; see the README.
-        paper: whose figures the candidates' ``paper`` are.
     """
 
     question: str
@@ -41,7 +38,6 @@ class Study:
     samples: int
     rates: Mapping[str, float]
     candidates: Mapping[str, Candidate]
-    paper: str
     optimizer: str = "SGD"
     momentum: float = 0.0
 
@@ -57,7 +53,7 @@ class Study:
             batch_size=BATCH_SIZE,
             samples=max(1, int(self.samples * fraction) // round_samples) * round_samples,
             optimizer=self.optimizer,
-            learning_rate=candidate.rates.get(task, self.rates[task]),
+            learning_rate=candidate.rate or self.rates[task],
             momentum=self.momentum,
             seed=seed,
         )
@@ -67,36 +63,28 @@ BATCH_SIZE = 32  # of each worker
 
 
 def _codecs() -> dict[str, Candidate]:
-    """Of BytePS: accuracy after 200 epochs, and time."""
-    papers = {"none": ".7138, 518 s", "onebit": ".7056, 195 s", "topk 1 %": ".7042, 84 s"}
     codecs = {"int8": "int8", "fp4": "fp4", "onebit": "onebit"}
     codecs |= {"topk 1 %": "topk,ratio=0.01", "powersgd rank 4": "powersgd,rank=4"}
     strategies = {"none": "sync", "bf16": "sync:compress=bf16"}
     for name, codec in codecs.items():
         strategies[name] = f"sync:compress={codec}"
         strategies[f"{name}, no feedback"] = f"sync:compress={codec},error_feedback=false"
-    return {
-        name: Candidate(strategy=strategy, workers=4, paper=papers.get(name, ""))
-        for name, strategy in strategies.items()
-    }
+    return {name: Candidate(strategy=strategy, workers=4) for name, strategy in strategies.items()}
 
 
 def _diloco() -> dict[str, Candidate]:
-    """H is how many steps a round has; the paper's figures are losses.
+    """H is how many steps a round has.
 
     Where successive differences agree, outer steps of rate 0.7 with momentum 0.9 move up to 7 times as far as the inner
     steps: the more, the shorter the round. So each has the best of a sweep of inner rates.
     """
-    papers = {50: "1.756", 100: "1.783", 500: "1.836"}
-    found = {"sync": Candidate(strategy="sync", workers=2, paper="1.677")}
+    found = {"sync": Candidate(strategy="sync", workers=2)}
     for every, codec in ((1, ""), (10, ""), (50, ""), (100, ""), (500, ""), (50, "fp4"), (100, "fp4"), (500, "fp4")):
-        rate = 3e-4 if every == 1 else 1e-3
         found[f"H={every}" + (f", {codec}" if codec else "")] = Candidate(
             strategy=f"diloco:every={every}" + (f",compress={codec}" if codec else ""),
             workers=2,
-            rates={"images": rate, "text": rate},
+            rate=3e-4 if every == 1 else 1e-3,
             round_steps=every,
-            paper="" if codec else papers.get(every, ""),
         )
     return found
 
@@ -109,7 +97,6 @@ STUDIES = {
         rates={"images": 0.02, "text": 0.1},
         momentum=0.9,
         candidates=_codecs(),
-        paper="BytePS: accuracy and time, ResNet-18 on CIFAR-100, 100 Mbit/s",
     ),
     "diloco": Study(
         question="What do rare outer steps cost in accuracy?",
@@ -118,6 +105,5 @@ STUDIES = {
         rates={"images": 3e-3, "text": 3e-3},
         optimizer="AdamW",
         candidates=_diloco(),
-        paper="a torchft run: loss of 51 M parameters on TinyStories",
     ),
 }

@@ -11,13 +11,7 @@ def parser_of(document: str | None, *, rounds: int, quick: str) -> argparse.Argu
     """A parser with the common options; ``document`` is the module's docstring, ``quick`` what --quick leaves."""
     parser = argparse.ArgumentParser(description=(document or "").splitlines()[0])
     add = parser.add_argument
-    add(
-        "--rounds",
-        "--repetitions",
-        type=at_least(1),
-        default=rounds,
-        help="turns of each candidate (default: %(default)s)",
-    )
+    add("--rounds", type=at_least(1), default=rounds, help="turns of each candidate (default: %(default)s)")
     add("--quick", action="store_true", help=f"{quick}: noisy")
     add("--json", type=Path, metavar="FILE", help="also write all figures there")
     add("--deadline", type=at_least(1), default=600, metavar="S", help="seconds that ranks may take")

@@ -137,9 +137,6 @@ def _work(place: ranks.Place, module: str, name: str, barrier: Path, has_mpi: bo
     return result
 
 
-# ---- MPI -------------------------------------------------------------------------------------------------------------
-
-
 def find_mpiexec() -> str | None:
     """The mpiexec of this environment, else of the machine; None where there is no MPI to compare with."""
     if importlib.util.find_spec("mpi4py") is None or importlib.util.find_spec("numpy") is None:

@@ -61,7 +61,6 @@ SUITE = {
     "straggler": Entry("straggler", "--candidates native,sync,async --rounds 1 --seconds 20"),
     "start_up": Entry("start_up"),
     "codecs": Entry("codecs"),
-    "row_table": Entry("row_table"),
     "fusion_cuda": Entry("fusion_cuda"),
     "cluster": Entry("cluster", f"--rates 1gbit --rounds 3 --candidates '{HOSTS}'", limit_s=1800),
     "cluster_fast": Entry("cluster", f"--rates 10gbit --rounds 2 --candidates '{HOSTS}'", limit_s=1800),

@@ -152,9 +152,6 @@ def compare(directory: Path, options: argparse.Namespace, record: Record) -> boo
     return all(result.is_true for result in results)
 
 
-# ---- the peer --------------------------------------------------------------------------------------------------------
-
-
 def torchft(python: Path, address: str, out: Path, samples: int, batch: int) -> Program:
     """torchft's: a lighthouse for the coordinator, torchrun for the launcher."""
     port = address.rpartition(":")[2]
