@@ -99,9 +99,6 @@ def until(most_s: float, numbers: Iterable[int]) -> Iterator[int]:
     return itertools.takewhile(lambda _: time.monotonic() < end_s, numbers)
 
 
-# ---- async -----------------------------------------------------------------------------------------------------------
-
-
 class _LossLog(logging.Handler):
     """Keeps the most updates of a chunk that the client says are lost."""
 

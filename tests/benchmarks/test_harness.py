@@ -63,8 +63,6 @@ def test_a_benchmark_that_fails_or_hangs_is_named_and_the_others_go_on(tmp_path)
     assert records["fusion_cuda"].command == "python benchmarks/fusion_cuda/run.py --rounds none"
 
 
-# ---- every folder, once ----------------------------------------------------------------------------------------------
-
 QUICK = {
     "all_reduce": "--ranks 2 --sizes-kb 4",
     "server_throughput": "--sizes-mb 1 --workers 1 --rounds 1",

@@ -50,9 +50,6 @@ def single(name: str):
     return getattr(dist, name, None) or getattr(dist, old[name])
 
 
-# ---- operations ----
-
-
 def every_operation(rank: int, world_size: int, group: dist.ProcessGroup) -> dict[Any, Any]:
     """Every operation on many inputs; what it left in the tensors."""
     found: dict[Any, Any] = {}
@@ -171,9 +168,6 @@ def operations_of_our_own(rank: int, world_size: int) -> list[str]:
     return called
 
 
-# ---- asynchrony ----
-
-
 def begin_and_wait_in_any_order(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="psengine")
     if rank == 1:
@@ -237,9 +231,6 @@ def test_fully_shard_on_cpu():
     # Not in the same processes: DTensor takes two meshes of the same ranks for one.
     for ours, gloos in zip(*(run_ranks(shard_fully, 2, backend) for backend in ("psengine", "gloo")), strict=True):
         assert all(map(torch.equal, ours, gloos))
-
-
-# ---- groups ----
 
 
 def start_as_default(rank: int, world_size: int, backend: str, port: int) -> dict[str, Any]:
@@ -336,9 +327,6 @@ def test_psengine_init_takes_the_backend_and_registration_has_no_side_effects():
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(psengine.__file__).parents[1])}
     with running_program(program, environment) as run:
         assert (run.wait(), run.stdout) == (0, "done\n"), run.stderr
-
-
-# ---- failures ----
 
 
 def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[str, Any]:

@@ -92,9 +92,6 @@ def test_bytes_that_would_run_code_are_not_loaded():
         from_bytes(file.getvalue())
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
 def exchange(rank: int, world_size: int, collective: str) -> None:
     os.environ["PSENGINE_COLLECTIVE"] = collective
     for source in range(world_size):

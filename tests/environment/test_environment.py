@@ -67,9 +67,6 @@ def numbers(context: Context) -> tuple[Any, ...]:
     return context.rank, context.world_size, context.worker, context.workers, context.is_main_process
 
 
-# ---- a process alone -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asserts the CPU's defaults")
 def test_init_and_shutdown(bare):
     assert is_main_process()
@@ -138,9 +135,6 @@ def test_of_nested_blocks_the_outermost_shuts_down(bare):
         assert not dist.is_initialized()
 
 
-# ---- workers of a job ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("launcher", [{}, TORCHRUN], ids=["no launcher", "torchrun"])
 def test_an_independent_worker_is_a_world_of_its_own_whatever_the_launcher_says(bare, launcher):
     set_all(bare, launcher | {"PSENGINE_WORKER": "2", "PSENGINE_WORKERS": "4"})
@@ -164,9 +158,6 @@ def test_the_servers_number_counts_from_the_first_model_on(bare):
     assign_worker(3)
     assign_worker(5)  # of a second model
     assert numbers(context) == (0, 1, 3, 4, False)
-
-
-# ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def init_with_host_names(rank: int, world_size: int, port: int, local_ranks: list[int]):
@@ -232,9 +223,6 @@ def test_ranks_meet_where_the_arguments_say(tmp_path):
     assert run_ranks(by_arguments, 2, f"file://{tmp_path}/meeting", {}, init_group=False) == alone
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     assert run_ranks(by_arguments, 2, None, master, init_group=False) == alone
-
-
-# ---- ranks that cannot meet ------------------------------------------------------------------------------------------
 
 
 class Lines(logging.Handler):
@@ -318,9 +306,6 @@ def test_a_server_that_cannot_be_reached_is_said_at_once_and_in_the_error(host, 
     assert "PSENGINE_SERVERS" in said[0]
     assert words in said[0]
     assert words in message
-
-
-# ---- the interpreter's end -------------------------------------------------------------------------------------------
 
 
 # Two ranks that have met; one of them ends in another way than the other expects.

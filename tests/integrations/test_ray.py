@@ -164,9 +164,6 @@ def test_the_program_of_the_page_learns(trained):
     assert trained["page"]["metrics"]["loss"] < 0.5
 
 
-# ---- without a cluster -----------------------------------------------------------------------------------------------
-
-
 WRONG = [
     ({"strategy": "asink"}, "unknown strategy"),
     ({"strategy": "sync", "servers": 1}, "expected 0, got servers=1"),

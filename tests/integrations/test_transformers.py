@@ -167,9 +167,6 @@ def dealt_out_to_accelerate() -> None:
             PSEngineAccelerator().prepare(split)
 
 
-# ---- transformers --------------------------------------------------------------------------------------------------
-
-
 class Sentences(torch.utils.data.Dataset[Any]):
     """Token sequences whose label can be read off them."""
 

@@ -211,9 +211,6 @@ def test_nothing_waits_for_the_device(operator):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# ---- codecs ----
-
-
 @pytest.mark.parametrize("form", [codec_ops.INT8, codec_ops.FP4, codec_ops.ONEBIT], ids=["int8", "fp4", "onebit"])
 @pytest.mark.parametrize("numel", [1, 33, 513, 100_003])
 def test_codecs(form, numel):

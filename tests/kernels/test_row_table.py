@@ -58,9 +58,6 @@ def draw_ids(kind, bound, count):
     return torch.from_numpy(numpy.random.default_rng(torch.randint(2**31, ()).item()).zipf(1.2, count) % bound)
 
 
-# ---- absent rows ----
-
-
 def rotated(value, bits):
     return ((value << bits) | (value >> (64 - bits))) & MASK
 
@@ -118,9 +115,6 @@ def test_absent_rows_are_normal_in_mean_and_deviation():
     assert not rows_of(table_of(64, std=0.0), torch.arange(10)).view(torch.int32).any()
 
 
-# ---- steps ----
-
-
 @pytest.mark.parametrize("kind", ["random", "zipf"])
 @pytest.mark.parametrize("dim", [1, 3, 16, 64, 100, 1031])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
@@ -175,9 +169,6 @@ def test_all_kernels_compute_the_same_accumulators(optimizer):
             found.append(table.changed_since(-1)[2])
     assert native.extension._use_kernels(best)
     assert all(torch.equal(states, found[0]) for states in found)
-
-
-# ---- what a table keeps ----
 
 
 class Model:
@@ -259,9 +250,6 @@ def test_growth_and_eviction_lose_no_row():
     assert torch.equal(rows_of(table, ids[10:30_010]), torch.full((30_000, 1), -1.0))
 
 
-# ---- what is refused ----
-
-
 @pytest.mark.parametrize(
     ("ids", "says"),
     [((3, 2), "3 and then 2 at place 1"), ((2, 2), "none twice"), ((-1, 2), "-1 at place 0")],
@@ -310,9 +298,6 @@ def test_without_the_extension_there_is_a_sentence(monkeypatch):
     monkeypatch.setattr(native, "extension", None)
     monkeypatch.setattr(native, "reason", "no compiler")
     assert "native extension (no compiler)" in row_table.refusal()
-
-
-# ---- parts and sums ----
 
 
 def test_parts_are_those_of_siphash_and_of_equal_size():

@@ -84,9 +84,6 @@ def server() -> Iterator[ServerProcess]:
         yield running
 
 
-# ---- workers of sync-server ------------------------------------------------------------------------------------------
-
-
 def begin(kind: Callable[..., Any], address: str, world_size: int, options: Any, **wrapping: Any) -> tuple[Any, ...]:
     """This worker's rank, and its model's strategy, wrapper and optimizer."""
     rank = int(os.environ["PSENGINE_WORKER"])
@@ -217,9 +214,6 @@ def test_a_restarted_worker_gets_weights_buffers_and_momenta(server, waits_for_e
     assert phases[0] == phases[-1] == (0, 1)
     alone = [i for i, ranks in enumerate(phases) if ranks == (0,)]
     assert not alone or alone == list(range(alone[0], alone[-1] + 1))
-
-
-# ---- servers are killed and restarted --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", ["memory", slow("snapshot"), "log"])

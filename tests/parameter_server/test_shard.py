@@ -26,9 +26,6 @@ from psengine.protocol.views import View, message_of
 ONES = torch.ones(4)
 
 
-# ---- who may say what --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "kind", [kind for kind, role in LEAST_ROLE.items() if role > Role.READER], ids=lambda kind: kind.name
 )
@@ -91,9 +88,6 @@ def test_a_reader_reads_what_servers_hold():
     assert codes([Worker(world, job="nobody's").pull(0)]) == [ErrorCode.NOT_READY]
 
 
-# ---- registration ------------------------------------------------------------------------------------------------
-
-
 def test_nobody_reads_or_pushes_before_the_first_view():
     world = World()
     registrar = Worker(world, 0, rule=APPLY)
@@ -147,9 +141,6 @@ def test_of_averages_a_log_has_who_takes_part_and_no_gradients():
         worker.push(0, 1, ONES)
     kinds = [decode([bytes(frame) for frame in record.frames]).type for record in records]
     assert kinds == [MessageType.RESUME, MessageType.REGISTER, MessageType.VIEW]
-
-
-# ---- jobs --------------------------------------------------------------------------------------------------------
 
 
 def finished(world, name, rule=AVERAGE, numel=16):

@@ -28,9 +28,6 @@ def body(steps, step_s=0.0, blocked_s=0.0, samples=0, **loss):
     return {"steps": steps, "step_s": step_s, "blocked_s": blocked_s, "samples": samples, **loss}
 
 
-# ---- what a worker says --------------------------------------------------------------------------------------------
-
-
 class TestWhatAWorkerSays:
     def test_totals_change_at_the_end_of_a_step(self):
         now_s = [100.0]

@@ -60,9 +60,6 @@ def residual(session: WorkerSession) -> list[float]:
     return session.residual(0).tolist()
 
 
-# ---- agreement -------------------------------------------------------------------------------------------------------
-
-
 def test_a_worker_with_another_codec_is_refused(server):
     with closing(enter(server.addresses[0], "agreed", 0, Bfloat16(), world_size=1)):
         for codec, got in ((Int8(), "sync-server:compress=int8"), (psengine.codecs.identity.IDENTITY, "sync-server")):
@@ -101,9 +98,6 @@ def counts(session: WorkerSession, gradient: torch.Tensor, landing: torch.Tensor
     push = session.push(0, gradient, [landing])
     push.wait()
     return push.counts
-
-
-# ---- residuals -------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server):

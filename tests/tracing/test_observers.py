@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import psengine
 
-# ---- forwards that are interrupted -------------------------------------------------------------------------------
-
 
 class Choosy(nn.Module):
     """Raises for a batch with NaN, half-way."""

@@ -23,9 +23,6 @@ STEPS = 4
 SLOW_SHARED_MEMORY = pytest.param(*SHARED_MEMORY.values, marks=[*SHARED_MEMORY.marks, pytest.mark.slow])
 
 
-# ---- alone -------------------------------------------------------------------------------------------------------
-
-
 def test_the_variable(monkeypatch):
     for text, seconds in [("", 30.0), ("0", 0.0), ("2.5", 2.5), (" 7 ", 7.0), ("-1", 0.0)]:
         monkeypatch.setenv("PSENGINE_STALL_S", text)
@@ -34,9 +31,6 @@ def test_the_variable(monkeypatch):
         monkeypatch.setenv("PSENGINE_STALL_S", text)
         with pytest.raises(psengine.EnvironmentVariableError, match="PSENGINE_STALL_S"):
             stall_after_s()
-
-
-# ---- among ranks -------------------------------------------------------------------------------------------------
 
 
 class _Listener(logging.Handler):

@@ -34,9 +34,6 @@ def _step(model, optimizer, rank, step):
     return loss.detach()
 
 
-# ---- files -------------------------------------------------------------------------------------------------------
-
-
 def _spans(trace, **wanted):
     found = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     return [e for e in found if all(e[key] == value for key, value in wanted.items())]
@@ -90,9 +87,6 @@ def test_folders_that_do_not_exist_are_refused_before_anything_is_recorded(tmp_p
     with pytest.raises(psengine.ConfigurationError, match="a folder of this name"), psengine.timeline(tmp_path):
         raise AssertionError("entered")
     assert not recorder.is_on
-
-
-# ---- training ----------------------------------------------------------------------------------------------------
 
 
 def _train(rank, before_last_step=lambda: None):

@@ -27,9 +27,6 @@ def sparse(indices, values, size):
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
 
 
-# ---- two tensors -----------------------------------------------------------------------------------------------------
-
-
 def difference_of(candidate, reference, tolerance=None):
     where = {"step": 0, "rank": 0, "kind": "parameter", "name": "w", "place": 0}
     return find_difference(candidate, reference, tolerance or Tolerance(), **where)
@@ -101,9 +98,6 @@ def test_tolerances_are_relative_to_the_largest_magnitude():
     assert not difference_of(candidate, reference, Tolerance(relative=1e-7)).within
 
 
-# ---- the target ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
@@ -132,9 +126,6 @@ def test_what_a_target_returns_is_checked(function, texts):
     with pytest.raises(TargetError) as caught:
         check_target(getattr(verify_targets, function)(), "t")
     assert all(text in str(caught.value) for text in texts), str(caught.value)
-
-
-# ---- trainings in real ranks -----------------------------------------------------------------------------------------
 
 
 SETTINGS = Settings(steps=5, seed=3)
@@ -233,9 +224,6 @@ def test_the_control_begins_where_the_trainings_began():
 )
 def test_what_cannot_be_compared_is_refused_on_each_rank(two_ranks, name, text):
     assert [text in error for error in two_ranks[name]] == [True, True], two_ranks[name]
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def run_command(*arguments):

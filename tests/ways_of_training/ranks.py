@@ -100,9 +100,6 @@ def ranks_of(world_size: int, servers: str) -> Iterator[Ranks]:
         ranks.stop()
 
 
-# ---- in a rank -----------------------------------------------------------------------------------------------
-
-
 def serve(reports: Reports, rank: int, world_size: int, port: int, servers: str, directory: str) -> None:
     """Run the cells that this process is given, and say what is wrong with each."""
     os.environ["PSENGINE_SERVERS"] = servers

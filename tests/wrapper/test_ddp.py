@@ -43,9 +43,6 @@ def test_native_reducer_and_logger_are_never_constructed(rank, world_size):
         duplicate(torch.randn(2, 4)).sum().backward()
 
 
-# ---- unused and undefined --------------------------------------------------------------------------------------
-
-
 @in_ranks(2)
 def test_an_unused_parameter_is_named(rank, world_size):
     ddp = psengine.DistributedDataParallel(seeded(Net))
@@ -60,9 +57,6 @@ def test_an_unused_parameter_is_named(rank, world_size):
         ddp(torch.randn(2, 4))
     with raises(RuntimeError, "spare.weight"):
         ddp._check_reducer_finalized()
-
-
-# ---- kinds of parameters and gradients -------------------------------------------------------------------------
 
 
 @in_ranks(2)
@@ -94,9 +88,6 @@ def test_a_second_backward_that_exchanges_nothing_is_pointed_out(rank, world_siz
     assert "called twice before its first backward" in said
     gradient = ours.module.body.weight.grad
     assert not all(torch.equal(gradient, other) for other in psengine.gather(gradient)), "nothing stayed local"
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------
 
 
 @in_ranks(1)
@@ -160,9 +151,6 @@ def test_a_dead_rank_is_named_where_a_hook_exchanges():
         assert ranks == (1,)
         assert "Lost rank 1" in message
         assert "gradient bucket 0" in message
-
-
-# ---- copies, names, cycles -------------------------------------------------------------------------------------
 
 
 @in_ranks(2)
@@ -325,9 +313,6 @@ def test_static_graph_refuses_outputs_it_cannot_watch(rank, world_size):
         ddp(torch.ones(1, 3))
 
 
-# ---- past the iterations that are timed, where hooks only count --------------------------------------------------
-
-
 class Towers(nn.Module):
     """Two towers, of which the second may run twice."""
 
@@ -350,9 +335,6 @@ def test_a_gradient_that_comes_twice_is_an_error_later_too(rank, world_size):
             ddp(torch.ones(2, 3)).sum().backward()
         with raises(RuntimeError, text, "second."):
             ddp(torch.ones(2, 3), reuses=True).sum().backward()
-
-
-# ---- uneven inputs, where native DDP aborts the process ----------------------------------------------------------
 
 
 def with_buffers():

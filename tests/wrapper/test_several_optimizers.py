@@ -131,9 +131,6 @@ def test_a_joiner_whose_optimizers_are_others_is_refused(server, tmp_path):
     run_ranks(other_optimizers, 2, server.addresses[0], tmp_path, init_group=False)
 
 
-# ---- what travels ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("data", [b"", b"8", b"\x00" * 64])
 def test_what_is_no_state_is_refused(data):
     with pytest.raises(ServerError, match="cannot be read"):

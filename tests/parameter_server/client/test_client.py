@@ -98,9 +98,6 @@ def test_another_model_and_a_taken_rank_are_refused(server, job):
         assert caught.value.code == "duplicate_rank"
 
 
-# ---- failures ------------------------------------------------------------------------------------------------------
-
-
 def test_a_worker_that_never_comes_is_named(server, job):
     with (
         worker(server.addresses, job, world_size=2, timeout_s=1.5) as session,
@@ -114,9 +111,6 @@ def test_who_is_slow_in_a_step_is_named(server, job):
         a.job_connection.options = replace(a.options, timeout_s=2.5)
         with pytest.raises(ServerLostError, match=r"push 1 of chunk 0 \(weight\).*waits for workers \[1\]"):
             exchange(a, 1)
-
-
-# ---- leaving -------------------------------------------------------------------------------------------------------
 
 
 def test_close_is_idempotent_and_ends_the_thread(server, job):
@@ -161,9 +155,6 @@ def test_a_forked_child_is_told(server, job):
         os.close(reader)
         os.close(writer)
         exchange(session, 1)
-
-
-# ---- by names ------------------------------------------------------------------------------------------------------
 
 
 def test_a_client_trains_like_the_optimizer_itself(server, job):
@@ -253,9 +244,6 @@ def test_addresses(monkeypatch):
     monkeypatch.delenv("PSENGINE_SERVERS")
     with pytest.raises(ConfigurationError, match="PSENGINE_SERVERS"):
         connect()
-
-
-# ---- embedded ------------------------------------------------------------------------------------------------------
 
 
 def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):

@@ -169,9 +169,6 @@ def test_a_peer_that_accepts_and_says_nothing_is_lost_not_hostile(monkeypatch):
             WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0, connect_timeout_s=2.5)).start()
 
 
-# ---- what takes long is said ---------------------------------------------------------------------------------------
-
-
 def lines_of(caplog):
     return [
         record.getMessage() for record in caplog.records if record.name == "psengine.parameter_server.client.stalls"

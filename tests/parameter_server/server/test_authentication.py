@@ -74,9 +74,6 @@ def handshake(context, endpoint, keys, who, server=None):
     return verdict
 
 
-# ---- key files -------------------------------------------------------------------------------------------------
-
-
 def test_keygen_writes_a_secret_for_its_owner_and_a_public_key(tmp_path):
     keys, command_line = tmp_path / "keys", ["keygen", str(tmp_path / "keys"), "--name", "server"]
     with running_server_command(command_line) as command:
@@ -138,9 +135,6 @@ def test_allowed_keys_come_from_a_directory_or_a_file(tmp_path):
         read_allowed(tmp_path)
 
 
-# ---- who may connect -------------------------------------------------------------------------------------------
-
-
 def test_only_allowed_keys_get_in(authenticator, context, keys):
     endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator)
     assert handshake(context, endpoint, keys, "client") == "accepted"
@@ -190,9 +184,6 @@ def test_a_bad_file_does_not_keep_in_who_was_removed(authenticator, context, key
     aside.rename(allow)
     assert handshake(context, endpoint, keys, "client") == "accepted"
     endpoint.close(0)
-
-
-# ---- a server with keys ----------------------------------------------------------------------------------------
 
 
 def test_a_server_with_keys_serves_its_clients_and_others_learn_why_not(keys):

@@ -14,8 +14,6 @@ from psengine.protocol.frames import encode, payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 
-# ---- average --------------------------------------------------------------------------------------------------------
-
 
 def test_non_finite_values_are_passed_on_and_counted():
     world, workers = world_of(2, [spec(0, 2)])
@@ -67,9 +65,6 @@ def test_deposited_values_do_not_come_back():
     world.start(8, world.shard.capture())
     world.publish([worker])
     assert worker.pull(0).body["code"] == ErrorCode.NOT_READY  # other shards may have newer ones
-
-
-# ---- apply ----------------------------------------------------------------------------------------------------------
 
 
 def fleet(size, kind=ChunkKind.PARAMETER, **options):
@@ -135,9 +130,6 @@ def test_lent_weights_stay_as_they_are(how):
         second.push(0, 1, torch.full((6,), 9.0))
     assert bytes(lent) == before
     assert bytes(encode(second.ask(MessageType.PULL, key=0))[-1]) != before
-
-
-# ---- merge ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_count_is_answered_at_once_and_not_waited_for():

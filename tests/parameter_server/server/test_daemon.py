@@ -34,9 +34,6 @@ def get(url, timeout_s=5.0):
         return response.status, response.read().decode()
 
 
-# ---- start-up --------------------------------------------------------------------------------------------------
-
-
 def test_start_up_says_where_and_how_durable():
     with running_server(shards=2) as server:
         assert len(server.addresses) == len(set(server.addresses)) == 2
@@ -76,9 +73,6 @@ def test_ipc_paths_are_for_their_owner_and_are_not_taken_over(tmp_path):
     with pytest.raises(ServerFailedError, match=words), running_server(bind=f"ipc://{tmp_path}/file"):
         pass
     assert (tmp_path / "file").read_text() == "mine"
-
-
-# ---- the command -----------------------------------------------------------------------------------------------
 
 
 def test_the_command_serves_until_sigterm():
@@ -122,9 +116,6 @@ def test_exit_codes(arguments, code, words, taken_port):
         shown = command.stdout + command.stderr
         assert words.format(port=taken_port) in shown
         assert "Traceback" not in shown
-
-
-# ---- the end ---------------------------------------------------------------------------------------------------
 
 
 def test_sigterm_snapshots_what_was_acknowledged(tmp_path):
@@ -174,9 +165,6 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path):
         server.terminate()
         assert server.wait() == 0
     assert not list(directory.glob("unfinished-*"))
-
-
-# ---- an embedded server ----------------------------------------------------------------------------------------
 
 
 def test_an_embedded_server_ends_when_stdin_closes_and_nobody_is_left():
@@ -239,9 +227,6 @@ def test_health_status_and_metrics(tmp_path):
             assert line in text, text
 
 
-# ---- peers that misbehave --------------------------------------------------------------------------------------
-
-
 def is_served(server):
     with Peer(server.addresses[0]) as peer:
         return peer.request("STATUS", worker=NOBODY).type.name == "STATUS_REPORT"
@@ -264,9 +249,6 @@ def test_a_frame_that_is_too_large_costs_the_connection_only():
         peer.socket.send(bytes(MAX_PAYLOAD_BYTES + 65 * 1024))
         assert peer.receive(0.5) is None
         assert is_served(server)
-
-
-# ---- bugs of ours ----------------------------------------------------------------------------------------------
 
 
 def fail_on_status():

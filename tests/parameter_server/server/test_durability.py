@@ -114,9 +114,6 @@ def generations(directory: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("generation-")) for path in directory.glob("generation-*"))
 
 
-# ---- nothing changes, nothing is written -----------------------------------------------------------------------------
-
-
 def test_an_idle_server_writes_nothing(tmp_path):
     with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
         worker = with_job(one)
@@ -174,9 +171,6 @@ def test_what_a_snapshot_keeps_counts_as_a_change(tmp_path, change):
         assert one.snapshot() == 3
     with server(tmp_path / "s") as one:
         assert one.line.endswith(f"generation 3 ({'no job' if change == 'forget' else f'demo version {one.version}'})")
-
-
-# ---- a log -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_copy_of_a_running_server_is_one_to_start_from_and_is_shown(tmp_path):
@@ -314,9 +308,6 @@ def test_nothing_is_acknowledged_into_a_file_that_nobody_finds(tmp_path, monkeyp
         quicken(monkeypatch)
 
 
-# ---- the directory of a live server ----------------------------------------------------------------------------------
-
-
 def test_what_is_gone_is_not_what_a_server_is_durable_to(tmp_path):
     directory = tmp_path / "s"
     with server(directory, shards=2) as one:
@@ -360,9 +351,6 @@ def test_backups_beyond_the_memory_do_not_keep_a_server_from_starting_again(tmp_
         assert one.snapshot() == 1
     with server(tmp_path / "s", max_memory_bytes=64) as one:
         assert one.world.shard.memory_bytes() > 64
-
-
-# ---- processes -------------------------------------------------------------------------------------------------------
 
 
 def logging_server(directory, **options):

@@ -58,9 +58,6 @@ def test_a_step_without_gradients_brings_zeros_and_leaves_the_residual():
         assert torch.equal(worker.updates()[step], expected)
 
 
-# ---- weights as differences ------------------------------------------------------------------------------------------
-
-
 def stepping(codec: str, numel: int = 600) -> tuple[World, Worker]:
     world = World()
     (worker,) = team(world, 1, [spec(0, numel)], rule={**APPLY, "compress": codec})

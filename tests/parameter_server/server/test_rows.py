@@ -58,9 +58,6 @@ def kept(shard):
     return found
 
 
-# ---- steps ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_pushed_rows_step_and_others_are_computed(optimizer):
     one = table(optimizer=optimizer)
@@ -133,9 +130,6 @@ def test_rows_asked_for_ahead_are_held_one_step_earlier():
     assert answer.body["code"] == ErrorCode.BAD_VALUE
     (answer,) = worker.push(0, 1, None, body={"ahead": 1})
     assert answer.body["code"] == ErrorCode.BAD_VALUE
-
-
-# ---- refusals ------------------------------------------------------------------------------------------------------
 
 
 def pushed(ids, dim=4, **body):
@@ -267,9 +261,6 @@ def test_large_payloads_travel_as_several_frames(tmp_path):
     message.body = {}
     with pytest.raises(Exception, match="payload is too large"):
         decode(encode(message))
-
-
-# ---- what lasts ----------------------------------------------------------------------------------------------------
 
 
 class Logged:

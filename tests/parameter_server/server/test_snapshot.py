@@ -100,9 +100,6 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(store):
     assert read_places(store.disk, 1) == places
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
-
-
 def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 0x10
@@ -162,9 +159,6 @@ def test_no_readable_generation_is_an_error_that_names_all(store):
     assert store.newest is None
     assert save(store, 3) == 3
     assert_is_state(store.load(), 3)
-
-
-# ---- writing fails --------------------------------------------------------------------------------------------------
 
 
 def watch_syncs(monkeypatch, do):

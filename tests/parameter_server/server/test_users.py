@@ -95,9 +95,6 @@ def listen(address):
     time.sleep(60)
 
 
-# ---- a secret --------------------------------------------------------------------------------------------------
-
-
 def write_secret(path, text="x" * 40):
     path.write_text(text + "\n")
     path.chmod(0o600)
@@ -154,9 +151,6 @@ def test_insecure_lets_every_user_in():
         assert "every user of this machine" in server.log()
 
 
-# ---- the locks themselves --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def guard():
     with zmq.Context() as context:
@@ -186,9 +180,6 @@ def test_who_may_come_in_without_keys(guard, address, verdict):
         ([b"CURVE", b"k" * 32], b"400"),
     ):
         assert guard.judge([b"1.0", b"1", b"psengine", peer, b"", *mechanism])[2] == expected
-
-
-# ---- Unix sockets ----------------------------------------------------------------------------------------------
 
 
 def connected_status(address):
