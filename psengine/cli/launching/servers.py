@@ -1,4 +1,8 @@
-"""The parameter servers of one ``psengine run``: started, started again where one dies, ended in order."""
+"""The parameter servers of one ``psengine run``: started, started again where one dies, ended in order.
+
+With durability replica each has a follower, and a file says which of the two leads (``record_file.py``). One that dies
+is started again and follows the other; a leader that is silent is killed at its follower's word.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from psengine.cli.launching.plan import Plan, RunOptions, expected_servers
-from psengine.errors import ConfigurationError, PSEngineError
-from psengine.parameter_server.client.embedded import EmbeddedServer, launch
+from psengine.errors import ConfigurationError, PSEngineError, ServerError
+from psengine.parameter_server.client.embedded import START_S, EmbeddedServer, launch
+from psengine.parameter_server.server.replication.election import ElectorError
+from psengine.parameter_server.server.replication.record_file import FileElector
 
 # A server that dies, or fails to start, so often in so long is given up.
 MAX_DEATHS = 3
@@ -47,7 +53,7 @@ class ServerGroup:
     ``launched`` are processes to make them of; further ones are launched where they are too few.
 
     Attributes:
-        addresses: of all servers.
+        addresses: of all servers, each with its follower's where it has one, as PSENGINE_SERVERS takes them.
     """
 
     def __init__(
@@ -65,20 +71,35 @@ class ServerGroup:
         self._status_port = str(plan.options.status_port)
         self._report = report
         self._launched = [] if launched is None else launched
+        self._durability = (
+            self._options[self._options.index("--durability") + 1] if "--durability" in self._options else ""
+        )
+        # A server and its follower are next to each other.
+        self._copies = 2 if "replica" in self._durability else 1
         self._servers: list[EmbeddedServer] = []
-        self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(plan.servers)]
+        self._binds: list[str] = []
+        self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(plan.servers * self._copies)]
+        # By server: who leads, and when it was last known that somebody does, or a process was started.
+        self._electors = [FileElector(self._record(index)) for index in range(plan.servers if self._copies > 1 else 0)]
+        self._led_s = [0.0] * plan.servers
 
     def __enter__(self) -> ServerGroup:
         try:
-            self._launched += [launch() for _ in range(self._plan.servers - len(self._launched))]
-            for index in range(self._plan.servers):
+            processes = self._plan.servers * self._copies
+            self._launched += [launch() for _ in range(processes - len(self._launched))]
+            for index in range(processes):
                 self._servers.append(self._start(index, "tcp://127.0.0.1:0"))
-                self.addresses += self._servers[index].addresses
+                self._binds += self._servers[index].addresses
+            pairs = range(0, processes, self._copies)
+            self.addresses = ["|".join(self._binds[first : first + self._copies]) for first in pairs]
+            for elector in self._electors:
+                self._await_sync(elector)
             status = _STATUS.search(self._servers[0].log())
             self._status_port = status[1].rpartition(":")[2] if status else self._status_port
             count = "1 server" if self._plan.servers == 1 else f"{self._plan.servers} servers"
             dashboard = f"; dashboard at {status[1]}" if status else ""
-            self._report(f"{count} at {','.join(self.addresses)}{dashboard}")
+            followed = ", each with a follower," if self._electors else ""
+            self._report(f"{count}{followed} at {','.join(self.addresses)}{dashboard}")
         except BaseException:
             self.__exit__()
             raise
@@ -105,27 +126,72 @@ class ServerGroup:
 
     def revive(self) -> str:
         """Start again the servers that died; return why that is given up, "" while all is well."""
+        for number, elector in enumerate(self._electors):
+            try:
+                if failure := self._supervise(number, elector):
+                    return failure
+            except ElectorError as error:
+                return str(error)
         for index, server in enumerate(self._servers):
             if server.process.poll() is not None and (failure := self._revive(index, server)):
                 return failure
         return ""
 
     def _start(self, index: int, bind: str) -> EmbeddedServer:
-        directory = self._snapshot_dir / f"server-{index}"
+        number, copy = divmod(index, self._copies)
+        directory = self._snapshot_dir / (f"server-{number}-follower" if copy else f"server-{number}")
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            if len(self._servers) == index and not copy and "log" not in self._durability:
+                # Nobody of the run before lives. Without a log it does not say who has more.
+                self._record(number).unlink(missing_ok=True)
         except OSError as error:
             raise ConfigurationError(f"--snapshot-dir is a folder for the servers to write in (got {error})") from error
         arguments = ["--bind", bind, "--snapshot-dir", str(directory)]
         if index == 0:
             arguments += ["--status-port", self._status_port]
+        if self._electors:
+            arguments += ["--election", f"launcher={self._record(number)}"]
+        self._led_s[number] = time.monotonic()
         if "--snapshot-interval-s" not in self._options:
             arguments += ["--snapshot-interval-s", str(SNAPSHOT_INTERVAL_S)]
         process = self._launched.pop() if self._launched else None
         return EmbeddedServer.start(arguments=[*arguments, *self._options], process=process)
 
+    def _record(self, number: int) -> Path:
+        return self._snapshot_dir / f"server-{number}-leadership"
+
+    def _await_sync(self, elector: FileElector) -> None:
+        """Wait until a follower has all: from then on a death loses nothing."""
+        deadline_s = time.monotonic() + START_S
+        while (record := elector.read()[0]) is None or len(record.members) == 1:
+            if time.monotonic() > deadline_s:
+                words = "\n".join(server.log() for server in self._servers[-2:])
+                raise ServerError(
+                    f"no follower had all of its server's state after {START_S:g} s. They wrote:\n{words}"
+                )
+            time.sleep(0.02)
+
+    def _supervise(self, number: int, elector: FileElector) -> str:
+        """Kill a leader that is silent; why nobody can lead any more, "" while somebody does, or may yet."""
+        first, now_s = number * self._copies, time.monotonic()
+        if (record := elector.to_end()) is not None:
+            for index in range(first, first + self._copies):
+                if self._binds[index] in record.members[0].addresses:
+                    self._report(f"the server at {self._binds[index]} is silent; it is killed, and its follower leads")
+                    self._servers[index].process.kill()
+                    self._servers[index].process.wait()
+        if elector.read()[1]:
+            self._led_s[number] = now_s
+        if now_s - self._led_s[number] <= START_S:
+            return ""
+        return (
+            f"nobody leads of the servers at {self.addresses[number]} (expected one within {START_S:g} s): whoever had"
+            " all that was acknowledged is gone. Fix: --server-option durability=log+replica survives that both die"
+        )
+
     def _revive(self, index: int, server: EmbeddedServer) -> str:
-        address, deaths = self.addresses[index], self._deaths[index]
+        address, deaths = self._binds[index], self._deaths[index]
         deaths.append(time.monotonic())
         if len(deaths) == MAX_DEATHS and deaths[-1] - deaths[0] <= DEATHS_WITHIN_S:
             words = "\n".join(f"  {line}" for line in server.log().splitlines()[-12:])
