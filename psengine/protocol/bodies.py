@@ -378,12 +378,13 @@ class Admin(Body):
 
 
 class Follow(Body):
-    """FOLLOW. ``index``: of the shard; ``addresses``: of all ``shards`` of the follower."""
+    """FOLLOW. ``index``: of the shard; ``addresses``: of all ``shards`` of the follower, which can read ``memory``."""
 
     software: bounds.Printable
     shards: bounds.Positive
     index: bounds.Unsigned
     addresses: Addresses
+    memory: bool | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         """Check that each shard has an address."""

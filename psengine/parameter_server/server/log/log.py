@@ -85,7 +85,7 @@ class ShardLog:
 
     def append(self, record: Record) -> int:
         """Add a record; ``durable`` has to reach the number that this returns before anybody is told of it."""
-        self._waiting.append(record)
+        self._waiting.append(record.whole())
         self.end += 1
         self.on_change()
         return self.end

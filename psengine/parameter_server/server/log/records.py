@@ -13,12 +13,16 @@ import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import xxhash
 
 from psengine.parameter_server.server.log.disk import Disk
+from psengine.protocol.frames import encode as encode_message
+from psengine.protocol.frames import payload_tensor
+from psengine.protocol.messages import Message
 
 MAGIC = b"PSR3"  # with the version of both kinds of files
 # magic, kind, number, durable, job, sizes of three frames; then the checksum
@@ -39,6 +43,7 @@ class RecordKind(IntEnum):
     GENERATION = 5  # the first of a generation, and only that: see ``files.py``
     TENSOR = 6  # a tensor's elements, in a generation
     LIFE = 7  # JSON: from here on this copy of another server leads
+    MEMORY = 8  # JSON, in no file: where a worker's payloads lie on this host, see ``transport/segments.py``
 
 
 class Record(NamedTuple):
@@ -49,6 +54,14 @@ class Record(NamedTuple):
     frames: Sequence[Any] = ()  # bytes-like; they must not change until they are written
     number: int = 0  # where it was read
     durable: int = 0  # likewise
+    in_place: Message | None = None  # of a MESSAGE whose payload lies in a worker's memory, and not in ``frames``
+
+    def whole(self) -> Record:
+        """With a copy of such a payload: the worker may write there once it is answered, or has failed."""
+        if self.in_place is None:
+            return self
+        message = replace(self.in_place, place=None, payload=payload_tensor(self.in_place).clone())
+        return Record(self.kind, self.job, encode_message(message))
 
     @property
     def size_bytes(self) -> int:
@@ -57,7 +70,7 @@ class Record(NamedTuple):
 
 
 def json_record(kind: RecordKind, content: Any) -> Record:
-    """A SEGMENT, COORDINATOR or LIFE record."""
+    """A record of a kind that has JSON."""
     return Record(kind, frames=[json.dumps(content).encode()])
 
 

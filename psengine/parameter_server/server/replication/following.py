@@ -9,7 +9,8 @@
      ├─ KEPT ─────────────────────────►│◄── RECORD ───────────────────┤
      └─ shards' threads: take the copy, apply records
 
-A record is kept once it was checked and is in memory; it is applied after that. Where records come faster than they are
+A record is kept once it was checked and is in memory: if its payload lies in the memory of a worker of this host, it is
+copied from there. It is applied after that. Where records come faster than they are
 applied, KEPT waits, and so does the leader.
 """
 
@@ -26,10 +27,11 @@ import msgspec
 import torch
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.log.records import Record, RecordKind, decode
+from psengine.parameter_server.segment import IS_AVAILABLE, Segment
+from psengine.parameter_server.server.log.records import Record, RecordKind, content_of, decode
 from psengine.parameter_server.server.replication.election import Member
 from psengine.parameter_server.server.snapshots.files import ServerState, fill, state_of
-from psengine.protocol.frames import TYPE_AT, encode
+from psengine.protocol.frames import FLAG_IN_SEGMENT, FLAGS_AT, TYPE_AT, encode
 from psengine.protocol.frames import decode as decode_message
 from psengine.protocol.messages import Message, MessageType
 from psengine.version import __version__
@@ -65,6 +67,7 @@ class _Copy:
     given_bytes: int = 0
     told: int | None = None  # by KEPT
     told_s: float = 0.0
+    memories: dict[tuple[int, int, int], Segment] = field(default_factory=dict)  # by job, rank and incarnation
 
 
 class Following:
@@ -133,7 +136,15 @@ class Following:
                 self._take(shard, message, frames[1:], now_s)
             else:
                 self.end(f"{self._address} sent {message.type.name} (expected RECORD)")
-        except (ProtocolError, msgspec.ValidationError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        except (
+            ProtocolError,
+            msgspec.MsgspecError,
+            OSError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:
             self.end(f"what {self._address} sent cannot be taken: {error!r}")
 
     def _meet(self, resumed: Message, now_s: float) -> None:
@@ -156,8 +167,8 @@ class Following:
         assert self._own is not None
         copy = self._copies[shard]
         copy.is_asked, copy.heard_s = True, now_s
-        body = {"software": __version__, "shards": len(self._shards), "index": shard}
-        body["addresses"] = list(self._own.addresses)
+        body: dict[str, Any] = {"software": __version__, "shards": len(self._shards), "index": shard}
+        body |= {"addresses": list(self._own.addresses), "memory": IS_AVAILABLE}
         self._say(shard, Message(MessageType.FOLLOW, epoch=self._own.epoch, term=self.term, body=body))
 
     def _take(self, shard: int, message: Message, pieces: Sequence[Any], now_s: float) -> None:
@@ -170,7 +181,11 @@ class Following:
         if record.number != message.sequence or copy.next not in (None, record.number):
             raise ProtocolError(f"a record is missing (expected number {copy.next}, got {record.number})")
         copy.next = record.number + 1
+        if record.kind is RecordKind.MEMORY:
+            self._map(copy, *content_of(record))
+            return
         if copy.is_complete:
+            record = self._copied(copy, record)
             copy.given_bytes += record.size_bytes
             self._give(shard, partial(self._shards[shard].take_record, record))
             return
@@ -186,6 +201,28 @@ class Following:
             assert copy.state is not None
             self._give(shard, partial(self._shards[shard].take_copy, copy.state))
             copy.is_complete, copy.state = True, None
+
+    @staticmethod
+    def _map(copy: _Copy, job: int, rank: int, incarnation: int, where: list[int] | None) -> None:
+        """A worker's memory is there, or is read no more."""
+        copy.memories.pop((job, rank, incarnation), None)
+        if where is not None:
+            process, descriptor, inode = where
+            copy.memories[job, rank, incarnation] = segment = Segment.of_process(process, descriptor)
+            if segment.inode != inode:
+                raise ProtocolError(f"worker {rank} has ended, and its memory is gone")
+
+    @staticmethod
+    def _copied(copy: _Copy, record: Record) -> Record:
+        """With its payload, which its worker may change as soon as it is kept."""
+        if record.kind is not RecordKind.MESSAGE or not record.frames[0][FLAGS_AT] & FLAG_IN_SEGMENT:
+            return record
+        message = decode_message(record.frames)
+        assert message.place is not None
+        assert message.dtype is not None
+        segment = copy.memories[message.job, message.worker, message.incarnation]
+        message.payload = segment.tensor(message.place, message.numel, message.dtype)
+        return record._replace(in_place=message).whole()
 
     def _begin_copy(self, shard: int, record: Record, now_s: float) -> None:
         if record.kind is not RecordKind.GENERATION:

@@ -37,6 +37,7 @@ class Stream:
         end: number of the next record.
         follower: its epoch; 0 without one.
         is_waited_for: answers wait for it.
+        shares_memory: it reads payloads where they lie in workers' memory.
         failure: none of its failures ends the shard.
     """
 
@@ -46,7 +47,7 @@ class Stream:
         self, send: Callable[[bytes, int, Sequence[Any]], None], tell: Callable[[int, str], None], lease_s: float
     ) -> None:
         self.end = self.follower = 0
-        self.is_waited_for = False
+        self.is_waited_for = self.shares_memory = False
         self._send, self._tell, self._lease_s = send, tell, lease_s
         self._route = b""
         self._kept = 0
@@ -88,6 +89,7 @@ class Stream:
         """The shard has changed."""
         self.end += 1
         if self.follower:
+            record = record if self.shares_memory else record.whole()
             self._waiting.append((self.end - 1, record))
             self._waiting_bytes += record.size_bytes
             self._send_waiting()

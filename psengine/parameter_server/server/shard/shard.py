@@ -22,7 +22,7 @@ from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
-from psengine.protocol.frames import decode, encode, payload_tensor
+from psengine.protocol.frames import decode, encode
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import check_digest, release_of, view_of
 
@@ -331,12 +331,10 @@ class Shard:
         self.changes += 1
         if self.append is None or not (job.holds_weights or message.type in _LOGGED_OF_AVERAGES):
             return
-        if not job.holds_weights or message.place is not None:
-            # Workers have newer averages by then. Else it is a worker's memory, which it may write to before it is
-            # hashed and written here.
-            has_payload = job.holds_weights and message.payload is not None
-            message = replace(message, place=None, payload=payload_tensor(message).clone() if has_payload else None)
-        self.append(Record(RecordKind.MESSAGE, job.number, encode(message)))
+        if not job.holds_weights:  # workers have newer averages by then
+            message = replace(message, place=None, payload=None)
+        in_place = None if message.place is None else message
+        self.append(Record(RecordKind.MESSAGE, job.number, encode(message), in_place=in_place))
 
     def capture(self, generation: int = 0, kept: Collection[int] = ()) -> list[JobState]:
         """Copies of everything, as it is now; see ``ChunkRule.capture``."""

@@ -375,6 +375,8 @@ class ShardThread(threading.Thread):
         known = {} if self.coordinators is None else self.coordinators.to_meta()
         snapshot = records_of(ServerState([self.shard.capture()], coordinators=known))
         self.stream.open(message.epoch, received.route, snapshot, time.monotonic())
+        self.stream.shares_memory = body.get("memory", False) and bool(received.peer[1])
+        self._share(self.segments.describe())
         self._look_at_sinks()
         greetings = self.shard.greetings()
         for one in greetings:
@@ -415,7 +417,7 @@ class ShardThread(threading.Thread):
         self._answer_asked()
 
     def _tick(self) -> None:
-        self.segments.look()
+        self._share(self.segments.look())
         if self.stream is not None:
             self.stream.tick(time.monotonic(), self.endpoint.peers.is_connected)
             self._look_at_sinks()
@@ -585,6 +587,13 @@ class ShardThread(threading.Thread):
         job = self.shard.jobs.get(resume.job)
         if job is not None and (memory := self.segments.attach(job, resume, sender)) is not None:
             resumed.body["memory"] = memory
+            self._share(self.segments.describe())
+
+    def _share(self, memory: list[Record]) -> None:
+        """Tell a follower of this host where workers' payloads lie."""
+        if self.stream is not None and self.stream.follower and self.stream.shares_memory:
+            for record in memory:
+                self.stream.append(record)
 
     def _introduce(self, resumed: Message) -> None:
         resumed.body["shards"] = self._addresses
