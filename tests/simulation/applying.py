@@ -184,6 +184,7 @@ class ApplyingJob(Job):
 
     def _check_whole(self, process, key: int, landing: torch.Tensor, answer: Message) -> None:
         """A worker got a state that existed."""
+        process.check_term(answer)
         chunk = self.chunks[key]
         if answer.epoch != chunk.epoch:
             return
@@ -369,15 +370,21 @@ class ApplyingJob(Job):
             require(is_there, "version {} of chunk {} was durable, and is gone after a restart", version, key)
 
     def told(self, server, message: Message) -> None:
-        if self.scenario.keeps_log and message.epoch == self.chunks[message.key].epoch:
+        chunk = self.chunks[message.key]
+        if self.scenario.keeps_updates and message.epoch == chunk.epoch:
             promised = self._promised[server.index]
             promised[message.key] = max(promised.get(message.key, 0), message.version)
+        elif self.scenario.has_followers and server.index not in self.excused and not message.body.get("refused"):
+            # Of a life that another follows: that was told of it before.
+            process = self.world.process_of(message.worker, message.incarnation)
+            is_there = process is None or (process.number, message.sequence) in chunk.versions[chunk.version].updates
+            require(is_there, "who led before acknowledges what the leader of {} lacks", message.key)
 
     def captured(self, shard: Any) -> dict[int, int]:
         return {key: version for key, version, _ in inspection.chunks(shard)}
 
     def durable(self, server, note: dict[int, int]) -> None:
-        if not self.scenario.keeps_log:
+        if not self.scenario.keeps_updates:
             self._promised[server.index] = dict(note)
 
     def damaged(self, server: int, note: dict[int, int] | None) -> None:

@@ -212,8 +212,8 @@ class AveragingJob(Job):
         )
 
     def _is_remembered(self, process) -> bool:
-        """Only under "log" is it known after the lead's restart that a job has ended: a zombie goes on alone."""
-        return self.scenario.keeps_log or self._leads[process] == self.world.network.servers[0].epoch
+        """Only where updates last is it known after the lead's restart that a job has ended: a zombie goes on alone."""
+        return self.keeps_updates or self._leads[process] == self.world.lead.epoch
 
     def _complete(self, process, replica: Replica, averages: list[Values], *, is_in: bool | None) -> None:
         step, base, rank = replica.step + 1, replica.base, process.rank
@@ -233,7 +233,7 @@ class AveragingJob(Job):
             self._check_quorum(step, known)
         if not self.world.views.is_out(process):  # the others may take back what it completes
             known.holders[process] = self.world.clock.now_s
-            self._leads[process] = self.world.network.servers[0].epoch
+            self._leads[process] = self.world.lead.epoch
         # What is in the average may be what it gave before it was put out, or the process before it did.
         is_other = is_in is False and self._gave[step, rank] > 1
         require(

@@ -135,7 +135,7 @@ class ElasticJob(Job):
 
     def _check_left(self, process: ElasticProcess) -> None:
         """Who may leave has given its averages to all who take part, as the coordinator that let it go knows them."""
-        views, lead = self.world.views, self.world.network.servers[0]
+        views, lead = self.world.views, self.world.lead
         assert process.client is not None
         if lead.is_up and lead.epoch == process.client.control.epoch:
             others = [one for one in map(views.member, views.members) if one not in (None, process) and views.has(one)]

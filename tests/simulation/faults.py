@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from simulation import inspection
-from simulation.network import DOWN, UP, Cut
+from simulation.network import DOWN, UP, Cut, rank_of
 from simulation.scenario import WAITS_S, Fault
 
 
@@ -198,7 +202,57 @@ def _flip_checkpoint(world, fault: Fault) -> None:
     _kill_workers(world, fault)
 
 
+# ---- of servers that have followers ----------------------------------------------------------------------------------
+
+
+def _pair(world, fault: Fault) -> tuple[Any, Any]:
+    """The process that leads the fault's server, or did last, and the other one."""
+    index = fault.server % world.scenario.servers
+    hosts = [world.network.servers[host] for host in range(index, world.scenario.hosts, world.scenario.servers)]
+    return tuple(sorted(hosts, key=lambda one: one.host != world.leaders[index].host))
+
+
+def _kill_one(which: int) -> Callable[..., None]:
+    return lambda world, fault: _kill_server(world, fault._replace(server=_pair(world, fault)[which].host))
+
+
+def _stop_one(which: int) -> Callable[..., None]:
+    return lambda world, fault: _stop_server(world, fault._replace(server=_pair(world, fault)[which].host))
+
+
+def _kill_both(world, fault: Fault) -> None:
+    """The other one a while later: it may lead by then."""
+    other = _pair(world, fault)[1].host
+    _kill_one(0)(world, fault)
+    world.clock.after(3 * fault.detail, _kill_server, world, fault._replace(server=other))
+
+
+def _cut_servers(world, fault: Fault) -> None:
+    first, second = (one.host for one in _pair(world, fault))
+    choice = int(fault.detail * 100)
+    there, back = (((UP,), (DOWN,)), ((DOWN,), (UP,)), ((UP, DOWN), (UP, DOWN)))[choice % 3]
+    for cut in Cut(rank_of(first), second, there), Cut(rank_of(second), first, back):
+        world.network.begin(cut)
+        world.clock.after(fault.lasts_s, partial(world.network.end, cut, loses=choice % 2 == 0))
+
+
+def _bad_elector(world, fault: Fault) -> None:
+    problems = world.electors[fault.server % world.scenario.servers].problems
+    problem = fault._replace(server=_pair(world, fault)[fault.detail > 0.7].host)
+    problems.append(problem)
+    world.clock.after(fault.lasts_s, problems.remove, problem)
+
+
 _BEGIN = {
+    "kill leader": _kill_one(0),
+    "kill follower": _kill_one(1),
+    "kill both": _kill_both,
+    "stop leader": _stop_one(0),
+    "stop follower": _stop_one(1),
+    "cut servers": _cut_servers,
+    "cut elector": _bad_elector,
+    "elector down": _bad_elector,
+    "elector late": _bad_elector,
     "cut workers": _cut_workers,
     "kill workers": _kill_workers,
     "checkpoint fails": _fail_checkpoint,
@@ -213,7 +267,7 @@ _BEGIN = {
     "kill server": _kill_server,
     "kill lead": lambda world, fault: _kill_server(world, fault._replace(server=0)),
     "stop server": _stop_server,
-    "evict": lambda world, fault: world.network.servers[0].evict(fault.rank),
+    "evict": lambda world, fault: world.lead.evict(fault.rank),
     "fsync fails": _bad_disk,
     "disk full": _bad_disk,
     "bits flip": _flip_bits,

@@ -66,9 +66,9 @@ class SimulatedGroup:
 
     def come(self, rank: int, process) -> bool:
         """Come to the store, where it can be reached; whether all have, and are connected with this rank."""
-        network = self._groups.world.network
-        lead = network.servers[0]
-        is_cut = any(cut.covers(process.rank, 0) for cut in network.cuts)
+        world = self._groups.world
+        lead = world.lead
+        is_cut = any(cut.covers(process.rank, lead.host) for cut in world.network.cuts)
         if not lead.is_up or lead.is_paused or lead.epoch != self._epoch or is_cut:
             return False
         if rank not in self.processes:

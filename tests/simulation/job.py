@@ -18,7 +18,7 @@ class Job:
         specs: the model.
         rule: as HELLO says it.
         answered: pushes that were.
-        excused: servers of whose disk bits have flipped.
+        excused: servers of whose disk bits have flipped, or whose processes have died with all that they had.
     """
 
     specs: list[ChunkSpec]
@@ -29,6 +29,11 @@ class Job:
         self.answered = 0
         self.excused: set[int] = set()
         self._rng = random.Random(f"job {self.scenario.seed}")
+
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether all that was acknowledged is there."""
+        return self.scenario.keeps_updates and not self.excused
 
     def think_s(self) -> float:
         """How long a worker computes."""

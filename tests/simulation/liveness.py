@@ -33,7 +33,7 @@ class Liveness:
         calm_s, longest_s, spared = world.faults.calm_s, self._longest_s, -1
         if world.faults.cut_off is not None:
             spared, calm_s = world.faults.cut_off
-            if inspection.awaits(world.network.servers[0], spared):
+            if inspection.awaits(world.lead, spared):
                 return  # the job, begun anew, has not had it yet
             longest_s += 2 * world.scenario.lease_s + 1.0
         if calm_s is None:

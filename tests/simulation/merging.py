@@ -72,7 +72,13 @@ class MergingJob(ApplyingJob):
             self._decided[release.number] = updates
         if known is not None:
             is_same = {step for _, step in updates} <= {step for _, step in known}
-            require(is_same, "merge {} is decided twice: {} and {}", release.number, known, updates)
+            require(
+                is_same or release.number not in self._told,
+                "merge {} is decided twice: {} and {}",
+                release.number,
+                known,
+                updates,
+            )
             return
         ranks = [rank for rank, _ in release.contributors]
         idle = [rank for rank, step in release.contributors if self._has_abstained(rank, step)]
@@ -101,7 +107,7 @@ class MergingJob(ApplyingJob):
     def _note_push(self, process, push: Message) -> None:
         super()._note_push(process, push)
         self._weights[process.number, push.sequence] = push.body.get("weight", 1.0)
-        if not self.scenario.keeps_log:  # a shard that went back to a snapshot has the later one of a worker's
+        if not self.scenario.keeps_updates:  # a shard that went back to a snapshot has the later one of a worker's
             merged = self.chunks[push.key].versions[self.chunks[push.key].version].updates
             for update in self.taken.keys() - merged:
                 if update[0] == process.number and update[1] < push.sequence:
@@ -109,7 +115,7 @@ class MergingJob(ApplyingJob):
 
     def _may_lack(self, key: int, update: tuple[int, int]) -> bool:
         """A restart without a log lost it, and the merge that names it was made while its worker was out."""
-        is_lost = (key, *update) in self._lost and not self.scenario.keeps_log
+        is_lost = (key, *update) in self._lost and not self.scenario.keeps_updates
         return is_lost and any(update in updates for updates in self._decided.values())
 
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
@@ -135,7 +141,7 @@ class MergingJob(ApplyingJob):
         numbers = sorted(number for number in self._decided if first < number <= last)
         where = f"version {version} of chunk {key}, after {chunk.version}, is not what decisions {numbers} make"
         # What nobody was told of may be forgotten, and what a shard that went back to a snapshot was told of.
-        open_ = [number for number in numbers if not self.scenario.keeps_log or number not in self._told]
+        open_ = [number for number in numbers if not self.scenario.keeps_updates or number not in self._told]
         for count in range(len(open_) + 1):
             for left_out in itertools.combinations(open_, count):
                 found = self._follow(key, [number for number in numbers if number not in left_out])
@@ -180,7 +186,7 @@ class MergingJob(ApplyingJob):
         """The same contributions in every chunk, where no server has gone back to a snapshot, and lost some."""
         merged = self._merged[number]
         merged[key] = updates
-        if self.scenario.keeps_log or not self._restored:
+        if self.scenario.keeps_updates or not self._restored:
             is_same = len(set(merged.values())) == 1
             require(is_same, "merge {} has other contributors in other chunks: {}", number, merged)
 

@@ -27,7 +27,7 @@ RETRY_S = 0.05
 
 @dataclass(eq=False)
 class Socket:
-    """A worker's end: of one connection, or of an attempt."""
+    """A worker's end, or a follower's: of one connection, or of an attempt."""
 
     peer: Any
     channel: Any
@@ -57,7 +57,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Cut:
-    """Nothing passes between a worker and a server, in one direction or both; None: any worker, any server."""
+    """Nothing passes between a worker, or a follower, and a host, in one direction or both; None: any."""
 
     rank: int | None
     server: int | None
@@ -141,7 +141,7 @@ class Network:
 
     def between(self, rank: int | None, server: int | None) -> list[Connection]:
         """Connections between a worker and a server; None: any."""
-        return [one for one in self.connections if rank in (None, one.rank) and server in (None, one.server.index)]
+        return [one for one in self.connections if rank in (None, one.rank) and server in (None, one.server.host)]
 
     # ---- cuts --------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Network:
 
     def _outlast(self, cut: Cut) -> None:
         if cut in self.cuts:
-            for one in [one for one in self.connections if cut.covers(one.rank, one.server.index)]:
+            for one in [one for one in self.connections if cut.covers(one.rank, one.server.host)]:
                 self.drop(one, worker_s=self._rng.random() * 0.2, server_s=self._rng.random() * 0.2)
 
     def end(self, cut: Cut, *, loses: bool) -> None:
@@ -174,7 +174,7 @@ class Network:
         if connection.is_broken:
             self._count_lost(frames)
             return
-        is_cut = any(cut.covers(connection.rank, connection.server.index, direction) for cut in self.cuts)
+        is_cut = any(cut.covers(connection.rank, connection.server.host, direction) for cut in self.cuts)
         if is_cut or connection.held[direction]:
             connection.held[direction].append(frames)
             return
@@ -200,8 +200,13 @@ class Network:
         return low + (high - low) * self._rng.random() ** 3
 
 
+def rank_of(host: int) -> int:
+    """In the place of a worker's rank, where a server follows another."""
+    return -1 - host
+
+
 def place_of(address: str) -> tuple[int, int]:
-    """(server, shard) of an address."""
+    """(host, shard) of an address."""
     host, _, shard = address.removeprefix("tcp://10.0.0.").partition(":")
     return int(host), int(shard)
 

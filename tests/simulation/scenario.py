@@ -46,6 +46,9 @@ class Scenario:
         shares: how many workers, from rank 0 on, share memory with the servers.
         snapshot_s: from one snapshot to the next; None keeps none.
         keeps_log: an update is acknowledged once it is on the disk.
+        has_followers: each server has one, and an update is acknowledged once that has it.
+        election: who decides which of the two leads: "etcd" or "launcher".
+        elector_s: the longest way of a question to the elector, and of its answer.
         think_s: the longest time between two steps of a worker, or of a batch.
         virtual_workers: of "elastic"; more workers are spares.
         checkpoint_steps: of "elastic", from one checkpoint to the next; 0 writes none.
@@ -76,6 +79,9 @@ class Scenario:
     tick_s: float = 0.1
     snapshot_s: float | None = None
     keeps_log: bool = False
+    has_followers: bool = False
+    election: str = ""
+    elector_s: float = 0.0
     virtual_workers: int = 0
     checkpoint_steps: int = 0
     shares_checkpoints: bool = False
@@ -89,7 +95,19 @@ class Scenario:
     @property
     def durability(self) -> str:
         """The tier of its servers."""
+        if self.has_followers:
+            return "log+replica" if self.keeps_log else "replica"
         return "memory" if self.snapshot_s is None else "log" if self.keeps_log else "snapshot"
+
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether what is acknowledged survives the end of a process."""
+        return self.keeps_log or self.has_followers
+
+    @property
+    def hosts(self) -> int:
+        """Of servers, and their followers behind them."""
+        return self.servers * (1 + self.has_followers)
 
     @property
     def ranks(self) -> int:
@@ -118,6 +136,23 @@ KINDS = {
     "disk full": (1, 0.1, 4.0),
     "bits flip": (1, 0.0, 0.0),  # of a file
 }
+# Of servers that have followers; fewer of the others happen beside them.
+FOLLOWER_KINDS = {
+    "kill leader": (6, 0.1, 4.0),
+    "kill follower": (4, 0.1, 4.0),
+    "kill both": (2, 0.1, 3.0),  # the leader, and the other one later
+    "stop leader": (5, 0.1, 9.0),
+    "stop follower": (2, 0.1, 9.0),
+    "cut servers": (5, 0.2, 9.0),  # one from the other, one way or both
+    "cut elector": (4, 0.2, 9.0),  # from one of them, one way or both
+    "elector down": (3, 0.2, 6.0),
+    "elector late": (3, 0.5, 6.0),
+}
+FOLLOWER_SEEDS = 3
+FOLLOWER_MOMENTS = (
+    *("FOLLOW", "RECORD", "KEPT", "Read", "Replace", "Renew", "PUSH", "UPDATED", "VIEW", "COMMIT"),
+    *("registering", "open", "preparing", "joining", "resuming"),
+)
 # Each so many-th seed is of an elastic job, with these.
 ELASTIC_SEEDS = 5
 ELASTIC_KINDS = {
@@ -162,8 +197,36 @@ CODECS = {
 
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
-    if seed % ELASTIC_SEEDS == ELASTIC_SEEDS - 1:
-        return _draw_elastic(seed)
+    scenario = _draw_elastic(seed) if seed % ELASTIC_SEEDS == ELASTIC_SEEDS - 1 else _draw_job(seed)
+    return _with_followers(scenario) if seed % FOLLOWER_SEEDS == FOLLOWER_SEEDS - 1 else scenario
+
+
+def _with_followers(scenario: Scenario) -> Scenario:
+    rng = random.Random(f"followers {scenario.seed}")
+    scenario = replace(
+        scenario,
+        has_followers=True,
+        election=rng.choice(("etcd", "launcher")),
+        elector_s=rng.choice((0.005, 0.1, 0.6)),
+        snapshot_s=scenario.snapshot_s if scenario.keeps_log else None,
+    )
+    others = [one for one in scenario.faults if one.kind != "bits flip" and rng.random() < 0.4]
+    others = [one for one in others if scenario.keeps_log or one.kind not in OF_DISKS]
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4))
+    mine = [_draw_follower_fault(rng, scenario) for _ in range(count)]
+    return replace(scenario, faults=tuple(sorted([*others, *mine], key=lambda fault: fault.at_s)))
+
+
+def _draw_follower_fault(rng: random.Random, scenario: Scenario) -> Fault:
+    fault = (_draw_elastic_fault if scenario.rule == "elastic" else _draw_fault)(rng, scenario)
+    kind = rng.choices(list(FOLLOWER_KINDS), [weight for weight, _, _ in FOLLOWER_KINDS.values()])[0]
+    _, shortest_s, longest_s = FOLLOWER_KINDS[kind]
+    lasts_s = round(shortest_s + (longest_s - shortest_s) * rng.random() ** 2, 3)
+    moment = rng.choice(FOLLOWER_MOMENTS) if rng.random() < 0.5 else ""
+    return fault._replace(kind=kind, lasts_s=lasts_s, on=moment)
+
+
+def _draw_job(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     rule = rng.choice(("apply", "average", "average", "merge"))
     lease_s = rng.choice((1.0, 2.0, 2.0, 4.0))

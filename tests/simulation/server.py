@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,15 @@ from psengine.parameter_server.server.transport.endpoint import Received
 from psengine.parameter_server.server.transport.shard_thread import LogFailedError
 from psengine.protocol.frames import decode, split
 from psengine.protocol.messages import Message, MessageType
+from simulation.following import FollowingEnd
 from simulation.network import DOWN, TYPE_OFFSET, Connection, copied
 from simulation.segments import PART
 from simulation.violation import Violation
 
 # What the wall clock of a server shows at the simulated time 0.
 WALL_S = 1.7e9
+# How long a shard's thread takes to do what another thread asks for.
+LATE_S = (0.0, 0.005, 0.05)
 
 
 class ServerProcess:
@@ -36,60 +41,106 @@ class ServerProcess:
 
     Args:
         world: whose ``views``, ``job`` and ``faults`` are told what happens.
-        index: of the server among all; its next life has the same.
+        host: of the process among all; its next life has the same.
         addresses: of its shards.
         wrong_s: how wrong its wall clock is.
 
     Attributes:
+        index: of the server among all; its follower has the same.
         is_up: it has not been killed.
         is_paused: it neither reads nor answers; messages wait.
         connections: by routing id.
     """
 
-    def __init__(self, world, index: int, addresses: list[str], wrong_s: float) -> None:
-        self.world, self.clock, self.index = world, world.clock, index
+    def __init__(self, world, host: int, addresses: list[str], wrong_s: float) -> None:
+        self.world, self.clock, self.host = world, world.clock, host
+        self.index = host % world.scenario.servers
         self.is_up, self.is_paused = True, False
+        self.late_s = LATE_S[host % len(LATE_S)]
         self.connections: dict[bytes, Connection] = {}
         self.snapshots = None
-        self._waiting: list[tuple[Connection, list[bytes]]] = []
+        self._waiting: list[Callable[[], None]] = []
         scenario, clock = world.scenario, world.clock
-        rng = random.Random(f"server {scenario.seed} {index} {clock.now_s}")
-        self.epoch = int((WALL_S + wrong_s + clock.now_s) * 1e6) << 10 | rng.getrandbits(6) << 4 | index
-        settings = ShardSettings(
+        self._rng = random.Random(f"server {scenario.seed} {host} {clock.now_s}")
+        self._wrong_s = wrong_s
+        self.epoch = self.draw_epoch()
+        self._settings = settings = ShardSettings(
             lease_s=scenario.lease_s,
             heartbeat_s=scenario.heartbeat_s,
             durability=scenario.durability,
         )
-        around = Interfaces(
-            self.epoch,
-            settings,
-            lambda: WALL_S + wrong_s + clock.now_s,
-            _ignore,
-            lambda: rng.randbytes(32),
-            is_connected=self.connections.__contains__,
-        )
-        self.coordinators = Coordinators(around)
+        self.coordinators = self._make_coordinators()
         self.shards = [
             Shard(number, self.epoch, settings, _ignore, self.connections.__contains__)
             for number in range(len(addresses))
         ]
-        with shard_thread_time(world):
-            self.threads = [SimulatedThread(self, shard, addresses) for shard in self.shards]
+        self.addresses = addresses
+        self.threads: list[SimulatedThread] = []
+        self.following: FollowingEnd | None = None  # of a server that has a follower, or is one
+        if not scenario.has_followers:
+            self._make_threads()
+
+    def _make_threads(self) -> None:
+        with shard_thread_time(self.world):
+            self.threads.extend(SimulatedThread(self, shard, self.addresses) for shard in self.shards)
+
+    def draw_epoch(self) -> int:
+        """A life's number, by this machine's clock."""
+        return int(self._wall_s() * 1e6) << 10 | self._rng.getrandbits(6) << 4 | self.host
+
+    def _wall_s(self) -> float:
+        return WALL_S + self._wrong_s + self.clock.now_s  # type: ignore[no-any-return]
+
+    @property
+    def life(self) -> int:
+        """What the elector knows it by."""
+        return self.epoch if self.following is None else self.following.pair.succession.own.epoch
+
+    def _make_coordinators(self) -> Coordinators:
+        rng, is_connected = self._rng, self.connections.__contains__
+        around = Interfaces(
+            self.epoch, self._settings, self._wall_s, _ignore, lambda: rng.randbytes(32), is_connected=is_connected
+        )
+        return Coordinators(around)
 
     # ---- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Restore snapshots, if any, and begin to tick."""
-        self.clock.note("server starts", self.index, self.epoch)
-        if self.snapshots is not None:
-            self.snapshots.restore()
-        self.world.views.server_started(self)
-        self.world.job.server_started(self)
+        self.clock.note("server starts", self.host, self.epoch)
+        known = {} if self.snapshots is None else self.snapshots.restore()
+        if self.world.scenario.has_followers:
+            previous = 0 if self.snapshots is None else self.snapshots.previous
+            self.following = FollowingEnd(self, self.addresses, previous)
+            self._make_threads()
+            self.threads[0].known = known
+            self.following.look()
+        else:
+            self.coordinators.restore(known, self.clock.now_s)
+            self.world.leads(self)
         self.clock.after(self.world.scenario.tick_s, self._tick)
+
+    def prepare(self, epoch: int, is_copy: bool) -> bool:
+        """What is here gets a log, under this epoch; whether it has one."""
+        if self.snapshots is not None and not self.snapshots.logs:
+            for thread in self.threads:
+                thread.catch_up()
+            self.epoch = epoch
+            return self.world.begin_logs(self, is_copy=is_copy)  # type: ignore[no-any-return]
+        return True
+
+    def lead(self, epoch: int, now_s: float) -> None:
+        """The shards go on with what is here."""
+        self.epoch = epoch
+        self.coordinators = self._make_coordinators()
+        for thread in self.threads:
+            thread.catch_up()
+            thread.lead(epoch, now_s, None if thread.shard.index else self.coordinators)
+        self.world.leads(self)
 
     def kill(self) -> None:
         """The process ends at once."""
-        self.clock.note("server dies", self.index)
+        self.clock.note("server dies", self.host)
         self.is_up = False
         if self.snapshots is not None:
             self.snapshots.kill()
@@ -99,6 +150,8 @@ class ServerProcess:
     def release(self) -> None:
         """Close what the operating system gave it; nothing is sent any more."""
         threads, self.threads = self.threads, []
+        if self.following is not None:
+            self.following.close()
         for thread in threads:
             thread.answers.close()
 
@@ -115,8 +168,15 @@ class ServerProcess:
         if self.epoch & 0x10:
             self._look()
         waiting, self._waiting = self._waiting, []
-        for connection, frames in waiting:
-            self.receive(connection, frames)
+        for call in waiting:
+            self.happens(call)
+
+    def happens(self, call: Callable[[], None]) -> None:
+        """Something comes: now, or once the process goes on."""
+        if self.is_paused:
+            self._waiting.append(call)
+        elif self.is_up:
+            call()
 
     def _tick(self) -> None:
         if self.is_up:
@@ -127,17 +187,16 @@ class ServerProcess:
     def _look(self) -> None:
         for thread in self.threads:
             thread.tick()
-        if self.snapshots is not None and self.is_up:
+        if self.following is not None:
+            self.following.look()
+        if self.snapshots is not None and self.is_up and (self.following is None or self.snapshots.logs):
             self.snapshots.tick()
 
     # ---- messages ----------------------------------------------------------------------------------------------
 
     def receive(self, connection: Connection, frames: list[bytes]) -> None:
-        """A message came from a worker."""
-        if self.is_paused:
-            self._waiting.append((connection, frames))
-        elif self.is_up:
-            self.threads[connection.socket.shard].take(connection.route, frames)
+        """A message came from a worker, or from who follows."""
+        self.happens(lambda: self.threads[connection.socket.shard].take(connection.route, frames))
 
     def ended(self, connection: Connection) -> None:
         """A connection is gone. What came before may still be read."""
@@ -164,30 +223,58 @@ class SimulatedThread(shard_thread.ShardThread):
     def __init__(self, server: ServerProcess, shard: Shard, addresses: list[str]) -> None:
         self._server = server
         self._asked_by: Message | None = None
+        self._late: deque[Callable[[], None]] = deque()
+        pair = None if server.following is None else server.following.pair
         super().__init__(
             shard,
             _Endpoint(server, addresses[shard.index]),  # type: ignore[arg-type]
             addresses,
-            coordinators=server.coordinators if shard.index == 0 else None,
+            coordinators=server.coordinators if shard.index == 0 and pair is None else None,
             on_admin=_ignore,
+            pair=pair,
         )
         shard.apply = self._watched(shard.apply)  # type: ignore[method-assign]
 
     def _watched(self, apply: Callable[[Message, Sender], list[Outgoing]]) -> Callable[..., list[Outgoing]]:
         def watched(message: Message, sender: Sender) -> list[Outgoing]:
             outgoing = apply(message, sender)
-            if self._server.threads:  # else a log is being replayed
-                world = self._server.world
+            world = self._server.world
+            if world.leaders.get(self._server.index) is self._server and self.leads:  # else it is another's record
                 world.views.applied(self._server, self.shard)
                 world.job.applied(self._server, self.shard, message, outgoing)
             return outgoing
 
         return watched
 
+    def ask(self, function: Callable[[], Any]) -> Future[Any]:
+        """A little later, in order."""
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except Violation:
+                raise
+            except Exception as error:
+                future.set_exception(error)
+
+        self._late.append(call)
+        self._server.clock.after(self._server.late_s, self._server.happens, self._call_next)
+        return future
+
+    def _call_next(self) -> None:
+        if self._late:
+            self._late.popleft()()
+
+    def catch_up(self) -> None:
+        """Do what was asked for."""
+        while self._late:
+            self._call_next()
+
     def take(self, route: bytes, frames: list[bytes]) -> None:
         """A message came."""
         message, world = decode(frames), self._server.world
-        world.clock.note_message("to shard", (self._server.index, self.shard.index), frames[0], message)
+        world.clock.note_message("to shard", (self._server.host, self.shard.index), frames[0], message)
         world.faults.noticed(message.type.name)
         self._asked_by = message
         self._take(Received(route, "", frames, PART))
@@ -208,9 +295,10 @@ class SimulatedThread(shard_thread.ShardThread):
 
     def _send_decided(self, outgoing: list[Outgoing], *, is_heartbeat: bool = False) -> None:
         world = self._server.world
-        world.views.coordinated(self._server, outgoing)
-        world.job.coordinated(self._server, self._asked_by, outgoing)
-        world.faults.coordinated(self._server)
+        if world.leaders[self._server.index] is self._server:
+            world.views.coordinated(self._server, outgoing)
+            world.job.coordinated(self._server, self._asked_by, outgoing)
+            world.faults.coordinated(self._server)
         super()._send_decided(outgoing, is_heartbeat=is_heartbeat)
 
     def _report_failure(self, what: str) -> None:
@@ -225,7 +313,10 @@ class _Endpoint:
 
     def __init__(self, server: ServerProcess, address: str) -> None:
         self._server, self.address = server, address
-        self.peers = SimpleNamespace(look=lambda: None)
+        self.peers = SimpleNamespace(look=lambda: None, is_connected=server.connections.__contains__)
+
+    def may_follow(self, received: Received) -> bool:
+        return True
 
     def send(self, route: bytes, frames: Any, *, copies: bool = True) -> None:
         frames = copied(frames)

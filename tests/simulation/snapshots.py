@@ -65,6 +65,10 @@ class ServerDisk:
         complete = [name for name in self.files.list() if name.startswith(_GENERATION)]
         require(len(complete) >= min(KEPT, self._saved), "of {} snapshots only {} are there", self._saved, complete)
 
+    def begin_copy(self) -> None:
+        """The generations that are there are of another server's past."""
+        self._saved = 0
+
     def clear(self) -> None:
         """A new disk."""
         self._saved = 0
@@ -101,11 +105,11 @@ class Snapshots:
         self._captured: _Captured | None = None
         self._written_s: float | None = None  # when what was captured is on the disk
         self._saved_changes = -1
-        self._recovered = Recovered()
+        self._recovered, self.previous = Recovered(), 0
         self.logs: list[SimulatedLog] = []
 
-    def restore(self) -> None:
-        """Take over what is durable, before the first message; see ``Durability``.
+    def restore(self) -> dict[str, Any]:
+        """Take over what is durable, before the first message; what coordinators knew. See ``Durability``.
 
         Raises:
             SnapshotError: something is damaged.
@@ -116,10 +120,11 @@ class Snapshots:
         self._recovered = recovered = recover(self.store)
         if recovered.generation is not None or recovered.records:
             place_into(recovered, self.server.shards, "what is on the disk")
-            self.server.coordinators.restore(recovered.coordinators, self.server.clock.now_s)
+        self.previous = recovered.ends[0].epoch if 0 in recovered.ends else 0
+        return recovered.coordinators
 
-    def begin_logs(self, fails: Callable[[], None]) -> None:
-        """Begin this life's logs, from a snapshot of all that is there.
+    def begin_logs(self, fails: Callable[[], None], *, is_copy: bool = False) -> None:
+        """Begin this life's logs, from a snapshot of all that is there; ``is_copy``: not of what was restored.
 
         Raises:
             SnapshotError, OSError: it could not be written.
@@ -127,8 +132,12 @@ class Snapshots:
         server = self.server
         for thread in server.threads:
             shard = thread.shard.index
-            log = ShardLog(self.disk.files, shard, server.epoch, self._recovered.ends.get(shard, BEGINNING))
+            last = self._recovered.ends.get(shard, BEGINNING)
+            log = ShardLog(self.disk.files, shard, server.epoch, last._replace(number=last.number + is_copy))
             self.logs.append(SimulatedLog(server, thread, log, self._rng, fails))
+        if is_copy:
+            self.store.begin_copy()
+            self.disk.begin_copy()
         captured = self._begin()
         for thread in server.threads:
             self._capture(captured, thread)
@@ -159,7 +168,7 @@ class Snapshots:
             self._due_s = clock.now_s + self._interval_s
             with suppress(SnapshotError):
                 self._save(captured)
-                clock.note("snapshot", self.server.index, self.store.last)
+                clock.note("snapshot", self.server.host, self.store.last)
 
     def _changes(self) -> int:
         return sum(thread.shard.changes for thread in self.server.threads)
@@ -174,8 +183,9 @@ class Snapshots:
     def _capture(self, captured: _Captured, thread) -> None:
         """A shard's part."""
         index = thread.shard.index
-        if thread.coordinators is not None:
-            captured.state.coordinators = thread.coordinators.to_meta()
+        if index == 0:
+            known = thread.known if thread.coordinators is None else thread.coordinators.to_meta()
+            captured.state.coordinators = {number: one for number, one in known.items() if one is not None}
         captured.state.shards[index] = thread.shard.capture()
         captured.note.update(self.job.captured(thread.shard))
         if self.logs:

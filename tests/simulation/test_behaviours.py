@@ -16,6 +16,7 @@ APPLY = Scenario(seed=0, rule="apply", workers=3, servers=2, shards=2, chunks=5,
 LOG = replace(APPLY, snapshot_s=0.5, keeps_log=True)
 BOUND = replace(LOG, max_staleness=0)
 MERGE = replace(LOG, rule="merge", quorum=2, grace=0.25)
+REPLICA = replace(APPLY, servers=1, has_followers=True, election="etcd", elector_s=0.1)
 
 
 def _with(scenario: Scenario, *faults: Fault, **changes: object) -> Scenario:
@@ -72,6 +73,21 @@ BEHAVIOURS = {
         AVERAGE, Fault("kill server", 0.5, 0.5, server=1, on="LEAVE"), leaves=((1, 3),)
     ),
     "the last step's average is lost": _with(AVERAGE, Fault("kill server", 2.0, 0.5, server=1, on="LEAVE")),
+    # ---- followers
+    "a leader dies as it answers": _with(REPLICA, Fault("kill leader", 1.0, 1.0, on="UPDATED")),
+    "a leader that averages dies in a step": _with(
+        replace(REPLICA, rule="average"), Fault("kill leader", 1.0, 0.5, on="PUSH")
+    ),
+    "a follower dies while it copies": _with(REPLICA, Fault("kill follower", 0.0, 0.5, on="RECORD")),
+    "both die in turn": _with(REPLICA, Fault("kill both", 1.0, 1.0, detail=0.9)),
+    "a leader goes on after its lease": _with(REPLICA, Fault("stop leader", 1.0, 4.0, on="UPDATED")),
+    "a follower does not hear its leader, and is heard": _with(REPLICA, Fault("cut servers", 1.0, 5.0, detail=0.3)),
+    "the leader dies while the elector is late": _with(
+        REPLICA, Fault("elector late", 0.8, 4.0, detail=0.9), Fault("kill leader", 1.0, 1.0)
+    ),
+    "the launcher's leader stands still": _with(
+        replace(REPLICA, election="launcher", snapshot_s=0.5, keeps_log=True), Fault("stop leader", 1.0, 6.0)
+    ),
     # ---- disks
     "a disk is full": _with(LOG, Fault("disk full", 0.5, 4.0, server=1), Fault("kill server", 3.0, 0.5, server=1)),
     "an fsync fails": _with(LOG, Fault("fsync fails", 1.0, 1.0)),

@@ -56,7 +56,7 @@ class Views:
 
     def has(self, process) -> bool:
         """Whether this process takes part, as the coordinator knows it, or the newest view while there is none."""
-        lead = self._world.network.servers[0]
+        lead = self._world.lead
         state = inspection.worker_state(lead, process.rank, process.incarnation) if lead.is_up else ""
         return state != "gone" and self.process(process.rank, self.members.get(process.rank, (0, 0))[0]) is process
 

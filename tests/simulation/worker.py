@@ -54,6 +54,8 @@ class WorkerProcess:
         self.waits_since_s = self.clock.now_s
         self._sockets: dict[Channel, Socket] = {}
         self._waiting: list[Callable[[], None]] = []
+        self._terms: dict[int, int] = {}  # by server, the highest that it has heard
+        self._outdated: list[Message] = []  # of a lower one
         # By chunk, the answer that it reads in the server's memory, and a copy.
         self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.segments = SimulatedSegments() if shares else None
@@ -135,8 +137,14 @@ class WorkerProcess:
         """A gradient in the memory that it is sent from."""
         return values if self.segments is None else self.segments.packed(key, values)
 
+    def check_term(self, answer: Message) -> None:
+        """An answer was believed."""
+        is_current = all(one is not answer for one in self._outdated)
+        require(is_current, "worker {} believes who leads no more, in term {}", self.rank, answer.term)
+
     def land(self, push: Any, landing: torch.Tensor) -> None:
         """Copy an answer that is in the server's memory; it must stay as it is until ``check_lent``."""
+        self.check_term(push.answer)
         if (values := push.take()) is not None:
             landing.copy_(values)
             self._lent[push.key] = values, landing.clone()
@@ -268,11 +276,16 @@ class WorkerProcess:
             return
         self.clock.note_message("to worker", (self.rank, self.number), frames[0], message)
         self.world.faults.noticed(message.type.name)
-        if message.type is MessageType.WELCOME:
-            self.world.views.welcomed(self, message)
-        if self.segments is None or self._look_into(socket, message):
-            if socket.channel is not self.receiver.control:
+        server = socket.server % self.world.scenario.servers
+        if message.term < self._terms.get(server, 0) or not socket.channel.is_connected:
+            self._outdated.append(message)
+        else:
+            self._terms[server] = message.term
+            if message.type is MessageType.WELCOME:
+                self.world.views.welcomed(self, message)
+            elif socket.channel is not self.receiver.control:
                 self.world.job.heard(self, socket.channel.index, message)
+        if self.segments is None or self._look_into(socket, message):
             socket.channel.received(message, self.clock.now_s)
 
     def _look_into(self, socket: Socket, message: Message) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from psengine.codecs.registry import resolve_codec
-from psengine.errors import ServerRefusedError, SnapshotError
+from psengine.errors import ProtocolError, ServerRefusedError, SnapshotError
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.protocol.messages import ErrorCode
@@ -18,12 +19,13 @@ from simulation.averaging import AveragingJob
 from simulation.clock import Clock
 from simulation.elastic import ElasticJob
 from simulation.elastic_worker import ElasticProcess, simulated_machine
+from simulation.electing import SimulatedElector
 from simulation.faults import Faults
 from simulation.groups import Groups
 from simulation.job import Job
 from simulation.liveness import Liveness
 from simulation.merging import MergingJob
-from simulation.network import Network
+from simulation.network import Network, rank_of
 from simulation.scenario import Scenario
 from simulation.server import ServerProcess, shard_thread_time
 from simulation.snapshots import ServerDisk, Snapshots
@@ -88,7 +90,8 @@ class Simulation:
         self.network = Network(self.clock, network_rng, scenario.latency_s, scenario.lease_s)
         self.slots = [Slot(rank) for rank in range(scenario.ranks)]
         self.zombies: list[WorkerProcess] = []
-        self.disks = [ServerDisk(random.Random(f"disk {index} {scenario.seed}")) for index in range(scenario.servers)]
+        self.disks = [ServerDisk(random.Random(f"disk {host} {scenario.seed}")) for host in range(scenario.hosts)]
+        # A server and its follower have about the same time.
         self._wrong_s = [self._rng.choice((-30.0, 0.0, 30.0)) for _ in range(scenario.servers)]
         self.views = Views(self)
         self.faults = Faults(self)
@@ -97,6 +100,13 @@ class Simulation:
         self.all_processes: list[WorkerProcess] = []
         self.groups = Groups(self)
         self.running: WorkerProcess | None = None  # whose thread runs
+        self.leaders: dict[int, ServerProcess] = {}  # by server, the process that leads, or did last
+        self.electors = [SimulatedElector(self, index) for index in range(scenario.servers)]
+
+    @property
+    def lead(self) -> ServerProcess:
+        """The job's lead."""
+        return self.leaders[0]
 
     @property
     def processes(self) -> Iterator[WorkerProcess]:
@@ -132,10 +142,10 @@ class Simulation:
 
     def _run(self) -> None:
         scenario, clock = self.scenario, self.clock
-        for index in range(scenario.servers):
-            self.network.servers.append(self._make_server(index))
-        for index in range(scenario.servers):
-            self._begin(index)
+        for host in range(scenario.hosts):
+            self.network.servers.append(self._make_server(host))
+        for host in range(scenario.hosts):
+            self._begin(host)
         starts_s = [*(self._rng.random() * 0.3 for _ in range(scenario.workers)), *scenario.joins_s]
         for slot, start_s in zip(self.slots, starts_s, strict=True):
             clock.at(start_s, self._start_worker, slot)
@@ -158,64 +168,105 @@ class Simulation:
 
     # ---- servers -----------------------------------------------------------------------------------------------
 
-    def _make_server(self, index: int) -> ServerProcess:
+    def _make_server(self, host: int) -> ServerProcess:
         scenario = self.scenario
-        addresses = [f"tcp://10.0.0.{index}:{shard}" for shard in range(scenario.shards)]
-        server = ServerProcess(self, index, addresses, self._wrong_s[index])
+        addresses = [f"tcp://10.0.0.{host}:{shard}" for shard in range(scenario.shards)]
+        server = ServerProcess(self, host, addresses, self._wrong_s[host % scenario.servers])
         if scenario.snapshot_s is not None:
-            server.snapshots = Snapshots(server, self.disks[index], self.job, scenario.snapshot_s, self._rng)
+            server.snapshots = Snapshots(server, self.disks[host], self.job, scenario.snapshot_s, self._rng)
         return server
 
-    def _begin(self, index: int) -> None:
+    def _begin(self, host: int) -> None:
         """A server starts from its disk; where that is damaged, the operator gives it an empty one."""
-        server = self.network.servers[index]
+        server = self.network.servers[host]
         self.liveness.unrest_s = self.clock.now_s
+        self.leaders.setdefault(server.index, server)
         try:
             server.start()
-            if self.scenario.keeps_log and server.snapshots is not None:
-                server.snapshots.begin_logs(lambda: self.kill_server(index, REST_S, loses_power=True))
+            if self.scenario.keeps_log and not self.scenario.has_followers:
+                self._begin_logs(server)
         except OSError:
-            self._cannot_write(index)
+            self._cannot_write(host)
         except SnapshotError as error:
-            if self.disks[index].files.state.problem:
-                self._cannot_write(index)
+            if self.disks[host].files.state.problem:
+                self._cannot_write(host)
                 return
-            require(index in self.job.excused, "server {} cannot read its own disk: {}", index, error)
+            require(server.index in self.job.excused, "server {} cannot read its own disk: {}", host, error)
             self.counts["disk refused"] += 1
             server.kill()
-            self.clock.after(0.1, self._restart_server, index)
+            self.clock.after(0.1, self._restart_server, host)
             self._start_anew()
 
-    def _cannot_write(self, index: int) -> None:
-        self.counts["server cannot write"] += 1
-        self.kill_server(index, REST_S)
+    def _begin_logs(self, server: ServerProcess, *, is_copy: bool = False) -> None:
+        host = server.host
+        server.snapshots.begin_logs(lambda: self.kill_server(host, REST_S, loses_power=True), is_copy=is_copy)
 
-    def kill_server(self, index: int, rests_s: float, *, loses_power: bool = False) -> None:
+    def begin_logs(self, server: ServerProcess, *, is_copy: bool) -> bool:
+        """A server that has a follower, or is one, begins to write; whether it could."""
+        try:
+            self._begin_logs(server, is_copy=is_copy)
+        except (OSError, SnapshotError):
+            self.clock.after(0.0, self.end_server, server)
+            return False
+        return True
+
+    def leads(self, server: ServerProcess) -> None:
+        """From here on this process leads, with what it has."""
+        self.counts["takes over" if self.leaders[server.index].host != server.host else "leads"] += 1
+        self.leaders[server.index] = server
+        self.liveness.unrest_s = self.clock.now_s
+        self.views.server_started(server)
+        self.job.server_started(server)
+
+    def _look_after_followers(self) -> None:
+        """Where all who had the state are dead, an operator lets another process begin with nothing."""
+        for index, elector in enumerate(self.electors):
+            if elector.recorded is None or elector.is_held or any(map(elector.lives, elector.recorded.members)):
+                continue
+            for server in self.network.servers[index :: self.scenario.servers]:
+                if server.is_up and not self.scenario.keeps_log:
+                    with suppress(ProtocolError):
+                        server.following.pair.succession.promote(self.clock.now_s, accept_loss=True)
+                        break
+
+    def end_server(self, server: ServerProcess) -> None:
+        """A process ends, and starts again."""
+        if self.network.servers[server.host] is server:
+            self.kill_server(server.host, REST_S * self._rng.random())
+
+    def _cannot_write(self, host: int) -> None:
+        self.counts["server cannot write"] += 1
+        self.kill_server(host, REST_S)
+
+    def kill_server(self, host: int, rests_s: float, *, loses_power: bool = False) -> None:
         """The server dies, perhaps with its machine, and comes back after ``rests_s``."""
-        server = self.network.servers[index]
+        server = self.network.servers[host]
         if not server.is_up:
             return
-        if index == 0:
+        if server is self.lead:
             self.counts[f"lead dies: {inspection.coordinator_state(server) or 'no job'}"] += 1
         self.counts[f"server dies: {inspection.shard_state(server.shards[-1])}"] += 1
         server.kill()
         if loses_power:
-            self.disks[index].files.lose_power()
-        for one in self.network.between(None, index):
+            self.disks[host].files.lose_power()
+        for one in self.network.between(None, host):
             self.network.drop(one, worker_s=self._rng.random() * 0.5, server_s=0.0)
-        self.clock.after(rests_s, self._restart_server, index)
+        for one in self.network.between(rank_of(host), None):
+            self.network.drop(one, worker_s=0.0, server_s=self._rng.random() * 0.5)
+        self.clock.after(rests_s, self._restart_server, host)
 
-    def _restart_server(self, index: int) -> None:
-        self.network.servers[index] = self._make_server(index)
-        self._begin(index)
+    def _restart_server(self, host: int) -> None:
+        self.network.servers[host] = self._make_server(host)
+        self._begin(host)
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
     def _start_worker(self, slot: Slot) -> None:
         scenario = self.scenario
         codec = resolve_codec(scenario.codec or None)
+        hosts = [range(index, scenario.hosts, scenario.servers) for index in range(scenario.servers)]
         options = SessionOptions(
-            addresses=[f"tcp://10.0.0.{index}:0" for index in range(scenario.servers)],
+            addresses=["|".join(f"tcp://10.0.0.{host}:0" for host in of_server) for of_server in hosts],
             job="job",
             rule=self.job.rule,
             run=f"run {self.counts['started anew']}",
@@ -257,6 +308,7 @@ class Simulation:
                     continue
             rests_s, slot.rest_s = slot.rest_s or REST_S, None
             self.clock.after(rests_s, self._start_if_needed, slot)
+        self._look_after_followers()
         if self._waits_for_values():
             self._start_anew()
         self._end_training()
@@ -269,8 +321,8 @@ class Simulation:
         self.counts[f"worker ended: {code}"] += 1
         if code != ErrorCode.STATE_LOST:
             return False
-        is_kept = self.scenario.keeps_log and self.scenario.rule != "average" and not self.job.excused
-        require(not is_kept, "servers with logs have lost the job's state: {}", error)
+        is_kept = self.job.keeps_updates and self.scenario.rule != "average"
+        require(not is_kept, "servers have lost the job's state: {}", error)
         return True
 
     def _has_ended(self, process: WorkerProcess) -> bool:
@@ -283,9 +335,9 @@ class Simulation:
 
     def _waits_for_values(self) -> bool:
         """Whether workers wait for others that have ended, because servers have lost what those did."""
-        scenario, lead = self.scenario, self.network.servers[0]
+        scenario, lead = self.scenario, self.lead
         ended = [slot.rank for slot in self.slots if slot.is_done]
-        are_awaited = not scenario.keeps_log and any(inspection.awaits(lead, rank) for rank in ended)
+        are_awaited = not self.job.keeps_updates and any(inspection.awaits(lead, rank) for rank in ended)
         if scenario.rule in ("average", "elastic") or not (0 in ended or are_awaited):
             return False
         since_s = self.clock.now_s - scenario.lease_s
@@ -310,9 +362,10 @@ class Simulation:
         self.job.begin_anew()
         for server in self.network.servers:
             if server.is_up:
-                self.kill_server(server.index, 0.1)
-            self.disks[server.index].clear()
+                self.kill_server(server.host, 0.1)
+            self.disks[server.host].clear()
             self.job.damaged(server.index, None)
+        self.electors = [SimulatedElector(self, index) for index in range(self.scenario.servers)]
 
     def _end_training(self) -> None:
         """Once a replica is trained, nobody waits for processes that have yet to get its state, or to get it again."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from unittest import mock
 
-from psengine.parameter_server.server.durability import restoring
 from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.log.records import RecordKind
@@ -16,7 +15,7 @@ from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.protocol.messages import MessageType
 from simulation.disk import SimulatedDisk, SimulatedFile
-from simulation.planted.registry import Bug, constant, plant, with_patch
+from simulation.planted.registry import Bug, plant, with_patch
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
@@ -92,7 +91,7 @@ def _is_third(message):
 plant("every third push is not logged", Shard, "_changed", _unlogged(_is_third))
 plant("releases are not logged", Shard, "_changed", _unlogged(lambda message: message.type is MessageType.RELEASE))
 plant("views are not logged", Shard, "_changed", _unlogged(lambda message: message.type is MessageType.VIEW))
-plant("the log is not replayed", restoring, "_apply", constant(None))
+plant("the log is not replayed", Shard, "replay", lambda replay, self, *given: self.epoch and replay(self, *given))
 
 
 @plant("what coordinators decide is not logged", ShardLog, "append")

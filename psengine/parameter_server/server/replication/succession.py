@@ -238,6 +238,7 @@ class Succession:
         """Lead, go on, or end: given what is recorded."""
         if recorded != self.recorded:
             self._open.clear()  # these expect what was recorded before
+            self._is_promoted &= self.recorded is None  # the operator's word was about what was recorded before
         self.recorded, self._is_known = recorded, True
         if recorded is None:
             return

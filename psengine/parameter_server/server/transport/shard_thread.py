@@ -135,6 +135,10 @@ class HeldAnswers:
             frames = [bytes(frame) for frame in frames]
         self._held.append(([(sink, sink.end) for sink in self.sinks], route, frames, place is None))
 
+    def holds(self, route: bytes) -> bool:
+        """Whether something to this connection waits."""
+        return any(one[1] == route for one in self._held)
+
     def release(self) -> None:
         """Send what may leave.
 
@@ -577,6 +581,8 @@ class ShardThread(threading.Thread):
             self._send_group()  # a connection keeps its order
             # A new registration has to be the only one, whatever happens to this server.
             is_new = message.type not in _DO_NOT_WAIT or message.body.get("state") == "initialise"
+            # Nor may an older WELCOME come after a newer one.
+            is_new |= message.type is MessageType.WELCOME and self.answers.holds(one.route)
             self.answers.send(one.route, encode(message), place=one.place, waits=waits and is_new)
         if not may_wait:
             self._send_group()
