@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def test_the_parts_of_a_training_fit(name):
     port = service["spec"]["ports"][0]["port"]
     names = [f"{servers['metadata']['name']}-{index}" for index in range(servers["spec"]["replicas"])]
     addresses = [f"tcp://{pod}.{service['metadata']['name']}:{port}" for pod in names]
-    assert variables(worker)["PSENGINE_SERVERS"].split(",") == addresses
+    assert re.split("[,|]", variables(worker)["PSENGINE_SERVERS"]) == addresses
     assert f"--bind=tcp://0.0.0.0:{port}" in server["command"]
     assert servers["spec"]["serviceName"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
