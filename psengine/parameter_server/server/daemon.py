@@ -261,8 +261,8 @@ class Server:
 
     def _make_pair(self, durability: Durability | None, previous: int) -> Pair:
         settings = self.settings
-        keys = None if self._shards.authenticator is None else self._shards.authenticator.own
-        sockets = LeaderSockets(keys, settings.lease_s)
+        guard = self._shards.authenticator
+        sockets = LeaderSockets(lambda way: None if guard is None else guard.keys_for(way), settings.lease_s)
         pair = Pair(
             make_succession(settings, Member(self.epoch, tuple(self.addresses), previous)),
             sockets,

@@ -153,3 +153,12 @@ def test_who_may_follow(tmp_path):
             assert peer.request("FOLLOW", body=body).body["code"] == ErrorCode.STALE
         leader.kill()
         eventually(lambda: leads(follower), "a takeover")
+
+
+def test_servers_of_one_host_and_one_secret_find_each_other(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("a-long-enough-random-word\n")
+    secret.chmod(0o600)
+    with pair(tmp_path, secret_file=secret, bind="tcp://0.0.0.0:0") as (leader, follower):
+        leader.kill()
+        eventually(lambda: leads(follower), "a takeover")

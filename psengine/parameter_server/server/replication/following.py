@@ -3,10 +3,9 @@
     own                            leader's shard 0              its other shards
      ├─ RESUME, as a reader ──────────►│
      │◄───── RESUMED: shards, epoch, term
-     ├─ FOLLOW ───────────────────────►│
-     │◄────────── RECORD: snapshot, then what changes it
-     ├─ FOLLOW ─────────────────────────────────────────────────────►│
-     ├─ KEPT ─────────────────────────►│◄── RECORD ───────────────────┤
+     ├─ FOLLOW ───────────────────────►├─────────────────────────────►│
+     │◄────────── RECORD: snapshot, then what changes it ─────────────┤
+     ├─ KEPT ─────────────────────────►├─────────────────────────────►│
      └─ shards' threads: take the copy, apply records
 
 A record is kept once it was checked and is in memory: if its payload lies in the memory of a worker of this host, it is
@@ -23,7 +22,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import torch
 
 from psengine.errors import ProtocolError
@@ -58,7 +56,6 @@ class _Copy:
     """Of one shard."""
 
     heard_s: float
-    is_asked: bool = False
     next: int | None = None  # number of the next record
     state: ServerState | None = None  # while its tensors come
     tensors: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))
@@ -104,7 +101,6 @@ class Following:
         self._lease_s = lease_s
         self._own: Member | None = None
         self._leader = 0  # its epoch
-        self._addresses: list[str] = []
         self._copies = [_Copy(now_s) for _ in shards]
         self._asked: deque[Future[Any]] = deque()
         transport.open(0, address)
@@ -131,23 +127,15 @@ class Following:
             if message.type is MessageType.ERROR:
                 self.end(f"{self._address} refuses: {message.body['text']}")
             elif message.type is MessageType.RESUMED and self._own is None:
-                self._meet(message, now_s)
-            elif is_record and self._copies[shard].is_asked:
-                self._take(shard, message, frames[1:], now_s)
+                self._meet(message)
+            elif is_record and self._own is not None:
+                self._take(shard, message, frames[1:])
             else:
                 self.end(f"{self._address} sent {message.type.name} (expected RECORD)")
-        except (
-            ProtocolError,
-            msgspec.MsgspecError,
-            OSError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:
+        except Exception as error:
             self.end(f"what {self._address} sent cannot be taken: {error!r}")
 
-    def _meet(self, resumed: Message, now_s: float) -> None:
+    def _meet(self, resumed: Message) -> None:
         """The leader has answered."""
         host = self._address.rpartition(":")[0]
         found = [f"{host}:{one.rpartition(':')[2]}" if "//*:" in one else one for one in resumed.body["shards"]]
@@ -156,22 +144,20 @@ class Following:
                 f"a follower has as many shards as its leader (expected --shards {len(found)}, got {len(self._shards)})"
             )
             return
-        self._leader, self.term, self._addresses = resumed.epoch, resumed.term, found
+        self._leader, self.term = resumed.epoch, resumed.term
         self._own = self._begin(resumed.epoch, resumed.term)
         if self._own is None:
             self.end(f"{self._address} leads; what is here is kept until that is certain")
             return
-        self._follow(0, now_s)
+        body = {"software": __version__, "shards": len(found), "memory": IS_AVAILABLE}
+        body["addresses"] = list(self._own.addresses)
+        for shard, address in enumerate(found):
+            if shard:
+                self._transport.open(shard, address)
+            index = {**body, "index": shard}
+            self._say(shard, Message(MessageType.FOLLOW, epoch=self._own.epoch, term=self.term, body=index))
 
-    def _follow(self, shard: int, now_s: float) -> None:
-        assert self._own is not None
-        copy = self._copies[shard]
-        copy.is_asked, copy.heard_s = True, now_s
-        body: dict[str, Any] = {"software": __version__, "shards": len(self._shards), "index": shard}
-        body |= {"addresses": list(self._own.addresses), "memory": IS_AVAILABLE}
-        self._say(shard, Message(MessageType.FOLLOW, epoch=self._own.epoch, term=self.term, body=body))
-
-    def _take(self, shard: int, message: Message, pieces: Sequence[Any], now_s: float) -> None:
+    def _take(self, shard: int, message: Message, pieces: Sequence[Any]) -> None:
         copy = self._copies[shard]
         if (message.epoch, message.term) != (self._leader, self.term):
             raise ProtocolError(f"another life speaks (expected epoch {self._leader}, got {message.epoch})")
@@ -187,19 +173,20 @@ class Following:
         if copy.is_complete:
             record = self._copied(copy, record)
             copy.given_bytes += record.size_bytes
-            self._give(shard, partial(self._shards[shard].take_record, record))
+            self._asked.append(self._shards[shard].ask(partial(self._shards[shard].take_record, record)))
             return
-        if copy.state is None:
-            self._begin_copy(shard, record, now_s)
+        wanted = RecordKind.GENERATION if copy.state is None else RecordKind.TENSOR
+        if record.kind is not wanted:
+            raise ProtocolError(f"this is no snapshot (expected a record {wanted.name}, got {record.kind.name})")
+        if copy.tensor is None:
+            copy.state, self.copies_anything = state_of(record), True
+            copy.tensors = copy.state.tensors()
         else:
-            assert copy.tensor is not None
-            if record.kind is not RecordKind.TENSOR:
-                raise ProtocolError(f"expected a tensor of the snapshot, got a record of kind {record.kind.name}")
             fill(copy.tensor, record)
         copy.tensor = next(copy.tensors, None)
         if copy.tensor is None:
             assert copy.state is not None
-            self._give(shard, partial(self._shards[shard].take_copy, copy.state))
+            self._asked.append(self._shards[shard].ask(partial(self._shards[shard].take_copy, copy.state)))
             copy.is_complete, copy.state = True, None
 
     @staticmethod
@@ -224,22 +211,6 @@ class Following:
         message.payload = segment.tensor(message.place, message.numel, message.dtype)
         return record._replace(in_place=message).whole()
 
-    def _begin_copy(self, shard: int, record: Record, now_s: float) -> None:
-        if record.kind is not RecordKind.GENERATION:
-            raise ProtocolError(f"expected a snapshot first, got a record of kind {record.kind.name}")
-        copy = self._copies[shard]
-        copy.state = state_of(record)
-        copy.tensors = copy.state.tensors()
-        self.copies_anything = True
-        if shard == 0:  # it takes this follower: so do the others
-            for other in range(1, len(self._shards)):
-                self._transport.open(other, self._addresses[other])
-                self._follow(other, now_s)
-
-    def _give(self, shard: int, call: Callable[[], object]) -> None:
-        """Have it done in the shard's thread."""
-        self._asked.append(self._shards[shard].ask(call))
-
     # ---- time --------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
@@ -248,8 +219,7 @@ class Following:
             if (error := self._asked.popleft().exception()) is not None:
                 self.end(f"a record of {self._address} cannot be applied: {error!r}")
         for shard, copy in enumerate(self._copies):
-            is_awaited = copy.is_asked or shard == 0
-            if is_awaited and now_s > copy.heard_s + self._lease_s:
+            if now_s > copy.heard_s + self._lease_s:
                 self.end(f"{self._address} was silent for {self._lease_s:g} s, at shard {shard}")
             is_due = copy.next != copy.told or now_s >= copy.told_s + self._lease_s / 5
             is_behind = copy.given_bytes - self._shards[shard].applied_bytes > BACKLOG_BYTES

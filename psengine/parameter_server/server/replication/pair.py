@@ -73,7 +73,7 @@ class Pair:
         self.why = ""
         # As leader.
         self._told: deque[tuple[int, int, str]] = deque()
-        self._follower: Member | None = None
+        self._followers: dict[int, Member] = {}  # one at most; several threads may claim it at once
         self._caught_up: set[int] = set()  # shards
         self._is_in_sync = False  # the succession was told
         self._is_released = True
@@ -91,14 +91,18 @@ class Pair:
         return self.succession.role is Role.FENCED
 
     @property
+    def _follower(self) -> Member | None:
+        return self._followers.get(0)
+
+    @property
     def replicas(self) -> list[str]:
         """Where workers find this server's follower."""
         return [] if self._follower is None else list(self._follower.addresses)
 
-    def claim(self, shard: int, epoch: int, addresses: Sequence[str]) -> bool:
-        """Whether this follower may have a copy of a shard: whoever has the first one's gets the others'."""
-        if shard == 0 and self._follower is None and self._is_released and not self.succession.needs_follower:
-            self._follower = Member(epoch, tuple(addresses))
+    def claim(self, epoch: int, addresses: Sequence[str]) -> bool:
+        """Whether this follower may have copies of shards: who has one gets the others'."""
+        if self._is_released and not self.succession.needs_follower:
+            return self._followers.setdefault(0, Member(epoch, tuple(addresses))).epoch == epoch
         return self._follower is not None and self._follower.epoch == epoch
 
     def tell(self, shard: int, epoch: int, why_lost: str) -> None:
@@ -219,7 +223,8 @@ class Pair:
 
     def _lose(self, now_s: float) -> None:
         """A stream to the follower has ended: so do the others, and answers wait until it is recorded no more."""
-        self._follower, self._is_released = None, False
+        self._is_released = False
+        self._followers.clear()
         self._caught_up.clear()
         self._ask_streams("lose", "it is lost at another shard")
         if self._is_in_sync:

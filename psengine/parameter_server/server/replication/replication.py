@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -38,13 +38,13 @@ class LeaderSockets:
     """A ``Transport``: one DEALER socket for each shard of the leader.
 
     Args:
-        keys: the server's own, which the leader has too; None without CURVE.
+        keys_for: the server's own keys, which the leader has too, where a connection to an address needs some.
         lease_s: a connection to a host that is gone ends within it.
     """
 
-    def __init__(self, keys: KeyPair | None, lease_s: float) -> None:
+    def __init__(self, keys_for: Callable[[str], KeyPair | None], lease_s: float) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
-        self._keys, self._lease_s = keys, lease_s
+        self._keys_for, self._lease_s = keys_for, lease_s
         self._sockets: dict[int, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}
         self._poller = zmq.Poller()
 
@@ -56,9 +56,9 @@ class LeaderSockets:
         options |= {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.HANDSHAKE_IVL: 2000, zmq.IPV6: int("[" in address)}
         for option, value in (options | keep_alive(self._lease_s)).items():
             socket.setsockopt(option, value)
-        if self._keys is not None:
-            socket.curve_serverkey = socket.curve_publickey = self._keys.public.encode()
-            socket.curve_secretkey = self._keys.secret.encode()
+        if (keys := self._keys_for(way)) is not None:
+            socket.curve_serverkey = socket.curve_publickey = keys.public.encode()
+            socket.curve_secretkey = keys.secret.encode()
         events = socket.get_monitor_socket(_ENDS)
         self._sockets[shard] = socket, events
         for one in (socket, events):

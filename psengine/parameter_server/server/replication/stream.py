@@ -11,6 +11,7 @@ for until ``release``: somebody has to see to it that it cannot lead any more.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -52,8 +53,7 @@ class Stream:
         self._route = b""
         self._kept = 0
         self._begin = 0  # behind the snapshot
-        self._mark: int | None = None  # all that was told before answers waited is below
-        self._has_caught_up = False
+        self._mark: float | None = None  # all that was told before answers waited is below; then infinite
         self._waiting: deque[tuple[int, Record]] = deque()
         self._sent: deque[tuple[int, int]] = deque()  # numbers and bytes
         self._waiting_bytes = self._sent_bytes = self._most_bytes = 0
@@ -79,7 +79,7 @@ class Stream:
     def open(self, follower: int, route: bytes, snapshot: Iterable[Record], now_s: float) -> None:
         """A follower begins, by a snapshot of the shard as it is at this record."""
         self.follower, self._route, self._heard_s, self._spoke_s = follower, route, now_s, now_s
-        self._most_bytes, self._mark, self._has_caught_up = QUEUE_BYTES, None, False
+        self._most_bytes, self._mark = QUEUE_BYTES, None
         for record in snapshot:
             self._most_bytes += record.size_bytes
             self.append(record)
@@ -119,8 +119,8 @@ class Stream:
         self._kept, self.is_waited_for = number, True
         if self._mark is None:
             self._mark = self.end
-        if number >= self._mark and not self._has_caught_up:
-            self._has_caught_up = True
+        if number >= self._mark:
+            self._mark = math.inf
             self._tell(self.follower, "")
 
     def tick(self, now_s: float, is_connected: Callable[[bytes], bool]) -> None:

@@ -121,7 +121,6 @@ class Authenticator(threading.Thread):
 
     Attributes:
         refused: number of handshakes that it refused.
-        own: the server's keys; None where it has none.
         names_peers: whether a key says which client it is, so that a worker belongs to the key it came with.
 
     Raises:
@@ -131,17 +130,17 @@ class Authenticator(threading.Thread):
     def __init__(self, context: zmq.Context[Any], settings: ServerSettings) -> None:
         super().__init__(name="psengine-authenticator", daemon=True)
         self._zmq_context = context
-        self.own: KeyPair | None = None
+        self._own: KeyPair | None = None
         # The one of a secret is public to whoever has the secret.
         self._clients: KeyList | AbstractSet[str] = frozenset()
         self._operators: KeyList | AbstractSet[str] = frozenset()
         self.names_peers = settings.curve_key is not None
         if settings.curve_key is not None and settings.allow is not None:
-            self.own, self._clients = read_key_pair(settings.curve_key), KeyList(settings.allow)
+            self._own, self._clients = read_key_pair(settings.curve_key), KeyList(settings.allow)
             if settings.admin_allow is not None:
                 self._operators = KeyList(settings.admin_allow)
         elif settings.secret_file is not None:
-            self.own, client = pairs_of_secret(settings.secret_file)
+            self._own, client = pairs_of_secret(settings.secret_file)
             self._clients = {client.public}
         self._users = frozenset() if self.names_peers else frozenset({os.geteuid(), 0})
         self._refusals = RateLimit()
@@ -154,7 +153,7 @@ class Authenticator(threading.Thread):
     def describe(self) -> str:
         """Who may connect, for the lines of start-up."""
         curve = ""
-        if self.own is not None:
+        if self._own is not None:
             clients = f"{len(self._clients)} keys" if self.names_peers else "whoever has the secret is"
             operators = f", {len(self._operators)} of operators" if self._operators else ""
             curve = f"CURVE: {clients} allowed{operators}; "
@@ -167,15 +166,15 @@ class Authenticator(threading.Thread):
 
     def is_own(self, key: str) -> bool:
         """Whether a client with this public key has the server's keys: its follower, which leads with them one day."""
-        return self.own is not None and key == self.own.public
+        return self._own is not None and key == self._own.public
 
-    def _keys_for(self, address: str) -> KeyPair | None:
+    def keys_for(self, address: str) -> KeyPair | None:
         """The server's keys, where a connection to this address needs some."""
-        return self.own if self.names_peers or not address.startswith("ipc://") else None
+        return self._own if self.names_peers or not address.startswith("ipc://") else None
 
     def secure(self, router: zmq.Socket[bytes], address: str) -> None:
         """Set a socket's options so that zmq asks this authenticator about connections to ``address``, bound next."""
-        keys = self._keys_for(address)
+        keys = self.keys_for(address)
         router.setsockopt(zmq.CURVE_SERVER, int(keys is not None))
         if keys is not None:
             router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())

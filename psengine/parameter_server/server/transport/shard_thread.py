@@ -374,7 +374,7 @@ class ShardThread(threading.Thread):
         if message.epoch <= self.shard.epoch:
             text = f"a follower's life begins after its leader's (expected an epoch above {self.shard.epoch}, got"
             raise ProtocolError(f"{text} {message.epoch})", ErrorCode.STALE)
-        if self.stream.follower or not self.pair.claim(self.shard.index, message.epoch, body["addresses"]):
+        if self.stream.follower or not self.pair.claim(message.epoch, body["addresses"]):
             raise ProtocolError(f"this server has a follower: {self.pair.describe_follower()}", ErrorCode.NOT_READY)
         known = {} if self.coordinators is None else self.coordinators.to_meta()
         snapshot = records_of(ServerState([self.shard.capture()], coordinators=known))
