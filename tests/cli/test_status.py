@@ -186,7 +186,7 @@ def test_what_is_a_problem():
     pair = ReplicaStatus(role="leading", term=2, is_in_sync=True, lag_records=3)
     assert overview(ServerFacts(replica=pair)).problems == []
     alone = ServerFacts(replica=replace(pair, is_in_sync=False, why="nobody follows"))
-    assert overview(alone).problems[0].endswith("leading, term 2, not in sync, 3 records behind. nobody follows")
+    assert overview(alone).problems[0].endswith("leading, term 2, not in sync, 3 records behind: nobody follows")
     lost = shard(worker(0), lost="job 'demo' is lost")
     assert merge([ServerReport(address="tcp://a:1", shards=(lost,))]).problems == ["job 'demo' is lost"]
     assert "a shard of it does not work" in overview(ServerFacts(healthy=False)).problems[0]

@@ -16,6 +16,7 @@ from psengine.protocol.messages import Message, MessageType
 # Besides those that are named: who leads, its follower, and some that these have replaced.
 MAX_LEARNED = 4
 _GREETS = (MessageType.WELCOME, MessageType.RESUMED)
+_ANSWERS_GREETING = (*_GREETS, MessageType.ERROR)
 _WILDCARD = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):")
 
 
@@ -51,9 +52,9 @@ class KnownServer:
         """Why who sends this is not to be believed, though it leads; "" where it is."""
         if message.term < self.term:
             return f"it leads no more (expected term {self.term}, got {message.term})"
-        if message.type not in _GREETS:
+        if message.type not in _ANSWERS_GREETING:
             return ""
-        if message.term == self.term > 0 and self._epoch not in (0, message.epoch):
+        if message.term == self.term > 0 and 0 not in (self._epoch, message.epoch) and message.epoch != self._epoch:
             return f"it is another server, because this one's lead in term {self.term} was another process"
         shards = len(message.body.get("shards", ())) or self._shards
         if self._shards not in (0, shards) and len(self.places) > 1:

@@ -136,7 +136,7 @@ class Pair:
             is_in_sync=any(expected is not None and one.epoch == expected.epoch for one in named),
             lag_records=max(thread.stream.lag for thread in self._threads) if self._follower else None,
             election=election,
-            why=self.why or succession.why,
+            why=succession.why if self.is_leading else self.why or succession.why,
         )
 
     # ---- for the transport -------------------------------------------------------------------------------------
