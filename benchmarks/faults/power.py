@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from attacks.kill_loop import AsyncTrial, Counters, until
+from attacks.kill_loop import AsyncTrial, Counters, servers_of, until
 from support.server_process import ServerProcess
 
 IMAGE_BYTES = 192 << 20
@@ -89,7 +89,7 @@ def cut_power(tries: int, seed: int, tier: str, most_s: float) -> Counters:
     """``tries`` power cuts of a server whose durability is ``tier``; fewer in ``most_s``."""
     chooser = random.Random(seed)
     with disk() as made, ExitStack() as context:
-        trial = AsyncTrial(context, made.directory, chooser, tier, made.cut, servers=1)
+        trial = AsyncTrial(context, servers_of(made.directory, tier, 1)(context), chooser, made.cut)
         for _ in until(most_s, range(tries)):
             trial.kill_server()
         return trial.counters

@@ -1,0 +1,63 @@
+"""A leader that is stopped past its lease, an etcd that is gone: no acknowledged update is lost, or applied twice."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from attacks.kill_loop import LEASE_S, Counters, FailoverTrial, Pairs
+from support.etcd_server import EtcdServer, etcd_server, needs_etcd
+from support.waiting import eventually
+
+pytestmark = needs_etcd
+LONG_S = 3 * LEASE_S  # longer than the servers' lease
+
+
+@contextmanager
+def trial_over_etcd() -> Iterator[tuple[FailoverTrial, Pairs, EtcdServer]]:
+    """A server with a follower, and three workers of an async job."""
+    with etcd_server() as etcd, ExitStack() as context:
+        options = {"durability": "replica", "election": f"etcd={etcd.place}"}
+        pairs = Pairs(context, lambda number, side: options, 1)
+        yield FailoverTrial(context, pairs, random.Random(1), "replica"), pairs, etcd
+
+
+def test_a_leader_that_was_stopped_past_its_lease_is_fenced_and_follows():
+    with trial_over_etcd() as (trial, pairs, _):
+        leader = pairs.leader(0)
+        former = pairs.members[0][leader]
+        former.signal(signal.SIGSTOP)
+        trial.await_steps()
+        former.signal(signal.SIGCONT)
+        eventually(lambda: former.status()["replica"]["role"] == "following", "the former leader follows")
+        pairs.await_sync(0)
+        trial.account()
+        assert trial.counters == Counters(survived=1)
+        assert [one.status()["replica"]["term"] for one in pairs.members[0]] == [2, 2]
+
+
+@pytest.mark.parametrize("has_failed", ["leader", "follower", "nobody"])
+def test_without_etcd_nobody_takes_over_or_is_dropped_until_it_is_back(has_failed):
+    with trial_over_etcd() as (trial, pairs, etcd):
+        leader = pairs.leader(0)
+        etcd.end()
+        time.sleep(LONG_S)
+        trial.await_steps()
+        if has_failed != "nobody":
+            side = leader if has_failed == "leader" else 1 - leader
+            pairs.members[0][side].kill()
+            time.sleep(LONG_S)
+            steps = trial.steps()
+            time.sleep(LEASE_S)
+            assert trial.steps() == steps
+            pairs.start(0, side)
+        etcd.start()
+        trial.await_steps()
+        pairs.await_sync(0)
+        trial.account()
+        assert trial.counters == Counters(survived=1)
+        assert pairs.leader(0) == (1 - leader if has_failed == "leader" else leader)
