@@ -36,7 +36,7 @@ class Batches:
         dataset: map-style.
         request: the key and the indices of a step's virtual worker.
         upcoming: the virtual workers that are played here in a step; empty after the last step.
-        num_workers, collate_fn, pin_memory, worker_init_fn, others: as of torch's ``DataLoader``.
+        num_workers, fetching: as of torch's ``DataLoader``.
     """
 
     def __init__(
@@ -46,10 +46,7 @@ class Batches:
         upcoming: Callable[[int], Sequence[int]],
         *,
         num_workers: int,
-        collate_fn: Callable[[Any], Any] | None,
-        pin_memory: bool,
-        worker_init_fn: Callable[[int], None] | None,
-        **others: Any,
+        **fetching: Any,
     ) -> None:
         self._request, self._upcoming = request, upcoming
         # The step in which requests begin; (step, virtual worker) of those whose batches are to come, in order.
@@ -57,19 +54,19 @@ class Batches:
         make_loader: Any = functools.partial(
             DataLoader,
             SeededDataset(dataset),
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
             generator=torch.Generator(),  # torch draws a seed for its loader processes; not from the training's state
         )
         self._wanted: list[Request] = []
-        self._here = make_loader(batch_sampler=self._wanted)
+        here = {name: fetching[name] for name in ("collate_fn", "pin_memory") if name in fetching}
+        self._here = make_loader(batch_sampler=self._wanted, **here)
+        begin = functools.partial(_enter_loader_process, fetching.pop("worker_init_fn", None))
         self._processes = make_loader(
             batch_sampler=self,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             in_order=True,
-            worker_init_fn=functools.partial(_enter_loader_process, worker_init_fn),
-            **others,
+            worker_init_fn=begin,
+            **fetching,
         )
         self._fetched: Iterator[Any] = iter(())
         # A first call keeps MKL from choosing fewer threads: not only where batches are fetched in this process.

@@ -49,9 +49,9 @@ class ElasticLoader:
         drop_last: leave out the samples that do not fill an epoch's last step. Else fewer samples than virtual workers
             join the step before.
         model: the wrapped model whose virtual workers these are; default: the one wrapped last that has any.
-        num_workers: loader processes; 0 fetches in this process.
-        collate_fn, pin_memory, worker_init_fn: as of torch's ``DataLoader``, and ``others``: ``prefetch_factor``,
-            ``timeout`` and ``multiprocessing_context``. Loader processes stay until the last epoch is over.
+        num_workers: loader processes, which stay until the last epoch is over; 0 fetches in this process.
+        fetching: what else torch's ``DataLoader`` takes of this: ``collate_fn``, ``pin_memory``, ``worker_init_fn``,
+            ``prefetch_factor``, ``timeout`` and ``multiprocessing_context``.
 
     Raises:
         ArgumentTypeError: the dataset has no length.
@@ -69,10 +69,7 @@ class ElasticLoader:
         drop_last: bool = False,
         model: torch.nn.Module | None = None,
         num_workers: int = 0,
-        collate_fn: Callable[[Any], Any] | None = None,
-        pin_memory: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
-        **others: Any,
+        **fetching: Any,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ArgumentTypeError(
@@ -90,16 +87,7 @@ class ElasticLoader:
             "shuffle": shuffle,
             "drop_last": drop_last,
         }
-        self._batches = Batches(
-            dataset,
-            self._request,
-            self._upcoming,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            worker_init_fn=worker_init_fn,
-            **others,
-        )
+        self._batches = Batches(dataset, self._request, self._upcoming, num_workers=num_workers, **fetching)
         # The step that begins next, once the job was entered; the last one that is known to be wanted.
         self._next_step = self._last_step = 0
         self._step: Step | None = None

@@ -44,10 +44,6 @@ class OptimizerState:
         parameters = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
         return cls(users_class(type(optimizer)).__name__, parameters)
 
-    def belongs_to(self, other: OptimizerState) -> bool:
-        """Whether both are of the same class over the same parameters."""
-        return (self.kind, self.parameters) == (other.kind, other.parameters)
-
     def __str__(self) -> str:
         names = [name for group in self.parameters for name in group]
         return f"{self.kind} over {len(names)} parameters" + (f" from {names[0]!r} on" if names else "")
@@ -136,8 +132,8 @@ class OptimizerStates:
         if not self._arrived:
             return
         own = OptimizerState.of(optimizer, names)
-        states = enumerate(self._arrived)
-        fitting = [number for number, state in states if number not in self._loaded and state.belongs_to(own)]
+        states = [replace(state, state_dict=None) for state in self._arrived]
+        fitting = [number for number, state in enumerate(states) if number not in self._loaded and state == own]
         try:
             if not fitting:
                 raise ValueError(f"expected one of {'; '.join(map(str, self._arrived))}; got {own}")
