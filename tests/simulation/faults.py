@@ -111,6 +111,9 @@ def _slow(world, fault: Fault) -> None:
     """What is sent in the first half of the time takes the other half."""
     found = world.network.between(fault.rank, fault.server)
     found = found if fault.detail < 0.3 else found[int(fault.detail * len(found)) :][:1]
+    if fault.kind == "slow servers":
+        hosts = [one.host for one in _pair(world, fault)]
+        found = [one for host in hosts for one in world.network.between(rank_of(host), None)]
     for one in found:
         one.delay_s += fault.lasts_s / 3
 
@@ -251,6 +254,7 @@ _BEGIN = {
     "stop follower": _stop_one(1),
     "cut servers": _cut_servers,
     "cut elector": _bad_elector,
+    "slow servers": _slow,
     "elector down": _bad_elector,
     "elector late": _bad_elector,
     "cut workers": _cut_workers,

@@ -144,6 +144,7 @@ FOLLOWER_KINDS = {
     "stop leader": (5, 0.1, 9.0),
     "stop follower": (2, 0.1, 9.0),
     "cut servers": (5, 0.2, 9.0),  # one from the other, one way or both
+    "slow servers": (5, 0.5, 3.0),  # between them
     "cut elector": (4, 0.2, 9.0),  # from one of them, one way or both
     "elector down": (3, 0.2, 6.0),
     "elector late": (3, 0.5, 6.0),
@@ -214,6 +215,11 @@ def _with_followers(scenario: Scenario) -> Scenario:
     others = [one for one in others if scenario.keeps_log or one.kind not in OF_DISKS]
     count = rng.choice((0, 1, 1, 2, 2, 3, 4))
     mine = [_draw_follower_fault(rng, scenario) for _ in range(count)]
+    if rng.random() < 0.4:  # much is on its way to the follower when something happens to the leader
+        lasts_s = rng.uniform(0.5, min(4.0, 2 * scenario.lease_s))
+        slow = _draw_follower_fault(rng, scenario)._replace(kind="slow servers", lasts_s=round(lasts_s, 3), on="")
+        kind, later_s = rng.choice(("kill leader", "kill leader", "stop leader", "cut servers")), rng.random() * lasts_s
+        mine += [slow, slow._replace(kind=kind, at_s=round(slow.at_s + later_s, 3))]
     return replace(scenario, faults=tuple(sorted([*others, *mine], key=lambda fault: fault.at_s)))
 
 
