@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -240,6 +241,10 @@ class Server:
     def _lead(self, epoch: int, now_s: float) -> None:
         """The shards go on with what is here; the first one last, which tells workers of the others."""
         self.epoch = epoch
+        pair = None if self._replication is None else self._replication.pair
+        is_old = any(thread.shard.jobs for thread in self._shards.threads) and "log" not in self.settings.tier
+        if pair is not None and (pair.accepts_loss or (is_old and not pair.has_copy)):
+            self._shard_settings = replace(self._shard_settings, may_lack_updates=True)
         interfaces = Interfaces(
             epoch,
             self._shard_settings,
@@ -254,10 +259,10 @@ class Server:
         )
         for thread in reversed(self._shards.threads):
             coordinators = None if thread.shard.index else Coordinators(interfaces)
+            thread.shard.settings = self._shard_settings
             thread.ask(partial(thread.lead, epoch, now_s, coordinators))
-        if self._replication is not None:
-            text = f"this server leads, under term {self._replication.pair.term}"
-            self._events.note("leads", text)
+        if pair is not None:
+            self._events.note("leads", f"this server leads, under term {pair.term}")
 
     def _make_pair(self, durability: Durability | None, previous: int) -> Pair:
         settings = self.settings
@@ -451,7 +456,7 @@ class Server:
     def _promote(self, accept_loss: bool) -> str:
         if self._replication is None:
             raise ProtocolError(f"this server leads (expected durability replica, got {self.settings.tier})")
-        self._replication.pair.succession.promote(time.monotonic(), accept_loss=accept_loss)
+        self._replication.pair.promote(time.monotonic(), accept_loss=accept_loss)
         return "This server leads as soon as it may: see psengine status."
 
     def _drain(self) -> str:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from psengine.parameter_server.server.durability import log_thread, tier
 from psengine.parameter_server.server.durability.inspection import back_up, inspect
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.log import disk as disks
+from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, MessageType
 
@@ -205,6 +207,20 @@ def test_a_directory_that_takes_another_server_s_copy_keeps_nothing_from_before(
     with server(tmp_path / "s", keeps_log=True, is_copy=True, epoch=8):
         there = sorted(path.name for path in (tmp_path / "s").iterdir())
         assert there == ["generation-000000000003", "lock", "log-000-000000000003"]
+
+
+def test_a_death_before_a_copys_first_generation_leaves_what_was_there(tmp_path, monkeypatch):
+    """The log that the copy began does not go on from it."""
+    with server(tmp_path, keeps_log=True) as one:
+        push(with_job(one), 1, 2)
+        one.snapshot()
+    with monkeypatch.context() as patched:
+        patched.setattr(Generations, "save", Mock(side_effect=SnapshotError("dies")))
+        with pytest.raises(SnapshotError, match="dies"):
+            Server(tmp_path, keeps_log=True, is_copy=True, epoch=8)
+    for epoch in (9, 10):
+        with server(tmp_path, keeps_log=True, epoch=epoch) as one:
+            assert one.version == 2
 
 
 def quicken(monkeypatch):

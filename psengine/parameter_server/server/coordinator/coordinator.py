@@ -546,7 +546,7 @@ class Coordinator(JobMemory):
                 return  # a life before; where a clock was set back, it is said again under this view
             self.epochs[shard] = epoch
             self.is_changed, self._donation = True, None  # what was deposited there is lost
-            self._decisions.lose(keeps_log=self._interfaces.settings.keeps_updates)
+            self._decisions.lose(keeps_log=self._interfaces.settings.keeps_updates and not lost)
             self._want_view()
             if not self.averages and self.chunks and body["chunks"] < self.chunks[shard]:
                 self._finish(

@@ -13,7 +13,6 @@ from psengine.errors import ProtocolError, SnapshotError
 from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.log.log import Place, segments
 from psengine.parameter_server.server.log.reading import WITHOUT_LOG, LogReader
-from psengine.parameter_server.server.log.records import Record
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots.files import JobState
@@ -42,10 +41,6 @@ class Recovered:
     notes: list[str] = field(default_factory=list)
     records: int = 0
     ends: dict[int, Place] = field(default_factory=dict)
-
-    def note(self, record: Record) -> None:
-        """A record was applied."""
-        self.records += 1
 
     def describe(self) -> str:
         """What a server starts with, for people."""
@@ -76,7 +71,8 @@ def recover(store: Generations) -> Recovered:
         # A generation without a place was written by a server that kept no log.
         if not is_without and (generation is None or shard in state.places):
             held = recovered.shards[shard]
-            recovered.shards[shard] = replay_log(reader, shard, held, recovered.coordinators, recovered.note).capture()
+            recovered.shards[shard] = replay_log(reader, shard, held, recovered.coordinators).capture()
+            recovered.records += reader.records
         recovered.ends[shard] = reader.end._replace(segment=max(found.get(shard, [0])))
     return recovered
 
@@ -86,7 +82,6 @@ def replay_log(
     index: int,
     held: Sequence[JobState],
     known: dict[str, Any],
-    note: Callable[[Record], object] = lambda record: None,
     make_job: Callable[..., Job] = Job,
 ) -> Shard:
     """Apply a log, life after life, to what a shard held where it begins; the shard at its end.
@@ -96,7 +91,6 @@ def replay_log(
         index: of the shard.
         held: tensors are taken over.
         known: what coordinators knew there, and know at the log's end.
-        note: told of each record that was applied.
         make_job: makes jobs that are watched.
 
     Raises:
@@ -117,7 +111,6 @@ def replay_log(
                 shard, epoch = begin(shard.capture()), reader.end.epoch
                 shard.begin_life()
             shard.replay(record, known)
-            note(record)
         except (ProtocolError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise SnapshotError(
                 f"{reader.name}: the record at byte {reader.offset} cannot be applied (expected one of this version of"

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -156,6 +156,9 @@ class Durability(threading.Thread):
         """
         recovered, self._recovered, self._threads = self._recovered, Recovered(), threads
         deadline_s = CAPTURE_DEADLINE_S if is_copy else START_S
+        if is_copy and self._keeps_log:  # who dies before the first generation does not go from the older to this log
+            with closing(self._disk.create(WITHOUT_LOG)) as file:
+                file.commit()
         for thread in threads if self._keeps_log else ():
             last = recovered.ends.get(thread.shard.index, BEGINNING)
             # A gap: nobody goes from what another server had told to what this one had held.

@@ -28,6 +28,7 @@ class LogReader:
 
     Attributes:
         name, offset: where the record of the iteration is.
+        records: how many there were so far.
         end: behind it; after the iteration, where the next life goes on.
 
     Raises:
@@ -36,7 +37,7 @@ class LogReader:
 
     def __init__(self, disk: Disk, shard: int, start: Place | None, notes: list[str]) -> None:
         self._disk, self._shard, self._start, self._notes = disk, shard, start, notes
-        self.name, self.offset = "", 0
+        self.name, self.offset, self.records = "", 0, 0
         self.end = start._replace(segment=start.segment - 1) if start else BEGINNING
 
     def __iter__(self) -> Iterator[Record]:
@@ -52,6 +53,7 @@ class LogReader:
         while (found := file.record(self.offset)) is not None:
             self._check_follows(found)
             if found.kind is not RecordKind.SEGMENT:
+                self.records += 1
                 yield found
             self.offset += found.size_bytes
         if not self.offset:

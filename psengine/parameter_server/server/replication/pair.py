@@ -45,6 +45,8 @@ class Pair:
 
     Attributes:
         is_leading: the shards were told to lead.
+        has_copy: what is here is another server's.
+        accepts_loss: an operator said to lead, with what is here.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Pair:
         self._prepare, self._lead, self._begin_anew, self._note = prepare, lead, begin_anew, note
         # As follower.
         self._following: Following | None = None
-        self._has_copy = False  # of another server, whole or not
+        self.has_copy = False  # of another server, whole or not
         self._is_complete = False
+        self.accepts_loss = False
         self._retry_s = 0.0
         self.why = ""
         # As leader.
@@ -139,6 +142,11 @@ class Pair:
             why=succession.why if self.is_leading else self.why or succession.why,
         )
 
+    def promote(self, now_s: float, *, accept_loss: bool) -> None:
+        """An operator's order: lead; ProtocolError where that must not be. Any thread."""
+        self.succession.promote(now_s, accept_loss=accept_loss)
+        self.accepts_loss = True
+
     # ---- for the transport -------------------------------------------------------------------------------------
 
     def received(self, shard: int, frames: Sequence[Any], now_s: float) -> None:
@@ -176,14 +184,14 @@ class Pair:
         copy = Member(max(self._draw_epoch(), leader + 1), own.addresses)
         if not self.succession.begin_copy(copy, term):
             return None
-        if self._has_copy:
+        if self.has_copy:
             self._begin_anew("its copy is not the leader's any more")
             return None
         return copy
 
     def _tick_as_follower(self, following: Following, now_s: float) -> None:
         following.tick(now_s)
-        self._has_copy |= following.copies_anything
+        self.has_copy |= following.copies_anything
         if following.why_ended:
             self._following, self._retry_s, self.why = None, now_s + RETRY_S, following.why_ended
             self.succession.leader_lost(now_s)
@@ -201,7 +209,7 @@ class Pair:
             if self._following is not None:
                 self._following.end("this server leads")
                 self._following = None
-            if self._prepare(self.succession.own.epoch, self._has_copy):
+            if self._prepare(self.succession.own.epoch, self.has_copy):
                 self.is_leading = True
                 self._lead(self.succession.own.epoch, now_s)
         while self._told:
