@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 
 import pytest
+from support import marks
 from support.command_process import WORKER, running_command, servers_of
+from support.server_process import Peer
 from support.waiting import eventually
 
 from psengine.cli.launching.plan import SERVER_STRATEGIES, RunOptions, expected_servers, make_plan
 from psengine.cli.launching.servers import launched_servers
 from psengine.cli.run_arguments import RunArguments
 from psengine.parameter_server.client.embedded import launch
+from psengine.parameter_server.server.replication.election import decode_leadership
 from psengine.strategies.registry import STRATEGIES, resolve_strategy
 from psengine.strategies.servers.base import ServerStrategy
 
@@ -47,6 +51,46 @@ def test_a_server_without_its_folder_is_given_up(tmp_path):
         assert command.wait() == 1
         assert "--snapshot-dir is a folder for the servers to write in" in command.stderr
         assert "3 times in 120 s" in command.stderr
+
+
+def process_of(member):
+    with Peer(member.addresses[0]) as peer:
+        return json.loads(bytes(peer.request("STATUS").payload))["server"]["pid"]
+
+
+def in_sync(record, term):
+    """Who leads under this term, with a follower that has all; None before."""
+    found = decode_leadership(record.read_bytes(), "the record")
+    return found if found.term == term and len(found.members) == 2 else None
+
+
+def give_up_soon():
+    from psengine.cli.launching import servers
+
+    servers.START_S = 5.0
+
+
+@pytest.mark.parametrize("durability", ["log+replica", marks.slow("replica")])
+def test_a_run_has_followers_that_lead_when_their_servers_stop_or_die(durability, tmp_path):
+    record = tmp_path / "server-0-leadership"
+    options = ["--server-option", f"durability={durability}", "--server-option", "lease_s=1"]
+    line = ["run", "--strategy", "async", "--snapshot-dir", str(tmp_path), *options, WORKER, "hang"]
+    with running_command(line, prepare=give_up_soon) as command:
+        command.wait_until(lambda: "worker 0 has" in command.stdout)
+        first = in_sync(record, 1)
+        assert f"PSENGINE_SERVERS={'|'.join(one.addresses[0] for one in first.members)}" in command.stdout
+        os.kill(process_of(first.members[0]), signal.SIGSTOP)
+        second = command.wait_until(lambda: in_sync(record, 2))
+        assert f"{first.members[0].addresses[0]} is silent; it is killed, and its follower leads" in command.stderr
+        assert second.members[0] == first.members[1]
+        for member in second.members:
+            os.kill(process_of(member), signal.SIGKILL)
+        if durability == "replica":
+            assert command.wait() == 1
+            assert "whoever had all that was acknowledged is gone. Fix: --server-option durability" in command.stderr
+        else:
+            third = command.wait_until(lambda: in_sync(record, 3))
+            assert third.members[0].previous == second.members[0].epoch
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ class ServerGroup:
         self._servers: list[EmbeddedServer] = []
         self._binds: list[str] = []
         self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(plan.servers * self._copies)]
-        # By server: who leads, and when it was last known that somebody does, or a process was started.
+        # By server: where it and its follower keep their state; who leads; when somebody did, or was started, last.
+        self._directories = [self._newest_first(f"server-{index}") for index in range(plan.servers)]
         self._electors = [FileElector(self._record(index)) for index in range(plan.servers if self._copies > 1 else 0)]
         self._led_s = [0.0] * plan.servers
 
@@ -90,10 +91,10 @@ class ServerGroup:
             for index in range(processes):
                 self._servers.append(self._start(index, "tcp://127.0.0.1:0"))
                 self._binds += self._servers[index].addresses
+                if self._electors:
+                    self._await_members(index % self._copies + 1, self._electors[index // self._copies])
             pairs = range(0, processes, self._copies)
             self.addresses = ["|".join(self._binds[first : first + self._copies]) for first in pairs]
-            for elector in self._electors:
-                self._await_sync(elector)
             status = _STATUS.search(self._servers[0].log())
             self._status_port = status[1].rpartition(":")[2] if status else self._status_port
             count = "1 server" if self._plan.servers == 1 else f"{self._plan.servers} servers"
@@ -139,7 +140,7 @@ class ServerGroup:
 
     def _start(self, index: int, bind: str) -> EmbeddedServer:
         number, copy = divmod(index, self._copies)
-        directory = self._snapshot_dir / (f"server-{number}-follower" if copy else f"server-{number}")
+        directory = self._directories[number][copy]
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if len(self._servers) == index and not copy and "log" not in self._durability:
@@ -158,18 +159,25 @@ class ServerGroup:
         process = self._launched.pop() if self._launched else None
         return EmbeddedServer.start(arguments=[*arguments, *self._options], process=process)
 
+    def _newest_first(self, name: str) -> list[Path]:
+        """The directories of a server and its follower: whoever leads first has the newest snapshot of a run before."""
+
+        def newest_s(directory: Path) -> float:
+            return max((one.stat().st_mtime for one in directory.glob("generation-*")), default=0.0)
+
+        found = [self._snapshot_dir / name, self._snapshot_dir / f"{name}-follower"]
+        return sorted(found, key=newest_s, reverse=True) if self._copies > 1 else found
+
     def _record(self, number: int) -> Path:
         return self._snapshot_dir / f"server-{number}-leadership"
 
-    def _await_sync(self, elector: FileElector) -> None:
-        """Wait until a follower has all: from then on a death loses nothing."""
+    def _await_members(self, count: int, elector: FileElector) -> None:
+        """Wait until somebody leads, and then until its follower has all: from then on a death loses nothing."""
         deadline_s = time.monotonic() + START_S
-        while (record := elector.read()[0]) is None or len(record.members) == 1:
+        while (record := elector.read()[0]) is None or len(record.members) < count:
             if time.monotonic() > deadline_s:
-                words = "\n".join(server.log() for server in self._servers[-2:])
-                raise ServerError(
-                    f"no follower had all of its server's state after {START_S:g} s. They wrote:\n{words}"
-                )
+                words = "\n".join(server.log() for server in self._servers[-count:])
+                raise ServerError(f"nobody leads, or follows and has all, after {START_S:g} s. They wrote:\n{words}")
             time.sleep(0.02)
 
     def _supervise(self, number: int, elector: FileElector) -> str:
