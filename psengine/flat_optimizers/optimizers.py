@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from psengine.errors import ProtocolError
-from psengine.flat_optimizers.kernel_windows import Place, window_of
-from psengine.flat_optimizers.stretches import STEPS, Stretch, step_in_window, step_sgd
+from psengine.flat_optimizers.stretches import STEPS, Stretch, step_in_copy, step_sgd
 from psengine.protocol.hyperparameters import SLOTS, check_groups, slot_names
 from psengine.protocol.messages import ErrorCode
 
@@ -65,34 +64,25 @@ class OptimizerSpec:
 class ChunkOptimizer:
     """Steps one chunk's values like its ``torch.optim`` class steps the parameters the chunk is made of, bit for bit.
 
-    Groups that are "fused" step by torch's fused kernels, which round differently; see ``kernel_windows``.
-
-    float16 and bfloat16 are the exception where a parameter is cut, unless it is fused: torch's other CPU kernels round
-    the last few elements of a 16-bit tensor differently, so the elements beside a cut may differ by a rounding.
+    Groups that are "fused" step by torch's fused kernels, which round differently. All kernels may round the last
+    elements of a tensor, which fill no vector, differently too; so a parameter is cut at whole cache lines.
 
     Args:
         values: 1-D, contiguous, on the CPU, of a floating or complex dtype; mutated by ``apply``. Views of it are kept:
             overwrite values in place only.
         spec: made for as many elements.
-        places: of each run in its tensor, for fused kernels; None: every run is a tensor.
 
     Raises:
         ProtocolError: a fused kernel cannot step the chunk's dtype.
     """
 
-    def __init__(
-        self,
-        values: Tensor,
-        spec: OptimizerSpec,
-        places: Sequence[Place] | None = None,
-    ) -> None:
+    def __init__(self, values: Tensor, spec: OptimizerSpec) -> None:
         assert values.shape == (spec.runs[-1][1] if spec.runs else 0,)
         assert values.is_contiguous()
         assert values.is_floating_point() or values.is_complex()
         self._values = values
         self._spec = spec
         self._groups = list(spec.groups)
-        self._places = [(0, end - start) for start, end, _ in spec.runs] if places is None else list(places)
         self._check_kernels(self._groups)
         self._slots: dict[str, Tensor] = {}
         self._steps = [0.0] * len(spec.runs)
@@ -156,10 +146,10 @@ class ChunkOptimizer:
             options.pop("fused", None)
             is_whole = stretch.end - stretch.start == numel
             part = gradient if is_whole else gradient[stretch.start : stretch.end]
-            if stretch.window is None:
-                step(stretch, part, options)
+            if stretch.needs_copy:
+                step_in_copy(step, stretch, part, options)
             else:
-                step_in_window(step, stretch, stretch.window, part, options)
+                step(stretch, part, options)
 
     def check(self, groups: Sequence[Mapping[str, Any]] | None, absent: Sequence[tuple[int, int]]) -> None:
         """Raise ProtocolError where ``apply`` would for these; nothing changes."""
@@ -268,9 +258,7 @@ class ChunkOptimizer:
             slots = {name: slot[start:end] for name, slot in self._slots.items()}
             steps = torch.tensor(self._steps[runs[0]], device="cpu")
             is_fused = self._is_fused(self._groups[group])
-            window = window_of(self._places[runs[0]], end - start, self._values.itemsize) if is_fused else None
-            values = self._values[start:end]
-            self._stretches.append(Stretch(start, end, group, runs, steps, values, slots, is_fused, window))
+            self._stretches.append(Stretch(start, end, group, runs, steps, self._values[start:end], slots, is_fused))
         self._absent = absent
 
     def _step_alike(self, left: int, right: int) -> bool:

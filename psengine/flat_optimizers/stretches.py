@@ -13,15 +13,13 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from psengine.flat_optimizers import native_steps
-from psengine.flat_optimizers.kernel_windows import Window
+
+LINE_BYTES = 64
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Neighbouring runs that step as one tensor. ``values`` and ``slots`` are views of the chunk's.
-
-    With a ``window`` there is one run, which the kernel sees in that window.
-    """
+    """Neighbouring runs that step as one tensor. ``values`` and ``slots`` are views of the chunk's."""
 
     start: int
     end: int
@@ -31,23 +29,29 @@ class Stretch:
     values: Tensor
     slots: dict[str, Tensor]
     is_fused: bool
-    window: Window | None
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether a fused kernel takes the last elements, which fill no cache line, in another way than whole vectors.
+
+        How they are rounded depends on where they lie in memory too.
+        """
+        return self.is_fused and self.values.nbytes % LINE_BYTES != 0
 
 
-def step_in_window(
+def step_in_copy(
     step: Callable[[Stretch, Tensor, dict[str, Any]], None],
     stretch: Stretch,
-    window: Window,
     gradient: Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Take a step where the kernel sees the stretch in a window."""
-    slots = {name: window.show(slot) for name, slot in stretch.slots.items()}
-    shown = replace(stretch, values=window.show(stretch.values), slots=slots)
-    step(shown, window.show(gradient), options)
-    window.take_back(shown.values, stretch.values)
+    """Take a step over copies, which begin on a cache line as tensors do."""
+    slots = {name: slot.clone() for name, slot in stretch.slots.items()}
+    copied = replace(stretch, values=stretch.values.clone(), slots=slots)
+    step(copied, gradient.clone(), options)
+    stretch.values.copy_(copied.values)
     for name, slot in slots.items():
-        window.take_back(slot, stretch.slots[name])
+        stretch.slots[name].copy_(slot)
 
 
 # The functional forms: with SGD on 1 MiB of float32 a class's step() takes twice as long (hooks, profiler ranges, graph

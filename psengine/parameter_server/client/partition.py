@@ -19,7 +19,8 @@ CHUNK_BYTES = 1024 * 1024
 # With several servers each link carries many streams at once, and a worker waits for the slowest of them (link.py).
 CHUNK_BYTES_OF_SEVERAL_SERVERS = 256 * 1024
 
-# Inner cuts fall on multiples of this many elements, so that no chunk but a tensor's first begins off a cache line.
+# Tensors are cut at multiples of this many elements, which are whole cache lines: torch's kernels round the rest of a
+# vector in another way.
 ALIGNMENT_NUMEL = 64
 
 # Of a chunk's description in a body; a page of CHUNKS has 48 KiB.
@@ -55,12 +56,15 @@ def cut(
         raise ConfigurationError(f"tensors of this dtype cannot travel (expected one of {names}, got {dtype})")
     total_numel = sum(numel for _, _, _, numel in tensors)
     limit_numel = _even_limit(total_numel, max(1, chunk_bytes // dtype.itemsize))
+    aligned_numel = min(limit_numel, ALIGNMENT_NUMEL)
     runs: list[list[Segment]] = []
     room_numel = room_bytes = 0
     for name, shape, strides, numel in tensors:
         # At most, in msgpack: 9 per number, 5 per head of a container or a string.
         start, segment_bytes = 0, len(name.encode()) + 9 * (2 * len(shape) + 2) + 20
         while start < numel:
+            if numel - start > room_numel:
+                room_numel -= room_numel % aligned_numel
             if not room_numel or room_bytes < segment_bytes or len(runs[-1]) >= MAX_SEGMENTS:
                 runs.append([])
                 room_numel, room_bytes = limit_numel, MAX_DESCRIPTION_BYTES

@@ -28,6 +28,9 @@ def test_every_element_lies_in_exactly_one_chunk_in_order(numels, chunk_bytes, d
     for spec in specs:
         assert 0 < spec.size_bytes <= max(chunk_bytes, dtype.itemsize)
         assert spec.numel == sum(segment.numel for segment in spec.segments)
+        # At whole cache lines, beside which torch's kernels round as inside a tensor.
+        if chunk_bytes >= 64 * dtype.itemsize:
+            assert all(segment.start % 64 == 0 for segment in spec.segments)
 
 
 LONG_NAMES = [("x" * 500 + str(i), (2, 2), (2, 1), 4) for i in range(200)]

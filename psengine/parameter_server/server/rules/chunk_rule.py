@@ -19,7 +19,6 @@ import torch
 from msgspec import convert, to_builtins
 
 from psengine.errors import ProtocolError
-from psengine.flat_optimizers.kernel_windows import places_of
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.answer_memory import AnswerMemory, Place
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
@@ -90,7 +89,7 @@ class ChunkRule(ABC):
             )
         if self.optimizer is None:
             assert self.values is not None
-            self.optimizer = ChunkOptimizer(self.values, spec, places_of(spec.runs, self.spec.segments))
+            self.optimizer = ChunkOptimizer(self.values, spec)
             return
         known = self.optimizer.spec
         # Hyperparameters may differ, and change.
