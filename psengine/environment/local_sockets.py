@@ -161,7 +161,7 @@ def listener_uid(address: str) -> int | None:
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             return int(struct.unpack("3i", credentials)[1])
     match = _LOOPBACK.fullmatch(address)
-    return None if match is None else _tcp_listener_uid(_host(match), int(match["port"]))
+    return None if match is None else _tcp_listener_uid(int(match["port"]))
 
 
 def _host(match: re.Match[str]) -> str:
@@ -195,10 +195,9 @@ def _connected(address: str) -> socket.socket:
     return probe
 
 
-def _tcp_listener_uid(host: str, port: int) -> int | None:
-    """The user who listens at this address, else at all addresses, by the kernel's tables."""
-    hosts = [host, "::"] if ":" in host else [host, f"::ffff:{host}", "0.0.0.0", "::"]
-    users, exactly = dict[str, int](), _hexadecimal(host)
+def _tcp_listener_uid(port: int) -> int | None:
+    """Who listens at a port, at whatever address, by the kernel's tables; of several one that is to be refused."""
+    users = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         # Listeners come first. The kernel looks at each place of its table for more lines than are asked for: 7 ms.
         # A line has 150 bytes.
@@ -206,15 +205,6 @@ def _tcp_listener_uid(host: str, port: int) -> int | None:
             for words in map(bytes.split, itertools.islice(lines, 1, None)):
                 if words[3] != b"0A":  # it listens
                     break
-                bound, _, number = words[1].decode().partition(":")
-                if int(number, 16) == port:
-                    users[bound] = int(words[7])
-                    if bound == exactly:
-                        return users[bound]
-    return next((users[bound] for bound in map(_hexadecimal, hosts) if bound in users), None)
-
-
-def _hexadecimal(host: str) -> str:
-    """An address as /proc/net/tcp has it: words of four bytes in the machine's order."""
-    packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
-    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed))
+                if int(words[1].rpartition(b":")[2], 16) == port:
+                    users.append(int(words[7]))
+    return max(users, key=lambda uid: uid not in (0, os.geteuid()), default=None)
