@@ -22,6 +22,7 @@ is released however processes end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -350,9 +351,7 @@ class SharedMemoryCollective(Forwarding):
         """Call ``function`` of the native extension; return the number of an operation."""
         call: Callable[..., int] = getattr(self._extension, function)
         try:
-            if not is_profiling():
-                return call(self._group, *arguments)
-            with profiled(what):
+            with profiled(what) if is_profiling() else contextlib.nullcontext():
                 return call(self._group, *arguments)
         except RuntimeError as error:
             raise self._failure(what, error) from error
@@ -365,11 +364,9 @@ class SharedMemoryCollective(Forwarding):
         """Wait until ``operation`` is complete; False if interrupted. Passing the deadline ends the whole group."""
         failure = None
         try:
-            if recorder.is_on:
-                with span(what, category="collective"):
-                    failure = self._spin_and_sleep(operation, what, timeout_s, is_interrupted)
-            else:
-                failure = self._spin_and_sleep(operation, what, timeout_s, is_interrupted)
+            with span(what, category="collective"):
+                if not self._extension.shared_memory_spin(self._group, operation):
+                    failure = self._sleep(operation, what, timeout_s, is_interrupted)
         except CollectiveError:
             self.close()  # the others need not wait for this rank
             raise
@@ -384,12 +381,6 @@ class SharedMemoryCollective(Forwarding):
         if min(self._outstanding, default=operation) < operation:
             self._forget(operation)
         return True
-
-    def _spin_and_sleep(
-        self, operation: int, what: str, timeout_s: float, is_interrupted: Interruption
-    ) -> Failure | None:
-        is_complete = self._extension.shared_memory_spin(self._group, operation)
-        return None if is_complete else self._sleep(operation, what, timeout_s, is_interrupted)
 
     def _sleep(self, operation: int, what: str, timeout_s: float, is_interrupted: Interruption) -> Failure | None:
         """Go on waiting after the native side has spun, watched by the stall inspector. Return what failed, if so;
@@ -465,10 +456,7 @@ class SharedMemoryWork(Work):
     def wait(self, is_interrupted: Interruption = None, timeout_s: float | None = None) -> bool:
         """``timeout_s`` overrides the collective's deadline. Passing it ends the whole group."""
         timeout_s = self.collective.timeout_s if timeout_s is None else timeout_s
-        if is_profiling():
-            with profiled(f"wait for {self.what}"):
-                is_over = self.collective.finish(self.operation, self.what, timeout_s, is_interrupted)
-        else:
+        with profiled(f"wait for {self.what}") if is_profiling() else contextlib.nullcontext():
             is_over = self.collective.finish(self.operation, self.what, timeout_s, is_interrupted)
         if is_over:
             finish, self.finish = self.finish, ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.collectives.shared_memory.files import make_file, make_token, open_file, share_file, succeed_together
-from psengine.environment.processes import process_table
 from psengine.errors import SharedMemoryUnavailableError
 from psengine.kernels import native
 
@@ -31,16 +29,12 @@ class Place(NamedTuple):
     """Where a rank runs, in numbers.
 
     Attributes:
-        cores: that it may use; 0 without the native extension, or Linux's /proc.
-        host, namespace, user: of its processes; what ranks that share memory have in common.
-        process_id: in that namespace.
+        cores: that it may use.
+        process_id: in its process namespace.
         proof, token: see ``meet_hosts``.
     """
 
     cores: int
-    host: int
-    namespace: int
-    user: int
     process_id: int
     proof: int
     token: int
@@ -55,12 +49,13 @@ def meet_hosts(meeting: Collective) -> tuple[list[Place], tuple[tuple[int, ...],
     or share a process table and a user's rights and have other names.
     """
     token = make_token()
-    proof = -1  # which no rank can open
+    cores, proof = 0, -1  # which no rank can open
     if native.has_shared_memory():
+        cores = len(os.sched_getaffinity(0))
         with contextlib.suppress(OSError):
             proof = make_file("proof", 0, token)
     try:
-        own = torch.tensor(Place(*_describe_this_process(), proof=proof, token=token))
+        own = torch.tensor(Place(cores, os.getpid(), proof, token))
         places = [Place(*row.tolist()) for row in meeting.gather(own, what="who shares this host")]
         sees = torch.tensor([_can_open(place) for place in places])
         seen = [row.tolist() for row in meeting.gather(sees, what="who sees whose memory")]
@@ -104,8 +99,11 @@ def join_host_group(meeting: Collective, order: int) -> Any:
     """
     places, hosts = meet_hosts(meeting)
     if len(hosts) > 1:
-        reason = _reason_against(places) or f"ranks {hosts[1][0]} and 0 cannot open each other's memory"
-        raise SharedMemoryUnavailableError(f"collective 'shared_memory' cannot connect these ranks: {reason}")
+        raise SharedMemoryUnavailableError(
+            f"collective 'shared_memory' cannot connect these ranks: rank {hosts[1][0]} and rank 0 cannot open each"
+            f" other's memory (expected at most {MAX_WORLD_SIZE} processes of one user, host and process namespace,"
+            " each with the native extension and /proc). Fix: collective='auto', or backend 'gloo'."
+        )
     has_core_for_each = places[0].cores >= meeting.world_size
     slot_bytes = SLOT_BYTES if has_core_for_each else SLOT_BYTES_WHERE_CORES_ARE_SHARED
     slot_bytes = max(slot_bytes, meeting.world_size * SLOT_BYTES_PER_RANK)
@@ -122,29 +120,3 @@ def join_host_group(meeting: Collective, order: int) -> Any:
     group = share_file(meeting, size_bytes, join)
     succeed_together(meeting, lambda: native.extension.shared_memory_watch_peers(group))
     return group
-
-
-def _describe_this_process() -> tuple[int, int, int, int, int]:
-    """``Place``'s numbers from ``cores`` to ``process_id``."""
-    boot_id, _, namespace = process_table().partition(":")
-    if not native.has_shared_memory() or not namespace:
-        return (0, 0, 0, 0, 0)
-    boot_number = int.from_bytes(hashlib.sha256(boot_id.encode()).digest()[:7], "little")
-    return (len(os.sched_getaffinity(0)), boot_number, int(namespace), os.geteuid(), os.getpid())
-
-
-def _reason_against(places: list[Place]) -> str | None:
-    """Why processes at these places cannot share memory; None where the places do not tell."""
-    for rank, place in enumerate(places):
-        if place.cores == 0:
-            return f"rank {rank} runs without the native extension, or without /proc"
-    if len(places) > MAX_WORLD_SIZE:
-        return f"there are too many (expected at most {MAX_WORLD_SIZE}, got {len(places)})"
-    names = {"host": "host", "namespace": "process namespace (container)", "user": "user"}
-    for field, name in names.items():
-        for rank, place in enumerate(places):
-            if getattr(place, field) != getattr(places[0], field):
-                return f"rank {rank} runs in another {name} than rank 0"
-    if len({place.process_id for place in places}) < len(places):
-        return "several ranks are threads of one process"
-    return None

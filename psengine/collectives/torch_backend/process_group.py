@@ -26,7 +26,6 @@ from psengine.collectives.operands import copying, plain
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective, SharedMemoryWork
 from psengine.collectives.torch_backend import NAME
 from psengine.collectives.torch_backend.group_work import GroupWork, Waiter
-from psengine.errors import SharedMemoryUnavailableError
 
 # How long the end of a group waits for operations in flight; those that still miss a rank then fail.
 DRAIN_S = 2.0
@@ -81,13 +80,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         name: Any = f"{options.group_id}/ordinary"
         self._ordinary._set_group_name(name)
         self._shared = SharedMemoryCollective(C10dCollective(self._ordinary, timeout.total_seconds()))
-        try:
-            self._shared.connect()
-        except SharedMemoryUnavailableError as error:
-            raise SharedMemoryUnavailableError(
-                f"backend 'psengine' is for ranks that share a host's memory: {error}. Fix: use backend 'gloo', over"
-                " which psengine.DistributedDataParallel(collective='auto') takes shared memory where it can."
-            ) from error
+        self._shared.connect()
         self._waiter = Waiter(f"psengine-group-{options.group_id}")
         # Also at interpreter exit, because a thread within native code must not outlive the interpreter.
         self._end = weakref.finalize(self, _end_group, self._waiter, self._shared, os.getpid(), DRAIN_S)
