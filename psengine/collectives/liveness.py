@@ -131,12 +131,6 @@ class Liveness:
 
         return self._ask(read, LOOK_S)
 
-    def advise(self, ranks: Sequence[int]) -> str:
-        """Commands that show where those ranks' processes are."""
-        places = [self._processes[rank] for rank in ranks if rank in self._processes]
-        commands = [f"`py-spy dump --pid {place.process_id}` on {place.host}" for place in places]
-        return f" {', '.join(commands)} shows the line it is at." if commands else ""
-
     def first_choice(self, what: str, mine: str) -> str:
         """What the first rank has chosen that asks for ``what``; ``mine``, if that is this one."""
         key = f"{self._prefix}/{what}"

@@ -31,9 +31,8 @@ def check_flat(collective: Collective, what: str, flat: torch.Tensor, scale: flo
         raise _refusal(
             collective,
             what,
-            "the tensor that is written must hold its elements one after another (expected a contiguous tensor, got"
-            f" shape {tuple(flat.shape)} with strides {flat.stride()}, a negative or conjugate view:"
-            f" {flat.is_neg() or flat.is_conj()}). Fix: exchange a contiguous copy",
+            "the tensor that is written holds its elements one after another (expected a contiguous tensor, no negative"
+            f" or conjugate view, got shape {tuple(flat.shape)} with strides {flat.stride()}). Fix: exchange a copy",
         )
     if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
         raise _refusal(

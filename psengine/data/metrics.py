@@ -83,8 +83,7 @@ def mean(
     if divisor == 0:
         raise ConfigurationError(
             "mean(weight=) needs a rank with something to average (expected a weight above 0 on at least one rank, got"
-            f" 0 on all {exchange.collective.world_size}). Skip the call where no rank has samples, or leave weight="
-            " out."
+            f" 0 on all {exchange.collective.world_size}). Fix: skip the call where no rank has samples."
         )
     return found.rebuild([from_float64(leaf, t / divisor) for leaf, t in zip(found.leaves, totals, strict=True)])
 

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for, default_group
-from psengine.errors import ArgumentTypeError, ConfigurationError
+from psengine.errors import ConfigurationError
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -61,11 +61,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         collective = collective_for(self.process_group or default_group())
         if collective.world_size == 1:
             return _BatchNorm.forward(self, input)
-        if not input.is_floating_point():
-            raise ArgumentTypeError(f"SyncBatchNorm normalises floating-point input (got {input.dtype})")
-        if input.size(1) != self.num_features:
+        if not input.is_floating_point() or input.size(1) != self.num_features:
             raise ConfigurationError(
-                f"SyncBatchNorm normalises {self.num_features} channels, dimension 1 (got {input.size()})"
+                f"SyncBatchNorm normalises floating-point input with {self.num_features} channels, dimension 1 (got"
+                f" {input.dtype}, {input.size()})"
             )
         axes = [dimension for dimension in range(input.dim()) if dimension != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -79,8 +78,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             if count == 1:
                 raise ConfigurationError(
                     f"Expected more than 1 value per channel when training, got input size {input.size()} on rank"
-                    f" {collective.rank} and 1 value on all {collective.world_size} ranks together. Use a larger batch,"
-                    " or drop the last incomplete one."
+                    f" {collective.rank} and 1 value on all {collective.world_size} ranks. Fix: a larger batch."
                 )
             shift = (sums[:-1] / count.clamp(min=1)).to(dtype)
         centred = x - shift.view(shape)

@@ -30,9 +30,8 @@ def check_has_met(process_group: dist.ProcessGroup | None, verb: str) -> None:
     """
     if process_group is None and current_player() is not None:
         raise ConfigurationError(
-            f"psengine.{verb}() waits for all workers to make the same call, and a worker that joins a training with"
-            " virtual workers is elsewhere (expected none beside sync:virtual_workers=, got one). Fix:"
-            " step.record(value) in the loop over step.batches, and step.mean() after it."
+            f"psengine.{verb}() waits for all workers, and one that joins a training with virtual workers is elsewhere"
+            " (expected no such call). Fix: step.record(value) in the loop over step.batches, step.mean() after it."
         )
     if process_group is None and default_group() is None and (world_size := group_place()[1]) > 1:
         raise ConfigurationError(

@@ -38,8 +38,7 @@ def choose_device(local_rank: int, device_count: int) -> torch.device:
     if device_count > 1 and local_rank >= device_count:
         raise EnvironmentVariableError(
             f"Every local rank needs a CUDA device of its own (expected a local rank below {device_count} visible"
-            f" devices, got local rank {local_rank}). Fix: start at most {device_count} processes on"
-            f" {socket.gethostname()}, or make more devices visible in CUDA_VISIBLE_DEVICES."
+            f" devices, got {local_rank} on {socket.gethostname()}). Fix: start at most {device_count} processes there."
         )
     return torch.device("cuda", min(local_rank, device_count - 1))
 

@@ -173,9 +173,8 @@ def _placement(
     """``names``: the variables of rank, world size, local rank and local world size, of which the last may be unset."""
     if missing := [name for name in names[:3] if name not in variables]:
         raise EnvironmentVariableError(
-            f"{launcher} sets all its variables (expected {', '.join(names[:3])}, missing"
-            f" {', '.join(missing)}). Fix: start the script with torchrun, mpirun or srun, and pass all their"
-            " variables on (wrappers and containers may drop some); or unset them to train in a single process."
+            f"{launcher} sets all its variables (expected {', '.join(names[:3])}, missing {', '.join(missing)}). Fix:"
+            " pass all of the launcher's variables on; or unset them to train in a single process."
         )
     world_size = read_integer(variables, names[1], 1, 2**31 - 1) or 1
     local_world_size = read_integer(variables, names[3], 1, world_size) or (1 if world_size == 1 else None)

@@ -54,8 +54,7 @@ def private_directory(*, make: bool = False) -> Path:
     if problem:
         raise ConfigurationError(
             f"The directory {directory} for Unix sockets must be ours alone (expected drwx------ of user {user}, got"
-            f" {problem}). Fix: remove it, or set {_DIRECTORY_VARIABLE} to a directory of yours, alike for servers and"
-            " workers."
+            f" {problem}). Fix: remove it, or set {_DIRECTORY_VARIABLE}, alike for servers and workers."
         )
     return directory
 

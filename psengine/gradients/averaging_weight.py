@@ -58,9 +58,8 @@ class AveragingWeight:
         if self._is_due and self._has_data:
             raise ReductionError(
                 f"rank {self._collective.rank}: the last step's gradients were weighed, and this step has no weight"
-                " (expected a call of model.batch_weight in every step, got none before this backward's forward)."
-                " Fix: model.batch_weight(len(batch)) before forward, or model.batch_weight(None) to let all ranks"
-                " count alike from now on."
+                " (expected a call of model.batch_weight in every step, before forward). Fix: that, or"
+                " model.batch_weight(None) to let all ranks count alike from now on."
             )
         if self.weight != self._begun and self._has_data:
             raise ReductionError(

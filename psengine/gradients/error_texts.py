@@ -37,12 +37,12 @@ LOCAL_BACKWARD_MESSAGE = (
 )
 
 
-def converted_message(name: str, rank: int, change: str) -> str:
-    """A parameter got another accumulation node; ``change`` says of which dtype it was and is."""
+def converted_message(name: str, rank: int) -> str:
+    """A parameter got another accumulation node."""
     return (
         "Parameters must keep the dtype and device they had when the model was wrapped: torch drops the hooks of those"
         " that are converted or moved, and their gradients would stay on this rank without a word, as with native DDP"
-        f" (parameter {name!r} on rank {rank}: {change}). Fix: call .double(), .half() or .to(...) before"
+        f" (parameter {name!r} on rank {rank}). Fix: call .double(), .half() or .to(...) before"
         " DistributedDataParallel(...), or wrap model.module anew afterwards; forwards that no backward follows belong"
         " under torch.no_grad()."
     )

@@ -58,14 +58,6 @@ class AccumulationNodes:
             if parameter.requires_grad and _current_node(parameter) is not self.nodes[index]:
                 yield index
 
-    def describe_change(self, index: int) -> str:
-        """The dtype and device of a parameter when it was wrapped, and now."""
-        parameter, (dtype, device) = self._parameters[index], self._kinds[index]
-        got = f"{parameter.dtype} on {parameter.device}"
-        if not self.was_converted(index):
-            got = "another in between, or another tensor swapped in"
-        return f"expected {dtype} on {device} throughout, got {got}"
-
 
 def _current_node(parameter: torch.nn.Parameter) -> Any:
     """The parameter's accumulation node. torch takes a view to find it, which no dispatch mode must see: selective

@@ -322,7 +322,7 @@ class Reducer:
     def _check_listening(self, indices: Iterable[int]) -> None:
         """Raise where one of these parameters has lost its hook."""
         for index in () if self._converts_parameters else self._nodes.replaced(indices):
-            self._fail(converted_message(self.names[index], self._collective.rank, self._nodes.describe_change(index)))
+            self._fail(converted_message(self.names[index], self._collective.rank))
 
     def _fail(self, message: str) -> NoReturn:
         self._on_error(message)

@@ -23,6 +23,5 @@ def refuse_split(loader: DataLoader[Any]) -> None:
             raise ConfigurationError(
                 "a loader's samples are split among the ranks once (expected a loader without a psengine sampler, got"
                 f" {type(sampler).__name__}, whose samples accelerate would split again). Fix: do not pass it to"
-                " accelerator.prepare(), and move batches to accelerator.device; a Trainer's get_train_dataloader() may"
-                " return it."
+                " accelerator.prepare(); a Trainer's get_train_dataloader() may return it."
             )

@@ -104,9 +104,8 @@ class PSEngineConfig(TorchConfig):  # type: ignore[misc]
         self.secret = secrets.token_urlsafe(32)
         if bool(self.servers) != bool(uses_servers and not named) or self.servers < 0:
             raise ConfigurationError(
-                f"servers is the number of servers to start, where strategy {self.strategy!r} uses servers and none are"
-                f" named (expected {int(uses_servers and not named)}, got servers={self.servers} and {named or 'none'}"
-                " named). Fix: leave servers out."
+                f"servers is how many to start for strategy {self.strategy!r} where none are named (expected"
+                f" {int(uses_servers and not named)}, got servers={self.servers} and {named or 'none'} named)"
             )
         if not self.servers and (self.server_options or self.snapshot_dir):
             raise ConfigurationError(
@@ -358,9 +357,8 @@ class _Refusal(TrainContextCallback):  # type: ignore[misc]
 
     def on_report(self) -> AbstractContextManager[None]:
         raise ConfigurationError(
-            "ray.train.report makes all workers wait for each other, and independent workers do not (expected a call in"
-            f" worker 0 alone, got one in worker {ray.train.get_context().get_world_rank()}). Fix: call"
-            " psengine.integrations.ray.report instead, in every worker."
+            "independent workers do not wait for each other in ray.train.report (expected a call in worker 0 alone, got"
+            f" one in worker {ray.train.get_context().get_world_rank()}). Fix: psengine.integrations.ray.report."
         )
 
 

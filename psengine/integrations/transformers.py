@@ -13,7 +13,6 @@ from typing import Any
 from psengine.environment.installation import missing_extra
 from psengine.integrations.binding import detached
 from psengine.strategies.base import Strategy
-from psengine.strategies.registry import resolve_strategy
 from psengine.wrapper.ddp import DistributedDataParallel
 
 try:
@@ -52,14 +51,6 @@ class PSEngineTrainerMixin:
         """Make the accelerator as the Trainer does, and let it wrap models in psengine's wrapper."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adopt(self.accelerator, **self._psengine_options)
-        strategy = resolve_strategy(self._psengine_options["strategy"] or None)
-        counts_tokens = getattr(self.args, "average_tokens_across_devices", False)
-        if counts_tokens and not strategy.capabilities.workers_step:
-            logger.warning(
-                "average_tokens_across_devices lets workers wait for each other in every step, which strategy %r is"
-                " there to avoid. Fix: TrainingArguments(average_tokens_across_devices=False).",
-                strategy.name,
-            )
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Train as the Trainer does; called again, it wraps the model again."""

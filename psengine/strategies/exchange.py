@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 
 from psengine.collectives.base import CompletedWork, Intermediate, Work
-from psengine.errors import ArgumentTypeError, ConfigurationError
+from psengine.errors import ConfigurationError
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
@@ -58,8 +58,6 @@ class Driver:
     def begin(self, bucket: Bucket) -> None:
         """Begin the exchange of ``bucket``, without blocking."""
         index, exchange = bucket.index, self._exchange(bucket)
-        if not hasattr(exchange, "__next__"):
-            raise self._misfit("is no generator", "one that yields each Work and returns averages or None", exchange)
         work = self._next_work(index, exchange)
         if work is not None:
             self._running[index] = exchange, work
@@ -69,13 +67,10 @@ class Driver:
     def _next_work(self, index: int, exchange: BucketExchange) -> Work | None:
         """Go on until the exchange waits again, and return for what; None: it is over."""
         try:
-            work = next(exchange)
+            return next(exchange)
         except StopIteration as ended:
             self._results[index] = ended.value
             return None
-        if not hasattr(work, "wait"):
-            raise self._misfit("yields no Work", "what an operation of self.collective returns", work)
-        return work
 
     def result(self, bucket: Bucket) -> torch.Tensor | None:
         """Wait for ``bucket``'s exchange; return what it returned. None where it was not begun.
@@ -102,10 +97,6 @@ class Driver:
                 return
             work = following
         self._running[index] = exchange, work
-
-    def _misfit(self, what: str, expected: str, got: object) -> ArgumentTypeError:
-        name = getattr(self._exchange, "__qualname__", repr(self._exchange))
-        return ArgumentTypeError(f"the exchange {name} {what} (expected {expected}, got {got!r:.80})")
 
 
 class Gradients(Protocol):

@@ -115,9 +115,8 @@ class LifeCycle(ABC):
             ConfigurationError: the strategy has none.
         """
         raise ConfigurationError(
-            "register_state and checkpoint_every belong to strategies with virtual workers, whose workers join with one"
-            f" common state (expected one such as 'sync:virtual_workers=8', got {self!r}). Fix: choose one, or save the"
-            " state in checkpoints of your own (docs/checkpoints.md)"
+            "register_state and checkpoint_every belong to strategies with virtual workers (expected one such as"
+            f" 'sync:virtual_workers=8', got {self!r}). Fix: choose one, or save checkpoints of your own"
         )
 
     def check_ready(self, replica: Replica, optimizers: Sequence[torch.optim.Optimizer]) -> None:  # noqa: B027

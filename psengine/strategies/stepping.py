@@ -42,9 +42,8 @@ def check_one(optimizers: Iterable[torch.optim.Optimizer], strategy: str) -> Non
     if found > 1:
         raise ConfigurationError(
             f"strategy {strategy!r} steps one optimizer for each wrapped model (expected at most one"
-            f" psengine.DistributedOptimizer, got {found}). Fix: give one optimizer several parameter groups; or wrap"
-            " the parts of the model one by one, each with its own optimizer; or use strategy='sync' or 'sync-server',"
-            " where every worker steps any number of optimizers itself."
+            f" psengine.DistributedOptimizer, got {found}). Fix: give one optimizer several parameter groups; or use"
+            " strategy='sync' or 'sync-server', where every worker steps any number of optimizers itself."
         )
 
 

@@ -50,9 +50,8 @@ class SyncAllReduce(Strategy):
         """
         if weight is not None and self._hook is not None:
             raise ConfigurationError(
-                "a communication hook gets gradients as they are and averages them itself (expected no"
-                f" batch_weight, got {weight:g}). Fix: leave out the hook (strategy='sync:compress=bf16' halves what"
-                " travels), or weigh in the hook."
+                "a communication hook gets gradients as they are and averages them itself (expected no batch_weight,"
+                f" got {weight:g}). Fix: leave out the hook, or weigh in the hook."
             )
         if self._weight is not None:
             _ = self._weight.value  # its forward may have had no backward

@@ -62,7 +62,6 @@ class PendingOperations(Protocol):
     def answer(self, position: str, answered: int) -> int: ...
     def answers(self, question: int) -> Mapping[int, str]: ...
     def describe(self, rank: int) -> str: ...
-    def advise(self, ranks: Sequence[int]) -> str: ...
 
 
 # The ranks that have not begun the operation this rank waits for; None where the transport does not know.
@@ -172,7 +171,7 @@ class StallInspector:
 def _describe(wait: Wait, waited_s: float, answers: Mapping[int, str] | None) -> str:
     """Say which ranks are missing, where they are, and what to do; ``answers`` None: they could not be asked."""
     operations, late = wait.operations, wait.late_ranks and wait.late_ranks()
-    missing, places = [], []
+    places = []
     for rank in range(operations.world_size):
         position = (answers or {}).get(rank)
         if rank == operations.rank or position == wait.position:
@@ -184,13 +183,12 @@ def _describe(wait: Wait, waited_s: float, answers: Mapping[int, str] | None) ->
                 place += f", which waits for another: {position}"
             elif answers is not None:
                 place += ", which is not waiting in any psengine operation"
-            missing.append(rank)
             places.append(place)
     said = [f"rank {operations.rank} of {operations.world_size} has waited {waited_s:.0f} s for {wait.position}."]
-    if missing:
+    if places:
         said.append(
             f"Missing: {'; '.join(places)}. Look there for a branch that only some ranks take, fewer batches"
-            f" (model.join()), or data loading that is stuck.{operations.advise(missing)}"
+            f" (model.join()), or data loading that is stuck (py-spy dump --pid PROCESS shows the line)."
         )
     elif answers is not None:
         said.append("No rank is known to be missing, so look at the network between them.")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError
 from psengine.specification import Specification
 from psengine.strategies.registry import resolve_strategy
@@ -253,10 +252,5 @@ def comparison_server() -> Iterator[str]:
     """
     from psengine.parameter_server.client.embedded import EmbeddedServer
 
-    if read_variable("PSENGINE_SERVER_KEY"):
-        raise ConfigurationError(
-            "the server started here has no keys (expected no PSENGINE_SERVER_KEY). Fix: unset PSENGINE_SERVER_KEY and"
-            " PSENGINE_CLIENT_KEY, or name your servers: psengine verify --strategy 'async:servers=tcp://...'"
-        )
     with EmbeddedServer.start() as server:
         yield server.addresses[0]

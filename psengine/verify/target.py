@@ -76,9 +76,8 @@ def load_function(name: str) -> Callable[[], Any]:
         module = _load_file(path) if path else _load_module(place, name)
     except SystemExit as error:
         raise TargetError(
-            f"target {name!r}: importing {place} ended the process (exit code {error.code!r}; expected it to define"
-            f" {attribute!r} and go on). Fix: parse_args(), and the training, belong under"
-            ' if __name__ == "__main__":'
+            f"target {name!r}: importing {place} ended the process (exit code {error.code!r}). Fix: parse_args(), and"
+            ' the training, belong under if __name__ == "__main__":'
         ) from error
     found = getattr(module, attribute, None)
     if found is None:

@@ -210,9 +210,8 @@ class Training:
         if not self._was_called:
             raise TargetError(
                 f"{self._rule}: loss_fn computes the loss with the model it is given, which exchanges the gradients"
-                " (expected a call of model(...) with gradients enabled in each step, got none, so nothing would be"
-                " compared). Fix: call the argument itself, not the plain module from outside, model.module or"
-                " model.forward."
+                " (expected a call of model(...) with gradients enabled in each step, got none). Fix: call the argument"
+                " itself, not the plain module, model.module or model.forward."
             )
         loss.backward()
         return loss

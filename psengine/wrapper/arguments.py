@@ -119,10 +119,9 @@ def check_meets_others(strategy: Strategy) -> None:
     is_alone = worker is not None and workers != 1 and world_place()[1] == 1
     if is_alone and strategy.capabilities.needs_process_group:
         raise ConfigurationError(
-            f"strategy {strategy.name!r} exchanges gradients in a process group, and this process is independent worker"
-            f" {worker}, a group of its own (expected a strategy over servers, such as 'async', got"
-            f" {strategy.name!r} with PSENGINE_WORKER={worker}). Fix: strategy='async' or 'sync-server'; or unset"
-            " PSENGINE_WORKER, and let a launcher make the group."
+            f"independent worker {worker} would train alone (expected a strategy over servers, got {strategy.name!r}"
+            f" with PSENGINE_WORKER={worker}). Fix: strategy='async' or 'sync-server'; or unset PSENGINE_WORKER, and"
+            " let a launcher make the group."
         )
 
 
@@ -149,9 +148,8 @@ def check_can_join(wrapper: Any, *, divides_by_all: bool) -> None:
         )
     if strategy.capabilities.counts_absent and not divides_by_all:
         raise ConfigurationError(
-            f"strategy {strategy.name!r} divides by all ranks inside join, and counts a rank without data like any"
-            " other (expected divide_by_initial_world_size=True, got False). Fix: leave it True, or use"
-            " strategy='sync'."
+            f"strategy {strategy.name!r} divides by all ranks inside join (expected divide_by_initial_world_size=True,"
+            " got False). Fix: leave it True, or use strategy='sync'."
         )
 
 
@@ -218,27 +216,19 @@ def check_state(state: Mapping[str, torch.Tensor]) -> None:
             raise ModuleError(
                 f"{name!r} cannot be received into (expected a strided tensor with a place in memory for each element,"
                 f" got {tensor.layout} on {tensor.device}, strides {tensor.stride() if is_strided else None}). Fix:"
-                " module.to_empty(device=...) for the meta device, .to_dense() for sparse tensors, .clone() for"
-                " expanded ones."
+                " module.to_empty(device=...) off the meta device, .to_dense() of sparse, .clone() of expanded tensors."
             )
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """(before each forward, at construction) from the two arguments, of which the first is deprecated."""
     if broadcast_buffers is not None:
-        _warn(
+        warnings.warn(
             "`broadcast_buffers` is deprecated, and ignored beside `forward_sync_buffers`. Use `forward_sync_buffers`"
-            " instead; its False still syncs buffers at construction, where that of `broadcast_buffers` does not."
+            " instead; its False still syncs buffers at construction, where that of `broadcast_buffers` does not.",
+            FutureWarning,
+            stacklevel=3,  # at the caller of DistributedDataParallel(...)
         )
     if forward_sync_buffers is not None:
         return forward_sync_buffers, True
     return (True, True) if broadcast_buffers is None else (broadcast_buffers, broadcast_buffers)
-
-
-def warn_check_reduction() -> None:
-    """``check_reduction`` does nothing."""
-    _warn("The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, FutureWarning, stacklevel=4)  # at the caller of DistributedDataParallel(...)

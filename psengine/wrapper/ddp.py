@@ -191,8 +191,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._use_python_reducer = traces_gradient_exchange()
         if check_finite:
             checks.check_all_in_buckets(self, "check_finite=True")
-        if check_reduction:
-            checks.warn_check_reduction()
         self.forward_sync_buffers, init_sync_buffers = checks.choose_buffer_sync(
             broadcast_buffers, forward_sync_buffers
         )

@@ -50,8 +50,7 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
             if parameter not in known:
                 raise ConfigurationError(
                     f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) is not one of the"
-                    " model's, so its gradient is not exchanged. Build the optimizer from model.parameters(), after the"
-                    " model was moved to its device."
+                    " model's. Fix: build the optimizer from model.parameters(), after moving the model to its device."
                 )
     model.strategy.bind(optimizer)
     vars(optimizer).pop("step", None)  # a scheduler's, which calls the plain class's

@@ -255,6 +255,6 @@ def test_servers_average_by_weight_or_refuse(rank, world_size):
     train_beside_one_process(rank, world_size, CASES[:1], strategy="sync-server")
     model = DistributedDataParallel(seeded(Perceptron), strategy=psengine.AsyncServer(job="applied"))
     model.batch_weight(2)
-    with raises(ConfigurationError, "averages nothing", "expected no batch_weight, got 2"):
+    with raises(ConfigurationError, "does not average gradients by samples", "expected no batch_weight, got 2"):
         model(torch.ones(1, FEATURES, dtype=torch.float64))
     model.leave()

@@ -19,7 +19,7 @@ from support.server_process import running_server
 
 import psengine
 from psengine.collectives.c10d import C10dCollective
-from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
+from psengine.errors import ConfigurationError, ReplicaMismatchError
 from psengine.strategies.base import Strategy
 from psengine.strategies.exchange import Driver, Step
 from psengine.strategies.life_cycle import Replica
@@ -325,31 +325,3 @@ def test_an_unknown_strategy_of_the_environment_says_where_it_comes_from(monkeyp
 def test_an_option_that_no_server_takes_is_refused_when_it_is_written(strategy, words):
     with raises(ConfigurationError, words):
         psengine.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=strategy)
-
-
-class ReturnsAtOnce(Strategy):
-    name = "returns-at-once"
-
-    def exchange(self, bucket):
-        return bucket.flat
-
-
-class YieldsNumbers(Strategy):
-    name = "yields-numbers"
-
-    def exchange(self, bucket):
-        yield self.collective.barrier()
-        yield 3
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"), [(ReturnsAtOnce, "is no generator"), (YieldsNumbers, "yields no Work .* got 3")]
-)
-def test_an_exchange_of_another_form_is_named(strategy, message):
-    run_ranks(misformed, 2, strategy, message)
-
-
-def misformed(rank, world_size, strategy, message):
-    model = psengine.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=strategy())
-    with pytest.raises(ArgumentTypeError, match=f"{strategy.__name__}.exchange {message}"):
-        model(torch.ones(1, 2)).sum().backward()

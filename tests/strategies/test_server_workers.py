@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import re
 from typing import Any
@@ -43,27 +42,6 @@ def trained_once(rank: int, world_size: int, address: str, calls_init: bool) -> 
 def test_a_worker_that_is_started_again_after_its_job_has_ended_ends_at_once(server, calls_init):
     outcomes = [run_ranks(trained_once, 1, server.addresses[0], calls_init, init_group=False) for _ in range(2)]
     assert outcomes == [["trained"], ["ended with 0"]]
-
-
-def large_quorum(rank: int, world_size: int, address: str) -> list[str]:
-    use(address)
-    found: list[str] = []
-
-    class Listening(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    logging.getLogger("psengine.strategies.servers.base").addHandler(Listening(logging.WARNING))
-    for quorum in (1, 3):
-        wrap(f"sync-server:quorum={quorum},job=of-{quorum}").leave()
-    return found
-
-
-def test_a_quorum_of_more_workers_than_there_are_is_said_once(server):
-    first, second = run_ranks(large_quorum, 2, server.addresses[0])
-    assert second == []
-    (said,) = first
-    assert "quorum=3 is more than the job's 2 workers, so each exchange waits for all of them" in said
 
 
 def embedded(rank: int, world_size: int) -> Any:

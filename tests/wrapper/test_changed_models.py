@@ -104,8 +104,7 @@ def conversions(rank: int, world_size: int, address: str) -> None:
         change(ddp.module)
         train(ddp, silent_steps)
         name = "'head.weight'" if change is head_to_double else "'body.weight'"
-        got = "got another in between" if change is there_and_back else "got torch.float64"
-        with raises(ReductionError, "dtype and device", name, f"rank {rank}", got, "Fix: call .double()"):
+        with raises(ReductionError, "dtype and device", name, f"rank {rank}", "Fix: call .double()"):
             train(ddp, 1)
         ddp.leave()
 
@@ -113,7 +112,7 @@ def conversions(rank: int, world_size: int, address: str) -> None:
     ddp = psengine.DistributedDataParallel(Head(), find_unused_parameters=True)
     train(ddp, 2)
     ddp.module.head.double()
-    with raises(ReductionError, "'head.weight'", "expected torch.float32 on cpu", "got torch.float64"):
+    with raises(ReductionError, "'head.weight'"):
         train(ddp, 1)
 
 

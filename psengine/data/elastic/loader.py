@@ -116,8 +116,7 @@ class ElasticLoader:
             if self._next_step in self._plan.steps_of(epoch):
                 raise ReductionError(
                     f"epoch {epoch} was left before its last step (expected {self.steps_per_epoch} steps, got"
-                    f" {self._next_step - self._plan.steps_of(epoch).start}): the others would go on with another step"
-                    " than this worker. Fix: to end the training early, leave the loop over epochs too."
+                    f" {self._next_step - self._plan.steps_of(epoch).start}). Fix: leave the loop over epochs too."
                 )
         self._has_left = True
         self._batches.close()
@@ -183,8 +182,7 @@ class ElasticLoader:
         if self._step is not None and not self._step.is_over:
             raise ReductionError(
                 f"step {self._step.number} was left before its batches ended (expected a loop over step.batches that"
-                " runs to its end, got break, an exception or no loop): its gradients are not averaged, and other"
-                " workers wait for them. Fix: leave the loop over steps, at a step's end."
+                " runs to its end), and other workers wait for it. Fix: leave the loop over steps, at a step's end."
             )
 
 

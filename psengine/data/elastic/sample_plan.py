@@ -48,8 +48,7 @@ class SamplePlan:
         if length < least:
             raise ConfigurationError(
                 f"every virtual worker needs samples in each step (expected a dataset of at least {least} samples for"
-                f" {virtual_workers} virtual workers, batch_size={batch_size} and drop_last={drop_last}, got {length})."
-                " Fix: choose fewer virtual workers."
+                f" {virtual_workers} virtual workers, batch_size={batch_size} and drop_last={drop_last}, got {length})"
             )
         self._length = length - rest if drop_last else length
         has_more = rest >= virtual_workers or full == 0

@@ -83,8 +83,7 @@ class Checkpoints:
         for name in sorted(facts.keys() | self._facts.keys()):
             if facts.get(name) != self._facts.get(name):
                 logger.warning(
-                    "%s was written by a job with another %s (expected %s, got %s): this job's next steps are not"
-                    " those of that job",
+                    "%s is of a job with another %s, so this job's next steps differ (expected %s, got %s)",
                     *(self.path(step), name, facts.get(name), self._facts.get(name)),
                 )
         return snapshot
@@ -97,8 +96,7 @@ class Checkpoints:
         """Copy ``snapshot``, and begin to write it; left out, with a warning, while another is being written."""
         if self._writer.is_alive():
             logger.warning(
-                "the checkpoint of step %d is left out, because an earlier one is still being written to %s. Fix:"
-                " write less often, or to a faster disk",
+                "the checkpoint of step %d is left out: an earlier one is being written to %s. Fix: write less often",
                 *(snapshot.completed, self._disk),
             )
             return

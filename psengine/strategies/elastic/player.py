@@ -209,9 +209,8 @@ class Player:
         if self.completed in (None, newest) or (self.completed == newest - 1 and self._step == newest):
             return
         raise FencedError(
-            f"the other workers went on without this one (expected it to have the averages of step {newest}, as they"
-            f" do, or to be in that step, got those of step {self.completed}). It has to start again, and then takes"
-            " over their state.",
+            f"the other workers went on without this one (expected the averages of step {newest}, got those of step"
+            f" {self.completed}). Fix: start it again; it takes over their state.",
             ErrorCode.FENCED,
         )
 
@@ -298,8 +297,7 @@ class Player:
                 self._step = None
                 raise ReductionError(
                     f"the batch of virtual worker {virtual_worker} had no backward (expected one for each wrapped model"
-                    " in each turn of the loop over step.batches, got none). Fix: call backward in every turn, outside"
-                    " of no_sync; a loss of zero keeps a batch from counting."
+                    " in each turn of the loop over step.batches). Fix: backward in every turn, outside of no_sync."
                 )
         self._done[virtual_worker] = self._value
 

@@ -92,9 +92,8 @@ class StateRegistry:
         is_scheduled = any("initial_lr" in group for one in optimizers for group in one.param_groups)
         if is_scheduled and not self._registered:
             raise ConfigurationError(
-                "a scheduler sets the learning rate, and a worker that joins would begin its schedule anew (expected"
-                " a registered state, got none). Fix: model.register_state('scheduler', scheduler) before the first"
-                " epoch."
+                "a worker that joins would begin the learning rate's schedule anew (expected a registered state, got"
+                " none). Fix: model.register_state('scheduler', scheduler) before the first epoch."
             )
 
     def facts(self) -> dict[str, str]:
@@ -142,8 +141,7 @@ class StateRegistry:
             if expected.get(what) != got.get(what):
                 raise ReplicaMismatchError(
                     f"the state of {whose} does not fit this worker's model (expected {what} to be"
-                    f" {expected.get(what, 'absent')}, got {got.get(what, 'absent')}). Fix: build model, optimizers and"
-                    " registered states from the same code on every worker, before the first step."
+                    f" {expected.get(what, 'absent')}, got {got.get(what, 'absent')}). Fix: build them alike."
                 )
         own = self._tensors()
         with torch.no_grad():

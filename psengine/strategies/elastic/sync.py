@@ -208,8 +208,7 @@ class SyncVirtualWorkers(Strategy):
             if parameter.grad is not None and not _is_zero(parameter.grad.detach()):
                 raise ReductionError(
                     f"the gradient of {name!r} is left from another step, and a worker that joins would lack it"
-                    " (expected None, or +0.0 in each place). Fix: call optimizer.zero_grad() in each step, before the"
-                    " loop over step.batches."
+                    " (expected None, or +0.0). Fix: optimizer.zero_grad() in each step, before step.batches."
                 )
 
     @override

@@ -152,21 +152,11 @@ class Fragment(Part):
         self._sums.take(residuals)
 
 
-class _ParameterBucket(Bucket):
-    """Parameters, not gradients, travel in it."""
-
-    def describe(self) -> str:
-        return super().describe().replace("gradient bucket", "the round's average of parameter bucket")
-
-
 def parameter_buckets(parameters: Mapping[str, torch.nn.Parameter], allocate: Allocator) -> list[Bucket]:
     """Buckets in which parameters travel, in model order; their memory is not that of gradients."""
     names, tensors = list(parameters), list(parameters.values())
     plans = plan_buckets(tensors, [FRAGMENT_BUCKET_BYTES], [False] * len(tensors))
-    return [
-        _ParameterBucket(index, plan, tensors, names, sparse=False, allocate=allocate)
-        for index, plan in enumerate(plans)
-    ]
+    return [Bucket(index, plan, tensors, names, sparse=False, allocate=allocate) for index, plan in enumerate(plans)]
 
 
 def cut(parameters: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:

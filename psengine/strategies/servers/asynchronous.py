@@ -109,15 +109,6 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
     # ---- a step ------------------------------------------------------------------------------------------------
 
     @override
-    def weigh(self, weight: float | None) -> None:
-        if weight is not None:
-            raise ConfigurationError(
-                "an asynchronous server averages nothing: each worker's gradient is applied by itself (expected"
-                f" no batch_weight, got {weight!r}). Fix: scale the learning rate with the batch, which the servers"
-                " follow for each worker; or use strategy='sync' or 'sync-server'."
-            )
-
-    @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Push all gradients; return with the servers' new weights."""
         bound = self.bound()

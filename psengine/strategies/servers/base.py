@@ -166,9 +166,8 @@ class ServerStrategy(Strategy):
         addresses = parse_addresses(self._servers)
         if not addresses:
             raise ConfigurationError(
-                f"strategy {self.name!r} needs servers that are up before a training changes to it (expected servers="
-                " or PSENGINE_SERVERS, got neither). Fix: psengine run --servers 1, or"
-                f" {self.name}:servers=tcp://host:port."
+                f"a training changes to strategy {self.name!r} where servers are up (expected servers= or"
+                " PSENGINE_SERVERS, got neither). Fix: psengine run --servers 1."
             )
         self._is_copy = True  # a job's name that was used before gets a number
         job = name_of_job(self._job, is_copy=True)
@@ -198,15 +197,6 @@ class ServerStrategy(Strategy):
 
     def _connect(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
-        quorum, workers = self.rule.get("quorum"), rendezvous.world_size
-        # A worker that names neither a group nor PSENGINE_WORKERS does not know how many there will be.
-        if quorum is not None and 1 < workers < quorum and rendezvous.rank == 0:
-            logger.warning(
-                "strategy %r: quorum=%d is more than the job's %d workers, so each exchange waits for all of them",
-                self.name,
-                quorum,
-                workers,
-            )
         options = SessionOptions(
             addresses=rendezvous.addresses,
             job=rendezvous.job,

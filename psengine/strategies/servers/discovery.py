@@ -67,9 +67,8 @@ def meet(
     if is_embedded:
         if world_size != collective.world_size:
             raise ConfigurationError(
-                f"this process was launched as one of {world_size}, but there is no process group through which to find"
-                " the server that rank 0 would start. Fix: call psengine.init() before wrapping the model, or name a"
-                " server in PSENGINE_SERVERS."
+                f"one of {world_size} processes finds rank 0's server through the process group (expected one, got"
+                " none). Fix: call psengine.init() before wrapping the model, or name a server in PSENGINE_SERVERS."
             )
         embedded, addresses = _embed(collective, device)
     name = name_of_job(job, is_copy=is_copy)
@@ -138,7 +137,6 @@ def _check_one_host(collective: Collective, device: torch.device) -> None:
     hosts = set(collective.gather_bytes(socket.gethostname().encode(), device, what="host names"))
     if len(hosts) > 1:
         raise ConfigurationError(
-            f"no parameter server is named, and the workers are on {len(hosts)} hosts (expected one, where rank 0 can"
-            " start one itself). Fix: start psengine-server on a machine that all reach, and set"
-            " PSENGINE_SERVERS=tcp://host:port, or pass servers= to the strategy."
+            f"no parameter server is named, and the workers are on {len(hosts)} hosts (expected one, where rank 0"
+            " starts one). Fix: start psengine-server where all reach it, and set PSENGINE_SERVERS=tcp://host:port."
         )

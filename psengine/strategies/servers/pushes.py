@@ -126,11 +126,8 @@ class Pushes:
         # At powers of two: often enough to be seen, rarely enough to be read.
         if self.refused & (self.refused - 1) == 0:
             logger.warning(
-                "the servers refused what this worker pushed of %s (%s), and it goes on from their weights. %d refused"
-                " so far",
-                spec.describe(),
-                REFUSALS.get(reason, reason),
-                self.refused,
+                "the servers refused the gradient of %s (%s), and this worker goes on from their weights; %d so far",
+                *(spec.describe(), REFUSALS.get(reason, reason), self.refused),
             )
 
 

@@ -137,33 +137,23 @@ class ServerOptimizer(ServerState):
             raise ConfigurationError(
                 "strategy 'async' trains the parameters that the optimizer had when"
                 " psengine.DistributedOptimizer was made, each in its group (expected the same ones, in groups of"
-                f" {expected}, got others, in groups of {got}). Fix: give it all of them before, and freeze some until"
-                " they are wanted (requires_grad_(False) after the model was wrapped with find_unused_parameters=True):"
-                " step() skips those whose gradient is None. Or use strategy='sync' or 'sync-server', where every"
-                " worker steps itself."
+                f" {expected}, got others, in groups of {got}). Fix: give it all of them before, and freeze some"
+                " (requires_grad_(False) after wrapping with find_unused_parameters=True). Or strategy='sync'."
             )
         if state is not self._state or len(state) < self._state_count:
             raise ConfigurationError(
                 "optimizer.state is only a copy of the servers', which do not see it change (expected the mapping that"
-                f" psengine knows, of {self._state_count} parameters, got another, or fewer: {len(state)}). Fix: to set"
-                " it, optimizer.load_state_dict(...); to reset it, with {'state': {}, 'param_groups':"
-                " optimizer.state_dict()['param_groups']}."
+                f" psengine knows, of {self._state_count} parameters, got another, or fewer: {len(state)}). Fix: set it"
+                " by optimizer.load_state_dict(...); a 'state' of {} resets it."
             )
         for group_index, index, parameter in self._untrained:
             if parameter.grad is not None:
                 raise ConfigurationError(
                     f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) has a gradient that was"
-                    " not exchanged: when the model was wrapped it was frozen, or one to ignore, or not there yet"
-                    " (expected grad = None). Fix: freeze it after psengine.DistributedDataParallel(model,"
-                    " find_unused_parameters=True); wrap the model after load_state_dict(..., assign=True); or give it"
-                    " an optimizer of its own."
+                    " not exchanged: when the model was wrapped it was frozen, ignored, or not there yet (expected grad"
+                    " = None). Fix: freeze it after wrapping with find_unused_parameters=True; wrap after"
+                    " load_state_dict(..., assign=True); or give it an optimizer of its own."
                 )
-        scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None:  # for torch's fused kernels, which divide by it
-            raise ConfigurationError(
-                "strategy 'async' does not divide gradients by optimizer.grad_scale (expected it unset, got"
-                f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
-            )
 
 
 def _elements(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:

@@ -23,9 +23,9 @@ import torch
 from typing_extensions import Unpack, override
 
 from psengine.collectives.base import DeferredWork, Work
-from psengine.errors import ConfigurationError, FencedError, ServerRefusedError
+from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client.operation import Push, Request, wait_all
-from psengine.protocol.messages import MAX_WEIGHT, ErrorCode
+from psengine.protocol.messages import ErrorCode
 from psengine.strategies.exchange import BucketExchange, Step
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.worker_state import OptimizerStates
@@ -127,12 +127,7 @@ class SyncServer(ServerStrategy):
     @override
     def weigh(self, weight: float | None) -> None:
         """The servers average by weight; weight 0 takes part and counts nothing."""
-        if weight is not None and not 0 <= weight <= MAX_WEIGHT:
-            raise ConfigurationError(
-                f"a weight is a number of samples (expected 0 to {MAX_WEIGHT:g}, got {weight!r}); or None, for averages"
-                " in which all workers count alike"
-            )
-        self._weight = None if weight is None else float(weight)
+        self._weight = weight
 
     def begin(self, step: Step) -> Share:
         """Gradients travel undivided: only the servers know how many workers contribute.

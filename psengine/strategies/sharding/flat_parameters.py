@@ -140,10 +140,9 @@ class FlatParameters:
         for (name, parameter), address in zip(self._parameters.items(), self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise ReductionError(
-                    f"rank {self._collective.rank}: parameter {name!r} was given other memory (parameter.data = ...,"
-                    " or a conversion of the module) since psengine.DistributedOptimizer was made, and a sharded"
-                    " optimizer steps the memory from before. Fix: write values in place, parameter.data.copy_(...);"
-                    " or convert the module before it is wrapped."
+                    f"rank {self._collective.rank}: parameter {name!r} was given other memory since"
+                    " psengine.DistributedOptimizer was made, and a sharded optimizer steps the memory from before."
+                    " Fix: parameter.data.copy_(...) in place; convert the module before it is wrapped."
                 )
 
     def begin_step(self) -> None:

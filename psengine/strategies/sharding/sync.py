@@ -113,8 +113,7 @@ class SyncShardedOptimizer(SyncAllReduce):
             raise ConfigurationError(
                 "with shard_optimizer=true each rank steps only its range of the parameters (expected optimizer ="
                 " psengine.DistributedOptimizer(optimizer, model), and its step(), got a step of"
-                f" {type(optimizer).__name__}, which would step all of them on every rank). Fix: step the optimizer"
-                " that psengine.DistributedOptimizer returned."
+                f" {type(optimizer).__name__}, which would step all of them on every rank)."
             )
 
     @override
@@ -122,8 +121,7 @@ class SyncShardedOptimizer(SyncAllReduce):
         if step.in_join:
             raise ConfigurationError(
                 "join cannot shadow the steps of a sharded optimizer, in which all ranks take part (expected even"
-                " inputs). Fix: give every rank as many batches (drop_last=True, or psengine's samplers); or"
-                " strategy='sync'."
+                " inputs). Fix: give every rank as many batches (drop_last=True); or strategy='sync'."
             )
         return super().begin(step)
 
