@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import collective_for, default_group
-from psengine.errors import ConfigurationError
+from psengine.errors import ArgumentTypeError, ConfigurationError
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -61,10 +61,11 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         collective = collective_for(self.process_group or default_group())
         if collective.world_size == 1:
             return _BatchNorm.forward(self, input)
-        if not input.is_floating_point() or input.size(1) != self.num_features:
+        if not input.is_floating_point():
+            raise ArgumentTypeError(f"SyncBatchNorm normalises floating-point input (got {input.dtype})")
+        if input.size(1) != self.num_features:
             raise ConfigurationError(
-                f"SyncBatchNorm normalises floating-point input with {self.num_features} channels, dimension 1 (got"
-                f" {input.dtype}, {input.size()})"
+                f"SyncBatchNorm normalises {self.num_features} channels, dimension 1 (got {input.size()})"
             )
         axes = [dimension for dimension in range(input.dim()) if dimension != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)

@@ -29,13 +29,6 @@ DISTRIBUTED_AUTOGRAD_MESSAGE = (
     " in torch.nn.parallel.DistributedDataParallel, which exchanges the gradients of contexts too."
 )
 
-LOCAL_BACKWARD_MESSAGE = (
-    "The model was called twice before its first backward, and backward runs a second time now: these gradients stay on"
-    " this rank, because a backward exchanges gradients only where it is the first one after a forward (native DDP"
-    " does the same and does not say so). Fix: call backward once, on the sum of the losses, or after each forward; use"
-    " no_sync() around a forward and backward that are meant to stay local. This is said once."
-)
-
 
 def converted_message(name: str, rank: int) -> str:
     """A parameter got another accumulation node."""

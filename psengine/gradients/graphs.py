@@ -268,14 +268,8 @@ class StaticGraph(_UsedParameters):
     def learn(self) -> None:
         """The first iteration is over: parameters that it did not use stay unused; begin to exchange the used-maps."""
         self._reduce()
-        self.unused = unused = [index for index, count in enumerate(self.counts) if count == 0]
+        self.unused = [index for index, count in enumerate(self.counts) if count == 0]
         self._set_counting(False)
-        if unused:
-            logger.info(
-                "Parameter(s) %s is(are) unused during first iteration. Since static_graph=True is enabled for DDP,"
-                " we expect this set of unused parameters to remain consistent on this rank throughout the training.",
-                ", ".join(f"{{{self._names[i]}, {i}}}" for i in unused),
-            )
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:

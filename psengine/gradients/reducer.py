@@ -24,7 +24,6 @@ import torch
 from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients.error_texts import (
     DISTRIBUTED_AUTOGRAD_MESSAGE,
-    LOCAL_BACKWARD_MESSAGE,
     converted_message,
 )
 from psengine.gradients.finite_check import FiniteCheck
@@ -131,8 +130,6 @@ class Reducer:
         self._next_bucket = 0
         self.ready_order: list[int] = []
         self._misses_gradients = False  # a hook of this backward found none
-        # Forwards came twice without a backward: where two backwards follow, the second one is not exchanged.
-        self._may_forget_a_backward = self._warned_local_backward = False
 
         self._converts_parameters = converts_parameters
         self._nodes = AccumulationNodes(self.parameters)
@@ -291,7 +288,6 @@ class Reducer:
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """Expect one gradient for each parameter; with ``find_unused_parameters``, for those ``outputs`` depend on."""
-        self._may_forget_a_backward = self._expects_hooks and not self._warned_local_backward
         self._expects_hooks = True
         self._next_bucket = 0
         self.in_flight.begin(self.watched.begin(self.iteration))
@@ -306,10 +302,6 @@ class Reducer:
         if unreached := self.graph.begin(outputs):
             self._check_listening([index for index in unreached if self._nodes.was_converted(index)])
         self.graph.agree(has_data=True)
-
-    def expect_local_backward(self) -> None:
-        """A forward inside no_sync ends: the gradients of its backward stay local on purpose."""
-        self._may_forget_a_backward = False
 
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward did not reach every parameter."""
@@ -336,9 +328,6 @@ class Reducer:
             if self.graph.records_usage and self.parameters[index].grad is not None:
                 self.graph.used[index] = 1
             if not self._expects_hooks:
-                if self._may_forget_a_backward:
-                    self._may_forget_a_backward, self._warned_local_backward = False, True
-                    logger.warning(LOCAL_BACKWARD_MESSAGE)
                 return
             if self.parameters[index].grad is None:
                 self._misses_gradients = True
@@ -413,7 +402,7 @@ class Reducer:
 
     def _stop_expecting_hooks(self) -> None:
         self._expects_hooks = False
-        if self.graph.records_usage or self._may_forget_a_backward:
+        if self.graph.records_usage:
             self._ready_counter.call()
         else:
             self._ready_counter.ignore()

@@ -91,7 +91,6 @@ class Comparison:
             step on, so that nothing was compared.
         first: the earliest difference, over steps, then loss, buffers, gradients, parameters; None where there is none.
         first_beyond: the earliest that is beyond the tolerance.
-        largest: the largest absolute difference anywhere.
         history: for each step, and -1 for the start: largest absolute difference of each kind over all ranks, and both
             losses (the mean over ranks).
         counts: how many tensors of each kind were compared after each step.
@@ -105,7 +104,6 @@ class Comparison:
     verdict: str
     first: Difference | None
     first_beyond: Difference | None
-    largest: Difference | None
     history: tuple[dict[str, Any], ...]
     counts: dict[str, int]
     is_reproducible: bool | None = None
@@ -198,7 +196,6 @@ def merge(findings: Sequence[Findings], target: str, settings: Settings) -> Comp
     """What the ranks found, in rank order, as one."""
     firsts = [one.first for one in findings if one.first is not None]
     beyond = [one.first_beyond for one in findings if one.first_beyond is not None]
-    largest = [one.largest for one in findings if one.largest is not None]
     steps = list(zip(*(one.history for one in findings), strict=True))
     # One blind rank makes the others blind, through the averaged gradients.
     seen = [entries[0]["step"] for entries in steps if not any(entry.get("is_blind", False) for entry in entries)]
@@ -217,7 +214,6 @@ def merge(findings: Sequence[Findings], target: str, settings: Settings) -> Comp
         verdict=verdict,
         first=min(firsts, key=lambda difference: difference.order, default=None),
         first_beyond=min(beyond, key=lambda difference: difference.order, default=None),
-        largest=max(largest, key=lambda difference: difference.absolute, default=None),
         history=tuple(map(_merge_step, steps)),
         counts=findings[0].counts,
         notes=tuple(notes),

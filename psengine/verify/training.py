@@ -44,7 +44,6 @@ class Findings:
     Attributes:
         first: the earliest difference, over steps, then loss, buffers, gradients, parameters.
         first_beyond: the earliest beyond the tolerance.
-        largest: the largest absolute difference.
         history: for the start (step -1) and each step: by kind the largest absolute difference, both losses, and
             ``is_blind`` where neither training is finite.
         counts: how many tensors of each kind were compared after each step.
@@ -52,7 +51,6 @@ class Findings:
 
     first: Difference | None = None
     first_beyond: Difference | None = None
-    largest: Difference | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -61,8 +59,6 @@ class Findings:
         self.first = self.first or found
         if not found.within:
             self.first_beyond = self.first_beyond or found
-        if self.largest is None or found.absolute > self.largest.absolute:
-            self.largest = found
 
 
 def train_side_by_side(

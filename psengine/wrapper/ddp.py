@@ -342,8 +342,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if not (self._use_python_reducer or self._delay_all_reduce_all_params):
             self.reducer.in_flight.averaging_weight.in_join = self._join_config.enable
             will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
-            if torch.is_grad_enabled() and not will_exchange:
-                self.reducer.expect_local_backward()
             # A static graph's first exchange may come after backwards inside no_sync, which must not start it
             # (https://github.com/pytorch/pytorch/issues/143580).
             counts_graph = will_exchange and self.reducer.graph.is_being_counted

@@ -140,11 +140,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         if self._count_writes() == self._known_writes:
             return
         if self.session.rank != 0:
-            logger.warning(
-                "parameters were written on worker %d; the servers' weights count, and overwrite them with this step."
-                " Only worker 0's writes (load_state_dict) reach the servers.",
-                self.session.rank,
-            )
+            logger.warning("parameters were written on worker %d; only worker 0's writes count", self.session.rank)
             return
         logger.warning("parameters were written on worker 0; they become the servers' weights")
         wait_all([self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs])

@@ -245,11 +245,8 @@ class ServerStrategy(Strategy):
         self._entered(state)
         logger.info(
             "worker %d of job %r: %s, %d chunks at %d shards",
-            self.session.rank,
-            self.session.options.job,
-            state,
-            len(self.chunks.specs),
-            len(self.session.job_connection.links),
+            *(self.session.rank, self.session.options.job, state),
+            *(len(self.chunks.specs), len(self.session.job_connection.links)),
         )
 
     def _receive(self, state: str) -> None:
