@@ -59,9 +59,6 @@ def make(name: str) -> Collective:
     return collective_for(None if name == "solo" else default_group(), "auto" if name == "solo" else name)
 
 
-# ---- operations ------------------------------------------------------------------------------------------------------
-
-
 def sums(collective: Collective) -> list[str]:
     """All-reduces; the same bits on every rank, and of one in place as of one elsewhere."""
     rank, world_size = collective.rank, collective.world_size
@@ -319,9 +316,6 @@ def test_the_backend_psengine_carries_the_contract():
     run_ranks(over_our_backend, 2)
 
 
-# ---- one for each process group --------------------------------------------------------------------------------------
-
-
 @in_ranks(2)
 def test_everybody_asks_one_collective(rank, world_size):
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3), torch.nn.Linear(3, 1))
@@ -397,9 +391,6 @@ def train_large_layers(rank: int, world_size: int) -> int:
 def test_backward_moves_exchanges_along():
     # Buckets of one layer: when the second and the third layer's gradients come, one is under way.
     assert all(count >= 2 for count in run_ranks(train_large_layers, 2))
-
-
-# ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 
 def lose_a_rank(rank: int, world_size: int, name: str, fate: str, told: Path) -> tuple[Any, ...]:

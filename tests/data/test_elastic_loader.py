@@ -137,9 +137,6 @@ def reference() -> dict[object, torch.Tensor]:
     return train(ScriptedPlayer(4, plays(0, 1, 2, 3)))
 
 
-# ---- samples --------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=200, deadline=None)
 @given(
     virtual_workers=st.integers(1, 7),
@@ -180,9 +177,6 @@ def test_permutations_differ_by_epoch_and_seed_and_may_be_asked_for_in_any_order
     assert forth == back[::-1]
     other = [order(plans[2], epoch) for epoch in (0, 1, 2)]
     assert len({tuple(one) for one in forth + other}) == 6
-
-
-# ---- the same bits --------------------------------------------------------------------------------------------------
 
 
 def test_batches_and_forwards_have_random_numbers_of_their_own():
@@ -310,9 +304,6 @@ def test_tensors_of_a_batch_are_aligned_as_torch_aligns_them():
                     assert len(batch["x"]) in (8, 5)
 
 
-# ---- loader processes -----------------------------------------------------------------------------------------------
-
-
 class Raises(Augmented):
     def __getitem__(self, index):
         raise LookupError(f"no sample {index}")
@@ -344,9 +335,6 @@ def test_loader_processes_die_with_a_parent_that_is_killed():
     trainer.join()
 
     eventually(lambda: all(map(has_exited, pids)), timeout_s=2.0)
-
-
-# ---- use and misuse -------------------------------------------------------------------------------------------------
 
 
 def test_leaving_a_step_s_batches_is_an_error_at_the_next_use():
@@ -437,9 +425,6 @@ def test_what_is_refused():
         _ = loader_for(ScriptedPlayer(4, plays(0)), dataset=Augmented(7), drop_last=True).steps_per_epoch
     with pytest.raises(ValueError, match="prefetch_factor"):
         psengine.ElasticLoader(range(4), prefetch_factor=2)
-
-
-# ---- native ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_alone_plays_one_virtual_worker():

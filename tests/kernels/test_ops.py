@@ -65,9 +65,6 @@ def unaligned(numel, dtype, generator, lead=1):
     return torch.randn(numel + lead, generator=generator, dtype=torch.float64).to(dtype)[lead:]
 
 
-# ---- values ----
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
 def test_tensors_are_packed_and_unpacked_scaled(flat_dtype, dtype, scale, table, generator):
@@ -142,9 +139,6 @@ def test_special_values_are_torchs(flat_dtype, dtype, scale, table, generator):
     assert_same_bits(sums, (start.to(work) + addends.to(work) * scale).to(flat_dtype))
 
 
-# ---- the order of elements ----
-
-
 def strided_tensors(dtype, generator):
     """Tensors in every kind of memory that a gradient may have; none shares memory with another."""
 
@@ -214,9 +208,6 @@ def test_strided_tensors_travel_in_the_order_of_their_places(flat_dtype, dtype, 
         )
 
 
-# ---- values that are not finite ----
-
-
 @pytest.mark.parametrize(("flat_dtype", "dtype"), PAIRS)
 def test_what_is_not_finite_is_counted_by_tensor(flat_dtype, dtype, table, generator):
     tensors = [unaligned(numel, dtype, generator) for numel in SIZES] + strided_tensors(dtype, generator)
@@ -257,9 +248,6 @@ def test_calls_larger_than_the_caches(thread_count, table, threads, generator):
     assert memory.isnan().sum() == 9
 
 
-# ---- the sum of a shared-memory all-reduce ----
-
-
 @needs_native
 @pytest.mark.parametrize("carries_float32", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
@@ -291,9 +279,6 @@ def test_sum_adds_in_order_into_every_destination(kind, scale, carries_float32, 
                 native.extension._sum(*addresses, kind, numel, scale, carries_float32)
                 for target in targets:
                     assert torch.equal(target, expected)
-
-
-# ---- what is refused ----
 
 
 def flat_of(numel=10, **options):
@@ -349,9 +334,6 @@ def test_bad_calls_are_refused_and_nothing_is_written(name):
         messages.add(str(raised.value))
         assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
     assert len(messages) == 1
-
-
-# ---- what is none of the native extension's business ----
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])

@@ -77,9 +77,6 @@ def same(a, b):
     assert a.body == b.body
 
 
-# ---- What goes in comes out
-
-
 def test_every_type_has_a_vector_and_a_schema():
     assert {vector["type"] for vector in VECTORS} == {kind.name for kind in MessageType}
     assert set(bodies.TYPES) == set(MessageType)
@@ -132,9 +129,6 @@ def test_round_trip(dtype, numel, longs, shorts, groups):
     same(decoded, Message(MessageType.PUSH, job, epoch, worker, incarnation, key, sequence, version, dtype, numel,
                           message.body, buffer_of(tensor), view=view))  # fmt: skip
     assert torch.equal(payload_tensor(decoded), tensor)
-
-
-# ---- Payloads are not copied
 
 
 def test_encode_and_decode_do_not_copy_the_payload():
@@ -207,9 +201,6 @@ def test_malformed_headers(frames, words):
     with raises(ProtocolError, words) as caught:
         decode(frames)
     assert caught.value.code == ErrorCode.BAD_MESSAGE
-
-
-# ---- Malformed bodies
 
 
 def bomb(levels, opener=b"\x91"):
@@ -337,9 +328,6 @@ def test_a_repeated_body_is_decoded_once_and_only_for_its_own_type():
     assert decode(hello_frames).body is not decode(hello_frames).body
 
 
-# ---- Versions
-
-
 @pytest.mark.parametrize("peer", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, 65535])
 @pytest.mark.parametrize("name", ["hello", "push", "status"])
 def test_another_version_is_refused_naming_both(peer, name):
@@ -353,9 +341,6 @@ def test_another_version_is_refused_naming_both(peer, name):
 
 def test_an_error_is_readable_from_any_version():
     assert decode(with_fields(FRAMES["error"], protocol=900)).body == body_of("error")
-
-
-# ---- Refusals
 
 
 def test_a_refusal_finds_the_request_it_answers():
@@ -373,9 +358,6 @@ def test_a_refusal_of_noise_is_plain(frames):
     assert answer.key == NO_KEY
     assert len(answer.body["text"]) == 4000
     assert refusal(with_fields(FRAMES["error"], flags=8), ProtocolError("x")) is None  # errors are not answered
-
-
-# ---- Fuzz; longer runs: tests/fuzz/fuzz_frames.py
 
 
 ints = st.integers(-(2**63), 2**64 - 1)

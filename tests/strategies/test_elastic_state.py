@@ -159,9 +159,6 @@ class Failing(Forwarding):
         return super().barrier()
 
 
-# ---- between workers -----------------------------------------------------------------------------------------------
-
-
 @in_ranks(3)
 def test_a_worker_that_joins_goes_on_with_the_bits_of_its_source(rank, world_size):
     """Rank 1 has trained, rank 2 joins and rank 0 only takes part; in pieces of large tensors, and small ones."""
@@ -254,9 +251,6 @@ def test_what_all_workers_have_alike():
     assert facts["registered states"] == "averaged, scaler, scheduler"
     wider = Training(0, features=9).registry.facts()
     assert [name for name in facts if facts[name] != wider[name]] == ["model"]
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------------------------
 
 
 def written(directory: Any, steps: int, training: Training) -> Checkpoints:
@@ -404,9 +398,6 @@ def test_another_jobs_checkpoint_is_loaded_with_a_warning_and_another_models_ref
 def test_a_number_of_steps_that_is_none_is_refused(steps, tmp_path):
     with raises(ConfigurationError, "expected at least 1"):
         Checkpoints(steps, tmp_path)
-
-
-# ---- what is registered --------------------------------------------------------------------------------------------
 
 
 class Holder:
