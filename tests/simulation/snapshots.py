@@ -136,7 +136,7 @@ class Snapshots:
             log = ShardLog(self.disk.files, shard, server.epoch, last._replace(number=last.number + is_copy))
             self.logs.append(SimulatedLog(server, thread, log, self._rng, fails))
         if is_copy:
-            self.store.begin_copy()
+            self.store.begin_anew()
             self.disk.begin_copy()
         captured = self._begin()
         for thread in server.threads:

@@ -200,11 +200,14 @@ def test_a_copy_of_a_running_server_is_one_to_start_from_and_is_shown(tmp_path):
         assert one.version == 6
 
 
-def test_a_directory_that_takes_another_server_s_copy_keeps_nothing_from_before(tmp_path):
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_directory_that_takes_a_copy_or_starts_without_its_log_keeps_nothing_from_before(tmp_path, is_copy):
     with server(tmp_path / "s", keeps_log=True) as one:
         push(with_job(one), 1, 2)
         one.snapshot()
-    with server(tmp_path / "s", keeps_log=True, is_copy=True, epoch=8):
+    if not is_copy:
+        (tmp_path / "s" / "start-without-log").touch()
+    with server(tmp_path / "s", keeps_log=True, is_copy=is_copy, epoch=8):
         there = sorted(path.name for path in (tmp_path / "s").iterdir())
         assert there == ["generation-000000000003", "lock", "log-000-000000000003"]
 

@@ -166,8 +166,8 @@ class Durability(threading.Thread):
             log = ShardLog(self._disk, thread.shard.index, epoch, last)
             self.logs.append(LogThreads(log, thread.answers, self._note, self._room_bytes))
             thread.ask(partial(thread.add_sink, log)).result(deadline_s)
-        if is_copy:
-            self._store.begin_copy()
+        if is_copy or WITHOUT_LOG in self._disk.list():
+            self._store.begin_anew()
         self._status = replace(self._status, generation=recovered.generation)
         self._durable_changes = self._changes()
         if self.logs or recovered.records or is_copy:

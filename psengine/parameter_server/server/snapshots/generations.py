@@ -56,7 +56,7 @@ class Generations:
         self.disk, self._keeps_history = disk, keeps_history
         self.last = 0
         self.needed_bytes = 0
-        self._first = 0  # older ones are of another server's past
+        self._first = 0  # no log leads here from older ones
         self._damaged: set[int] = set()  # generations that could not be read: nothing to fall back on
         self._written: set[int] = set()  # of this life
 
@@ -84,8 +84,8 @@ class Generations:
     def _numbers(self, name: re.Pattern[str]) -> list[int]:
         return sorted(int(match[1]) for match in map(name.fullmatch, self.disk.list()) if match)
 
-    def begin_copy(self) -> None:
-        """The next generation is of another server's state, so those that are there go once it is written."""
+    def begin_anew(self) -> None:
+        """No log leads from those that are there to the next one: they go once it is written."""
         self._first = self.last + 1
 
     def _intact(self) -> list[int]:
