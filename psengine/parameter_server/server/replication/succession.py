@@ -263,7 +263,7 @@ class Succession:
     def _look(self) -> None:
         """Whom to follow, and what is missing to lead."""
         recorded = self.recorded
-        others = [] if recorded is None else [one for one in recorded.members if not self._is_at_my_address(one)]
+        others = [] if recorded is None else [one for one in recorded.members if not self._is_former(one)]
         guess = self._guess if recorded is None or self._is_operated else None
         self.leader = guess or (others[0] if others else None)
         self.role = Role.LOOKING if self.leader is None else Role.FOLLOWING
@@ -303,10 +303,11 @@ class Succession:
             return any(self._is_me(one) for one in others)
         if self.own.previous:
             return self.own.previous in (leader.epoch, leader.previous)
-        return not others and self._is_at_my_address(leader)
+        return not others and self._is_former(leader)
 
     def _is_me(self, one: Member) -> bool:
         return one.epoch == self.own.epoch
 
-    def _is_at_my_address(self, one: Member) -> bool:
-        return one.addresses == self.own.addresses
+    def _is_former(self, one: Member) -> bool:
+        """Whether it is a former life of this server; without a log its address tells."""
+        return one.addresses == self.own.addresses or 0 < one.epoch == self.own.previous
