@@ -6,7 +6,6 @@ time after the leader has. Safety comes from the record alone; the lease says wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -93,8 +92,7 @@ class Elector(Protocol):
         """Give the lease back, if the caller has it: the follower leads at once. Raises nothing."""
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """See ``Elector.read``."""
 
     def ask(self, elector: Elector) -> tuple[Leadership | None, bool]:
@@ -102,8 +100,7 @@ class Read:
         return elector.read()
 
 
-@dataclass(frozen=True)
-class Replace:
+class Replace(msgspec.Struct, frozen=True):
     """See ``Elector.replace``."""
 
     old: Leadership | None
@@ -115,8 +112,7 @@ class Replace:
         return elector.replace(self.old, self.new, takes_over=self.takes_over)
 
 
-@dataclass(frozen=True)
-class Renew:
+class Renew(msgspec.Struct, frozen=True):
     """See ``Elector.renew``."""
 
     def ask(self, elector: Elector) -> bool:
@@ -124,8 +120,7 @@ class Renew:
         return elector.renew()
 
 
-@dataclass(frozen=True)
-class AskToEnd:
+class AskToEnd(msgspec.Struct, frozen=True):
     """See ``Elector.ask_to_end``."""
 
     leadership: Leadership

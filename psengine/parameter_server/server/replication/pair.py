@@ -118,7 +118,7 @@ class Pair:
             return
         leader = self.succession.leader
         whom = "no other server that leads" if leader is None else f"the server at {' '.join(leader.addresses)}"
-        text = f"this server does not lead: it knows {whom}. {self.why or self.succession.why}"
+        text = f"this server does not lead: it knows {whom}. {self.succession.why}"
         raise ProtocolError(text, ErrorCode.NOT_LEADING)
 
     def describe_follower(self) -> str:
@@ -134,7 +134,7 @@ class Pair:
         expected = self._follower if self.is_leading else succession.own
         return ReplicaStatus(
             role=succession.role.value,
-            term=succession.term,
+            term=succession.term or (0 if succession.recorded is None else succession.recorded.term),
             peers=tuple(self.replicas) if leader is None else leader.addresses,
             is_in_sync=any(expected is not None and one.epoch == expected.epoch for one in named),
             lag_records=max(thread.stream.lag for thread in self._threads) if self._follower else None,

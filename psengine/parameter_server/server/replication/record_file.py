@@ -34,10 +34,10 @@ class FileElector:
     def read(self) -> tuple[Leadership | None, bool]:
         """The record, and whether anybody has the lease."""
         with self._locked():
-            if is_held := not self._take_lease():
-                return self._record(), is_held
-            self.close()
-            return self._record(), False
+            is_free = self._take_lease()
+            if is_free:
+                self.close()
+            return self._record(), not is_free
 
     def replace(self, old: Leadership | None, new: Leadership, *, takes_over: bool) -> bool:
         """Under the lock of all."""
@@ -84,37 +84,34 @@ class FileElector:
         """False where somebody has it, also this process."""
         if self._lease is not None:
             return False
-        self._lease = _opened(f"{self._path}.lease")
-        try:
-            fcntl.flock(self._lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            return False
-        return True
+        self._lease = _lock(f"{self._path}.lease", 0.0)
+        return self._lease is not None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        lock, deadline_s = None, time.monotonic() + TIMEOUT_S
         try:
-            lock = _opened(f"{self._path}.lock")
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline_s:
-                        raise
-                    time.sleep(0.01)
-            yield
+            if (lock := _lock(f"{self._path}.lock", TIMEOUT_S)) is None:
+                raise TimeoutError(f"another process has locked {self._path}.lock")
+            try:
+                yield
+            finally:
+                os.close(lock)
         except OSError as error:
             raise ElectorError(
                 f"{self._path} cannot be read or replaced (expected a file in a folder of this user, locked for less"
-                f" than {TIMEOUT_S:g} s, got {error}). Fix: see who has {self._path}.lock, and what its disk has"
+                f" than {TIMEOUT_S:g} s, got {error}). Fix: see who has it, and what its disk has"
             ) from error
-        finally:
-            if lock is not None:
-                os.close(lock)
 
 
-def _opened(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _lock(path: str, timeout_s: float) -> int | None:
+    """A descriptor that has the file's lock; None where another one has it."""
+    descriptor, deadline_s = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                os.close(descriptor)
+                return None
+            time.sleep(0.01)

@@ -170,24 +170,21 @@ class Succession:
         Raises:
             ProtocolError: why not.
         """
+        why = ""
         if self.role is Role.LEADING:
-            raise ProtocolError("this server leads already", ErrorCode.NOT_READY)
-        if self._is_heard:
-            where = " ".join(() if self.leader is None else self.leader.addresses)
-            raise ProtocolError(
-                f"the leader at {where} lives, and acknowledges updates. Fix: end it first, by psengine admin shutdown",
-                ErrorCode.NOT_READY,
-            )
-        if not self._is_complete:
-            raise ProtocolError(
-                "this server has only a part of its leader's state. Fix: start the leader again", ErrorCode.NOT_READY
-            )
-        if not accept_loss:
-            raise ProtocolError(
+            why = "this server leads already"
+        elif self._is_heard:
+            where = "" if self.leader is None else f" at {' '.join(self.leader.addresses)}"
+            why = f"the leader{where} lives, and acknowledges updates. Fix: end it first, by psengine admin shutdown"
+        elif not self._is_complete:
+            why = "this server has only a part of its leader's state. Fix: start the leader again"
+        elif not accept_loss:
+            why = (
                 "nobody can prove that this server has every acknowledged update. Fix: start the leader again; or, if"
-                " it is gone and will not come back, add --accept-loss",
-                ErrorCode.NOT_READY,
+                " it is gone and will not come back, add --accept-loss"
             )
+        if why:
+            raise ProtocolError(why, ErrorCode.NOT_READY)
         self._is_promoted, self._due_s = True, now_s
 
     # ---- the elector -------------------------------------------------------------------------------------------
@@ -267,10 +264,9 @@ class Succession:
         guess = self._guess if recorded is None or self._is_operated else None
         self.leader = guess or (others[0] if others else None)
         self.role = Role.LOOKING if self.leader is None else Role.FOLLOWING
-        named = ", ".join(
-            " ".join(one.addresses) for one in ((guess,) if guess else recorded.members if recorded else ())
-        )
-        self.why = "" if self._is_heard else f"waits for a leader (expected of {named}), or psengine admin promote"
+        named = [guess] if guess else [] if recorded is None else recorded.members
+        where = ", ".join(one.addresses[0] for one in named)
+        self.why = "" if self._is_heard else f"waits for a leader (expected of {where}), or psengine admin promote"
 
     def _as_candidate(self, *, is_held: bool, now_s: float) -> Question | None:
         """Take over, or make that possible; None while this server must not."""
