@@ -129,9 +129,9 @@ def test_merges_and_a_table_are_told_again(tmp_path):
     assert torch.equal(load_file(tmp_path / "then")["p0"], then[3])
     found = load_file(tmp_path / "last")
     assert torch.equal(found["p0"], then[4])
-    order = ids.argsort()
-    assert torch.equal(found["users.ids"], ids[order])
-    assert torch.equal(found["users.rows"], rows[order])
+    order, there = ids.argsort(), found["users.ids"].argsort()
+    assert torch.equal(found["users.ids"][there], ids[order])
+    assert torch.equal(found["users.rows"][there], rows[order])
 
 
 def test_a_follower_s_directory_tells_the_run_across_a_takeover(tmp_path):
@@ -170,11 +170,10 @@ def test_what_cannot_be_told_is_said_in_a_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
     refused("empty has no log", tmp_path / "empty")
     refused("absent: No such file or directory", tmp_path / "absent")
-    refused("has no job 'default', or another run of it", tmp_path / "a")
-    refused("averages gradients .* its log has no gradients", tmp_path / "a", "--job", "averages")
+    refused("nothing to tell of this run of job 'default'", tmp_path / "a")
+    refused("one that averages has no gradients", tmp_path / "a", "--job", "averages")
     named = (tmp_path / "a", "--job", "job", "--until-push")
-    refused(r"no push 0:2 \(expected one of worker 0's steps 1 to 1\)", *named, "0:2")
-    refused(r"no push 7:1 \(expected one of worker 7's steps - to -\)", *named, "7:1")
+    refused(r"no push 0:2 \(expected one that psengine replay lists", *named, "0:2")
     refused("--until-push is WORKER:N, such as 3:1742", *named, "7", error=ConfigurationError)
     refused("a directory that exists", tmp_path / "a", "--out", tmp_path / "absent" / "x", error=ConfigurationError)
     with pytest.raises(ConfigurationError, match="The history is in the log"):

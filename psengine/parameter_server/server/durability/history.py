@@ -40,7 +40,7 @@ class Push:
     """A worker's push, over all chunks.
 
     Attributes:
-        rank, incarnation, step: whose, and which.
+        rank, step: whose, and which.
         staleness: updates since the weights that it was computed from, the most of a chunk.
         gradient: L2 norm of what was pushed, decoded.
         update: of the change of the weights; in a merge that of all who are in it.
@@ -49,7 +49,6 @@ class Push:
     """
 
     rank: int
-    incarnation: int
     step: int
     staleness: int = 0
     gradient: float = 0.0
@@ -108,30 +107,23 @@ class History:
             if any(chunk.meta["version"] for job in jobs if job.name == self.name for chunk in job.chunks):
                 self.notes.append(f"{directory}: the history of shard {index} begins when pushes had been applied")
             reader = LogReader(store.disk, index, state.places.get(index), self.notes)
-            shard = replay_log(reader, index, jobs, {}, make_job=self._make_job)
-            self._end(shard.jobs.get(job_number(self.name)), f"shard {index} in {directory}")
+            shard = replay_log(reader, index, jobs, state.coordinators, make_job=self._make_job)
+            job = shard.jobs.get(job_number(self.name))
+            if job is None or not job.holds_weights or any(other.key != job.key for other in self._last):
+                raise SnapshotError(
+                    f"shard {index} in {directory} has nothing to tell of this run of job {self.name!r} (expected a job"
+                    " of async or diloco-server, as the log of one that averages has no gradients; and directories of"
+                    " the servers of one run). psengine-server inspect lists jobs, for --job"
+                )
+            self._last.append(job)
 
     def _make_job(self, name: str, *given: Any) -> Job:
         return _WatchedJob(self, name, *given) if name == self.name else Job(name, *given)
 
-    def _end(self, job: Job | None, where: str) -> None:
-        """A shard was read."""
-        if job is None or any(other.key != job.key for other in self._last):
-            raise SnapshotError(
-                f"{where} has no job {self.name!r}, or another run of it than a directory before (expected directories"
-                " of the servers of one run; psengine-server inspect lists jobs). Fix: name another --job, or others"
-            )
-        if not job.holds_weights:
-            raise SnapshotError(
-                f"job {self.name!r} averages gradients (expected async or diloco-server): its weights are in its"
-                " workers, and its log has no gradients"
-            )
-        self._last.append(job)
-
     def finish(self) -> tuple[list[Push], dict[str, torch.Tensor]]:
         """The pushes, and the tensors by name, to the push that is looked for or to the end.
 
-        A table has ``NAME.ids``, ascending, and ``NAME.rows``.
+        A table has ``NAME.ids`` and ``NAME.rows``, in the same order.
 
         Raises:
             SnapshotError: a server's directory was not named, or there is no such push.
@@ -147,11 +139,8 @@ class History:
         pushes = list(run.pushes.values())
         there = [place for place, push in enumerate(pushes, 1) if (push.rank, push.step) == self.until]
         if self.until is not None and not there:
-            steps = [push.step for push in pushes if push.rank == self.until[0]]
-            raise SnapshotError(
-                f"the logs have no push {self.until[0]}:{self.until[1]} (expected one of worker {self.until[0]}'s steps"
-                f" {min(steps, default='-')} to {max(steps, default='-')})"
-            )
+            text = "the logs have no push {}:{} (expected one that psengine replay lists without --until-push)"
+            raise SnapshotError(text.format(*self.until))
         chunks = [(rule.spec, run.behind.get(key) or _values_of(rule)) for key, rule in rules.items()]
         return pushes[: max(there, default=None)], _by_name(chunks)
 
@@ -195,7 +184,7 @@ class _WatchedJob(Job):
         place, run = (one.rank, one.incarnation, one.step), self._history.runs[self.key]
         if (one.rank, one.step) == self._history.until:
             run.behind[rule.spec.key] = _values_of(rule)
-        push = run.pushes.setdefault(place, Push(*place))
+        push = run.pushes.setdefault(place, Push(one.rank, one.step))
         if one.values is not None and rule.spec.kind.is_trained:
             norm, bad = _measure(one.values)
             push.gradient = math.hypot(push.gradient, norm)
@@ -215,8 +204,7 @@ def _weights(rule: Apply, given: Sequence[Contribution]) -> torch.Tensor:
 
 def _values_of(rule: ChunkRule) -> Values:
     if isinstance(rule, Rows):
-        ids, rows, *_ = rule.table.changed_since(-1)
-        return ids, rows
+        return rule.table.changed_since(-1)[:2]
     assert rule.values is not None
     return (rule.values.clone(),)
 
@@ -229,16 +217,14 @@ def _measure(values: torch.Tensor) -> tuple[float, int]:
 
 def _by_name(chunks: Sequence[tuple[ChunkSpec, Values]]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    tables: dict[str, list[Values]] = {}
     for spec, values in chunks:
         if spec.table is not None:
-            tables.setdefault(spec.table.name, []).append(values)
-            continue
-        for segment, elements in zip(spec.segments, values[0].split([s.numel for s in spec.segments]), strict=True):
+            for name, part in zip((f"{spec.table.name}.ids", f"{spec.table.name}.rows"), values, strict=True):
+                tensors[name] = torch.cat([tensors.get(name, part[:0]), part])
+        place = 0
+        for segment in spec.segments:
             whole = torch.empty_strided(segment.shape, segment.strides, dtype=spec.dtype)
-            whole = tensors.setdefault(segment.name, whole)
-            whole.as_strided((whole.numel(),), (1,))[segment.start : segment.start + segment.numel] = elements
-    for name, parts in tables.items():
-        ids, order = torch.cat([ids for ids, _ in parts]).sort()
-        tensors |= {f"{name}.ids": ids, f"{name}.rows": torch.cat([rows for _, rows in parts])[order]}
+            whole = tensors.setdefault(segment.name, whole).as_strided((whole.numel(),), (1,))
+            whole[segment.start : segment.start + segment.numel] = values[0][place : place + segment.numel]
+            place += segment.numel
     return tensors
