@@ -191,6 +191,8 @@ class Server:
             given = self._shards.addresses("*"), self._on_admin
             thread = ShardThread(shard, endpoint, *given, facts=facts, pair=pair)
             thread.known = known if shard.index == 0 else {}
+            if self._replication is not None:
+                thread.on_applied = self._replication.wake
             self._shards.threads.append(thread)
         stack.callback(self._end_threads)
         if pair is None:

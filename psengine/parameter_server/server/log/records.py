@@ -88,19 +88,24 @@ def encode(record: Record, number: int, durable: int = 0) -> list[Any]:
     return [header + _DIGEST.pack(_digest(header, frames)), *frames]
 
 
-def decode(pieces: Sequence[Any]) -> Record:
-    """The record that ``encode`` made.
+def decode(pieces: Sequence[Any]) -> Iterator[Record]:
+    """The records that ``encode`` made, one behind the other; frames without bytes may be missing.
 
     Raises:
-        ValueError: it is not as it was.
+        ValueError, LookupError: in iteration; one is not as it was.
     """
-    header = bytes(pieces[0])
-    if len(header) == HEADER_BYTES:
-        magic, kind, number, durable, job, *_ = _HEADER.unpack_from(header)
-        record = Record(RecordKind(kind), job, pieces[1:], number, durable)
-        if magic == MAGIC and encode(record, number, durable)[0] == header:
-            return record
-    raise ValueError("a record is not as it was sent")
+    at = 0
+    while at < len(pieces):
+        header, begin = bytes(pieces[at]), at + 1
+        magic, kind, number, durable, job, *sizes = _HEADER.unpack_from(header.ljust(HEADER_BYTES))
+        at, missing_bytes = begin, sum(sizes)
+        while missing_bytes > 0:
+            missing_bytes -= len(pieces[at])
+            at += 1
+        record = Record(RecordKind(kind), job, pieces[begin:at], number, durable)
+        if magic != MAGIC or encode(record, number, durable)[0] != header:
+            raise ValueError("a record is not as it was sent")
+        yield record
 
 
 def _digest(header: Any, frames: Sequence[Any]) -> int:

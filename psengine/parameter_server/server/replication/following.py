@@ -8,9 +8,9 @@
      ├─ KEPT ─────────────────────────►├─────────────────────────────►│
      └─ shards' threads: take the copy, apply records
 
-A record is kept once it was checked and is in memory: if its payload lies in the memory of a worker of this host, it is
-copied from there. It is applied after that. Where records come faster than they are
-applied, KEPT waits, and so does the leader.
+A record is kept once it was checked and is in memory, and applied after that. If its payload lies in the memory of a
+worker of this host, which may write there after its answer, it is kept once it is applied. Where records come faster
+than they are applied, KEPT waits, and so does the leader.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class _Copy:
     tensors: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))
     tensor: torch.Tensor | None = None  # the next one
     is_complete: bool = False
-    given_bytes: int = 0
+    # Records that are not applied: number, bytes, and whether the payload lies in a worker's memory.
+    waiting: deque[tuple[int, int, bool]] = field(default_factory=deque)
     told: int | None = None  # by KEPT
     told_s: float = 0.0
     memories: dict[tuple[int, int, int], Segment] = field(default_factory=dict)  # by job, rank and incarnation
@@ -161,20 +162,23 @@ class Following:
         copy = self._copies[shard]
         if (message.epoch, message.term) != (self._leader, self.term):
             raise ProtocolError(f"another life speaks (expected epoch {self._leader}, got {message.epoch})")
-        if not pieces:
-            return
-        record = decode(pieces)
-        if record.number != message.sequence or copy.next not in (None, record.number):
-            raise ProtocolError(f"a record is missing (expected number {copy.next}, got {record.number})")
-        copy.next = record.number + 1
-        if record.kind is RecordKind.MEMORY:
-            self._map(copy, *content_of(record))
-            return
-        if copy.is_complete:
-            record = self._copied(copy, record)
-            copy.given_bytes += record.size_bytes
-            self._asked.append(self._shards[shard].ask(partial(self._shards[shard].take_record, record)))
-            return
+        records: list[tuple[Record, torch.Tensor | None]] = []
+        for record in decode(pieces):
+            if copy.next not in (None, record.number):
+                raise ProtocolError(f"a record is missing (expected number {copy.next}, got {record.number})")
+            copy.next = record.number + 1
+            if record.kind is RecordKind.MEMORY:
+                self._map(copy, *content_of(record))
+            elif copy.is_complete:
+                records.append((record, self._payload(copy, record)))
+            else:
+                self._fill(shard, copy, record)
+        if records:
+            copy.waiting += [(record.number, record.size_bytes, payload is not None) for record, payload in records]
+            self._asked.append(self._shards[shard].ask(partial(self._shards[shard].take_records, records)))
+
+    def _fill(self, shard: int, copy: _Copy, record: Record) -> None:
+        """A record of the snapshot."""
         wanted = RecordKind.GENERATION if copy.state is None else RecordKind.TENSOR
         if record.kind is not wanted:
             raise ProtocolError(f"this is no snapshot (expected a record {wanted.name}, got {record.kind.name})")
@@ -200,16 +204,15 @@ class Following:
                 raise ProtocolError(f"worker {rank} has ended, and its memory is gone")
 
     @staticmethod
-    def _copied(copy: _Copy, record: Record) -> Record:
-        """With its payload, which its worker may change as soon as it is kept."""
+    def _payload(copy: _Copy, record: Record) -> torch.Tensor | None:
+        """What lies in a worker's memory."""
         if record.kind is not RecordKind.MESSAGE or not record.frames[0][FLAGS_AT] & FLAG_IN_SEGMENT:
-            return record
+            return None
         message = decode_message(record.frames)
         assert message.place is not None
         assert message.dtype is not None
         segment = copy.memories[message.job, message.worker, message.incarnation]
-        message.payload = segment.tensor(message.place, message.numel, message.dtype)
-        return record._replace(in_place=message).whole()
+        return segment.tensor(message.place, message.numel, message.dtype)
 
     # ---- time --------------------------------------------------------------------------------------------------
 
@@ -221,14 +224,21 @@ class Following:
         for shard, copy in enumerate(self._copies):
             if now_s > copy.heard_s + self._lease_s:
                 self.end(f"{self._address} was silent for {self._lease_s:g} s, at shard {shard}")
-            is_due = copy.next != copy.told or now_s >= copy.told_s + self._lease_s / 5
-            is_behind = copy.given_bytes - self._shards[shard].applied_bytes > BACKLOG_BYTES
-            if self.why_ended or copy.next is None or not is_due or (is_behind and copy.next != copy.told):
+            kept = self._kept(copy, self._shards[shard].applied)
+            if kept is None or (kept == copy.told and now_s < copy.told_s + self._lease_s / 5):
                 continue
-            copy.told, copy.told_s = copy.next, now_s
+            copy.told, copy.told_s = kept, now_s
             assert self._own is not None
-            kept = Message(MessageType.KEPT, epoch=self._own.epoch, term=self.term, sequence=copy.next)
-            self._say(shard, kept)
+            self._say(shard, Message(MessageType.KEPT, epoch=self._own.epoch, term=self.term, sequence=kept))
+
+    @staticmethod
+    def _kept(copy: _Copy, applied: int) -> int | None:
+        """All records below are here; None before the first."""
+        while copy.waiting and copy.waiting[0][0] <= applied:
+            copy.waiting.popleft()
+        if sum(size_bytes for _, size_bytes, _ in copy.waiting) > BACKLOG_BYTES:
+            return copy.told
+        return next((number for number, _, is_in_place in copy.waiting if is_in_place), copy.next)
 
     def end(self, why: str) -> None:
         """Nothing more is kept."""

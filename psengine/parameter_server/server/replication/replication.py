@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from socket import socketpair
 from typing import Any
 
 import zmq
@@ -47,6 +49,10 @@ class LeaderSockets:
         self._keys_for, self._lease_s = keys_for, lease_s
         self._sockets: dict[int, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}
         self._poller = zmq.Poller()
+        self._woken, self._waker = socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._poller.register(self._woken, zmq.POLLIN)
 
     def open(self, shard: int, address: str) -> None:
         """See ``Transport``."""
@@ -82,9 +88,9 @@ class LeaderSockets:
 
     def deliver(self, pair: Pair) -> None:
         """Give what comes within a moment to the pair."""
-        if not self._sockets:
-            time.sleep(LOOP_MS / 1000)
-        ready = dict(self._poller.poll(LOOP_MS)) if self._sockets else {}
+        ready = dict(self._poller.poll(LOOP_MS))
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
         for shard, (socket, events) in list(self._sockets.items()):
             for _ in range(RECEIVES_PER_TURN if socket in ready else 0):
                 if socket.closed or not socket.poll(0):
@@ -95,9 +101,16 @@ class LeaderSockets:
                 recv_monitor_message(events)
                 pair.disconnected(shard)
 
+    def wake(self) -> None:
+        """There is something to say; any thread."""
+        with suppress(OSError):  # full: it will wake up; closed: it has ended
+            self._waker.send(b"w")
+
     def end(self) -> None:
         """Release everything."""
         self.close()
+        self._woken.close()
+        self._waker.close()
         self._context.term()
 
 
@@ -111,6 +124,7 @@ class Replication(threading.Thread):
 
     Attributes:
         pair: see above.
+        wake: look at what there is to say to the leader; any thread.
         failure: what ended the thread, and ends the server.
     """
 
@@ -118,7 +132,7 @@ class Replication(threading.Thread):
         super().__init__(name="psengine-replication", daemon=True)
         self.pair = pair
         self.failure: Exception | None = None
-        self._sockets, self._elector = sockets, elector
+        self._sockets, self._elector, self.wake = sockets, elector, sockets.wake
         self._asked: tuple[Question, Future[Answer]] | None = None
         self._electors_thread = ThreadPoolExecutor(1, thread_name_prefix="psengine-elector")
         self._ends = threading.Event()

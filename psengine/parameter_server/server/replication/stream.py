@@ -22,6 +22,7 @@ from psengine.parameter_server.server.log.records import Record, encode
 WINDOW_BYTES, WINDOW = 64 << 20, 4096
 # Records that wait for the window, beside a snapshot: a follower that is so far behind does not catch up.
 QUEUE_BYTES = 1 << 30
+LARGE_BYTES = 4096
 
 
 class Stream:
@@ -30,7 +31,8 @@ class Stream:
     Records are numbered over all followers, those of snapshots too.
 
     Args:
-        send: sends a RECORD to a connection: its number, and the frames behind its header, which do not change.
+        send: sends a RECORD to a connection: number of the next record of the shard, and the frames behind its header,
+            which do not change.
         tell: told of the follower of this epoch that it has caught up (""), or why it is lost.
         lease_s: how long it may be silent.
 
@@ -92,17 +94,23 @@ class Stream:
             record = record if self.shares_memory else record.whole()
             self._waiting.append((self.end - 1, record))
             self._waiting_bytes += record.size_bytes
-            self._send_waiting()
         if self._waiting_bytes > self._most_bytes:
             self.lose(f"it is too slow: {self._waiting_bytes >> 20} MiB wait for it")
 
-    def _send_waiting(self) -> None:
+    def flush(self) -> None:
+        """Send what waits, as far as the window goes: small records together, and a large one at the end."""
+        group: list[Any] = []
         while self._waiting and self._sent_bytes < WINDOW_BYTES and len(self._sent) < WINDOW:
             number, record = self._waiting.popleft()
             self._waiting_bytes -= record.size_bytes
             self._sent_bytes += record.size_bytes
             self._sent.append((number, record.size_bytes))
-            self._send(self._route, number, encode(record, number))
+            group += filter(len, encode(record, number))
+            if record.size_bytes > LARGE_BYTES or not self._waiting:
+                self._send(self._route, self.end, group)
+                group = []
+        if group:
+            self._send(self._route, self.end, group)
 
     # ---- what the follower does --------------------------------------------------------------------------------
 
@@ -113,7 +121,7 @@ class Stream:
         self._heard_s = now_s
         while self._sent and self._sent[0][0] < number:
             self._sent_bytes -= self._sent.popleft()[1]
-        self._send_waiting()
+        self.flush()
         if number < self._begin:
             return
         self._kept, self.is_waited_for = number, True
@@ -127,6 +135,7 @@ class Stream:
         """Some time has passed."""
         if not self.follower:
             return
+        self.flush()
         if not is_connected(self._route):
             self.lose("its connection has ended")
         elif now_s > self._heard_s + self._lease_s:

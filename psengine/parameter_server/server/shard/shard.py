@@ -13,6 +13,8 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
+import torch
+
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings, too_many_jobs
 from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
@@ -347,14 +349,21 @@ class Shard:
             job.restore(state)
             self.jobs[job.number] = job
 
-    def replay(self, record: Record, known: dict[str, Any]) -> None:
-        """Do what a log's record says, or a leader's; ``known``: all that coordinators know, which it may change.
+    def replay(self, record: Record, known: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+        """Do what a log's record says, or a leader's.
+
+        Args:
+            record: of any kind but those of files.
+            known: all that coordinators know, which it may change.
+            payload: of a message whose payload lies in a worker's memory.
 
         Raises:
             ProtocolError, LookupError, TypeError, ValueError, RuntimeError: it fits nothing here.
         """
         if record.kind is RecordKind.MESSAGE:
-            self.apply(decode(record.frames), REPLAYED)
+            message = decode(record.frames)
+            message.payload = message.payload if payload is None else payload
+            self.apply(message, REPLAYED)
         elif record.kind is RecordKind.COORDINATOR:
             known.update(content_of(record))
             if self.append is not None:

@@ -145,8 +145,6 @@ class HeldAnswers:
         Raises:
             LogFailedError: the log has failed; nothing may leave any more.
         """
-        if not self.sinks:
-            return
         with suppress(BlockingIOError):
             self._woken.recv(4096)
         for sink in self.sinks:
@@ -187,7 +185,8 @@ class ShardThread(threading.Thread):
     Attributes:
         leads: the shard is the job's; else it has what a disk kept, or the copy of another's, and answers nothing.
         known: what the coordinators of that knew.
-        applied_bytes: of the records of another's, since the start.
+        applied: number of the last of the other's records that was applied.
+        on_applied: called then.
         last_tick_s: monotonic time of the last tick.
         answers: what leaves, once the log is as far; its log is set before the start.
         segments: the memory that workers of this host share; used by this thread only once it started.
@@ -214,7 +213,8 @@ class ShardThread(threading.Thread):
         self.segments = ShardSegments()
         self.pair, self.leads = pair, pair is None
         self.known: dict[str, Any] = {}
-        self.applied_bytes = 0
+        self.applied = -1
+        self.on_applied: Callable[[], object] = lambda: None
         self.stream: Stream | None = None
         if pair is not None:
             tell = partial(pair.tell, shard.index)
@@ -242,7 +242,7 @@ class ShardThread(threading.Thread):
     # ---- for other threads -------------------------------------------------------------------------------------
 
     def ask(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Have ``function`` called in this thread, within a tick; at once before its start. Wait with a timeout.
+        """Have ``function`` called in this thread, soon; at once before its start. Wait with a timeout.
 
         The future raises ``ShardEndedError`` where the thread has ended, or ends before the call.
         """
@@ -261,6 +261,7 @@ class ShardThread(threading.Thread):
         self._asked.put(call)
         if self._has_ended or self.ident is None:
             self._answer_asked()  # the thread may have ended without seeing this call
+        self.answers.wake()
         return future
 
     def answer(self, route: bytes, request: Message, body: dict[str, Any]) -> None:
@@ -323,10 +324,12 @@ class ShardThread(threading.Thread):
         self.shard.restore(state.shards[0])
         self.known = state.coordinators
 
-    def take_record(self, record: Record) -> None:
-        """The leader's shard has changed."""
-        self.shard.replay(record, self.known)
-        self.applied_bytes += record.size_bytes
+    def take_records(self, records: Sequence[tuple[Record, torch.Tensor | None]]) -> None:
+        """The leader's shard has changed; each with what lies in a worker's memory."""
+        for record, payload in records:
+            self.shard.replay(record, self.known, payload)
+            self.applied = record.number
+        self.on_applied()
 
     def lead(self, epoch: int, now_s: float, coordinators: Coordinators | None = None) -> None:
         """From here on the shard is the job's: a restart, with what this server holds.
@@ -611,6 +614,8 @@ class ShardThread(threading.Thread):
             answer.body["replicas"] = self.pair.replicas
 
     def _send_group(self) -> None:
+        if self.stream is not None:
+            self.stream.flush()
         if self._group:
             self.answers.send(self._group_route, [b"".join(self._group)])
             self._group = []
