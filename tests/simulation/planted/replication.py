@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -39,8 +40,8 @@ def _have_one_more(kept, self, route, number, now_s):
 @plant("a follower has caught up before answers wait for it", Stream, "open")
 def _catch_up_at_once(open_, self, follower, *arguments):
     open_(self, follower, *arguments)
-    self._has_caught_up = True
-    self._tell("caught up", follower)
+    self._mark = math.inf
+    self._tell(follower, "")
 
 
 # ---- what a copy has -------------------------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ def _know_nothing(take, self, state):
 
 
 def _ignoring(kind: RecordKind) -> Bug:
-    return lambda replay, self, record, known: None if record.kind is kind else replay(self, record, known)
+    return lambda replay, self, record, *arguments: None if record.kind is kind else replay(self, record, *arguments)
 
 
 plant("a follower ignores what coordinators decide", Shard, "replay", _ignoring(RecordKind.COORDINATOR))
