@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import os
-import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.expectations import raises
-from support.processes import in_ranks, run_ranks_to_any_end
+from support.processes import in_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -23,7 +20,6 @@ import psengine
 from psengine.collectives.base import Collective
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.registry import collective_for
-from psengine.collectives.solo import SoloCollective
 from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationError, ReplicaMismatchError
 from psengine.strategies.elastic import checkpoints, state
 from psengine.strategies.elastic.checkpoints import Checkpoints
@@ -332,28 +328,6 @@ def test_no_flipped_bit_of_a_file_is_believed():
             assert got["rate"] == 0.1
             assert got["weights"].dtype == torch.float32
             assert torch.equal(got["weights"], value["weights"])
-
-
-def killed_while_writing(rank: int, world_size: int, directory: Path, delays_s: list[float]) -> None:
-    torch.set_num_threads(1)
-    training = Training(0, SoloCollective())
-    training.registry.register("large", Holder(torch.ones(4_000_000)))
-    found = Checkpoints(1, directory / str(rank))
-    for step in (1, 2):
-        found.close()
-        found.write(training.snapshot(step))
-    time.sleep(delays_s[rank])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_writer_that_is_killed_leaves_a_whole_checkpoint(tmp_path):
-    delays_s = [0.0, 0.01, 0.02, 0.05]
-    run_ranks_to_any_end(killed_while_writing, len(delays_s), tmp_path, delays_s, init_group=False)
-    for rank in range(len(delays_s)):
-        found = Checkpoints(1, tmp_path / str(rank))
-        step = found.newest({})
-        assert step in (1, 2)
-        assert torch.equal(found.load(step).registered["large"], torch.ones(4_000_000))
 
 
 def test_what_killed_writers_left_goes_and_others_files_stay(tmp_path):

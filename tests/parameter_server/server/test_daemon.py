@@ -20,7 +20,6 @@ from support.server_process import Peer, ServerFailedError, running_server
 from support.shard_world import AVERAGE
 from support.waiting import eventually
 
-from psengine.protocol.frames import payload_tensor
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY
 
 
@@ -116,25 +115,6 @@ def test_exit_codes(arguments, code, words, taken_port):
         shown = command.stdout + command.stderr
         assert words.format(port=taken_port) in shown
         assert "Traceback" not in shown
-
-
-def test_sigterm_snapshots_what_was_acknowledged(tmp_path):
-    with running_server(snapshot_dir=tmp_path / "s", snapshot_interval_s=0.0) as server:
-        assert server.lines[0] == f"durability snapshot: durable to {tmp_path / 's'}, no generation (no job)"
-        with Peer(server.addresses[0]) as peer:
-            peer.make_job(torch.tensor([1.0, 2.0, 3.0]))
-            for sequence in range(1, 4):
-                updated = peer.request("PUSH", key=0, sequence=sequence, payload=torch.ones(3), version=sequence - 1)
-                assert updated.type.name == "UPDATED", updated
-            server.terminate()
-            assert server.wait() == 0
-    with running_server(bind=server.addresses[0], snapshot_dir=tmp_path / "s") as server:
-        assert server.lines[0] == f"durability snapshot: durable to {tmp_path / 's'}, generation 1 (job version 3)"
-        assert server.status()["snapshot"]["generation"] == 1
-        with Peer(server.addresses[0]) as peer:
-            peer.request("RESUME", worker=NOBODY)
-            values = peer.request("PULL", worker=NOBODY, key=0)
-            assert payload_tensor(values).tolist() == [-2.0, -1.0, 0.0]
 
 
 def slow_commit():
