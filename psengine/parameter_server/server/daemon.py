@@ -476,7 +476,8 @@ class Server:
         systemd.notify("STOPPING=1")
         for index in self._shards.drain():
             logger.warning("shard %d did not answer all that was queued", index)
-        is_followed = self._replication is not None and self._replication.pair.succession.needs_follower
+        pair = None if self._replication is None else self._replication.pair
+        is_followed = pair is not None and pair.is_leading and pair.status("").is_in_sync
         if self._durability is None or is_followed:
             return 0  # a follower has all, and leads once the lease is given back: no snapshot keeps workers waiting
         written = self._durability.snapshot()
