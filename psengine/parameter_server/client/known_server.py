@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from psengine.parameter_server.client.addresses import is_address
 from psengine.protocol.messages import Message, MessageType
 
-# Besides those that are named: who leads, its follower, and some that these have replaced.
-MAX_LEARNED = 4
+# Who leads, its follower, those that are named, and some that these have replaced.
+MAX_PLACES = 6
 _GREETS = (MessageType.WELCOME, MessageType.RESUMED)
 _ANSWERS_GREETING = (*_GREETS, MessageType.ERROR)
 _WILDCARD = re.compile(r"tcp://(\*|0\.0\.0\.0|\[::\]):")
@@ -35,7 +35,6 @@ class KnownServer:
     def __init__(self, name: str) -> None:
         self.places = [[address] for address in name.split("|")]
         self.term = 0
-        self._named = name.split("|")
         self._shards = self._epoch = 0  # of who leads; 0: not known
 
     def known(self, shard: int) -> list[str]:
@@ -84,5 +83,5 @@ class KnownServer:
     def _learn(self, place: Sequence[str]) -> None:
         """Put it first."""
         if place:
-            places = [list(place), *(other for other in self.places if other[0] != place[0])]
-            self.places = [one for i, one in enumerate(places) if i < MAX_LEARNED or one[0] in self._named]
+            others = [other for other in self.places if other[0] != place[0]]
+            self.places = [list(place), *others][:MAX_PLACES]
