@@ -56,7 +56,7 @@ from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.replication.election import Member
 from psengine.parameter_server.server.replication.electors import make_elector, make_succession
 from psengine.parameter_server.server.replication.pair import Pair
-from psengine.parameter_server.server.replication.replication import LeaderSockets, Replication
+from psengine.parameter_server.server.replication.replication import Replication
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.shard_group import ShardGroup
@@ -269,10 +269,12 @@ class Server:
     def _make_pair(self, durability: Durability | None, previous: int) -> Pair:
         settings = self.settings
         guard = self._shards.authenticator
-        sockets = LeaderSockets(lambda way: None if guard is None else guard.keys_for(way), settings.lease_s)
-        pair = Pair(
+        self._replication = replication = Replication(
+            make_elector(settings), lambda way: None if guard is None else guard.keys_for(way), settings.lease_s
+        )
+        replication.pair = Pair(
             make_succession(settings, Member(self.epoch, tuple(self.addresses), previous)),
-            sockets,
+            replication,
             self._shards.threads,
             draw_epoch=draw_epoch,
             lease_s=settings.lease_s,
@@ -281,9 +283,8 @@ class Server:
             begin_anew=self._begin_anew,
             note=self._events.note,
         )
-        self._replication = Replication(pair, sockets, make_elector(settings))
         self._prepared: Future[None] | None = None
-        return pair
+        return replication.pair
 
     def _prepare(self, durability: Durability | None, epoch: int, is_copy: bool) -> bool:
         """What is here gets its log and snapshots, in a thread; whether it has them.

@@ -104,7 +104,8 @@ def test_after_a_takeover_all_bits_are_those_of_the_undisturbed_run(tmp_path, ru
 def test_answers_wait_until_a_lost_follower_cannot_lead_and_it_comes_back_anew(tmp_path):
     """Its worker is told where the follower is."""
     with pair(tmp_path) as (leader, follower), ExitStack() as stack:
-        (worker,) = stack.enter_context(crew(leader.addresses[0], 1, [spec(0, 1000)], rule=APPLY))
+        specs = [spec(0, 1000), *(spec(key) for key in range(1, 60))]  # more than a small description
+        (worker,) = stack.enter_context(crew(leader.addresses[0], 1, specs, rule=APPLY))
         optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
         worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
         worker.push(0, torch.ones(1000), []).wait()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,19 +36,6 @@ from psengine.version import __version__
 
 # Of records that are kept and not applied.
 BACKLOG_BYTES = 256 << 20
-
-
-class Transport(Protocol):
-    """Connections to a leader's shards, one for each; the user's thread alone."""
-
-    def open(self, shard: int, address: str) -> None:
-        """Begin one; ``Pair.disconnected`` is called when it has ended, or cannot be made."""
-
-    def send(self, shard: int, frames: Sequence[Any]) -> None:
-        """Send, or nothing where there is no connection."""
-
-    def close(self) -> None:
-        """End all connections."""
 
 
 @dataclass
@@ -74,7 +61,8 @@ class Following:
     Args:
         address: of its first shard.
         shards: the threads of this server's: see ``ShardThread.take_copy``.
-        transport: its connections are this attempt's.
+        transport: open(shard, address), send(shard, frames), close(): its connections are this attempt's. See
+            ``Replication``.
         begin: called before anything is thrown away: given epoch and term of the leader, it returns this copy's life,
             or None if that must not be.
         lease_s: a leader that is silent for so long is lost.
@@ -89,7 +77,7 @@ class Following:
         self,
         address: str,
         shards: Sequence[Any],
-        transport: Transport,
+        transport: Any,
         begin: Callable[[int, int], Member | None],
         *,
         now_s: float,

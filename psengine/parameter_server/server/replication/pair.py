@@ -20,7 +20,7 @@ from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.replication.election import Member
-from psengine.parameter_server.server.replication.following import Following, Transport
+from psengine.parameter_server.server.replication.following import Following
 from psengine.parameter_server.server.replication.succession import Role, Succession
 from psengine.parameter_server.status_model import ReplicaStatus
 from psengine.protocol.messages import ErrorCode
@@ -52,7 +52,7 @@ class Pair:
     def __init__(
         self,
         succession: Succession,
-        transport: Transport,
+        transport: Any,
         threads: Sequence[Any],
         *,
         draw_epoch: Callable[[], int],
@@ -78,7 +78,6 @@ class Pair:
         self._told: deque[tuple[int, int, str]] = deque()
         self._followers: dict[int, Member] = {}  # one at most; several threads may claim it at once
         self._caught_up: set[int] = set()  # shards
-        self._is_in_sync = False  # the succession was told
         self._is_released = True
 
     # ---- for shards' threads -----------------------------------------------------------------------------------
@@ -120,12 +119,6 @@ class Pair:
         whom = "no other server that leads" if leader is None else f"the server at {' '.join(leader.addresses)}"
         text = f"this server does not lead: it knows {whom}. {self.succession.why}"
         raise ProtocolError(text, ErrorCode.NOT_LEADING)
-
-    def describe_follower(self) -> str:
-        """Who follows, for people."""
-        if self._follower is None:
-            return "a former one may still be recorded as in sync"
-        return f"{' '.join(self._follower.addresses)}"
 
     def status(self, election: str) -> ReplicaStatus:
         """For people; any thread."""
@@ -222,7 +215,6 @@ class Pair:
                 continue
             self._caught_up.add(shard)
             if len(self._caught_up) == len(self._threads):
-                self._is_in_sync = True
                 self._note("follower", f"the follower at {self._follower.addresses[0]} has all that is here")
                 self.succession.follower_caught_up(self._follower, now_s)
         if not self._is_released and not self.succession.needs_follower:
@@ -231,12 +223,11 @@ class Pair:
 
     def _lose(self, now_s: float) -> None:
         """A stream to the follower has ended: so do the others, and answers wait until it is recorded no more."""
-        self._is_released = False
+        was_in_sync, self._is_released = len(self._caught_up) == len(self._threads), False
         self._followers.clear()
         self._caught_up.clear()
         self._ask_streams("lose", "it is lost at another shard")
-        if self._is_in_sync:
-            self._is_in_sync = False
+        if was_in_sync:
             self.succession.follower_lost(now_s)
 
     def _ask_streams(self, name: str, *arguments: object) -> None:

@@ -8,7 +8,6 @@ The elector is asked in a thread of its own, which blocks until its deadline.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,15 +17,12 @@ from socket import socketpair
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from psengine.environment.local_sockets import way_to
 from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.server.replication.election import Answer, Elector, Question, ask
 from psengine.parameter_server.server.replication.pair import Pair
 from psengine.protocol.keys import KeyPair
-
-logger = logging.getLogger(__name__)
 
 LOOP_MS = 20
 # Then the leader hears of what is kept.
@@ -36,26 +32,59 @@ _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
 _NEVER_MS = 1 << 30
 
 
-class LeaderSockets:
-    """A ``Transport``: one DEALER socket for each shard of the leader.
+class Replication(threading.Thread):
+    """Runs ``pair`` until ``end``, and is its transport: one DEALER socket for each shard of the leader.
 
     Args:
+        elector: asked in a thread of its own.
         keys_for: the server's own keys, which the leader has too, where a connection to an address needs some.
         lease_s: a connection to a host that is gone ends within it.
+
+    Attributes:
+        pair: set before the start; used by this thread alone, but for what it says.
+        failure: what ended the thread, and ends the server.
     """
 
-    def __init__(self, keys_for: Callable[[str], KeyPair | None], lease_s: float) -> None:
+    pair: Pair
+
+    def __init__(self, elector: Elector, keys_for: Callable[[str], KeyPair | None], lease_s: float) -> None:
+        super().__init__(name="psengine-replication", daemon=True)
+        self.failure: Exception | None = None
+        self._elector, self._keys_for, self._lease_s = elector, keys_for, lease_s
+        self._asked: tuple[Question, Future[Answer]] | None = None
+        self._electors_thread = ThreadPoolExecutor(1, thread_name_prefix="psengine-elector")
+        self._ends = threading.Event()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._keys_for, self._lease_s = keys_for, lease_s
-        self._sockets: dict[int, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}
+        self._sockets: dict[int, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}  # each with its monitor
         self._poller = zmq.Poller()
         self._woken, self._waker = socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._poller.register(self._woken, zmq.POLLIN)
 
+    # ---- other threads -----------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There is something to say to the leader."""
+        with suppress(OSError):  # full: it will wake up; closed: it has ended
+            self._waker.send(b"w")
+
+    def end(self) -> None:
+        """End; the lease is given back, so that the follower leads at once."""
+        self._ends.set()
+        if self.is_alive():
+            self.join(5.0)
+        self.close()
+        self._woken.close()
+        self._waker.close()
+        self._context.term()
+        self._electors_thread.submit(self._elector.close)
+        self._electors_thread.shutdown(wait=True)
+
+    # ---- the transport of ``Following`` ------------------------------------------------------------------------
+
     def open(self, shard: int, address: str) -> None:
-        """See ``Transport``."""
+        """Begin a connection to a leader's shard; the pair is told once it has ended, or cannot be made."""
         way = way_to(address)
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         options = {zmq.LINGER: 0, zmq.RECONNECT_IVL: _NEVER_MS}
@@ -65,28 +94,39 @@ class LeaderSockets:
         if (keys := self._keys_for(way)) is not None:
             socket.curve_serverkey = socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
-        events = socket.get_monitor_socket(_ENDS)
-        self._sockets[shard] = socket, events
-        for one in (socket, events):
+        self._sockets[shard] = socket, socket.get_monitor_socket(_ENDS)
+        for one in self._sockets[shard]:
             self._poller.register(one, zmq.POLLIN)
         socket.connect(way)
 
     def send(self, shard: int, frames: Sequence[Any]) -> None:
-        """See ``Transport``."""
+        """Send, or nothing where there is no connection."""
         if shard in self._sockets:
             self._sockets[shard][0].send_multipart(frames)
 
     def close(self) -> None:
-        """See ``Transport``."""
+        """End all connections."""
         sockets, self._sockets = self._sockets, {}
         for socket, events in sockets.values():
-            for one in (socket, events):
-                self._poller.unregister(one)
+            self._poller.unregister(socket)
+            self._poller.unregister(events)
             socket.disable_monitor()
             events.close()
             socket.close(0)
 
-    def deliver(self, pair: Pair) -> None:
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The loop."""
+        try:
+            while not self._ends.is_set():
+                self._receive()
+                self.pair.tick(time.monotonic())
+                self._ask()
+        except Exception as error:
+            self.failure = error
+
+    def _receive(self) -> None:
         """Give what comes within a moment to the pair."""
         ready = dict(self._poller.poll(LOOP_MS))
         with suppress(BlockingIOError):
@@ -96,56 +136,9 @@ class LeaderSockets:
                 if socket.closed or not socket.poll(0):
                     break
                 frames = [frame.buffer for frame in socket.recv_multipart(copy=False)]
-                pair.received(shard, frames, time.monotonic())
+                self.pair.received(shard, frames, time.monotonic())
             if events in ready and not events.closed:
-                recv_monitor_message(events)
-                pair.disconnected(shard)
-
-    def wake(self) -> None:
-        """There is something to say; any thread."""
-        with suppress(OSError):  # full: it will wake up; closed: it has ended
-            self._waker.send(b"w")
-
-    def end(self) -> None:
-        """Release everything."""
-        self.close()
-        self._woken.close()
-        self._waker.close()
-        self._context.term()
-
-
-class Replication(threading.Thread):
-    """Runs ``pair`` until ``end``.
-
-    Args:
-        pair: used by this thread alone, but for what it says.
-        sockets: its transport.
-        elector: asked in a thread of its own.
-
-    Attributes:
-        pair: see above.
-        wake: look at what there is to say to the leader; any thread.
-        failure: what ended the thread, and ends the server.
-    """
-
-    def __init__(self, pair: Pair, sockets: LeaderSockets, elector: Elector) -> None:
-        super().__init__(name="psengine-replication", daemon=True)
-        self.pair = pair
-        self.failure: Exception | None = None
-        self._sockets, self._elector, self.wake = sockets, elector, sockets.wake
-        self._asked: tuple[Question, Future[Answer]] | None = None
-        self._electors_thread = ThreadPoolExecutor(1, thread_name_prefix="psengine-elector")
-        self._ends = threading.Event()
-
-    def run(self) -> None:
-        """The loop."""
-        try:
-            while not self._ends.is_set():
-                self._sockets.deliver(self.pair)
-                self.pair.tick(time.monotonic())
-                self._ask()
-        except Exception as error:
-            self.failure = error
+                self.pair.disconnected(shard)
 
     def _ask(self) -> None:
         succession = self.pair.succession
@@ -155,12 +148,3 @@ class Replication(threading.Thread):
             succession.heard(question, answered.result(), time.monotonic())
         if self._asked is None and (wanted := succession.next(time.monotonic())) is not None:
             self._asked = wanted, self._electors_thread.submit(ask, self._elector, wanted)
-
-    def end(self) -> None:
-        """End; the lease is given back, so that the follower leads at once."""
-        self._ends.set()
-        if self.is_alive():
-            self.join(5.0)
-        self._sockets.end()
-        self._electors_thread.submit(self._elector.close)
-        self._electors_thread.shutdown(wait=True)

@@ -369,7 +369,7 @@ class Shard:
             if self.append is not None:
                 self.append(record)
         elif record.kind is RecordKind.LIFE:
-            self.begin_life()
+            self.begin_life(has_all=content_of(record)["has_all"])
         else:
             self.drop(record.job)
 
@@ -378,11 +378,16 @@ class Shard:
         self.changes += bool(self.jobs)
         self.jobs.clear()
 
-    def begin_life(self) -> None:
-        """Go on from what was restored: who still waits for an answer says so by RESUME."""
+    def begin_life(self, *, has_all: bool | None = None) -> None:
+        """Go on from what was restored: who still waits for an answer says so by RESUME.
+
+        Args:
+            has_all: whether every acknowledged update is here; None: as the settings say.
+        """
+        keeps_log = self.settings.keeps_updates if has_all is None else has_all
         for job in self.jobs.values():
             for rule in job.rules.values():
-                rule.begin_life(keeps_log=self.settings.keeps_updates)
+                rule.begin_life(keeps_log=keeps_log)
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 

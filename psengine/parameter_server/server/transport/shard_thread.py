@@ -341,7 +341,8 @@ class ShardThread(threading.Thread):
         """
         self.shard.epoch, self._now_s = epoch, now_s
         if self.shard.append is not None:
-            self.shard.append(json_record(RecordKind.LIFE, {"epoch": epoch, "term": self._term}))
+            has_all = self.shard.settings.keeps_updates
+            self.shard.append(json_record(RecordKind.LIFE, {"epoch": epoch, "term": self._term, "has_all": has_all}))
         self.shard.begin_life()
         if coordinators is not None:
             coordinators.restore(self.known, now_s)
@@ -354,7 +355,7 @@ class ShardThread(threading.Thread):
 
     def _send_record(self, route: bytes, number: int, pieces: Sequence[Any]) -> None:
         header = Message(MessageType.RECORD, epoch=self.shard.epoch, term=self._term, sequence=number)
-        self.endpoint.send(route, [*encode(header), *pieces], copies=False)
+        self.endpoint.send(route, [*encode(header), *(memoryview(piece) for piece in pieces)], copies=False)
 
     def _follow(self, received: Received, message: Message) -> None:
         """FOLLOW: send a copy, and what changes it.
@@ -378,7 +379,8 @@ class ShardThread(threading.Thread):
             text = f"a follower's life begins after its leader's (expected an epoch above {self.shard.epoch}, got"
             raise ProtocolError(f"{text} {message.epoch})", ErrorCode.STALE)
         if self.stream.follower or not self.pair.claim(message.epoch, body["addresses"]):
-            raise ProtocolError(f"this server has a follower: {self.pair.describe_follower()}", ErrorCode.NOT_READY)
+            whom = " ".join(self.pair.replicas) or "a former one may still be recorded as in sync"
+            raise ProtocolError(f"this server has a follower: {whom}", ErrorCode.NOT_READY)
         known = {} if self.coordinators is None else self.coordinators.to_meta()
         snapshot = records_of(ServerState([self.shard.capture()], coordinators=known))
         self.stream.open(message.epoch, received.route, snapshot, time.monotonic())
