@@ -18,7 +18,6 @@ from psengine.errors import ConfigurationError
 
 Made = TypeVar("Made")
 
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 _OPTION = re.compile(r"\s*([A-Za-z_][\w-]*)\s*=(.*)", re.DOTALL)
 
 
@@ -146,22 +145,12 @@ class Registry(Generic[Made]):
         """Let users write ``name``, and make the object by calling ``factory``.
 
         Raises:
-            ConfigurationError: the name is taken, or is none.
+            ConfigurationError: the name is taken.
         """
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigurationError(
-                f"the name of a {self.kind} stands before the colon of name:option=value (expected letters, digits,"
-                f" '.', '_' and '-', got {name!r})"
-            )
         if name in self._factories:
             raise ConfigurationError(
                 f"{self.kind} {name!r} is registered already (expected another name for {factory!r}, got that of"
                 f" {self[name]!r})"
-            )
-        if not callable(factory):
-            raise ConfigurationError(
-                f"{self.kind} {name!r} is registered by what makes one (expected its class or a function, got"
-                f" {factory!r})"
             )
         self._factories[name] = factory
 

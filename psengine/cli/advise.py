@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import statistics
 import sys
 import tempfile
@@ -154,17 +153,12 @@ def command(
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise for one worker, or several nodes, whose ranks cannot be compared; the message has a command that works."""
-    if plan.workers >= 2 and not plan.is_multi_node:
-        return
-    module = "-m " if plan.torchrun.module else ""
-    expected, got = "--workers 2 or more", "--workers 1"
-    if plan.is_multi_node:
-        expected, got = "one node", f"--nnodes {plan.torchrun.nnodes}"
-    raise ConfigurationError(
-        f"advise compares the ranks of one host (expected {expected}, got {got})."
-        f" Fix: psengine advise --workers {max(plan.workers, DEFAULT_WORKERS)} {module}{shlex.join(plan.script)}"
-    )
+    """Raise for one worker, or several nodes, whose ranks cannot be compared."""
+    if plan.workers < 2 or plan.is_multi_node:
+        raise ConfigurationError(
+            f"advise compares the ranks of one host (expected --workers 2 or more and one node, got --workers"
+            f" {plan.workers} and --nnodes {plan.torchrun.nnodes})"
+        )
 
 
 def measured_steps(plan: Plan, steps: int) -> StepTimes:

@@ -69,9 +69,7 @@ def say_if_missing() -> None:
         can_be_built = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
         logger.log(
             logging.WARNING if can_be_built else logging.INFO,
-            "psengine runs without its native extension (%s): bucket kernels are plain torch, ranks of one host"
-            " exchange over torch.distributed, and the codecs int8, fp4 and onebit are missing. Fix: %s, with a C++"
-            " compiler.",
-            reason,
-            BUILD_COMMAND,
+            "psengine runs without its native extension (%s): it is slower, and the codecs int8, fp4 and onebit are"
+            " missing. Fix: %s, with a C++ compiler.",
+            *(reason, BUILD_COMMAND),
         )

@@ -142,12 +142,19 @@ class Strategy(Configured, Exchange, LifeCycle, Stepping):
         for name, residual in self.residuals().items():
             residual.copy_(residuals[name])
 
-    @override
     def state_dict(self) -> dict[str, Any]:
+        """The strategy's part of a checkpoint: tensors, numbers, text and containers of them. Each rank has its own.
+
+        Default: what codecs left out.
+        """
         return {name: residual.clone() for name, residual in self.residuals().items()}
 
-    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict`` of the same strategy with the same options.
+
+        Raises:
+            ConfigurationError: it is of another strategy, or of other options.
+        """
         expected = sorted(self.residuals())
         if sorted(state) != expected:
             raise ConfigurationError(

@@ -86,21 +86,6 @@ class LifeCycle(ABC):
         """The fields of ``Statistics`` that the strategy knows better than the wrapper; default: none."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The strategy's part of a checkpoint: tensors, numbers, text and containers of them. Each rank has its own.
-        Default: what codecs left out.
-        """
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state_dict`` of the same strategy with the same options.
-
-        Raises:
-            ConfigurationError: the state is not one of this strategy's.
-        """
-        if state:
-            raise ConfigurationError(f"strategy {self!r} keeps no state (expected an empty one, got {sorted(state)})")
-
     def conclude(self) -> None:  # noqa: B027 - most replicas are equal between two steps
         """Another strategy follows: make all replicas equal, in parameters and in the buffers to keep equal.
 

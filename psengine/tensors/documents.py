@@ -79,9 +79,8 @@ def _document(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             return items
         return {("tuple" if isinstance(value, tuple) else "set"): items}
     raise ArgumentTypeError(
-        "a state travels without pickle, so that no worker runs another's bytes (expected tensors, numbers, text and"
-        f" None, in dicts, lists, tuples and sets; got {type(value).__name__} as {path or 'the state'!r}). Fix: turn it"
-        " into these in state_dict(), and back in load_state_dict()."
+        "a state travels without pickle (expected tensors, numbers, text and None, in dicts, lists, tuples and sets;"
+        f" got {type(value).__name__} as {path or 'the state'!r}). Fix: turn it into these in state_dict()."
     )
 
 

@@ -179,7 +179,6 @@ def first_difference(descriptions: list[dict[str, str]], this_rank: int) -> str:
             others.setdefault(kind, []).append(str(rank))
     got = ", ".join(f"{kind} on rank {' and '.join(ranks)}" for kind, ranks in others.items())
     return (
-        f"every rank makes the same call, with values of the same structure (expected {path} to be {kinds[0]} as on"
-        f" rank 0, got {got}; seen on rank {this_rank}). Make the same call, with the same keys, types and shapes, on"
-        " every rank."
+        f"every rank makes the same call, with values of the same keys, types and shapes (expected {path} to be"
+        f" {kinds[0]} as on rank 0, got {got}; seen on rank {this_rank})"
     )

@@ -102,7 +102,7 @@ def find_difference(
             ours, theirs = (tuple(size) if what == "shape" else size for size in (ours, theirs))
             note = f"{what} {ours} in the candidate, {theirs} in the reference"
             return make(absolute=math.inf, relative=math.inf, note=note)
-    ours, theirs = _plain_pair(candidate, reference)
+    ours, theirs = _plain(candidate), _plain(reference)
     if ours.numel() == 0 or torch.equal(_bits(ours), _bits(theirs)):
         if _significant_strides(candidate) == _significant_strides(reference):
             return None
@@ -145,19 +145,9 @@ def _significant_strides(tensor: torch.Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def _plain_pair(candidate: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as dense real tensors of equal shape, on the CPU."""
-    ours, theirs = candidate.detach(), reference.detach()
-    if ours.is_sparse:
-        ours, theirs = ours.coalesce(), theirs.coalesce()
-        if torch.equal(ours.indices(), theirs.indices()) and torch.equal(ours.values(), theirs.values()):
-            # A large embedding's gradient has few rows. If they are equal, the dense tensor is not needed.
-            ours, theirs = ours.values(), theirs.values()
-    return _plain(ours), _plain(theirs)
-
-
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.to_dense().cpu()
+    """A dense real tensor, on the CPU."""
+    tensor = tensor.detach().to_dense().cpu()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

@@ -156,7 +156,7 @@ def test_a_local_rank_has_its_device(local_rank, count, device):
 
 
 def test_too_few_devices():
-    with pytest.raises(EnvironmentVariableError, match=r"below 2 visible.*got local rank 2.*Fix: .*at most 2"):
+    with pytest.raises(EnvironmentVariableError, match=r"below 2 visible.*got 2 on .*Fix: .*at most 2"):
         choose_device(2, 2)
 
 

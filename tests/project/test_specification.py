@@ -100,17 +100,11 @@ def test_no_option_has_two_owners():
     assert all(option in of_strategies for option in PARTS)
 
 
-def test_registering_refuses_what_users_could_not_write():
+def test_registering_refuses_a_name_that_is_taken():
     with pytest.raises(ConfigurationError, match="strategy 'sync' is registered already"):
         psengine.register_strategy("sync", SyncAllReduce)
     with pytest.raises(ConfigurationError, match="collective 'auto' is registered already"):
         psengine.register_collective("auto", lambda process_group, device: None)
-    for name in ("a:b", "a,b", "a=b", "", " a", None):
-        with pytest.raises(ConfigurationError, match=r"the name of a strategy .* got"):
-            psengine.register_strategy(name, SyncAllReduce)
-    with pytest.raises(ConfigurationError, match=r"expected its class or a function, got 'sync'"):
-        psengine.register_strategy("mine", "sync")
-    assert "mine" not in STRATEGIES
 
 
 def test_options_of_collectives():

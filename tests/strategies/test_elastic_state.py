@@ -362,7 +362,7 @@ def test_another_jobs_checkpoint_is_loaded_with_a_warning_and_another_models_ref
     found = Checkpoints(1, tmp_path)
     assert found.newest({**training.registry.facts(), "seed": "7"}) == 1
     snapshot = found.load(1)
-    assert "another seed (expected None, got 7)" in caplog.text
+    assert "another seed, so this job's next steps differ (expected None, got 7)" in caplog.text
     wider = Training(0, features=9)
     with raises(ReplicaMismatchError, f"the state of {found.path(1)} does not fit"):
         wider.registry.install(snapshot, str(found.path(1)))

@@ -19,12 +19,10 @@ USAGE_NAME = "psengine/used parameters"
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a chunk's values go: parts that tile it in order, their layout where kernels write them, and the names of
-    tensors that are not their own images.
-    """
+    """Where a chunk's values go: parts that tile it in order, their layout, and tensors that need a copy."""
 
     parts: list[torch.Tensor]
-    layout: torch.Tensor | None
+    layout: torch.Tensor
     copied: list[str]
 
 
@@ -132,14 +130,9 @@ class ChunkedReplica:
             places = self._places.get(spec.key)
             if places is None:
                 places = self._find_places(spec)
-            if places.layout is not None:
-                ops.unpack_(places.parts, flat, 1.0, places.layout)
-                # Older graphs and other models may depend on the old values.
-                torch.autograd.graph.increment_version(places.parts)
-            else:
-                pieces = flat.split([part.numel() for part in places.parts])
-                for part, piece in zip(places.parts, pieces, strict=True):
-                    part.copy_(piece)
+            ops.unpack_(places.parts, flat, 1.0, places.layout)
+            # Older graphs and other models may depend on the old values.
+            torch.autograd.graph.increment_version(places.parts)
             copied.update(places.copied)
         return copied
 
@@ -150,9 +143,8 @@ class ChunkedReplica:
 
     def _find_places(self, spec: ChunkSpec) -> _Places:
         parts = self.parts(spec)
-        is_native = ops.covers(torch.empty(0, dtype=spec.dtype), spec.dtype)
         copied = [name for name in _names([spec]) if not self._images[name].is_alias]
-        places = _Places(parts, ops.layout_of(parts) if is_native else None, copied)
+        places = _Places(parts, ops.layout_of(parts), copied)
         if spec.kind is ChunkKind.PARAMETER:
             self._places[spec.key] = places
         return places
