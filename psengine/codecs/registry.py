@@ -52,8 +52,7 @@ def resolve_codec(specification: Any) -> Codec:
         return IDENTITY
     if not isinstance(specification, str | Codec):
         raise ConfigurationError(
-            f"compress says what travels (expected None, one of {sorted(CODECS)} or a psengine.Codec, got"
-            f" {specification!r})"
+            f"unknown codec (expected None, one of {sorted(CODECS)} or a psengine.Codec, got {specification!r})"
         )
     return CODECS.read(specification)() if isinstance(specification, str) else specification
 

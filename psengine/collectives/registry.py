@@ -68,8 +68,7 @@ def _c10d(process_group: Any, device: torch.device) -> C10dCollective:
 def _shared_memory(process_group: Any, device: torch.device) -> Collective:
     if device.type != "cpu":
         raise ConfigurationError(
-            f"collective 'shared_memory' exchanges CPU tensors (expected a model on the CPU, got {device}). Use"
-            " collective='auto' or 'c10d'."
+            f"collective 'shared_memory' exchanges CPU tensors (got {device}). Fix: collective='auto' or 'c10d'."
         )
     return _shared_memory_of(process_group, is_required=True)
 
@@ -135,8 +134,7 @@ def collective_for(
     specification = default_collective() if specification is None else specification
     if not isinstance(specification, str):
         raise ConfigurationError(
-            f"unknown collective (expected one of {sorted(COLLECTIVES)} or a psengine.Collective, got"
-            f" {specification!r})"
+            f"no collective (expected one of {sorted(COLLECTIVES)} or a psengine.Collective, got {specification!r})"
         )
     if process_group is None:
         COLLECTIVES.read(specification)

@@ -69,8 +69,7 @@ class ProportionalSampler(DistributedSampler[int]):
         self.shares = _checked_shares(shares, num_replicas)
         if len(dataset) < num_replicas:
             raise ConfigurationError(
-                f"every rank needs a sample (expected at least {num_replicas} in the dataset, got {len(dataset)}). Fix:"
-                " start fewer ranks."
+                f"every rank needs a sample (expected at least {num_replicas} in the dataset, got {len(dataset)})"
             )
         # The base class's count padding in.
         self.num_samples, self.total_size = len(self), len(dataset)

@@ -174,7 +174,7 @@ def _placement(
     if missing := [name for name in names[:3] if name not in variables]:
         raise EnvironmentVariableError(
             f"{launcher} sets all its variables (expected {', '.join(names[:3])}, missing {', '.join(missing)}). Fix:"
-            " pass all of the launcher's variables on; or unset them to train in a single process."
+            " pass on all that torchrun, mpirun or srun sets; or unset them to train in a single process."
         )
     world_size = read_integer(variables, names[1], 1, 2**31 - 1) or 1
     local_world_size = read_integer(variables, names[3], 1, world_size) or (1 if world_size == 1 else None)

@@ -212,8 +212,7 @@ class ChunkOptimizer:
         checked = check_groups(self._spec.name, groups)
         if len(checked) != len(self._groups):
             raise _refusal(
-                f"an optimizer keeps its parameter groups (expected {len(self._groups)}, got {len(checked)})."
-                " Add groups before the first step."
+                f"an optimizer keeps its parameter groups (expected {len(self._groups)}, got {len(checked)})"
             )
         self._check_kernels(checked)
         return checked

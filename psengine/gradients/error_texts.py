@@ -35,9 +35,8 @@ def converted_message(name: str, rank: int) -> str:
     return (
         "Parameters must keep the dtype and device they had when the model was wrapped: torch drops the hooks of those"
         " that are converted or moved, and their gradients would stay on this rank without a word, as with native DDP"
-        f" (parameter {name!r} on rank {rank}). Fix: call .double(), .half() or .to(...) before"
-        " DistributedDataParallel(...), or wrap model.module anew afterwards; forwards that no backward follows belong"
-        " under torch.no_grad()."
+        f" (parameter {name!r} on rank {rank}). Fix: call .double(), .half() or .to(...) before wrapping, or wrap"
+        " model.module anew; forwards that no backward follows belong under torch.no_grad()."
     )
 
 

@@ -287,8 +287,7 @@ class ServerActor:
         self._is_decided.wait(START_S)
         if not self._address:
             raise ServerError(
-                f"parameter server {index} did not start on {host} (expected it ready within {START_S:g} s); its log"
-                " says why"
+                f"parameter server {index} on {host} was not ready within {START_S:g} s; its log says why"
             )
         port.write_text(self._address.rpartition(":")[2])
 

@@ -66,10 +66,7 @@ def _check_alone(strategy: str, **others: Any) -> None:
     """Raise ConfigurationError where options are given that virtual workers do not have."""
     for name, value in others.items():
         if value is not None:
-            raise ConfigurationError(
-                f"strategy {strategy!r} (expected virtual_workers alone, got {name} beside it). Fix: leave one of them"
-                " out"
-            )
+            raise ConfigurationError(f"strategy {strategy!r} (expected virtual_workers alone, got {name} beside it)")
 
 
 register_strategy(SyncAllReduce.name, _sync)

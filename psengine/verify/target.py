@@ -99,8 +99,7 @@ def check_target(returned: Any, name: str) -> Target:
     if not isinstance(returned, tuple | list) or len(returned) not in (4, 5):
         got = f"{len(returned)} parts" if isinstance(returned, tuple | list) else type(returned).__name__
         raise TargetError(
-            f"{what} (expected 4 or 5 parts, got {got}). Fix: name a function that makes these and returns them, not"
-            " one that trains."
+            f"{what} (expected 4 or 5 parts, got {got}). Fix: name a function that returns these, not one that trains."
         )
     model, batch_fn, loss_fn, optimizer_fn = returned[:4]
     options = returned[4] if len(returned) == 5 else {}

@@ -120,8 +120,7 @@ def check_meets_others(strategy: Strategy) -> None:
     if is_alone and strategy.capabilities.needs_process_group:
         raise ConfigurationError(
             f"independent worker {worker} would train alone (expected a strategy over servers, got {strategy.name!r}"
-            f" with PSENGINE_WORKER={worker}). Fix: strategy='async' or 'sync-server'; or unset PSENGINE_WORKER, and"
-            " let a launcher make the group."
+            f" with PSENGINE_WORKER={worker}). Fix: strategy='async' or 'sync-server'; or unset PSENGINE_WORKER."
         )
 
 

@@ -49,9 +49,8 @@ def switch_strategy(model: Any, strategy: str | Strategy) -> None:
     except BaseException as error:
         stopped = _Stopped(
             f"the change of strategy from {former.name!r} to {following.name!r} failed after the round had ended:"
-            f" {error}. The model has no strategy now (expected one for forward and step, got none). Fix: save"
-            " model.module and optimizer.state_dict(), which are those of the round's end, and start again from them;"
-            " or wrap model.module again."
+            f" {error}. The model has no strategy now (expected one for forward and step, got none). Fix: wrap"
+            " model.module again, or save it with optimizer.state_dict(), which are those of the round's end."
         )
         model.reducer._remove_autograd_hooks()
         following.close()
@@ -96,8 +95,7 @@ def _check(model: Any, strategy: Strategy) -> None:
             raise ConfigurationError(f"strategies are not switched under {what} (expected a model without it)")
     if model.reducer.is_in_backward:
         raise ConfigurationError(
-            "strategies are switched between two steps (expected a backward that has ended, got one of which some"
-            " gradients are missing)"
+            "strategies are switched between two steps (got a backward of which some gradients are missing)"
         )
     if strategy.capabilities.needs_process_group and model.process_group is None:
         raise ConfigurationError(
@@ -118,8 +116,7 @@ def _agree(collective: Collective, device: torch.device, problem: PSEngineError 
     for rank, found in enumerate(texts):
         if found:
             raise ConfigurationError(
-                f"strategies are switched on all ranks or on none (expected that each can, got, on rank {rank}:"
-                f" {found.decode(errors='replace')})"
+                f"strategies are switched on all ranks or on none (rank {rank}: {found.decode(errors='replace')})"
             )
 
 

@@ -244,7 +244,7 @@ def test_what_users_write():
         resolve_codec("bf61")
     with pytest.raises(ConfigurationError, match=r"unknown option 'ratio' \(expected .*no options of codec 'bf16'"):
         resolve_codec("bf16:ratio=0.01")
-    with pytest.raises(ConfigurationError, match=r"compress says what travels \(expected None, .* got 8\)"):
+    with pytest.raises(ConfigurationError, match=r"unknown codec \(expected None, .* got 8\)"):
         resolve_codec(8)
     with pytest.raises(ConfigurationError, match="codec 'bf16' is registered already"):
         psengine.register_codec("bf16", TopOne)

@@ -148,8 +148,7 @@ def succeed_together(ranks: Collective, action: Callable[[], Made], collective: 
     if failed:
         why = f": {error}" if error is not None else ""
         raise SharedMemoryUnavailableError(
-            f"collective {collective!r} cannot connect these ranks: ranks {failed} cannot reach the others, or open"
-            f" their memory{why}"
+            f"collective {collective!r} cannot connect these ranks: ranks {failed} cannot reach the others{why}"
         ) from error
     made: Made = result
     return made

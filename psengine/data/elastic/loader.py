@@ -73,8 +73,7 @@ class ElasticLoader:
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ArgumentTypeError(
-                "ElasticLoader deals out samples by their number (expected a map-style dataset with a length, got"
-                f" {type(dataset).__name__})"
+                f"ElasticLoader takes a map-style dataset with a length (got {type(dataset).__name__})"
             )
         if batch_size < 1:
             raise ConfigurationError(

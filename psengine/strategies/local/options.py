@@ -37,13 +37,11 @@ class RoundOptions:
         """Check what belongs together."""
         if self.fragments > self.every:
             raise ValueError(
-                f"a round of every={self.every} steps exchanges one fragment after a step (expected at most"
-                f" fragments={self.every}, got {self.fragments})"
+                f"a step exchanges one fragment (expected at most fragments={self.every}, got {self.fragments})"
             )
         if self.overlap >= self.every:
             raise ValueError(
-                "a fragment arrives before it leaves again (expected an overlap of fewer than"
-                f" every={self.every} steps, got {self.overlap})"
+                f"a fragment arrives before it leaves again (expected overlap < every={self.every}, got {self.overlap})"
             )
 
     @classmethod

@@ -78,8 +78,7 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         super().__init__({"name": "apply", **rule}, **options)
         if compensation_decay is not None and not delay_compensation:
             raise ConfigurationError(
-                f"compensation_decay={compensation_decay!r} changes a strength that is 0. Fix: set delay_compensation"
-                " too, such as 2"
+                f"compensation_decay={compensation_decay!r} changes a strength of 0. Fix: delay_compensation=2 too"
             )
 
     @override
