@@ -39,7 +39,7 @@ def launched_servers(options: RunOptions) -> Iterator[list[subprocess.Popen[str]
     """
     launched: list[subprocess.Popen[str]] = []
     try:
-        launched += [launch() for _ in range(expected_servers(options))]
+        launched += [launch() for _ in range(expected_servers(options) * _copies(options))]
         yield launched
     finally:
         for process in launched:
@@ -71,11 +71,8 @@ class ServerGroup:
         self._status_port = str(plan.options.status_port)
         self._report = report
         self._launched = [] if launched is None else launched
-        self._durability = (
-            self._options[self._options.index("--durability") + 1] if "--durability" in self._options else ""
-        )
         # A server and its follower are next to each other.
-        self._copies = 2 if "replica" in self._durability else 1
+        self._copies = _copies(plan.options)
         self._servers: list[EmbeddedServer] = []
         self._binds: list[str] = []
         self._deaths: list[deque[float]] = [deque(maxlen=MAX_DEATHS) for _ in range(plan.servers * self._copies)]
@@ -143,7 +140,7 @@ class ServerGroup:
         directory = self._directories[number][copy]
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if len(self._servers) == index and not copy and "log" not in self._durability:
+            if len(self._servers) == index and not copy and "log" not in _durability(self._plan.options):
                 # Nobody of the run before lives. Without a log it does not say who has more.
                 self._record(number).unlink(missing_ok=True)
         except OSError as error:
@@ -216,6 +213,17 @@ class ServerGroup:
         else:
             self._report(f"the server at {address} is back (process {self._servers[index].process.pid})")
         return ""
+
+
+def _durability(options: RunOptions) -> str:
+    """The servers' tier, where a --server-option names it."""
+    named = dict(option.partition("=")[::2] for option in options.server_option or ())
+    return named.get("durability", "")
+
+
+def _copies(options: RunOptions) -> int:
+    """How many processes have what a server has."""
+    return 2 if "replica" in _durability(options) else 1
 
 
 def _arguments(options: Sequence[str]) -> list[str]:
