@@ -245,9 +245,6 @@ def test_what_is_refused():
     with pytest.raises(ConfigurationError, match=r"strategy 'sync' does not average gradients by samples"):
         Strategy.weigh(psengine.SyncAllReduce(), 2.0)  # what a strategy of one's own inherits
     Strategy.weigh(psengine.SyncAllReduce(), None)
-    for weight in (-1, math.nan, 2e12):
-        with pytest.raises(ConfigurationError, match="expected 0 to 1e"):
-            psengine.SyncServer().weigh(weight)
 
 
 @at_servers(2)
