@@ -26,6 +26,7 @@ from harness.turns import Turn, take_turns
 from server_throughput import ps_lite
 from server_throughput.echo import ECHO, Echo, echo_server
 from support.server_process import running_server
+from support.waiting import eventually
 
 from psengine.parameter_server.client.partition import CHUNK_BYTES, cut
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
@@ -48,9 +49,11 @@ PSENGINE: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "async TCP": (APPLY, {"uses_local_socket": False}),
     "async snapshot": (APPLY, {}),
     "async log": (APPLY, {}),
+    "async replica": (APPLY, {}),
 }
-# Their servers have another durability than "memory". An answer of "log" says that the update is on the disk.
-TIERS = {"async snapshot": "snapshot", "async log": "log"}
+# Their servers have another durability than "memory". An answer of "log" says that the update is on the disk, one of
+# "replica" that a follower on this host has it.
+TIERS = {"async snapshot": "snapshot", "async log": "log", "async replica": "replica"}
 # The log's bytes appended to one file, with one fdatasync: no log can be faster.
 DISK = "disk"
 # Its gradients were packed where the server reads them as they came: packing is not timed.
@@ -179,7 +182,12 @@ def main() -> None:
         servers = {DISK: folder, "memory": stack.enter_context(running_server(insecure=True)).addresses[0]}
         for tier in (tier for name, tier in TIERS.items() if name in options.candidates):
             kept = {"insecure": True, "durability": tier, "snapshot_dir": Path(folder) / tier, "snapshot_interval_s": 0}
+            kept |= {"election": f"launcher={folder}/leadership"} if tier == "replica" else {}
             servers[tier] = stack.enter_context(running_server(**kept)).addresses[0]
+            if tier == "replica":
+                kept |= {"follow": servers[tier], "snapshot_dir": Path(folder) / "follower"}
+                follower = stack.enter_context(running_server(**kept))
+                eventually(lambda one=follower: one.status()["replica"]["is_in_sync"], "a follower in sync")
         servers[ECHO] = stack.enter_context(echo_server())
         for megabytes in sizes_mb:
             for workers in options.workers:
