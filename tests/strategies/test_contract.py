@@ -319,7 +319,10 @@ def test_an_unknown_strategy_of_the_environment_says_where_it_comes_from(monkeyp
     [
         ("sync-server:quorum=0", "'sync-server'.quorum: (expected int >= 1, got 0). Fix:"),
         ("async:staleness_scaling=log", "(expected one of inverse, got 'log'). Fix:"),
-        ("diloco-server:durability=disk", "(expected one of memory|snapshot|log, got 'disk'). Fix:"),
+        (
+            "diloco-server:durability=disk",
+            "(expected one of memory|snapshot|log|replica|log+replica, got 'disk'). Fix:",
+        ),
     ],
 )
 def test_an_option_that_no_server_takes_is_refused_when_it_is_written(strategy, words):

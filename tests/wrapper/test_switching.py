@@ -101,7 +101,7 @@ def test_what_cannot_take_over_is_refused_on_all_ranks_and_nothing_changes(rank,
             model.switch_strategy(name)
     # One rank alone has it wrong.
     with raises(
-        ConfigurationError, *(("on rank 1", "on all ranks or on none") if rank == 0 else ("unknown strategy",))
+        ConfigurationError, *(("rank 1: unknown", "on all ranks or on none") if rank == 0 else ("unknown strategy",))
     ):
         model.switch_strategy("sync" if rank == 0 else "zink")
     assert model.strategy is strategy
