@@ -53,7 +53,7 @@ class OwnGroup(C10dCollective):
     """
 
     def __init__(self, store: Any, name: str, rank: int, world_size: int, timeout_s: float, host: str = "") -> None:
-        prefix = dist.PrefixStore(f"psengine/group/{name}", store)
+        prefix = _keys_of(store, name)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         try:
             device, address = _listen(host)
@@ -61,6 +61,7 @@ class OwnGroup(C10dCollective):
             prefix.set(f"address/{rank}", json.dumps(address))
             gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", prefix), rank, world_size, options)
             self._addresses = {tuple(json.loads(prefix.get(f"address/{other}"))) for other in range(world_size)}
+            prefix.set(f"connected/{rank}", "")
         except (RuntimeError, OSError) as error:
             raise CollectiveError(f"rank {rank} of {world_size} did not meet the others: {error}") from error
         group = dist.ProcessGroup(prefix, rank, world_size)
@@ -125,6 +126,23 @@ def form_collective(
     for group in made[:1]:  # then the thread comes to its end
         group.abandon()
     return None
+
+
+def unconnected(store: Any, name: str, world_size: int) -> dict[int, str]:
+    """The ranks that are not connected to all others, as far as ``store`` tells, and where each of them listens: "" of
+    one that did not come to the store.
+    """
+    keys = _keys_of(store, name)
+    addresses = {}
+    for rank in range(world_size):
+        if not keys.check([f"connected/{rank}"]):
+            has_come = keys.check([f"address/{rank}"])
+            addresses[rank] = "{}:{}".format(*json.loads(keys.get(f"address/{rank}"))) if has_come else ""
+    return addresses
+
+
+def _keys_of(store: Any, name: str) -> Any:
+    return dist.PrefixStore(f"psengine/group/{name}", store)
 
 
 def _listen(host: str) -> tuple[Any, Address]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,18 @@ from support.command_process import (
     servers_of,
 )
 from support.elastic_training import process_of, weights_in
+from support.expectations import raises
 from support.processes import free_port
 from support.server_process import running_server
 
-from psengine.errors import CollectiveError, ServerError
+from psengine.errors import CollectiveError, PSEngineError, ServerError
+from psengine.parameter_server.client import elastic
+from psengine.parameter_server.client.connection import PROCESS
+from psengine.parameter_server.client.elastic import ElasticClient, elastic_rule
+from psengine.parameter_server.client.flow import run
+from psengine.parameter_server.client.join import greet
+from psengine.parameter_server.client.options import SessionOptions
+from psengine.strategies.elastic import coordinated
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
 
 SCRIPT = elastic_training.__file__
@@ -130,3 +140,33 @@ def test_groups_that_fail_without_end_are_an_error_with_the_last_words(monkeypat
                 membership.regroup(1, CollectiveError("server 2 is gone"))
         finally:
             membership.close()
+
+
+def test_who_did_not_come_to_the_group_is_named(monkeypatch):
+    """Worker 1 answers the coordinator, and never comes to where the workers meet."""
+    monkeypatch.setattr(coordinated, "FORM_S", 0.2)
+    monkeypatch.setattr(coordinated, "SessionOptions", partial(SessionOptions, timeout_s=2.0))
+    with running_server() as server, ThreadPoolExecutor() as pool:
+        monkeypatch.setenv("PSENGINE_SERVERS", server.addresses[0])
+        monkeypatch.setenv("PSENGINE_WORKER", "0")
+        monkeypatch.setenv("PSENGINE_WORKERS", "2")
+        rule = elastic_rule(2, {"sums at servers": "False"})
+        absent = ElasticClient(SessionOptions(addresses=server.addresses, rule=rule, rank=1, world_size=2), PROCESS)
+
+        def answer() -> None:
+            with suppress(PSEngineError):  # its end
+                run(greet(absent), absent.closing)
+                while True:
+                    run(elastic.regroup(absent, absent.view_number), absent.closing)
+
+        answering, membership = pool.submit(answer), CoordinatedMembership(2)
+        try:
+            with raises(
+                ServerError, "not connected to all others: worker 0 on", "listens at", "worker 1 on", "not come"
+            ):
+                membership.enter({}, 0)
+        finally:
+            membership.close()
+            absent.closing.set()
+            absent.transport.close()
+            answering.result()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.expectations import raises
 from support.processes import run_ranks
 from support.server_training import assert_equal, at_servers, batches, state_of, use, wrap
 from torch import nn
@@ -94,3 +95,18 @@ def test_a_bound_does_not_wait_for_branches_that_a_worker_does_not_use(server):
     assert first["seen"].item() == 6
     assert second["seen"].item() >= 6
     assert first["mask"].isinf().sum() == second["mask"].isinf().sum() == 10
+
+
+@at_servers(1)
+def test_servers_refuse_a_scale_that_only_a_fused_kernel_divides_by(rank, world_size):
+    wrapped = wrap(psengine.AsyncServer(job="own scale"))
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1, fused=True), wrapped)
+    before = state_of(wrapped.module)
+    wrapped.eval()  # its buffers stay
+    x, y = batches(0)[0]
+    F.cross_entropy(wrapped(x), y).backward()
+    optimizer.grad_scale = torch.tensor(8.0)
+    with raises(ConfigurationError, "optimizer.grad_scale (expected it unset, got 8.0)"):
+        optimizer.step()
+    assert_equal(state_of(wrapped.module), before)
+    wrapped.leave()

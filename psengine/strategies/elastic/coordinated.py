@@ -19,7 +19,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from psengine.collectives.base import Collective
-from psengine.collectives.own_group import form_collective
+from psengine.collectives.own_group import form_collective, unconnected
 from psengine.collectives.solo import SoloCollective
 from psengine.environment.context import DEFAULT_TIMEOUT, assign_worker
 from psengine.environment.launchers import read_worker
@@ -171,9 +171,22 @@ class CoordinatedMembership(Membership):
             raise ServerError(
                 f"{job} has been in no group of workers that ends a step for {failed_s:.0f} s (expected that it reaches"
                 f" all servers, port {view.store} beside {job.control.address}, and all workers each other; got:"
-                f" {error}). Fix: start servers again that are gone; let firewalls pass"
+                f" {error}{self._unconnected(view)}). Fix: start servers again that are gone; let firewalls pass"
                 " connections between these hosts, to any port; name the interface between them in GLOO_SOCKET_IFNAME."
             ) from error
+
+    def _unconnected(self, view: View) -> str:
+        """Which members of a view are not connected to all others, for an error."""
+        try:
+            found = unconnected(self._store_of(view), self._name_of(view), len(view.members))
+        except RuntimeError as error:
+            return f"; {error}"
+        places = [
+            f"worker {view.members[rank].rank} on {view.states[rank].host}, which "
+            + (f"listens at {address}" if address else "did not come")
+            for rank, address in found.items()
+        ]
+        return f"; not connected to all others: {'; '.join(places)}" if places else ""
 
     def _name_of(self, view: View) -> str:
         """Of the view's group."""

@@ -154,6 +154,12 @@ class ServerOptimizer(ServerState):
                     " = None). Fix: freeze it after wrapping with find_unused_parameters=True; wrap after"
                     " load_state_dict(..., assign=True); or give it an optimizer of its own."
                 )
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is not None:  # for torch's fused kernels, which divide by it
+            raise ConfigurationError(
+                "strategy 'async' does not divide gradients by optimizer.grad_scale (expected it unset, got"
+                f" {float(scale)}). Fix: divide the gradients before step(), or let a torch.amp.GradScaler do it."
+            )
 
 
 def _elements(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:

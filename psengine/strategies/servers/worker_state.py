@@ -148,5 +148,13 @@ class OptimizerStates:
 
     def forget_arrived(self, completed_steps: int) -> None:
         """From the second step on, all workers make new optimizers together, and those begin anew."""
-        if completed_steps > self._arrived_steps:
-            self._arrived = []
+        if completed_steps <= self._arrived_steps:
+            return
+        left = [str(s) for number, s in enumerate(self._arrived) if number not in self._loaded]
+        if left:
+            logger.warning(
+                "the other workers' state of %s was not asked for by an optimizer of this worker. Fix: optimizer ="
+                " psengine.DistributedOptimizer(optimizer, model), for each",
+                "; ".join(left),
+            )
+        self._arrived = []
