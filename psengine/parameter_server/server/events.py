@@ -16,8 +16,9 @@ MAX_EVENTS = 200
 # how many were like it.
 _MERGED = frozenset({"refused", "late", "memory", "stood_still", "snapshot", "snapshot_failed"})
 _LOGGED = {
-    "snapshot": logging.INFO,
+    **dict.fromkeys(("snapshot", "leads", "follower"), logging.INFO),
     **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room", "draining"), logging.WARNING),
+    **dict.fromkeys(("follower_lost", "anew"), logging.WARNING),
     **dict.fromkeys(("snapshot_failed", "log_low", "memory"), logging.ERROR),
     **dict.fromkeys(("log_full", "log_failed"), logging.CRITICAL),
 }
