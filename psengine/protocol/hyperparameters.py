@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from psengine.errors import ConfigurationError, ProtocolError
-from psengine.protocol.bodies import convert
+from psengine.protocol.bodies import convert, learn
 from psengine.protocol.messages import ErrorCode
 
 # torch's schedulers may end a hair below 0 (LinearLR(end_factor=0) at -4e-18), which torch steps with; so do servers.
@@ -82,6 +82,7 @@ class RMSprop(Group, kw_only=True):
 
 
 GROUPS: dict[str, type[Group]] = {"SGD": SGD, "Adam": Adam, "AdamW": Adam, "Adagrad": Adagrad, "RMSprop": RMSprop}
+learn(GROUPS.values())
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {name: getattr(torch.optim, name) for name in GROUPS}
 
 # Tensors of state by torch's names -> the hyperparameter that makes the optimizer keep them, "" where it always does.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, codes, push_all, spec, whole, world_of
@@ -10,6 +12,7 @@ from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
 from psengine.codecs.powersgd import PowerSgd
 from psengine.parameter_server.server.interfaces import Sender
+from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.protocol.frames import encode, payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -142,3 +145,16 @@ def test_what_does_not_count_is_answered_at_once_and_not_waited_for():
     workers[1].push(0, 1, torch.ones(4), body={"weight": 8.0})
     world.release(workers, 1, contributors=((0, 1), (1, 1)))
     assert list(workers[1].updates()) == [1]
+
+
+def test_msgspec_learns_what_a_rule_keeps_before_several_shards_restore_it():
+    """Two threads that meet a type first at the same moment crash it."""
+
+    @dataclass
+    class Kept:
+        number: int
+
+    class Rule(ChunkRule):
+        kept = {"known": dict[int, Kept]}
+
+    assert hasattr(Kept, "__msgspec_cache__")

@@ -25,6 +25,7 @@ from psengine.parameter_server.server.rules.exchange import Contribution, Reply,
 from psengine.parameter_server.server.rules.held_weights import HeldWeights
 from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.snapshots.files import ChunkState
+from psengine.protocol.bodies import learn
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View
@@ -63,6 +64,9 @@ class ChunkRule(ABC):
     encodes_answers: ClassVar[bool] = True
     # What a snapshot has beside weights and optimizer: attributes, and their types.
     kept: ClassVar[dict[str, Any]] = {"version": int}
+
+    def __init_subclass__(cls) -> None:
+        learn(cls.kept.values())  # a follower's shards all restore their first copy at once
 
     def __init__(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext) -> None:
         self.spec = spec
