@@ -97,6 +97,12 @@ class Servers:
         self.running[number] = self._context.enter_context(running_server(**self._options[number]))
 
 
+def role(server: ServerProcess) -> str:
+    """What one of a pair is; "" for a moment between two of its lives."""
+    replica = server.status()["replica"]
+    return replica["role"] if replica else ""
+
+
 class Pairs:
     """The job's servers with a follower each. Whoever was killed is started again as the follower of the other one.
 
@@ -138,7 +144,7 @@ class Pairs:
         """Which of a pair leads."""
 
         def found() -> list[int]:
-            roles = [server.status()["replica"]["role"] if server.is_alive else "" for server in self.members[number]]
+            roles = [role(server) if server.is_alive else "" for server in self.members[number]]
             return [side for side in range(2) if roles[side] == "leading"]
 
         return eventually(found, "a leader", timeout_s=PATIENCE_S)[0]
@@ -167,7 +173,7 @@ class Pairs:
             for number, server in [(number, server) for number, pair in enumerate(self.members) for server in pair]:
                 with suppress(OSError, ValueError, HTTPException):  # it is dead
                     replica = (status := server.status())["replica"]
-                    if replica["role"] == "leading":
+                    if replica and replica["role"] == "leading":
                         found = replica["term"], status["addresses"][0]
                         is_second = found[0] < newest[number][0] or found[0] == newest[number][0] != 0
                         self.two_leaders += is_second and found != newest[number]

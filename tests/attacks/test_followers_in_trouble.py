@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from attacks.kill_loop import LEASE_S, Counters, FailoverTrial, Pairs
+from attacks.kill_loop import LEASE_S, Counters, FailoverTrial, Pairs, role
 from support.etcd_server import EtcdServer, etcd_server, needs_etcd
 from support.waiting import eventually
 
@@ -33,7 +33,7 @@ def test_a_leader_that_was_stopped_past_its_lease_is_fenced_and_follows():
         former.signal(signal.SIGSTOP)
         trial.await_steps()
         former.signal(signal.SIGCONT)
-        eventually(lambda: former.status()["replica"]["role"] == "following", "the former leader follows")
+        eventually(lambda: role(former) == "following", "the former leader follows")
         pairs.await_sync(0)
         trial.account()
         assert trial.counters == Counters(survived=1)

@@ -243,7 +243,8 @@ def test_a_link_that_is_cut_one_way_makes_no_second_leader_and_leaves_the_weight
         places = [(trained.hosts[source], trained.hosts[target].address) for source, target in cuts]
         for host, address in places:
             run_ip(host.pid, f"neigh replace {address} lladdr 02:00:00:00:00:99 dev eth0 nud permanent")
-        time.sleep(4 * lease_s)
+        time.sleep(2 * lease_s)
+        trained.await_step("async", min(trained.steps("async", rank) for rank in range(2)) + 3)
         for host, address in places:
             run_ip(host.pid, f"neigh del {address} dev eth0")
         for strategy in strategies:

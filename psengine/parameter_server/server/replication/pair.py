@@ -45,6 +45,8 @@ class Pair:
 
     Attributes:
         is_leading: the shards were told to lead.
+        is_cut_off: for half a lease it could neither reach its follower nor have it dropped, so the other server may
+            lead: workers are sent to look there. Their leases do not run here.
         has_copy: what is here is another server's.
         accepts_loss: an operator said to lead, with what is here.
     """
@@ -79,6 +81,8 @@ class Pair:
         self._followers: dict[int, Member] = {}  # one at most; several threads may claim it at once
         self._caught_up: set[int] = set()  # shards
         self._is_released = True
+        self._lost_s = 0.0
+        self.is_cut_off = False
 
     # ---- for shards' threads -----------------------------------------------------------------------------------
 
@@ -113,7 +117,7 @@ class Pair:
 
     def check_leads(self) -> None:
         """Raise ProtocolError where this server answers no client."""
-        if self.is_leading and not self.is_fenced:
+        if self.is_leading and not self.is_fenced and not self.is_cut_off:
             return
         leader = self.succession.leader
         whom = "no other server that leads" if leader is None else f"the server at {' '.join(leader.addresses)}"
@@ -220,10 +224,12 @@ class Pair:
         if not self._is_released and not self.succession.needs_follower:
             self._is_released = True
             self._ask_streams("release")
+        self.is_cut_off = not self._is_released and now_s > self._lost_s + self._lease_s / 2
 
     def _lose(self, now_s: float) -> None:
         """A stream to the follower has ended: so do the others, and answers wait until it is recorded no more."""
-        was_in_sync, self._is_released = len(self._caught_up) == len(self._threads), False
+        was_in_sync = len(self._caught_up) == len(self._threads)
+        self._is_released, self._lost_s = False, now_s
         self._followers.clear()
         self._caught_up.clear()
         self._ask_streams("lose", "it is lost at another shard")

@@ -430,7 +430,7 @@ class ShardThread(threading.Thread):
         if self.stream is not None:
             self.stream.tick(time.monotonic(), self.endpoint.peers.is_connected)
             self._look_at_sinks()
-        if self.coordinators is not None:
+        if self.coordinators is not None and not (self.pair is not None and self.pair.is_cut_off):
             self._send_decided(self.coordinators.tick(self._look_at_time()))
 
     def _look_at_time(self) -> float:
