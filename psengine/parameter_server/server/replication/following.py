@@ -8,9 +8,9 @@
      ├─ KEPT ─────────────────────────►├─────────────────────────────►│
      └─ shards' threads: take the copy, apply records
 
-A record is kept once it was checked and is in memory, and applied after that. If its payload lies in the memory of a
-worker of this host, which may write there after its answer, it is kept once it is applied. Where records come faster
-than they are applied, KEPT waits, and so does the leader.
+A record is kept once it was checked and is in memory, and applied after that. Where payloads lie in the memory of
+workers of this host, records are kept once they are applied: an answer lets a worker write there. Where records come
+faster than they are applied, KEPT waits, and so does the leader.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class _Copy:
     tensors: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))
     tensor: torch.Tensor | None = None  # the next one
     is_complete: bool = False
-    # Records that are not applied: number, bytes, and whether the payload lies in a worker's memory.
-    waiting: deque[tuple[int, int, bool]] = field(default_factory=deque)
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # numbers and bytes of records that are not applied
     told: int | None = None  # by KEPT
     told_s: float = 0.0
     memories: dict[tuple[int, int, int], Segment] = field(default_factory=dict)  # by job, rank and incarnation
@@ -162,7 +161,7 @@ class Following:
             else:
                 self._fill(shard, copy, record)
         if records:
-            copy.waiting += [(record.number, record.size_bytes, payload is not None) for record, payload in records]
+            copy.waiting += [(record.number, record.size_bytes) for record, _ in records]
             self._asked.append(self._shards[shard].ask(partial(self._shards[shard].take_records, records)))
 
     def _fill(self, shard: int, copy: _Copy, record: Record) -> None:
@@ -224,9 +223,9 @@ class Following:
         """All records below are here; None before the first."""
         while copy.waiting and copy.waiting[0][0] <= applied:
             copy.waiting.popleft()
-        if sum(size_bytes for _, size_bytes, _ in copy.waiting) > BACKLOG_BYTES:
+        if sum(size_bytes for _, size_bytes in copy.waiting) > BACKLOG_BYTES:
             return copy.told
-        return next((number for number, _, is_in_place in copy.waiting if is_in_place), copy.next)
+        return copy.waiting[0][0] if copy.waiting and copy.memories else copy.next
 
     def end(self, why: str) -> None:
         """Nothing more is kept."""
