@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -13,9 +12,9 @@ from psengine.parameter_server.server.replication.election import ElectorError, 
 from psengine.parameter_server.server.replication.stream import Stream
 from psengine.parameter_server.server.replication.succession import Role, Succession
 from psengine.parameter_server.server.shard.shard import Shard
-from psengine.parameter_server.server.transport.shard_thread import HeldAnswers, ShardThread
+from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from simulation.planted import registry
-from simulation.planted.registry import OF_FOLLOWERS, Bug, constant, then, with_patch
+from simulation.planted.registry import OF_FOLLOWERS, constant, then
 
 
 def plant(name: str, *arguments: Any, **options: Any) -> Any:
@@ -28,20 +27,17 @@ def plant(name: str, *arguments: Any, **options: Any) -> Any:
 
 plant("an update is acknowledged before the follower has it", Stream, "durable", value=property(lambda self: self.end))
 plant("nobody waits for a follower that is lost and still recorded", Stream, "lose", then(Stream.release))
-plant("a stream begins late", ShardThread, "_follow", with_patch(ShardThread, "_look_at_sinks"))
-plant("an older WELCOME comes after a newer one", HeldAnswers, "holds", constant(False))
 
 
-@plant("a follower is said to have one record more", Stream, "kept")
-def _have_one_more(kept, self, route, number, now_s):
-    kept(self, route, min(number + 1, self.end), now_s)
+@plant("a follower is said to have what was sent", Stream, "kept")
+def _have_all_sent(kept, self, route, number, now_s):
+    kept(self, route, number if number < self._begin else self.end, now_s)
 
 
-@plant("a follower has caught up before answers wait for it", Stream, "open")
-def _catch_up_at_once(open_, self, follower, *arguments):
-    open_(self, follower, *arguments)
-    self._mark = math.inf
-    self._tell(follower, "")
+@plant("some records do not go to the follower", Stream, "append")
+def _leave_out(append, self, record):
+    if record.kind is not RecordKind.MESSAGE or self.end % 4:
+        append(self, record)
 
 
 # ---- what a copy has -------------------------------------------------------------------------------------------------
@@ -53,13 +49,10 @@ def _know_nothing(take, self, state):
     self.known = {}
 
 
-def _ignoring(kind: RecordKind) -> Bug:
-    return lambda replay, self, record, *arguments: None if record.kind is kind else replay(self, record, *arguments)
-
-
-plant("a follower ignores what coordinators decide", Shard, "replay", _ignoring(RecordKind.COORDINATOR))
-plant("the log has nothing of a takeover", Shard, "replay", _ignoring(RecordKind.LIFE))
-plant("a takeover goes on as if nothing had been", Shard, "begin_life", constant(None))
+@plant("a follower ignores what coordinators decide", Shard, "replay")
+def _ignore_decisions(replay, self, record, *arguments):
+    if record.kind is not RecordKind.COORDINATOR:
+        replay(self, record, *arguments)
 
 
 @plant("the coordinator of a takeover begins with nothing", ShardThread, "lead")
@@ -71,8 +64,6 @@ def _lead_without(lead, self, *arguments):
 # ---- who may lead ----------------------------------------------------------------------------------------------------
 
 plant("whoever has a copy takes over", Succession, "_may_take_over", constant(True))
-_MAY_NOT = with_patch(Succession, "_may_take_over", return_value=False)
-plant("a copy is thrown away that may have to lead", Succession, "begin_copy", _MAY_NOT)
 
 
 @plant("a server leads with any log", Succession, "_may_take_over")
@@ -92,13 +83,6 @@ def _keep_term(ask, self, **facts):
 def _go_on(learn, self, recorded):
     if self.role is not Role.LEADING or recorded.members[0] == self.own:
         learn(self, recorded)
-
-
-@plant("a change without an answer is taken for one that was not made", Succession, "heard")
-def _forget_open(heard, self, question, answer, now_s):
-    heard(self, question, answer, now_s)
-    if isinstance(answer, ElectorError):
-        self._open.clear()
 
 
 @plant("a change without an answer is taken for one that was made", Succession, "heard")
