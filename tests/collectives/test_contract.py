@@ -305,17 +305,6 @@ def test_contract(name, world_size):
     assert all(result == results[0] for result in results), "ranks have different bits"
 
 
-def over_our_backend(rank: int, world_size: int) -> None:
-    collective = collective_for(dist.new_group(backend="psengine"), "c10d")
-    sums(collective)
-    several_under_way(collective)
-
-
-@needs_shared_memory
-def test_the_backend_psengine_carries_the_contract():
-    run_ranks(over_our_backend, 2)
-
-
 @in_ranks(2)
 def test_everybody_asks_one_collective(rank, world_size):
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3), torch.nn.Linear(3, 1))

@@ -656,17 +656,6 @@ def test_facts_of_workers_that_are_gone_bind_nobody():
         bench.wait(2 * TICK_S)
 
 
-def test_workers_beyond_the_virtual_ones_wait_for_a_place():
-    bench, *team = crew(ELASTIC, 3)
-    spare = bench.worker()
-    assert spare.hello() == "wait"
-    bench.wait(3 * LEASE_S, *team, spare)
-    assert (bench.ranks, spare.view) == ([0, 1, 2], None)
-    bench.gone.add(team[1].nonce)
-    bench.wait(2 * TICK_S)
-    assert (bench.ranks, spare.view) == ([0, 2, 3], bench.view)
-
-
 def test_a_dead_process_is_out_at_the_next_tick():
     bench, first, dead = crew(ELASTIC, 2)
     bench.gone.add(dead.nonce)
@@ -699,45 +688,6 @@ def test_a_member_tells_of_a_group_that_failed_and_whom_it_saw_die():
     assert bench.view.number == number + 1
     team[1].commit("failed", view=number + 1, lost=[])
     assert (bench.ranks, bench.view.number) == ([0, 1], number + 2)
-
-
-def test_members_leave_once_nobody_lacks_their_averages_and_then_it_has_ended():
-    bench, first, second = crew(ELASTIC, 2)
-    spare = bench.worker()
-    first.completed = 9
-    assert MessageType.OK not in first.leave()
-    assert spare.hello() == "wait"
-    assert bench.ranks == [0, 1]  # nobody comes in any more
-    second.completed = 9
-    assert MessageType.OK in second.leave()
-    assert MessageType.OK in {one.type for one in first.inbox}
-    assert spare.last(MessageType.ERROR).body["code"] == ErrorCode.ENDED
-    assert refusal(bench.worker(0).hello) == ErrorCode.ENDED
-    assert bench.worker(0, run="another").hello() == "wait"
-
-
-def test_a_death_while_somebody_leaves_has_it_say_leave_again():
-    bench, first, second = crew(ELASTIC, 2)
-    first.completed, second.completed, first.obeys = 9, 8, False
-    first.leave()
-    bench.gone.add(second.nonce)
-    bench.wait(TICK_S)
-    number = first.last(MessageType.PREPARE).view
-    assert MessageType.OK not in first.leave()  # PREPARE came first
-    first.prepare(number)
-    assert bench.ranks == [0]
-    assert MessageType.OK in first.leave()
-    assert refusal(bench.worker(1).hello) == ErrorCode.ENDED
-
-
-def test_it_has_ended_also_where_the_last_member_dies():
-    bench, first, second = crew(ELASTIC, 2)
-    first.completed, second.completed, second.obeys = 9, 9, False
-    second.heartbeat()
-    assert MessageType.OK in first.leave()
-    bench.gone.add(second.nonce)
-    bench.wait(2 * TICK_S)
-    assert refusal(bench.worker(1).hello) == ErrorCode.ENDED
 
 
 @pytest.mark.parametrize("with_disk", [True, False])

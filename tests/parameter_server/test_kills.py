@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -249,43 +248,6 @@ def test_connections_that_break_lose_and_double_nothing():
         results = results_of(members)
     assert_same_end(results)
     assert phases_of(results[0], (0, 1)) == [(0, 1)] * steps
-
-
-def test_a_stopped_worker_rejoins_with_the_others_state(server):
-    with worker_processes() as workers:
-        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
-        stopped, others = members[1], [members[0], members[2]]
-        stopped.wait_for("step", at_least=3)
-        stopped.signal(signal.SIGSTOP)
-        assert_goes_on(others, time.monotonic())
-        stopped.signal(signal.SIGCONT)
-        continued_s = time.monotonic()
-        _, rejoined_s = stopped.wait_for("step", at_least=last_step(others[0]))
-        assert rejoined_s - continued_s < REJOIN_S
-        results = end_soon([*others, stopped])
-    assert_same_end(results)
-    phases = phases_of(results[0], (0, 1, 2))
-    assert phases[0] == phases[-1] == (0, 1, 2)
-    assert (0, 2) in phases
-
-
-def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
-    with worker_processes() as workers:
-        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
-        for member in members:
-            member.wait_for("step", at_least=10)
-        server.signal(signal.SIGSTOP)
-        time.sleep(LEASE_S + 1.1)
-        server.signal(signal.SIGCONT)
-        for member in members:
-            member.wait_for("step", at_least=last_step(member) + 5)
-        job = server.coordinated("default")
-        assert ([worker["rank"] for worker in job["workers"]], job["evicted"]) == ([0, 1, 2], 0)
-        kinds = [event["kind"] for event in server.status()["events"]]
-        results = end_soon(members)
-    assert (kinds.count("joined"), kinds.count("stood_still")) == (3, 1)
-    assert_same_end(results)
-    assert set(phases_of(results[0], (0, 1, 2))) == {(0, 1, 2)}
 
 
 def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path):

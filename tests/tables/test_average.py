@@ -140,23 +140,3 @@ def test_the_next_run_goes_on_with_another_number_of_workers(server):
             assert rows is None or all(map(torch.equal, before, rows))
             assert all(map(torch.equal, after, found[0][1]))
         rows = found[0][1]
-
-
-def left_early(rank: int, world_size: int, address: str) -> Any:
-    use(address)
-    os.environ["PSENGINE_JOB"] = "left early"
-    ours = model_at_servers("sgd")
-    wrapped = psengine.DistributedDataParallel(ours, strategy="async")
-    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(ours.head.parameters(), lr=0.0), wrapped)
-    for step in range(3 + rank):
-        wrapped(*batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = rows_of(ours)
-    wrapped.leave()
-    return found
-
-
-def test_the_others_go_on_after_a_worker_has_left(server):
-    shorter, longer = run_ranks(left_early, 2, server.addresses[0])
-    assert any(not torch.equal(one, other) for one, other in zip(shorter, longer, strict=True))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from ways_of_training.networks import classify, mlp, train
 from ways_of_training.run import WIDTH, Run
-from ways_of_training.table import SAME, apart_from, left_out, refused, row
+from ways_of_training.table import apart_from, left_out, refused, row
 
 ALONE = left_out("one worker has nobody whose data could end earlier or later")
 VIEWS_MOVE = apart_from("gradient", reason="native's buckets, which gradients are views of, take part to the end")
@@ -25,16 +25,6 @@ def batch_without_samples(run: Run) -> None:
         loss.backward()
         optimizer.step()
         run.note(loss)
-
-
-@row(views=VIEWS_MOVE, one_worker=ALONE)
-def uneven_inputs(run: Run) -> None:
-    """join: rank 1 has two batches more."""
-    model = run.wrap(mlp())
-    optimizer = run.sgd(model)
-    with model.join():
-        for x, y in run.training(optimizer, 2 + 2 * run.rank):
-            classify(model, x, y).backward()
 
 
 @row(
@@ -106,16 +96,3 @@ def first_used_for_evaluation(run: Run) -> None:
             for x, y in run.batches(2):
                 run.note(classify(model, x, y))
     train(run, model)
-
-
-@row(everywhere=left_out("two wrappers have a parameter in common"), one_worker=SAME)
-def shared_trunk(run: Run) -> None:
-    """Two models with a trunk in common, each with its own optimizer."""
-    trunk = torch.nn.Linear(WIDTH, 8)
-    models = [run.wrap(torch.nn.Sequential(trunk, mlp(inputs=8))) for _ in range(2)]
-    optimizers = [run.sgd(model) for model in models]
-    for x, y in run.batches(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model.zero_grad()
-            classify(model, x, y).backward()
-            optimizer.step()

@@ -44,13 +44,6 @@ def parameters_ignored(run: Run) -> None:
         optimizer.step()
 
 
-@row(one_worker=NO_GROUP)
-def group_of_ones_own(run: Run) -> None:
-    """A process_group that dist.new_group made."""
-    group = dist.new_group(list(range(run.world_size)))
-    train(run, run.wrap(mlp(), process_group=group))
-
-
 @row(sync_server=refused("delay_all_reduce_named_params"), one_worker=NO_GROUP, since_torch=(2, 13))
 def delayed_exchange(run: Run) -> None:
     """delay_all_reduce_named_params: the head's gradients are exchanged when the body's first is there."""

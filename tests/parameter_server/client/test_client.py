@@ -246,20 +246,6 @@ def test_addresses(monkeypatch):
         connect()
 
 
-def test_an_embedded_server_ends_with_its_last_worker(monkeypatch):
-    monkeypatch.setattr("psengine.parameter_server.client.embedded.STOP_S", 0.2)
-    server = EmbeddedServer.start()
-    try:
-        with worker(server.addresses, "j") as session:
-            session.enter(layout(), zeros)
-            server.stop()
-            assert server.process.poll() is None
-            exchange(session, 1)
-        eventually(lambda: server.process.poll() is not None)
-    finally:
-        server.stop()
-
-
 def test_who_leaves_an_embedded_server_waits_less_for_it(monkeypatch, caplog):
     monkeypatch.setattr(join, "EMBEDDED_LEAVE_S", 1.2)
     with (
