@@ -17,6 +17,7 @@ QUICK = (
     "a log goes on after an fsync that failed",
     "a torn record is taken for damage",
     "an elastic newcomer keeps its initial values",
+    "a follower ignores what coordinators decide",
 )
 
 

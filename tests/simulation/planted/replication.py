@@ -93,5 +93,4 @@ def _believe_open(heard, self, question, answer, now_s):
 
 # ---- whom clients believe --------------------------------------------------------------------------------------------
 
-plant("a client believes who leads no more", KnownServer, "objection", constant(""))
 plant("a client does not look for the other one", KnownServer, "next_to", lambda next_to, self, address, shard: address)
