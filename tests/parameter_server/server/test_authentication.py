@@ -56,14 +56,14 @@ def authenticator(keys, context):
     thread.end()
 
 
-def handshake(context, endpoint, keys, who, server=None):
+def handshake(context, endpoint, keys, who):
     """What a client meets: "accepted", "refused" by the authenticator, or "cut" without its answer."""
     verdicts = {zmq.EVENT_HANDSHAKE_SUCCEEDED: "accepted", zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused"}
     cuts = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.RECONNECT_IVL, 1 << 30)
     if who is not None:
-        dealer.setsockopt(zmq.CURVE_SERVERKEY, (server or keys["client"].server_public).encode())
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, keys["client"].server_public.encode())
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys[who].own.public.encode())
         dealer.setsockopt(zmq.CURVE_SECRETKEY, keys[who].own.secret.encode())
     with dealer, dealer.get_monitor_socket(sum(verdicts) | cuts) as events:
@@ -133,15 +133,6 @@ def test_allowed_keys_come_from_a_directory_or_a_file(tmp_path):
     (tmp_path / "third.pub").write_text("nonsense")
     with pytest.raises(ConfigurationError, match=r"third\.pub, line 1"):
         read_allowed(tmp_path)
-
-
-def test_only_allowed_keys_get_in(authenticator, context, keys):
-    endpoint = Endpoint(context, "tcp://127.0.0.1:0", authenticator)
-    assert handshake(context, endpoint, keys, "client") == "accepted"
-    assert handshake(context, endpoint, keys, "stranger") == "refused"
-    assert handshake(context, endpoint, keys, None) == "cut"
-    assert handshake(context, endpoint, keys, "client", server=new_key_pair().public) == "cut"
-    endpoint.close(0)
 
 
 def test_a_dead_authenticator_lets_nobody_in(authenticator, context, keys):
