@@ -10,7 +10,7 @@ from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.server.log.records import RecordKind
 from psengine.parameter_server.server.replication.election import ElectorError, Replace
 from psengine.parameter_server.server.replication.stream import Stream
-from psengine.parameter_server.server.replication.succession import Role, Succession
+from psengine.parameter_server.server.replication.succession import Succession
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from simulation.planted import registry
@@ -77,12 +77,6 @@ def _keep_term(ask, self, **facts):
     if not isinstance(question, Replace) or question.old is None:
         return question
     return Replace(question.old, msgspec.structs.replace(question.new, term=question.old.term), question.takes_over)
-
-
-@plant("a leader goes on in a term that has ended", Succession, "_learn")
-def _go_on(learn, self, recorded):
-    if self.role is not Role.LEADING or recorded.members[0] == self.own:
-        learn(self, recorded)
 
 
 @plant("a change without an answer is taken for one that was made", Succession, "heard")
