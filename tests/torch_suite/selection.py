@@ -26,7 +26,6 @@ ON_CPU = (
 # (b) Written for GPUs; what they test is no matter of the device, so cpu_for_gpu.py runs them on the CPU.
 FOR_GPU = (
     "test_DistributedDataParallel",
-    "test_DistributedDataParallel_non_default_stream",
     "test_DistributedDataParallel_with_amp_and_grad_is_view",
     "test_compute_bucket_assignment_by_size_sparse_error_without_logger",
     "test_ddp_apply_optim_in_backward",
@@ -85,7 +84,6 @@ FOR_GPU = (
     "test_different_graph_across_ranks",
     "test_get_data_parallel_params",
     "test_invalid_static_graph",
-    "test_optimizer_in_hook_adam",
     "test_optimizer_in_hook_adamw",
     "test_optimizer_in_hook_sgd",
     "test_output_unused_in_loss_dict_module",
@@ -122,7 +120,6 @@ WITH_SYNC_BATCHNORM = (
 # Of the above, what torch skips everywhere, for reasons that do not hold on gloo and the CPU.
 SKIPPED_BY_TORCH = {
     "test_DistributedDataParallel": "hangs on its GPU machines (pytorch#77317)",
-    "test_DistributedDataParallel_non_default_stream": "flaky with CUDA streams (pytorch#76428)",
     "test_ddp_hook_pickling_powerSGD": "'flaky'",
     "test_ddp_model_diff_shape_across_ranks": "hangs on NCCL (pytorch#162676)",
     "test_ddp_profiling_autograd_profiler": "CUDA events (pytorch#77342)",
@@ -147,19 +144,18 @@ ALSO_ON_FOUR_RANKS = (
     "test_skip_all_reduce_unused_parameters",
 )
 
-# (name, world size) of what costs more than 5 s here, or does on the CPU what another does; `make test-slow` runs them.
+# (name, world size) of what costs more than 5 s here; `make test-slow` runs them.
 SLOW = {
-    ("test_DistributedDataParallel_non_default_stream", 2),
     ("test_ddp_apply_optim_in_backward", 2),
     ("test_ddp_compile_static_graph", 2),
     ("test_ddp_model_diff_shape_across_ranks", 2),
     ("test_ddp_uneven_inputs", 2),
     ("test_ddp_uneven_inputs", 4),
-    ("test_optimizer_in_hook_adam", 2),
     ("test_optimizer_in_hook_adamw", 2),
 }
 
 # Not run: test_compute_bucket_assignment_by_size_sparse_error_with_logger hands the wrapper's logger to torch's C++
 # code, and we have none by design; test_SyncBatchNorm_process_group needs torchvision; test_ddp_device and
 # test_ddp_logging_data_gpu test the rank's GPU; test_ddp_has_finalized and test_ddp_profiling_execution_trace need
-# NCCL; test_ddp_static_graph_nested_types wraps a wrapped model, which psengine refuses.
+# NCCL; test_ddp_static_graph_nested_types wraps a wrapped model, which psengine refuses;
+# test_DistributedDataParallel_non_default_stream does on the CPU what test_DistributedDataParallel does.
