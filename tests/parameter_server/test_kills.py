@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -248,6 +249,25 @@ def test_connections_that_break_lose_and_double_nothing():
         results = results_of(members)
     assert_same_end(results)
     assert phases_of(results[0], (0, 1)) == [(0, 1)] * steps
+
+
+def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
+    with worker_processes() as workers:
+        members = [workers.start(train_sync, server.addresses[0], ENDLESS, 3, 0.01, rank=rank) for rank in range(3)]
+        for member in members:
+            member.wait_for("step", at_least=10)
+        server.signal(signal.SIGSTOP)
+        time.sleep(LEASE_S + 1.1)
+        server.signal(signal.SIGCONT)
+        for member in members:
+            member.wait_for("step", at_least=last_step(member) + 5)
+        job = server.coordinated("default")
+        assert ([worker["rank"] for worker in job["workers"]], job["evicted"]) == ([0, 1, 2], 0)
+        kinds = [event["kind"] for event in server.status()["events"]]
+        results = end_soon(members)
+    assert (kinds.count("joined"), kinds.count("stood_still")) == (3, 1)
+    assert_same_end(results)
+    assert set(phases_of(results[0], (0, 1, 2))) == {(0, 1, 2)}
 
 
 def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path):
