@@ -19,8 +19,8 @@ from psengine.errors import PSEngineError, ServerRefusedError
 EXIT_REFUSED = 1
 POLL_S = 0.5
 HELP = (
-    "Tell running servers something: write a snapshot, end a worker's lease, forget a job, drain, shut down. All named"
-    " servers are told."
+    "Tell running servers something: write a snapshot, end a worker's lease, forget a job, drain, shut down, promote a"
+    " follower. All named servers are told."
 )
 EPILOG = (
     "Example: [bold]psengine admin snapshot --server-address tcp://127.0.0.1:7077[/bold]. Servers obey their own user"

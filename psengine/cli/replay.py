@@ -63,8 +63,9 @@ def replay(
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out)
     except OSError as error:
         raise SnapshotError(f"{error.filename}: {error.strerror}") from error
-    for note in history.notes:
-        print(f"note: {note}", file=sys.stderr)
+    finally:
+        for note in history.notes:
+            print(f"note: {note}", file=sys.stderr)
     print("\n".join([_COLUMNS, *map(_line, pushes)]))
     bad = next((push for push in pushes if push.bad_gradients or push.bad_weights), None)
     if bad is not None:

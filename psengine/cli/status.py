@@ -54,8 +54,9 @@ def status(
 ) -> None:
     """Show the state of servers and jobs: workers, steps, staleness, where the time goes, counters, events.
 
-    Exit code 0: all is well, or Ctrl-C; 1: a server does not answer, a shard does not work, a worker is silent, or
-    there is no job of that name; 2: wrong arguments. CURVE keys come from PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY.
+    Exit code 0: all is well, or Ctrl-C; 1: a server does not answer, a shard does not work, a worker is silent, a
+    follower is not in sync, or there is no job of that name; 2: wrong arguments. CURVE keys come from
+    PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY.
     """
     if as_json and watch:
         raise typer.BadParameter("--json and --watch exclude each other", param_hint="status")

@@ -118,7 +118,8 @@ class Overview:
                 found.append(f"{address} answers, but a shard of it does not work")
             replica = report.facts.replica
             if replica is not None and (not replica.is_in_sync or replica.why):
-                found.append(f"{address}: {replica.text}: {replica.why or 'no other server can take over'}")
+                missing = "no other server can take over" if replica.role == "leading" else "it copies its leader"
+                found.append(f"{address}: {replica.text}: {replica.why or missing}")
             found += [
                 f"{address}: no room for the log of shard {log.shard}: nothing is acknowledged until its disk has some"
                 for log in report.facts.logs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 
@@ -216,8 +217,9 @@ def test_a_follower_leads_when_an_operator_says_so_and_the_leader_that_comes_bac
             eventually(lambda: replica_of(second)["why"], "the leader is missed")
             code, said = admin("promote", server=second)
             assert (code, "nobody can prove that this server has every acknowledged update" in said) == (1, True), said
+            assert re.search(r"whole copy: \d+ s ago, in term 1\. Fix", said), said
             assert admin("promote", "--accept-loss", server=second)[0] == 0
-            eventually(lambda: replica_of(second)["role"] == "leading", "the follower leads")
+            eventually(lambda: second.status()["jobs"], "the follower leads")
             assert (replica_of(second)["term"], list(second.status()["jobs"])) == (101, ["job"])
 
             # Both go on from their disks: neither leads before it knows that the other does not.
@@ -227,5 +229,5 @@ def test_a_follower_leads_when_an_operator_says_so_and_the_leader_that_comes_bac
                 second.kill()
                 eventually(lambda: replica_of(again)["why"], "the leader is missed")
                 assert admin("promote", "--accept-loss", server=again)[0] == 0
-                eventually(lambda: replica_of(again)["role"] == "leading", "it leads again")
+                eventually(lambda: again.status()["jobs"], "it leads again")
                 assert (replica_of(again)["term"], list(again.status()["jobs"])) == (201, ["job"])

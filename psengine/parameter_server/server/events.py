@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second, and a disk stays full for days: the last one stays, with
 # how many were like it.
-_MERGED = frozenset({"refused", "late", "memory", "stood_still", "snapshot", "snapshot_failed"})
+_MERGED = frozenset({"refused", "late", "memory", "stood_still", "snapshot", "snapshot_failed", "waits"})
 _LOGGED = {
     **dict.fromkeys(("snapshot", "leads", "follower"), logging.INFO),
     **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room", "draining"), logging.WARNING),
-    **dict.fromkeys(("follower_lost", "anew"), logging.WARNING),
+    **dict.fromkeys(("follower_lost", "anew", "waits"), logging.WARNING),
     **dict.fromkeys(("snapshot_failed", "log_low", "memory"), logging.ERROR),
     **dict.fromkeys(("log_full", "log_failed"), logging.CRITICAL),
 }

@@ -173,7 +173,7 @@ def test_what_cannot_be_told_is_said_in_a_sentence(tmp_path):
     refused("nothing to tell of this run of job 'default'", tmp_path / "a")
     refused("one that averages has no gradients", tmp_path / "a", "--job", "averages")
     named = (tmp_path / "a", "--job", "job", "--until-push")
-    refused(r"no push 0:2 \(expected one that psengine replay lists", *named, "0:2")
+    refused(r"no push 0:2 \(expected one that psengine replay lists .* workers \[0\]", *named, "0:2")
     refused("--until-push is WORKER:N, such as 3:1742", *named, "7", error=ConfigurationError)
     refused("a directory that exists", tmp_path / "a", "--out", tmp_path / "absent" / "x", error=ConfigurationError)
     with pytest.raises(ConfigurationError, match="The history is in the log"):

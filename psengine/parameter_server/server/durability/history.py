@@ -104,8 +104,10 @@ class History:
             )
         state = read_generation(store.disk, first)
         for index, jobs in enumerate(state.shards):
-            if any(chunk.meta["version"] for job in jobs if job.name == self.name for chunk in job.chunks):
-                self.notes.append(f"{directory}: the history of shard {index} begins when pushes had been applied")
+            versions = [chunk.meta["version"] for job in jobs if job.name == self.name for chunk in job.chunks]
+            if any(versions):
+                text = "{}: the history of shard {} begins at update {}; its follower's directory may have the rest"
+                self.notes.append(text.format(directory, index, max(versions)))
             reader = LogReader(store.disk, index, state.places.get(index), self.notes)
             shard = replay_log(reader, index, jobs, state.coordinators, make_job=self._make_job)
             job = shard.jobs.get(job_number(self.name))
@@ -139,8 +141,8 @@ class History:
         pushes = list(run.pushes.values())
         there = [place for place, push in enumerate(pushes, 1) if (push.rank, push.step) == self.until]
         if self.until is not None and not there:
-            text = "the logs have no push {}:{} (expected one that psengine replay lists without --until-push)"
-            raise SnapshotError(text.format(*self.until))
+            text = "the logs have no push {}:{} (expected one that psengine replay lists without --until-push, of {})"
+            raise SnapshotError(text.format(*self.until, f"workers {sorted({push.rank for push in pushes})}"))
         chunks = [(rule.spec, run.behind.get(key) or _values_of(rule)) for key, rule in rules.items()]
         return pushes[: max(there, default=None)], _by_name(chunks)
 

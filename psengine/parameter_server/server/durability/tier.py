@@ -140,7 +140,7 @@ class Durability(threading.Thread):
             place_into(recovered, shards, f"Generation {recovered.generation or 0} in {self._disk}")
             self.known = recovered.coordinators
             self.previous = recovered.ends[0].epoch if 0 in recovered.ends else 0
-            self._note("restored", f"taken over: {summary}")
+            self._note("restored", f"restored: {summary}")
         return summary
 
     def begin(self, threads: Sequence[ShardThread], epoch: int, *, is_copy: bool = False) -> None:
@@ -166,6 +166,8 @@ class Durability(threading.Thread):
             log = ShardLog(self._disk, thread.shard.index, epoch, last)
             self.logs.append(LogThreads(log, thread.answers, self._note, self._room_bytes))
             thread.ask(partial(thread.add_sink, log)).result(deadline_s)
+        if is_copy and self._store.keeps_history and self._store.newest is not None:
+            self._note("anew", f"the history in {self._disk} is deleted, for a copy of the leader; that one's goes on")
         if is_copy or WITHOUT_LOG in self._disk.list():
             self._store.begin_anew()
         self._status = replace(self._status, generation=recovered.generation)

@@ -86,9 +86,10 @@ class EtcdElector:
                 return found
             raise ValueError(f"{answer.status}: {answer.data[:200]!r}")
         except (urllib3.exceptions.HTTPError, ValueError) as error:
+            got = "" if isinstance(error, urllib3.exceptions.HTTPError) else f", got {error}"
             raise ElectorError(
-                f"{self._where} did not answer {path} (expected it within {TIMEOUT_S:g} s, got {error}). The leader"
-                " goes on with the follower that it has; nobody takes over. Fix: start etcd, or mend the way to it"
+                f"{self._where} does not answer (expected it within {TIMEOUT_S:g} s{got}): nobody takes over, or is"
+                " added or dropped as a follower. Fix: start etcd, or mend the way to it"
             ) from error
 
 

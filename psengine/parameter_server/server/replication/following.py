@@ -31,11 +31,12 @@ from psengine.parameter_server.server.replication.election import Member
 from psengine.parameter_server.server.snapshots.files import ServerState, fill, state_of
 from psengine.protocol.frames import FLAG_IN_SEGMENT, FLAGS_AT, TYPE_AT, encode
 from psengine.protocol.frames import decode as decode_message
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.version import __version__
 
 # Of records that are kept and not applied.
 BACKLOG_BYTES = 256 << 20
+NEITHER = "neither server leads: neither can prove that it has every acknowledged update"
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Following:
         lease_s: a leader that is silent for so long is lost.
 
     Attributes:
+        address: as given.
         copies_anything: what was here is gone, or will be.
         why_ended: the attempt is over; "" while it goes on.
         term: the leader's; 0 before it answers.
@@ -85,7 +87,7 @@ class Following:
         self.why_ended = ""
         self.copies_anything = False
         self.term = 0
-        self._address, self._shards, self._transport, self._begin = address, shards, transport, begin
+        self.address, self._shards, self._transport, self._begin = address, shards, transport, begin
         self._lease_s = lease_s
         self._own: Member | None = None
         self._leader = 0  # its epoch
@@ -112,30 +114,32 @@ class Following:
             is_record = len(frames[0]) > TYPE_AT and frames[0][TYPE_AT] == MessageType.RECORD
             message = decode_message(frames[:1] if is_record else frames)
             self._copies[shard].heard_s = now_s
-            if message.type is MessageType.ERROR:
-                self.end(f"{self._address} refuses: {message.body['text']}")
+            if message.type is MessageType.ERROR and message.body["code"] == ErrorCode.NOT_LEADING:
+                self.end(f"{NEITHER}. Fix, if this lasts: psengine admin promote, at the one of the higher term")
+            elif message.type is MessageType.ERROR:
+                self.end(f"{self.address} refuses: {message.body['text']}")
             elif message.type is MessageType.RESUMED and self._own is None:
                 self._meet(message)
             elif is_record and self._own is not None:
                 self._take(shard, message, frames[1:])
             else:
-                self.end(f"{self._address} sent {message.type.name} (expected RECORD)")
+                self.end(f"{self.address} sent {message.type.name} (expected RECORD)")
         except Exception as error:
-            self.end(f"what {self._address} sent cannot be taken: {error!r}")
+            self.end(f"what {self.address} sent cannot be taken: {error!r}")
 
     def _meet(self, resumed: Message) -> None:
         """The leader has answered."""
-        host = self._address.rpartition(":")[0]
+        host = self.address.rpartition(":")[0]
         found = [f"{host}:{one.rpartition(':')[2]}" if "//*:" in one else one for one in resumed.body["shards"]]
         if len(found) != len(self._shards):
             self.end(
-                f"a follower has as many shards as its leader (expected --shards {len(found)}, got {len(self._shards)})"
+                f"a follower has as many shards as its leader. Fix: --shards {len(found)}, not {len(self._shards)}"
             )
             return
         self._leader, self.term = resumed.epoch, resumed.term
         self._own = self._begin(resumed.epoch, resumed.term)
         if self._own is None:
-            self.end(f"{self._address} leads; what is here is kept until that is certain")
+            self.end(f"{self.address} leads; what is here is kept until that is certain")
             return
         body = {"software": __version__, "shards": len(found), "memory": IS_AVAILABLE}
         body["addresses"] = list(self._own.addresses)
@@ -207,10 +211,10 @@ class Following:
         """Some time has passed, or messages were received: say what is kept."""
         while self._asked and self._asked[0].done():
             if (error := self._asked.popleft().exception()) is not None:
-                self.end(f"a record of {self._address} cannot be applied: {error!r}")
+                self.end(f"a record of {self.address} cannot be applied: {error!r}")
         for shard, copy in enumerate(self._copies):
             if now_s > copy.heard_s + self._lease_s:
-                self.end(f"{self._address} was silent for {self._lease_s:g} s, at shard {shard}")
+                self.end(f"{self.address} was silent for {self._lease_s:g} s, at shard {shard}")
             kept = self._kept(copy, self._shards[shard].applied)
             if kept is None or (kept == copy.told and now_s < copy.told_s + self._lease_s / 5):
                 continue

@@ -75,7 +75,7 @@ class Pair:
         self._is_complete = False
         self.accepts_loss = False
         self._retry_s = 0.0
-        self.why = ""
+        self.why, self._noted_why, self._note_s = "", "", 0.0
         # As leader.
         self._told: deque[tuple[int, int, str]] = deque()
         self._followers: dict[int, Member] = {}  # one at most; several threads may claim it at once
@@ -154,12 +154,19 @@ class Pair:
     def disconnected(self, shard: int) -> None:
         """A connection to the leader has ended, or cannot be made."""
         if self._following is not None:
-            self._following.end(f"the connection to the leader's shard {shard} has ended")
+            ended, address = f"the connection to the leader's shard {shard} has ended", self._following.address
+            nobody = f"no server answers at {address} with these keys. Fix: start it, or correct --follow"
+            self._following.end(ended if self._following.term else nobody)
 
     # ---- time --------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
         """Some time has passed, or something has come."""
+        if (why := self.status("").why) != self._noted_why:
+            self._noted_why, self._note_s = why, now_s + RETRY_S
+        elif why and now_s >= self._note_s:  # what passes at once is no news
+            self._note_s = float("inf")
+            self._note("waits", why)
         role = self.succession.role
         if role is Role.FENCED:
             self._begin_anew("another server leads")

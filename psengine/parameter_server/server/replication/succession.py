@@ -179,9 +179,10 @@ class Succession:
         elif not self._is_complete:
             why = "this server has only a part of its leader's state. Fix: start the leader again"
         elif not accept_loss:
+            ago = "never" if math.isinf(self._heard_s) else f"{now_s - self._heard_s:.0f} s ago, in term {self.term}"
             why = (
-                "nobody can prove that this server has every acknowledged update. Fix: start the leader again; or, if"
-                " it is gone and will not come back, add --accept-loss"
+                "nobody can prove that this server has every acknowledged update. It heard its leader last, with a"
+                f" whole copy: {ago}. Fix: start the leader again; or, if it will not come back, add --accept-loss"
             )
         if why:
             raise ProtocolError(why, ErrorCode.NOT_READY)

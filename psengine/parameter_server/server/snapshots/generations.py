@@ -53,7 +53,7 @@ class Generations:
     """
 
     def __init__(self, disk: Disk, *, keeps_history: bool = False) -> None:
-        self.disk, self._keeps_history = disk, keeps_history
+        self.disk, self.keeps_history = disk, keeps_history
         self.last = 0
         self.needed_bytes = 0
         self._first = 0  # no log leads here from older ones
@@ -177,7 +177,7 @@ class Generations:
             if not intact:
                 return
             older = [number for number in self.numbers() if number < intact[0]]
-            if self._keeps_history and (first := self.first_logged()) in older:
+            if self.keeps_history and (first := self.first_logged()) in older:
                 older.remove(first)
                 intact.append(first)
             unneeded = [generation_name(number) for number in older]

@@ -380,7 +380,7 @@ class ShardThread(threading.Thread):
             raise ProtocolError(f"{text} {message.epoch})", ErrorCode.STALE)
         if self.stream.follower or not self.pair.claim(message.epoch, body["addresses"]):
             whom = " ".join(self.pair.replicas) or "a former one may still be recorded as in sync"
-            raise ProtocolError(f"this server has a follower: {whom}", ErrorCode.NOT_READY)
+            raise ProtocolError(f"this server has a follower: {whom}. Fix: end it, or wait", ErrorCode.NOT_READY)
         known = {} if self.coordinators is None else self.coordinators.to_meta()
         snapshot = records_of(ServerState([self.shard.capture()], coordinators=known))
         self.stream.open(message.epoch, received.route, snapshot, time.monotonic())
