@@ -283,6 +283,7 @@ class SimulatedThread(shard_thread.ShardThread):
     def tick(self) -> None:
         """Some time has passed."""
         self._asked_by = None
+        self.release()
         self._tick()
         self._send_group()
 

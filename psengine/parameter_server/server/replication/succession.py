@@ -159,8 +159,9 @@ class Succession:
 
     def leader_lost(self, now_s: float) -> None:
         """The stream has ended at some shard, or was silent for a lease, and nothing is kept of it any more."""
-        self._is_heard, self._due_s = False, now_s
-        self._is_known, self._stale = False, self._asked
+        if self._is_heard:  # else nothing has been kept since what is recorded was read
+            self._is_heard, self._due_s = False, now_s
+            self._is_known, self._stale = False, self._asked
 
     # ---- told by an operator -----------------------------------------------------------------------------------
 
