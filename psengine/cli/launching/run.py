@@ -72,8 +72,8 @@ class Run:
     ends: list[RankEnd] = field(default_factory=list)
 
     def announce(self, number: signal.Signals) -> None:
-        """Say that the workers are being ended, unless the run has what it was for."""
-        if _ENOUGH not in self.reasons:
+        """Say that the workers are being ended, unless the launcher does that by itself, and has said why."""
+        if not self.reasons:
             self.report(f"{number.name}: ending the workers{' (again: at once)' if number == signal.SIGINT else ''}")
 
 
@@ -105,7 +105,7 @@ def run_training(
             with group if plan.servers else nullcontext() as servers:
                 set_variables(_workers_variables(run, [] if servers is None else servers.addresses))
                 try:
-                    with _watched(lambda: servers.revive() if servers else "", is_enough, reasons):
+                    with _watched(lambda: servers.revive() if servers else "", is_enough, run):
                         (_run_independent if plan.options.independent else _run_agent)(run)
                 finally:
                     grace_s = 0.0 if is_forced(sys.exc_info()[1]) else GRACE_S
@@ -117,7 +117,6 @@ def run_training(
         if not reasons:
             return 128 + error.sigval
     if reasons and _ENOUGH not in reasons:
-        report(reasons[0])
         return 1
     first = first_failure(run.ends)
     return 0 if first is None else shell_status(first.exit_code)
@@ -310,7 +309,7 @@ def _silence_torch() -> None:
 
 
 @contextmanager
-def _watched(revive: Callable[[], str], is_enough: Callable[[], bool], reasons: list[str]) -> Iterator[None]:
+def _watched(revive: Callable[[], str], is_enough: Callable[[], bool], run: Run) -> Iterator[None]:
     """Have a second thread look after the servers while the block runs; its reason to end the run ends the block."""
     over, lock = threading.Event(), threading.Lock()
 
@@ -319,7 +318,9 @@ def _watched(revive: Callable[[], str], is_enough: Callable[[], bool], reasons: 
             reason = revive() or (_ENOUGH if is_enough() else "")
             with lock:
                 if reason and not over.is_set():
-                    reasons.append(reason)
+                    run.reasons.append(reason)
+                    if reason != _ENOUGH:
+                        run.report(reason)
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
 

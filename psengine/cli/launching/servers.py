@@ -17,7 +17,7 @@ from pathlib import Path
 from psengine.cli.launching.plan import Plan, RunOptions, expected_servers
 from psengine.errors import ConfigurationError, PSEngineError, ServerError
 from psengine.parameter_server.client.embedded import START_S, EmbeddedServer, launch
-from psengine.parameter_server.server.replication.election import ElectorError
+from psengine.parameter_server.server.replication.election import ElectorError, Leadership
 from psengine.parameter_server.server.replication.record_file import FileElector
 
 # A server that dies, or fails to start, so often in so long is given up.
@@ -124,15 +124,15 @@ class ServerGroup:
 
     def revive(self) -> str:
         """Start again the servers that died; return why that is given up, "" while all is well."""
-        for number, elector in enumerate(self._electors):
-            try:
+        try:
+            for number, elector in enumerate(self._electors):
                 if failure := self._supervise(number, elector):
                     return failure
-            except ElectorError as error:
-                return str(error)
-        for index, server in enumerate(self._servers):
-            if server.process.poll() is not None and (failure := self._revive(index, server)):
-                return failure
+            for index, server in enumerate(self._servers):
+                if server.process.poll() is not None and (failure := self._revive(index, server)):
+                    return failure
+        except ElectorError as error:
+            return str(error)
         return ""
 
     def _start(self, index: int, bind: str) -> EmbeddedServer:
@@ -190,10 +190,7 @@ class ServerGroup:
             self._led_s[number] = now_s
         if now_s - self._led_s[number] <= START_S:
             return ""
-        return (
-            f"nobody leads of the servers at {self.addresses[number]} (expected one within {START_S:g} s): whoever had"
-            " all that was acknowledged is gone. Fix: --server-option durability=log+replica survives that both die"
-        )
+        return f"none of {self.addresses[number]} leads after {START_S:g} s. Fix: begin anew; psengine status says why"
 
     def _revive(self, index: int, server: EmbeddedServer) -> str:
         address, deaths = self._binds[index], self._deaths[index]
@@ -204,7 +201,8 @@ class ServerGroup:
                 f"the server at {address} died, or could not be started again, {MAX_DEATHS} times in"
                 f" {DEATHS_WITHIN_S:g} s. It wrote last:\n{words or '  (nothing)'}"
             )
-        self._report(f"the server at {address} (process {server.process.pid}) died; starting it again")
+        goes_on = self._goes_on(index) if self._electors else ""
+        self._report(f"the server at {address} (process {server.process.pid}) died; starting it again{goes_on}")
         server.stop()
         try:
             self._servers[index] = self._start(index, address)
@@ -213,6 +211,28 @@ class ServerGroup:
         else:
             self._report(f"the server at {address} is back (process {self._servers[index].process.pid})")
         return ""
+
+    def _goes_on(self, index: int) -> str:
+        """What follows from a death, for people; "" where that is not known yet.
+
+        Without a log a dead follower has nothing, and is recorded no more: so once its leader is dead too, that one's
+        next life leads.
+        """
+        elector, other = self._electors[index // self._copies], self._binds[index ^ 1]
+        record, is_held = elector.read()
+        if record is None:
+            return ""
+        leader, followers = record.members[0].addresses, [one.addresses[0] for one in record.members[1:]]
+        has_log = "log" in _durability(self._plan.options)
+        if self._binds[index] in followers and not has_log:
+            followers = []
+            elector.replace(record, Leadership(record.term, record.members[:1], record.number + 1), takes_over=False)
+        lives = self._servers[index ^ 1].process.poll() is None
+        if lives and (other in followers or (other in leader and is_held)):
+            return f" as the follower of the one at {other}, which leads"
+        if has_log or followers or (other in leader and not lives):
+            return ""
+        return f". Nobody else has all: {leader[0]} goes on from its last snapshot, and workers say what is lost"
 
 
 def _durability(options: RunOptions) -> str:

@@ -307,5 +307,5 @@ class Succession:
         return one.epoch == self.own.epoch
 
     def _is_former(self, one: Member) -> bool:
-        """Whether it is a former life of this server; without a log its address tells."""
-        return one.addresses == self.own.addresses or 0 < one.epoch == self.own.previous
+        """Whether it is a former life of this server; without a log its first shard's address tells."""
+        return one.addresses[0] == self.own.addresses[0] or 0 < one.epoch == self.own.previous
