@@ -43,7 +43,7 @@ from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import decode, encode, payload_tensor, refusal, split
-from psengine.protocol.messages import TO_COORDINATOR, ErrorCode, Message, MessageType
+from psengine.protocol.messages import NOBODY, TO_COORDINATOR, ErrorCode, Message, MessageType
 from psengine.tracing.logging_format import RateLimit
 from psengine.version import __version__
 
@@ -586,6 +586,8 @@ class ShardThread(threading.Thread):
             self._send_group()  # a connection keeps its order
             # A new registration has to be the only one, whatever happens to this server.
             is_new = message.type not in _DO_NOT_WAIT or message.body.get("state") == "initialise"
+            # By a worker's ECHO the coordinator counts the pushes before it, which may not be lost then.
+            is_new |= message.type is MessageType.ECHOED and message.worker != NOBODY
             # Nor may an older WELCOME come after a newer one.
             is_new |= message.type is MessageType.WELCOME and self.answers.holds(one.route)
             self.answers.send(one.route, encode(message), place=one.place, waits=waits and is_new)
