@@ -52,7 +52,7 @@ class EtcdElector:
             is_old = {"key": self._record, "target": "VALUE", "value": _encoded(old.encode())}
         compare, changes = [is_old], [{"request_put": {"key": self._record, "value": _encoded(new.encode())}}]
         if takes_over:
-            if not self._prolong():
+            if not self.renew():
                 self._lease_id = self._ask("lease/grant", TTL=str(self._ttl_s))["ID"]
             compare.append({"key": self._lease, "target": "VERSION", "version": "0"})
             changes.append({"request_put": {"key": self._lease, "value": "", "lease": self._lease_id or ""}})
@@ -60,7 +60,10 @@ class EtcdElector:
 
     def renew(self) -> bool:
         """Whether etcd still has the lease; if so, for as long again."""
-        return self._prolong()
+        if self._lease_id is None:
+            return False
+        answer = self._ask("lease/keepalive", ID=self._lease_id)
+        return int(answer.get("result", {}).get("TTL", 0)) > 0
 
     def ask_to_end(self, leadership: Leadership) -> None:
         """Nobody could; its lease ends."""
@@ -71,12 +74,6 @@ class EtcdElector:
             with suppress(ElectorError):
                 self._ask("lease/revoke", ID=self._lease_id)
         self._http.close()
-
-    def _prolong(self) -> bool:
-        if self._lease_id is None:
-            return False
-        answer = self._ask("lease/keepalive", ID=self._lease_id)
-        return int(answer.get("result", {}).get("TTL", 0)) > 0
 
     def _ask(self, path: str, **body: Any) -> dict[str, Any]:
         try:

@@ -124,6 +124,11 @@ class Pair:
         text = f"this server does not lead: it knows {whom}. {self.succession.why}"
         raise ProtocolError(text, ErrorCode.NOT_LEADING)
 
+    @property
+    def _missing(self) -> str:
+        """What this server waits for; "" where nothing is missing."""
+        return self.succession.why if self.is_leading else self.why or self.succession.why
+
     def status(self, election: str) -> ReplicaStatus:
         """For people; any thread."""
         succession, leader = self.succession, self.succession.leader
@@ -136,7 +141,7 @@ class Pair:
             is_in_sync=any(expected is not None and one.epoch == expected.epoch for one in named),
             lag_records=max(thread.stream.lag for thread in self._threads) if self._follower else None,
             election=election,
-            why=succession.why if self.is_leading else self.why or succession.why,
+            why=self._missing,
         )
 
     def promote(self, now_s: float, *, accept_loss: bool) -> None:
@@ -162,7 +167,7 @@ class Pair:
 
     def tick(self, now_s: float) -> None:
         """Some time has passed, or something has come."""
-        if (why := self.status("").why) != self._noted_why:
+        if (why := self._missing) != self._noted_why:
             self._noted_why, self._note_s = why, now_s + RETRY_S
         elif why and now_s >= self._note_s:  # what passes at once is no news
             self._note_s = float("inf")
