@@ -86,7 +86,7 @@ class MessageType(IntEnum):
     OK = 27  # answers a request
     ERROR = 28  # refuses a message: body has the code and the words; the same number in every version
     ECHO = 29  # send this back
-    ECHOED = 30  # answers ECHO, with the same payload, after all that came before it on this connection was taken
+    ECHOED = 30  # answers ECHO, with the same payload; to a worker once all before it on this connection is durable
     # a server's follower and each of its shards
     FOLLOW = 31  # send me a copy, and what changes it; answered by RECORDs
     RECORD = 32  # a record of the log, in frames behind the header's; without any: I live
