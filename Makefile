@@ -4,7 +4,7 @@
 # make test-slow    also the soak and exhaustive tests
 # make mutants      changes the pure core in one place at a time: which changes does no test see? An hour or two;
 #                   make mutants MUTANTS='psengine.parameter_server.server.rules.average*' for one module
-# make simulate     SEEDS=1000000 JOBS=2: whole jobs under simulated faults, each seed twice; tests/simulation/README.md
+# make simulate     SEEDS=1000000 JOBS=2: whole jobs under simulated faults; the run is added to tests/simulation/runs.tsv
 # make cuda         compile the CUDA kernels, where there is an nvcc; part of make test
 # make gpu          on a machine with an NVIDIA GPU: build, test and measure the CUDA kernels, in nine minutes at most.
 #                   It runs in the interpreter that has torch, and installs nothing: make PYTHON=python3 gpu
@@ -85,7 +85,7 @@ mutants: $(DEV)
 SEEDS ?= 10000
 JOBS ?= 2
 simulate: $(DEV)
-	PYTHONPATH=tests:. $(BIN)/python tests/simulation/runner.py --seeds $(SEEDS) --jobs $(JOBS) $(if $(FIRST),--first $(FIRST))
+	PYTHONPATH=tests:. $(BIN)/python tests/simulation/runner.py --record --seeds $(SEEDS) --jobs $(JOBS) $(if $(FIRST),--first $(FIRST))
 
 lint: $(DEV)
 	$(BIN)/ruff check

@@ -15,7 +15,7 @@ from simulation.world import run
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("first", "seeds"), [(0, 200), pytest.param(200, 800, marks=pytest.mark.slow)])
 def test_seeds_keep_every_promise_and_do_the_same_twice(first, seeds):
-    coverage = run_seeds(first, seeds, jobs=2, again=seeds // 4)
+    coverage = run_seeds(first, seeds, jobs=2)
     assert not coverage.failures, describe(coverage, 1.0)
     assert len(coverage.digests) == seeds
     assert coverage.answered > 10 * seeds
