@@ -125,7 +125,7 @@ def part_of(ids: Tensor, parts: int, seed: int) -> Tensor:
     """The part, below ``parts``, that has each row: int64. SipHash-1-3, on every machine alike."""
     if not 0 < parts < 2**32:
         raise ValueError(f"a table has 1 to 2**32 - 1 parts (got {parts})")
-    found = torch.empty(len(ids), dtype=torch.int64)
+    found = torch.empty(len(ids), dtype=torch.int64, device="cpu")
     native.extension.find_parts(*_ids(ids), parts, seed % 2**_KEY_BITS, found.data_ptr())
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from typing import Any
@@ -80,6 +81,38 @@ def test_prefetched_rows_are_those_of_the_time_they_were_read_at(rank, world_siz
     wrapped = psengine.DistributedDataParallel(OneTable(max_staleness=0), strategy="sync-server")
     with raises(ConfigurationError, "'table'", "max_staleness", "leave out prefetch"):
         wrapped.module.table.prefetch(ids)
+    wrapped.leave()
+
+
+@at_servers(1)
+def test_rows_that_one_mode_has_read_train_in_another(rank, world_size):
+    """Forwards of a step share what was read for equal ids, whatever was switched on when it was read."""
+    os.environ.update(PSENGINE_WORKER="0", PSENGINE_JOB="modes")
+    model = OneTable(std=0.0)
+    nn.init.constant_(model.head.weight, 0.5)  # so that sums of steps are exact
+    wrapped = psengine.DistributedDataParallel(model, strategy="sync-server")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.0), wrapped)
+    ids = torch.tensor([1, 2])
+    modes = {
+        "inference": torch.inference_mode(),
+        "no_grad": torch.no_grad(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "device": torch.device("meta"),
+    }
+    reads = {"forward": lambda: model.table(ids), "prefetch": lambda: model.table.prefetch(ids)}
+
+    def recomputed() -> torch.Tensor:
+        # The first forward is one of no_grad, the second one of backward.
+        return checkpoint(lambda _: wrapped(ids), torch.ones(1, requires_grad=True), use_reentrant=True)
+
+    ways = itertools.product(modes, reads, (True, False), (lambda: wrapped(ids), recomputed))
+    for number, (mode, read, is_training, trained) in enumerate(ways):
+        with modes[mode]:
+            reads[read]() if is_training else model.table.eval()(ids)
+        model.table.train()
+        trained().backward()
+        optimizer.step()
+        assert torch.equal(model.table.rows(ids), -(number + 1) * model.head.weight.expand(2, -1)), (mode, read)
     wrapped.leave()
 
 

@@ -30,6 +30,9 @@ JOB_SUFFIXES = (".tables", ".tables.1")
 class Lookup:
     """Rows that are asked for; see ``TableParts.look_up``.
 
+    Its tensors are plain ones without a graph, also where a forward under ``torch.inference_mode`` makes it, because a
+    forward in another mode may use it.
+
     Attributes:
         parts: the table.
         asked: int64, 1-D, as they were asked for; a copy.
@@ -50,15 +53,18 @@ class Lookup:
     rows: torch.Tensor | None = None
     requests: Sequence[Request] = ()
 
+    @torch.inference_mode(False)
     def begin(self) -> Lookup:
         """Ask the servers; once."""
         if self.rows is None:
             count = len(self.ids)
-            self.rows = torch.empty(count + (self.padding is not None), self.parts.spec.dim)
+            shape = count + (self.padding is not None), self.parts.spec.dim
+            self.rows = torch.empty(shape, dtype=torch.float32, device="cpu")
             self.rows[count:] = 0
             self.requests = self.parts.pull(self.ids, self.counts, self.rows[:count])
         return self
 
+    @torch.inference_mode(False)
     def wait(self) -> torch.Tensor:
         """Return the rows, on the device of the ids; the errors are those of ``Request.wait``."""
         self.begin()
@@ -89,6 +95,7 @@ class TableParts:
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def look_up(self, ids: torch.Tensor) -> Lookup:
         """What ``begin`` asks the servers for.
 
@@ -107,7 +114,7 @@ class TableParts:
         order, counts = self._by_part(unique[kept])
         order = kept[order]
         places = torch.full_like(unique, len(order))
-        places[order] = torch.arange(len(order))
+        places[order] = torch.arange(len(order), device="cpu")
         padding = len(order) if self.spec.padding >= 0 else None
         return Lookup(self, asked, unique[order], counts, places.to(asked.device)[inverse], padding)
 
@@ -127,7 +134,7 @@ class TableParts:
 
     def existing(self) -> torch.Tensor:
         """The ids of all rows that exist, ascending."""
-        ids: torch.Tensor = torch.cat([torch.empty(0, dtype=torch.int64), *self._scan()]).unique()
+        ids: torch.Tensor = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *self._scan()]).unique()
         return ids
 
     def _scan(self) -> Iterator[torch.Tensor]:
@@ -185,7 +192,8 @@ class TableParts:
         """Each part's key, its payload as ``protocol.rows.pack_rows`` makes it, in one pass, and its number of rows."""
         order, counts = self._by_part(ids)
         for key, chosen, count in zip(self._keys, order.split(counts), counts, strict=True):
-            payload = torch.empty(count * (ID_BYTES + 4 * self.spec.dim), dtype=torch.uint8)
+            size_bytes = count * (ID_BYTES + 4 * self.spec.dim)
+            payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
             head, tail = payload[: count * ID_BYTES], payload[count * ID_BYTES :]
             torch.index_select(ids, 0, chosen, out=head.view(torch.int64))
             torch.index_select(rows, 0, chosen, out=tail.view(torch.float32).view(count, self.spec.dim))
