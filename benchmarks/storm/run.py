@@ -30,7 +30,6 @@ HOSTS = VIRTUAL_WORKERS = 8
 LEASE_S = 2.0
 EPOCHS = 2
 PEER_WORKERS = 2
-STRATEGY_OF_TWO = f"sync:virtual_workers={PEER_WORKERS}"
 BATCH = 8
 # Of the time that steps take on a calm day: what the storm leaves of it, as a guess.
 GOODPUT = 0.7
@@ -38,13 +37,14 @@ CALIBRATION_STEPS = 40
 PROGRAM = str(Path(__file__).with_name("training.py"))
 
 
-def elastic(address: str, out: Path, arguments: list[str], strategy: str, hosts: int) -> Program:
+def elastic(address: str, out: Path, arguments: list[str], virtual_workers: int, hosts: int) -> Program:
     """psengine's."""
     port = address.rpartition(":")[2]
     bind = address if "127.0.0.1" in address else f"tcp://0.0.0.0:{port}"
     server = ["-m", "psengine.cli.server", "--bind", bind, "--insecure", "--lease-s", f"{LEASE_S:g}"]
     run = ["-m", "psengine.cli.main", "run", "--workers", "1", "--independent", "--max-restarts", "1000000"]
-    run += ["--strategy", strategy, "--server-address", address, "--total-workers", str(hosts)]
+    run += ["--strategy", f"sync:virtual_workers={virtual_workers}"]
+    run += ["--server-address", address, "--total-workers", str(hosts)]
     own = [str(out), *arguments, "--checkpoints", str(out / "checkpoints"), "--epochs", str(EPOCHS)]
     return Program(
         [sys.executable, *server],
@@ -55,18 +55,13 @@ def elastic(address: str, out: Path, arguments: list[str], strategy: str, hosts:
     )
 
 
-def be_oracle(out: Path, arguments: list[str], strategy: str) -> tuple[Training, str]:
-    """What bits are compared with, and its name: one rank for each virtual worker."""
+def be_oracle(out: Path, arguments: list[str]) -> Training:
+    """What bits are compared with: native DDP with a rank for each virtual worker."""
     out.mkdir()
-    plain, ranks = strategy.partition(":")[0], str(VIRTUAL_WORKERS)
-    run = [sys.executable, "-m", "psengine.cli.main", "run", "--workers", ranks]
-    own = [PROGRAM, str(out), *arguments, "--epochs", str(EPOCHS)]
-    if plain == "sync":  # torch's DistributedDataParallel
-        command, name = [*run, *own, "--native"], "native DDP"
-    else:
-        command, name = [*run, "--strategy", plain, *own, "--plain"], f"plain {plain}"
+    run = [sys.executable, "-m", "psengine.cli.main", "run", "--workers", str(VIRTUAL_WORKERS)]
+    command = [*run, PROGRAM, str(out), *arguments, "--epochs", str(EPOCHS), "--native"]
     subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
-    return Training.read(out), f"{name} with {ranks} ranks"
+    return Training.read(out)
 
 
 def main() -> None:
@@ -77,7 +72,6 @@ def main() -> None:
     add("--seed", type=int, default=1)
     add("--seeds", type=at_least(0), default=1, help="storms, one after the other: of this seed and the next ones")
     add("--spares", type=at_least(0), default=0, help="hosts with a worker that waits for a place")
-    add("--strategy", default=f"sync:virtual_workers={VIRTUAL_WORKERS}")
     add("--causes", type=some_of(list(SHARES)), default=tuple(SHARES), help="some of %(default)s")
     add("--steps", type=at_least(EPOCHS), help="default: as many as fit")
     add("--torchft", type=Path, metavar="PYTHON", help="an interpreter with torchft: the table beside it")
@@ -120,7 +114,7 @@ def compare(directory: Path, options: argparse.Namespace, record: Record) -> boo
         out, hosts = directory / name, HOSTS + spares
         return train(
             out,
-            lambda address: elastic(address, out, arguments, options.strategy, hosts),
+            lambda address: elastic(address, out, arguments, VIRTUAL_WORKERS, hosts),
             faults,
             hosts=hosts,
             deadline_s=options.deadline,
@@ -131,7 +125,7 @@ def compare(directory: Path, options: argparse.Namespace, record: Record) -> boo
         calibration, _ = run("calibration", size(CALIBRATION_STEPS), [])
         steps = max(CALIBRATION_STEPS, int(calibration.steps_per_s * options.minutes * 60 * GOODPUT))
     arguments = size(steps)
-    oracle = be_oracle(directory / "oracle", arguments, options.strategy)
+    oracle = be_oracle(directory / "oracle", arguments)
     calm, _ = run("calm", arguments, [])
     results = []
     for seed in range(options.seed, options.seed + options.seeds):
@@ -173,7 +167,7 @@ def beside_torchft(directory: Path, options: argparse.Namespace) -> Table:
     kills = faults_of(options, options.seed, PEER_WORKERS, ["worker killed"])
     own = ["--batch", str(batch), "--samples", str(samples)]
     programs = {
-        "psengine": lambda out: lambda address: elastic(address, out, own, STRATEGY_OF_TWO, PEER_WORKERS),
+        "psengine": lambda out: lambda address: elastic(address, out, own, PEER_WORKERS, PEER_WORKERS),
         "torchft": lambda out: lambda address: torchft(options.torchft, address, out, samples, batch),
     }
     rows = []

@@ -5,7 +5,6 @@ random, AdamW, clipping, a scheduler, and an epoch whose last step is not full. 
 file of its own, a line at a time, so that a kill loses nothing.
 
 Native DDP, the oracle: psengine run --workers 8 training.py OUT --native
-That of sync-server:virtual_workers=8: psengine run --workers 8 --strategy sync-server training.py OUT --plain
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def main() -> None:
     add("--batch", type=int, required=True, help="samples of a virtual worker")
     add("--epochs", type=int, required=True)
     add("--native", action="store_true", help="torch's DistributedDataParallel")
-    add("--plain", action="store_true", help="a strategy without virtual workers")
     add("--host", default="", help="where it runs; the storm finds processes by it")
     add("--checkpoints", type=Path)
     add("--every", type=int, default=50, help="steps between checkpoints")
@@ -62,7 +60,6 @@ def train(options: argparse.Namespace, note) -> None:
     else:
         model = psengine.DistributedDataParallel(network)
         optimizer = psengine.DistributedOptimizer(optimizer, model)
-    if not (options.native or options.plain):
         model.register_state("scheduler", scheduler)
         if options.checkpoints is not None:
             model.checkpoint_every(options.every, options.checkpoints)

@@ -15,16 +15,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import wait
 from typing import Any
 
 import torch
 
 from psengine.collectives.contributions import cut
-from psengine.environment.threads import begin
 
-# How often waits that cannot be interrupted look whether they should be.
-LOOK_S = 0.02
 # Whether to stop waiting; None: never.
 Interruption = Callable[[], bool] | None
 
@@ -67,27 +63,6 @@ class DeferredWork(Work):
         if is_over:
             self._finish()
         return is_over
-
-
-class BlockingWork(Work):
-    """Work that is done by the wait: ``finish`` is called. Where the wait may be interrupted, a thread calls it, which
-    then may be left behind.
-    """
-
-    def __init__(self, finish: Callable[[], object]) -> None:
-        self._finish = finish
-
-    def wait(self, is_interrupted: Interruption = None) -> bool:
-        """Call it, or have a thread call it."""
-        if is_interrupted is None:
-            self._finish()
-            return True
-        finished = begin(self._finish, "psengine-wait")
-        while not wait([finished], LOOK_S).done:
-            if is_interrupted():
-                return False
-        finished.result()
-        return True
 
 
 class Intermediate(Work):

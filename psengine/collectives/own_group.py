@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from psengine.collectives.base import BlockingWork, Collective
-from psengine.collectives.c10d import C10dCollective
+from psengine.collectives.base import Collective
+from psengine.collectives.c10d import INTERRUPTIBLE_SLICE_S, C10dCollective
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.environment.threads import begin
 from psengine.environment.variables import read_variable
 from psengine.errors import CollectiveError
 
@@ -120,12 +122,15 @@ def form_collective(
             made[-1].abandon()
         made[-1].connect()
 
-    if BlockingWork(form).wait(is_interrupted):
-        return made[-1]
-    is_left.set()
-    for group in made[:1]:  # then the thread comes to its end
-        group.abandon()
-    return None
+    formed = begin(form, "psengine-form-group")
+    while not wait([formed], INTERRUPTIBLE_SLICE_S).done:
+        if is_interrupted():
+            is_left.set()
+            for group in made[:1]:  # then the thread comes to its end
+                group.abandon()
+            return None
+    formed.result()
+    return made[-1]
 
 
 def unconnected(store: Any, name: str, world_size: int) -> dict[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from psengine.codecs.base import Codec
@@ -12,7 +11,7 @@ from psengine.environment.variables import default_strategy
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 from psengine.strategies.base import Strategy
-from psengine.strategies.elastic.sync import ServerVirtualWorkers, SyncVirtualWorkers
+from psengine.strategies.elastic.sync import SyncVirtualWorkers
 from psengine.strategies.local.diloco_server import DilocoServer
 from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.servers.asynchronous import AsyncServer
@@ -44,7 +43,9 @@ def _sync(
 ) -> Strategy:
     """Strategy "sync": gradients are averaged, of ranks or of virtual workers; the optimizer may be sharded."""
     if virtual_workers is not None:
-        _check_alone("sync", compress=compress, shard_optimizer=shard_optimizer or None)
+        if compress is not None or shard_optimizer:
+            other = "shard_optimizer" if compress is None else "compress"
+            raise ConfigurationError(f"strategy 'sync' (expected virtual_workers alone, got {other} beside it)")
         return SyncVirtualWorkers(virtual_workers=virtual_workers)
     if not isinstance(shard_optimizer, bool):
         raise ConfigurationError(
@@ -53,25 +54,8 @@ def _sync(
     return (SyncShardedOptimizer if shard_optimizer else SyncAllReduce)(compress=compress)
 
 
-@wraps(SyncServer, assigned=(), updated=())
-def _sync_server(*, virtual_workers: int | None = None, **options: Any) -> Strategy:
-    """Strategy "sync-server": servers average the gradients of workers, or of virtual workers."""
-    if virtual_workers is not None:
-        _check_alone("sync-server", **options)
-        return ServerVirtualWorkers(virtual_workers=virtual_workers)
-    return SyncServer(**options)
-
-
-def _check_alone(strategy: str, **others: Any) -> None:
-    """Raise ConfigurationError where options are given that virtual workers do not have."""
-    for name, value in others.items():
-        if value is not None:
-            raise ConfigurationError(f"strategy {strategy!r} (expected virtual_workers alone, got {name} beside it)")
-
-
 register_strategy(SyncAllReduce.name, _sync)
-register_strategy(SyncServer.name, _sync_server)
-for _class in (AsyncServer, LocalSteps, Diloco, DilocoServer):
+for _class in (SyncServer, AsyncServer, LocalSteps, Diloco, DilocoServer):
     register_strategy(_class.name, _class)
 
 

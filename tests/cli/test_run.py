@@ -50,6 +50,7 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--strategy", "sync:", WORKER], "got nothing after the colon"),
         (["--strategy", "sync:virtual_wrokers=8", WORKER], "Did you mean virtual_workers?"),
         (["--independent", "--strategy", "sync:virtual_workers=0", WORKER], "got 0"),
+        (["--strategy", "sync-server:virtual_workers=4", WORKER], "virtual_workers is an option of strategy 'sync'"),
         (["--signals-to-handle", "SIGNOT", WORKER], "got 'SIGNOT'"),
         (["--nnodes", "2:1", WORKER], "MIN:MAX"),
         (["--nnodes", "2", WORKER], "--rdzv-endpoint"),

@@ -1,6 +1,6 @@
 """A training with virtual workers, for ``psengine run`` to start; prints each step, and the digest of its weights.
 
-Arguments: the seconds that a batch takes, the strategy. Variables: a directory for checkpoints, other workers' seed.
+Argument: the seconds that a batch takes. Variables: a directory for checkpoints, other workers' seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def weights_in(stdout: str) -> set[str]:
 
 
 def main() -> None:
-    batch_s, strategy = float(sys.argv[1]), (*sys.argv[2:], "sync:virtual_workers=4")[0]
+    batch_s = float(sys.argv[1])
     features = torch.randn(320, 8, generator=torch.Generator().manual_seed(1))
     with psengine.init() as context:
         torch.manual_seed(context.worker)  # a newcomer's own values count for nothing
@@ -48,6 +48,7 @@ def main() -> None:
             torch.manual_seed(0)
             for parameter in network.parameters():
                 nn.init.normal_(parameter)
+        strategy = "sync:virtual_workers=4"
         model = psengine.DistributedDataParallel(network, strategy=strategy, bucket_cap_mb_list=[0.0002])
         optimizer = psengine.DistributedOptimizer(torch.optim.AdamW(network.parameters()), model)
         dataset = TensorDataset(features, features.sum(1).gt(0).long())

@@ -16,12 +16,10 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
-from psengine.errors import PSEngineError
 from psengine.parameter_server.chunk_codecs import gradient_codec
 from psengine.parameter_server.client import join
 from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
@@ -41,9 +39,6 @@ __all__ = ["Push", "Request", "SessionOptions", "WorkerSession", "wait_all"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-# Others of the job may have died: they are put out within one.
-ABANDON_LEASES = 2
 
 
 class WorkerSession:
@@ -105,7 +100,7 @@ class WorkerSession:
         Args:
             layout: the model's chunks, keys 0, 1, ...
             initial: a chunk's first values, 1-D on the CPU; called only where this worker gives the job its values.
-                None where nobody reads them, of a job whose servers average.
+                None of a table, whose rows come as they are asked for.
 
         Returns:
             "initialised" (the servers have this worker's values), "ready" (pull the servers' values) or "joined" (pull
@@ -163,28 +158,6 @@ class WorkerSession:
         """
         self.job_connection.has_failed = self.job_connection.has_failed or failed
         self._finalizer()
-
-    def abandon(self) -> None:
-        """Leave without waiting for anybody, whatever is under way; from any thread, also while others wait.
-
-        The I/O thread ends, and all that is under way fails, when the coordinator has let this worker go: at the end of
-        a dead worker's lease, so that shards hear of the view without workers with which such a job is over.
-        """
-        job = self.job_connection
-        job.is_leaving = True
-        if self._finalizer.detach() is not None:
-            weakref.finalize(job, job.closing.wait, join.GOODBYE_S)  # at exit
-
-        def end(_answer: object = None) -> None:
-            job.closing.set()
-            job.transport.close()
-
-        message = Message(MessageType.LEAVE, body={"completed": job.steps.completed})
-        with suppress(PSEngineError):  # it has ended
-            if job.control.is_up and job.fatal is None:
-                job.ask(job.control, message, what="LEAVE", timeout_s=ABANDON_LEASES * job.lease_s, then=end)
-            else:
-                job.transport.do(end)
 
     # ---- state -------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import View
 from psengine.strategies.elastic.guarded import GuardedCollective
 from psengine.strategies.elastic.membership import Group, Member, Membership
-from psengine.strategies.elastic.server_sums import ServerSums
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +51,13 @@ class CoordinatedMembership(Membership):
 
     Args:
         virtual_workers: so many workers take part at most; others wait in ``enter`` for a place.
-        sums_at_servers: whether servers sum contributions; see ``ServerSums``.
 
     Raises:
         ConfigurationError: PSENGINE_SERVERS is malformed.
     """
 
-    def __init__(self, virtual_workers: int, *, sums_at_servers: bool = False) -> None:
-        self._virtual_workers, self._sums_at_servers = virtual_workers, sums_at_servers
+    def __init__(self, virtual_workers: int) -> None:
+        self._virtual_workers = virtual_workers
         self._addresses = parse_addresses(None)
         self._job: ElasticClient | None = None
         self._collective: Collective = SoloCollective()
@@ -74,7 +72,7 @@ class CoordinatedMembership(Membership):
         options = SessionOptions(
             addresses=self._addresses,
             job=read_variable("PSENGINE_JOB") or DEFAULT_JOB,
-            rule=elastic_rule(self._virtual_workers, {"sums at servers": str(self._sums_at_servers), **facts}),
+            rule=elastic_rule(self._virtual_workers, facts),
             rank=worker,
             world_size=workers or 1,
             keys=keys_from_environment(),
@@ -143,8 +141,6 @@ class CoordinatedMembership(Membership):
                 has_failed = True
                 self._note_failure(view, error)
                 continue
-            if self._sums_at_servers:
-                collective = ServerSums(collective, self._entered.options, self._virtual_workers, view.number)
             self._collective = collective = GuardedCollective(collective, lambda: self.has_news)
             states = zip(view.members, view.states, strict=True)
             members = tuple(Member(worker=m.rank, completed=s.completed, checkpoint=s.checkpoint) for m, s in states)

@@ -62,10 +62,8 @@ class Player:
     Args:
         virtual_workers: V.
         membership: who else takes part.
-        sums_at_servers: whether servers sum contributions.
 
     Attributes:
-        kind: for which strategy it is: ``virtual_workers`` and ``sums_at_servers``.
         parts: the models, in the order in which they were wrapped.
         state: what belongs to this worker's state.
         completed: the last step of which this worker has the averages; None: it has no state.
@@ -73,9 +71,8 @@ class Player:
         playing: the virtual worker whose batch is played; None outside of batches.
     """
 
-    def __init__(self, virtual_workers: int, membership: Membership, *, sums_at_servers: bool = False) -> None:
+    def __init__(self, virtual_workers: int, membership: Membership) -> None:
         self.virtual_workers = virtual_workers
-        self.kind = virtual_workers, sums_at_servers
         self.parts: list[SyncVirtualWorkers] = []
         self.completed: int | None = None
         self.recorded: list[float] = []
@@ -347,29 +344,19 @@ class Player:
 _latest: weakref.ref[Player] | None = None
 
 
-def player_for(virtual_workers: int, collective: Collective, *, sums_at_servers: bool = False) -> Player:
+def player_for(virtual_workers: int, collective: Collective) -> Player:
     """The player of a model that is being wrapped: that of models wrapped before, or a new one.
 
     Raises:
-        ConfigurationError: there are no servers to sum, or they do not know this worker.
+        ConfigurationError: PSENGINE_SERVERS is malformed.
     """
     global _latest
-    player, kind = current_player(), (virtual_workers, sums_at_servers)
-    if player is None or player.has_entered or not player.parts or player.kind != kind:
+    player = current_player()
+    if player is None or player.has_entered or not player.parts or player.virtual_workers != virtual_workers:
         # An independent worker is a world of its own, and meets the others by the coordinator's word.
         is_coordinated = collective.world_size == 1 and bool(parse_addresses(None))
-        if sums_at_servers and not is_coordinated:
-            got = "no servers" if collective.world_size == 1 else f"a process group of {collective.world_size} ranks"
-            raise ConfigurationError(
-                f"strategy 'sync-server:virtual_workers={virtual_workers}' is for independent workers and servers"
-                f" (expected PSENGINE_SERVERS, and no process group, got {got}). Fix: psengine run --independent"
-            )
-        membership = (
-            CoordinatedMembership(virtual_workers, sums_at_servers=sums_at_servers)
-            if is_coordinated
-            else FixedMembership(collective)
-        )
-        player = Player(virtual_workers, membership, sums_at_servers=sums_at_servers)
+        membership = CoordinatedMembership(virtual_workers) if is_coordinated else FixedMembership(collective)
+        player = Player(virtual_workers, membership)
         _latest = weakref.ref(player)
     return player
 

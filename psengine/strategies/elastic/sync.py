@@ -24,7 +24,7 @@ from psengine.strategies.elastic.player import Outcome, Player, player_for
 from psengine.strategies.exchange import BucketExchange, Driver, Gradients, Step
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
-from psengine.tensors.share import WHOLE, Share
+from psengine.tensors.share import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,6 @@ class SyncVirtualWorkers(Strategy):
     """
 
     name = "sync"
-    sums_at_servers = False
     capabilities = Capabilities(
         needs_process_group=False, orders_buckets=True, carries_buffers=True, has_virtual_workers=True
     )
@@ -92,7 +91,7 @@ class SyncVirtualWorkers(Strategy):
                 f"virtual workers train dense gradients on the CPU (expected these, got {got}). Fix: strategy='sync'"
             )
         super().prepare(replace(replica, is_known_equal=True))
-        self._player = player_for(self.virtual_workers, replica.collective, sums_at_servers=self.sums_at_servers)
+        self._player = player_for(self.virtual_workers, replica.collective)
 
     @override
     def serve(self, gradients: Gradients) -> None:
@@ -336,25 +335,6 @@ class SyncVirtualWorkers(Strategy):
         with torch.no_grad():
             for name, value in values.items():
                 buffers[name].copy_(value)
-
-
-class ServerVirtualWorkers(SyncVirtualWorkers):
-    """The same, and servers average the contributions: with the bits of "sync-server" with ``virtual_workers`` workers.
-
-    Args:
-        virtual_workers: see ``SyncVirtualWorkers``.
-    """
-
-    name = "sync-server"
-    sums_at_servers = True
-    # The servers' sums do not depend on how buckets are laid out.
-    capabilities = replace(SyncVirtualWorkers.capabilities, keeps_first_layout=True, exchange_name="push")
-
-    @override
-    def begin(self, step: Step) -> Share:
-        """Servers divide."""
-        super().begin(step)
-        return WHOLE
 
 
 def _is_zero(gradient: torch.Tensor) -> bool:
