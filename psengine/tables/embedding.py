@@ -48,9 +48,11 @@ class TableOptions(
 class ServerEmbedding(torch.nn.Module):
     """``torch.nn.Embedding`` whose rows live on parameter servers; a worker holds those of its batch.
 
-    It has no parameter: servers step its rows, with what ``psengine.DistributedOptimizer(...).step()`` pushes. So an
-    optimizer, ``clip_grad_norm_`` and ``model.parameters()`` do not see it. The model has to be wrapped in
-    ``psengine.DistributedDataParallel``, under any strategy but virtual workers.
+    Servers step its rows, with what ``psengine.DistributedOptimizer(...).step()`` pushes; ``clip_grad_norm_`` does not
+    see their gradients. The model has to be wrapped in ``psengine.DistributedDataParallel``, under any strategy but
+    virtual workers. A parameter of one element, ``stand_in``, takes the rows' place in ``parameters()``:
+    ``requires_grad_``, ``zero_grad`` and ``half``, of the table or of a module around it, act as on
+    ``torch.nn.Embedding``, but that servers keep float32 where forwards return another dtype.
 
     Args:
         num_embeddings: rows; ids are 0 to ``num_embeddings`` - 1. A row takes memory from its first push on.
@@ -100,6 +102,7 @@ class ServerEmbedding(torch.nn.Module):
             raise ConfigurationError(f"rows on servers are float32 (expected dtype=torch.float32, got {dtype})")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.stand_in = torch.nn.Parameter(torch.zeros((), dtype=torch.float32))
 
     @property
     def lr(self) -> float:
@@ -122,7 +125,7 @@ class ServerEmbedding(torch.nn.Module):
 
     @override
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of ``ids``: float32 ``[*ids.shape, dim]``, on their device.
+        """Rows of ``ids``: ``[*ids.shape, dim]``, on their device.
 
         Raises:
             RowIdError: the table has no such row.
@@ -183,7 +186,7 @@ class ServerEmbedding(torch.nn.Module):
 
     def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """The rows of a forward, each once, with their gradients' way; the place of each id's; that of the padding."""
-        rows, lookup = self.bound().look_up(ids, is_training=self.training)
+        rows, lookup = self.bound().look_up(ids, self)
         return rows, lookup.index.view(ids.shape), lookup.padding
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -204,6 +207,18 @@ class ServerEmbedding(torch.nn.Module):
             own["name"] = state["name"]
         if own != state:
             raise ConfigurationError(f"the checkpoint names another table (expected {own}, got {state})")
+
+    @override
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: list[str]
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
+        if prefix + "weight" in state_dict:
+            # Also where it is not ``strict``.
+            lists[-1].append(
+                f"{prefix}weight: rows live on servers (expected the state of a {type(self).__name__}, got that of a"
+                f" torch.nn.Embedding). Fix: wrap the model, then .load(ids, rows) on one worker"
+            )
 
 
 class ServerEmbeddingBag(ServerEmbedding):

@@ -49,7 +49,8 @@ class Table:
         self.averages = layer.options.rule == "average"
         self.is_pushed = False
         # A leaf of the table's shape, without memory: its gradient is what backwards left.
-        self._leaf = torch.empty(1).expand(parts.spec.rows, parts.spec.dim).requires_grad_()
+        one = torch.empty(1, dtype=torch.float32, device="cpu")
+        self._leaf = one.expand(parts.spec.rows, parts.spec.dim).requires_grad_()
         self._lookups: deque[Lookup] = deque(maxlen=KEPT_LOOKUPS)
         self._prefetched: set[Lookup] = set()  # of these, those for forwards to come
         self._ahead: int | None = None
@@ -67,10 +68,14 @@ class Table:
 
     # ---- forward and backward ----------------------------------------------------------------------------------
 
-    def look_up(self, ids: torch.Tensor, *, is_training: bool) -> tuple[torch.Tensor, Lookup]:
+    def look_up(self, ids: torch.Tensor, layer: ServerEmbedding) -> tuple[torch.Tensor, Lookup]:
         """Rows, whose gradients are added to what backwards left, and where those of ``ids`` are among them.
 
         In training they are those of an equal forward of the step, or of ``prefetch``.
+
+        Args:
+            ids: see ``TableParts.look_up``.
+            layer: the module that asks, perhaps a copy of the table's own.
 
         Raises:
             ReductionError: backwards have left some, and nobody pushes them.
@@ -81,15 +86,17 @@ class Table:
                 " psengine.DistributedOptimizer(optimizer, model), whose step() pushes them, got a plain optimizer)"
             )
         flat = self.parts.flat(ids)
-        known = [one for one in self._lookups if is_training and one.asked.device == flat.device]
+        known = [one for one in self._lookups if layer.training and one.asked.device == flat.device]
         lookup = next((one for one in known if torch.equal(one.asked, flat)), None)
         if lookup is None:
             lookup = self.parts.look_up(flat)
-            if is_training:
+            if layer.training:
                 self._lookups.append(lookup)
         self._prefetched.discard(lookup)
-        rows = lookup.wait()
-        return _watch(self._leaf, rows, lookup.ids), lookup
+        rows, stand_in = lookup.wait(), layer.stand_in
+        if not stand_in.requires_grad:
+            return rows.to(stand_in.dtype), lookup
+        return _watch(stand_in, self._leaf, rows, lookup.ids, self if layer is self.layer else None), lookup
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """See ``ServerEmbedding.prefetch``."""
@@ -107,9 +114,14 @@ class Table:
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
+    def has_gradient(self) -> bool:
+        """Whether backwards left something, and no ``zero_grad`` has come since, which may set it to zeros."""
+        mark = self.layer.stand_in.grad
+        return mark is not None and bool(mark.signbit())
+
     def drop(self) -> None:
         """What backwards left does not count."""
-        self._leaf.grad = None
+        self._leaf.grad = self.layer.stand_in.grad = None
 
     def begin_push(self, *, scale: float | None, workers: int) -> None:
         """Push what backwards left.
@@ -129,10 +141,11 @@ class Table:
 
     def _take(self, scale: float | None, workers: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids, gradients of rows), with native DDP's arithmetic: ids ascending, each once."""
-        gradient = self._leaf.grad
+        gradient = self._leaf.grad if self.has_gradient() else None
         self.drop()
         if gradient is None:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, self.parts.spec.dim)
+            ids = torch.empty(0, dtype=torch.int64, device="cpu")
+            return ids, torch.empty(0, self.parts.spec.dim, dtype=torch.float32, device="cpu")
         # Not in place: the values may be those of other gradients too.
         values = gradient._values()
         values = values if scale is None else values * (1.0 / scale)
@@ -201,13 +214,20 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, leaf: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        ctx.shape, ctx.ids = leaf.shape, ids
-        return rows.view_as(rows)
+    def forward(
+        ctx: Any, stand_in: torch.Tensor, leaf: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, table: Table | None
+    ) -> torch.Tensor:
+        ctx.stand_in, ctx.shape, ctx.ids, ctx.table = stand_in, leaf.shape, ids, table
+        return rows.view_as(rows).to(stand_in.dtype)
 
     @staticmethod
     @override
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.table is None:
+            raise ReductionError(
+                "a copy of a table reads its rows, and cannot train them (expected the module of the wrapped model, got"
+                " a copy.deepcopy of it). Fix: copy.requires_grad_(False), or torch.no_grad()"
+            )
         if torch.is_grad_enabled():
             raise ReductionError(
                 "rows on servers have no second derivative (expected loss.backward() without create_graph, got"
@@ -217,7 +237,11 @@ class _Watched(torch.autograd.Function):
             ids, values = ctx.ids[gradient._indices()[0]], gradient._values()
         else:
             ids, values = ctx.ids, gradient[: len(ctx.ids)]  # all rows but the padding's
-        return _sparse(ids.cpu(), values.cpu(), ctx.shape), None, None
+        if not ctx.table.has_gradient():
+            ctx.table.drop()
+        # Negative zeros: they change no norm, stay negative when they are scaled and added, and zero_() shows.
+        mark = torch.full_like(ctx.stand_in, -0.0)
+        return mark, _sparse(ids.cpu(), values.cpu().float(), ctx.shape), None, None, None
 
 
 _watch: Any = _Watched.apply

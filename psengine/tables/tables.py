@@ -72,6 +72,11 @@ class Tables:
         return bool(self._tables)
 
     @property
+    def stand_ins(self) -> set[torch.nn.Parameter]:
+        """Those of all tables, which replicas do not exchange, and no optimizer steps."""
+        return {layer.stand_in for layer in self.layers.values()}
+
+    @property
     def options(self) -> dict[str, str]:
         """What all ranks have to choose alike, by name."""
         return {

@@ -156,6 +156,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.process_group = checks.choose_process_group(self, module, process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
+        self._tables = Tables(find_tables(module))
+        stand_ins, everywhere = self._tables.stand_ins, module.named_parameters(remove_duplicate=False)
+        self.parameters_to_ignore.update(name for name, parameter in everywhere if parameter in stand_ins)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
         checks.check_parameters(self._module_parameters, self._delay_all_reduce_params)
@@ -166,7 +169,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.is_multi_device_module = len({parameter.device for parameter in parameters}) > 1
 
         self.module = module
-        self._tables = Tables(find_tables(module))
         self.dim = dim
         self.static_graph = False
         self.find_unused_parameters = find_unused_parameters

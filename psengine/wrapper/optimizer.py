@@ -52,6 +52,9 @@ def DistributedOptimizer(  # noqa: N802 - reads as the class it returns an insta
                     f"parameter {index} of group {group_index} (shape {tuple(parameter.shape)}) is not one of the"
                     " model's. Fix: build the optimizer from model.parameters(), after moving the model to its device."
                 )
+    stand_ins = model._tables.stand_ins
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter not in stand_ins]
     model.strategy.bind(optimizer)
     vars(optimizer).pop("step", None)  # a scheduler's, which calls the plain class's
     optimizer.__class__ = _distributed_class(type(optimizer))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,10 +165,83 @@ def test_rows_are_read_loaded_exported_and_served(rank, world_size):
         assert torch.equal(reader.rows("bags", ids), bag.rows(ids))
         with raises(ConfigurationError, "no table 'users' (expected one of ['bags', 'table'])"):
             reader.rows("users", ids)
-    # A copy reads the same rows; one that travelled has to be wrapped.
-    assert torch.equal(copy.deepcopy(wrapped.module)["table"](ids), table.rows(ids))
+    # A copy reads the same rows, and trains none; one that travelled has to be wrapped.
+    copied = copy.deepcopy(wrapped.module)["table"]
+    assert torch.equal(copied(ids), table.rows(ids))
+    with raises(ReductionError, "a copy of a table", "copy.requires_grad_(False)"):
+        copied(ids).sum().backward()
     assert pickle.loads(pickle.dumps(wrapped.module))["table"].table is None
     wrapped.leave()
+
+
+def without_gradients(*parameters: nn.Parameter) -> None:
+    for parameter in parameters:
+        parameter.requires_grad = False
+
+
+def dropped(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+# What is done to a model with a table, or with a torch.nn.Embedding in its place: before the model is wrapped, after,
+# after a forward, and after its backward.
+ACTS: dict[str, tuple[int, Callable[[Any], object]]] = {
+    "nothing": (0, lambda model: None),
+    "freeze the table": (0, lambda model: model.table.requires_grad_(False)),
+    "freeze the table later": (1, lambda model: model.table.requires_grad_(False)),
+    "freeze the model": (1, lambda model: model.requires_grad_(False).head.requires_grad_(True)),
+    "freeze parameters": (0, lambda model: without_gradients(*model.table.parameters())),
+    "thaw": (1, lambda model: model.table.requires_grad_(False).requires_grad_(True)),
+    "zero_grad": (3, lambda model: model.zero_grad()),
+    "zero_grad to zeros": (3, lambda model: model.zero_grad(set_to_none=False)),
+    "zero_grad of the table": (3, lambda model: model.table.zero_grad()),
+    "drop": (3, dropped),
+    "backward, then zero_grad": (2, lambda model: (loss_of(model).backward(), model.zero_grad())),
+    "backward, then to zeros": (2, lambda model: (loss_of(model).backward(), model.zero_grad(set_to_none=False))),
+    "backward, and nothing": (2, lambda model: loss_of(model).backward()),
+    "eval": (1, lambda model: model.eval()),
+    "half": (0, lambda model: model.half()),
+    "bfloat16": (0, lambda model: model.to(torch.bfloat16)),
+    "double": (0, lambda model: model.double()),
+    "float": (1, lambda model: model.half().float()),
+    "cpu": (1, lambda model: model.cpu().to("cpu")),
+    "share_memory": (1, lambda model: model.share_memory()),
+    "apply": (1, lambda model: model.apply(lambda module: module.train(False).train())),
+    "state": (1, lambda model: model.load_state_dict(model.state_dict())),
+    "copy": (3, lambda model: copy.deepcopy(model).requires_grad_(False).zero_grad()),
+}
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    return (model.table(torch.tensor([1, 2, 2])) * 0.5).sum() + model.head.weight.sum()
+
+
+@at_servers(1)
+def test_methods_of_modules_act_as_on_an_embedding(rank, world_size):
+    """Whether and how far rows move, and the dtype of what a forward returns."""
+    for name, (when, act) in ACTS.items():
+        ours = psengine.ServerEmbedding(10, 4, lr=1.0, std=0.0)
+        models: list[Any] = [model_of(table=ours), model_of(table=nn.Embedding(10, 4, _weight=torch.zeros(10, 4)))]
+        acts = [lambda model, at=at, when=when, act=act: act(model) if at == when else None for at in range(4)]
+        for model in models:
+            acts[0](model)
+        os.environ.update(PSENGINE_WORKER="0", PSENGINE_JOB=name)
+        wrapped = psengine.DistributedDataParallel(models[0], strategy="sync-server")
+        # A table is trained with all of the model's parameters, or with those that its optimizer steps.
+        stepping = psengine.DistributedOptimizer(torch.optim.SGD(models[0].parameters(), lr=1.0), wrapped)
+        for model, optimizer in zip(models, (stepping, torch.optim.SGD(models[1].parameters(), lr=1.0)), strict=True):
+            acts[1](model)
+            loss = loss_of(model)
+            acts[2](model)
+            loss.backward()
+            acts[3](model)
+            optimizer.step()
+        ids = torch.arange(10)
+        assert torch.equal(ours.rows(ids), models[1].table.weight.detach().float()), name
+        assert ours(ids).dtype == models[1].table(ids).dtype, name
+        assert ours(ids).requires_grad == models[1].table(ids).requires_grad, name
+        wrapped.leave()
 
 
 @at_servers(1)
@@ -178,6 +252,9 @@ def test_a_checkpoint_names_its_tables(rank, world_size):
     state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert state["table._extra_state"] == {"name": "table", "num_embeddings": 10, "embedding_dim": 4}
     wrapped.module.load_state_dict(state)
+    for strict in (True, False):
+        with raises(RuntimeError, "table.weight: rows live on servers", "torch.nn.Embedding", ".load(ids, rows)"):
+            wrapped.module.load_state_dict(model_of(table=nn.Embedding(10, 4)).state_dict(), strict=strict)
     model_of(table=psengine.ServerEmbedding(10, 4, lr=1.0)).load_state_dict(state)
     with raises(ConfigurationError, "another table", "'num_embeddings': 11"):
         model_of(table=psengine.ServerEmbedding(11, 4, lr=1.0)).load_state_dict(state)
