@@ -19,8 +19,8 @@ from psengine.errors import PSEngineError, ServerRefusedError
 EXIT_REFUSED = 1
 POLL_S = 0.5
 HELP = (
-    "Tell running servers something: write a snapshot, end a worker's lease, forget a job, drain, shut down, promote a"
-    " follower. All named servers are told."
+    "Tell running servers something: write a snapshot, end a worker's lease, forget a job, drain, shut down. All named"
+    " servers are told."
 )
 EPILOG = (
     "Example: [bold]psengine admin snapshot --server-address tcp://127.0.0.1:7077[/bold]. Servers obey their own user"
@@ -36,7 +36,7 @@ JobName = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     admin = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", epilog=EPILOG, help=HELP)
-    for command in (snapshot, evict, forget, drain, shutdown, promote):
+    for command in (snapshot, evict, forget, drain, shutdown):
         admin.command()(command)
     app.add_typer(admin, name="admin")
 
@@ -84,18 +84,6 @@ def drain(
 def shutdown(address: ServerAddress = None, timeout_s: TimeoutS = 10.0) -> None:
     """End the servers now, in order: with a last snapshot. Workers wait for a server to come back."""
     _tell(_open(address, timeout_s), action="shutdown")
-
-
-def promote(
-    accept_loss: Annotated[
-        bool,
-        typer.Option("--accept-loss", help="Updates that this server lacks, and that were acknowledged, are lost."),
-    ] = False,
-    address: ServerAddress = None,
-    timeout_s: TimeoutS = 10.0,
-) -> None:
-    """Let a follower lead whose leader is gone and does not come back. End the leader first: two would go on apart."""
-    _tell(_open(address, timeout_s), action="promote", accept_loss=accept_loss)
 
 
 def _open(address: str | None, timeout_s: float) -> list[StatusSource]:

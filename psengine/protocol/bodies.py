@@ -375,7 +375,6 @@ class Admin(Body):
     action: Annotated[str, bounds.one_of(*messages.ADMIN_ACTIONS)]
     job: bounds.JobName | UnsetType = UNSET
     worker: bounds.Rank | UnsetType = UNSET
-    accept_loss: bool | UnsetType = UNSET
 
 
 class Follow(Body):

@@ -133,6 +133,18 @@ def read_token(path: str | Path) -> str:
     return words[0]
 
 
+def read_login(path: str | Path) -> tuple[str, str]:
+    """Read a user's name and password: the only line, NAME:PASSWORD, of a file that no other user can read.
+
+    Raises:
+        ConfigurationError: the file is missing, another user may own, read or write it, or it holds no such line.
+    """
+    name, colon, password = _read(path, is_secret=True, expected="a file that holds a login").strip().partition(":")
+    if not (name and colon and password) or "\n" in password:
+        raise ConfigurationError(f"{path} holds no login (expected one line, NAME:PASSWORD, got another text).")
+    return name, password
+
+
 def _entries(path: Path, kinds: str) -> list[tuple[str, str]]:
     """(kind, key) of each line."""
     lines = _read(path, is_secret="secret" in kinds, expected="a file of psengine-server keygen").splitlines()

@@ -31,7 +31,7 @@ MAX_COUNTED = 2**53
 PUSH_REFUSALS = ("non_finite", "stale", "abstained")
 
 # What ADMIN asks for.
-ADMIN_ACTIONS = ("snapshot", "evict", "forget", "drain", "shutdown", "promote")
+ADMIN_ACTIONS = ("snapshot", "evict", "forget", "drain", "shutdown")
 # What a server keeps: nothing, snapshots, all acknowledged updates on its disk, at its follower, or both.
 # Behind each tier those that it offers to jobs, which are as much or less.
 DURABILITY_TIERS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import tempfile
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from support.other_user import as_other_user, needs_root
 from support.server_process import Peer, running_server
-from support.waiting import eventually
 
 import psengine
 from psengine.cli.main import main
@@ -195,39 +193,3 @@ def test_shutdown_is_answered_and_ends_the_server(admin):
         code, said = admin("shutdown", server=server)
         assert (code, "it answers what is queued" in said) == (0, True)
         assert server.wait() == 0
-
-
-def replica_of(server):
-    return server.status()["replica"]
-
-
-def test_a_follower_leads_when_an_operator_says_so_and_the_leader_that_comes_back_follows(admin, tmp_path):
-    settings = {"durability": "log+replica", "lease_s": 1.0}
-    with running_server(snapshot_dir=tmp_path / "a", **settings) as first:
-        follow = {"follow": first.addresses[0], "snapshot_dir": tmp_path / "b", **settings}
-        with running_server(**follow) as second, Peer(first.addresses[0]) as peer:
-            eventually(lambda: replica_of(first)["is_in_sync"], "the follower is in sync")
-            peer.make_job(torch.zeros(10))
-            assert replica_of(second)["role"] == "following"
-            assert admin("promote", server=first)[1].endswith("this server leads already\n")
-            code, said = admin("promote", "--accept-loss", server=second)
-            assert (code, f"the leader at {first.addresses[0]} lives" in said) == (1, True), said
-            assert admin("evict", "--job", "job", "--worker", "0", server=second)[0] == 1
-            first.kill()
-            eventually(lambda: replica_of(second)["why"], "the leader is missed")
-            code, said = admin("promote", server=second)
-            assert (code, "nobody can prove that this server has every acknowledged update" in said) == (1, True), said
-            assert re.search(r"whole copy: \d+ s ago, in term 1\. Fix", said), said
-            assert admin("promote", "--accept-loss", server=second)[0] == 0
-            eventually(lambda: second.status()["jobs"], "the follower leads")
-            assert (replica_of(second)["term"], list(second.status()["jobs"])) == (101, ["job"])
-
-            # Both go on from their disks: neither leads before it knows that the other does not.
-            with running_server(snapshot_dir=tmp_path / "a", **settings) as again:
-                eventually(lambda: replica_of(second)["is_in_sync"], "the former leader is in sync")
-                assert replica_of(again)["role"] == "following"
-                second.kill()
-                eventually(lambda: replica_of(again)["why"], "the leader is missed")
-                assert admin("promote", "--accept-loss", server=again)[0] == 0
-                eventually(lambda: again.status()["jobs"], "it leads again")
-                assert (replica_of(again)["term"], list(again.status()["jobs"])) == (201, ["job"])

@@ -68,6 +68,7 @@ class ServerProcess:
             lease_s=scenario.lease_s,
             heartbeat_s=scenario.heartbeat_s,
             durability=scenario.durability,
+            keeps_updates=scenario.keeps_updates,
         )
         self.coordinators = self._make_coordinators()
         self.shards = [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 from psengine.codecs.registry import resolve_codec
-from psengine.errors import ProtocolError, ServerRefusedError, SnapshotError
+from psengine.errors import ServerRefusedError, SnapshotError
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.options import SessionOptions
+from psengine.parameter_server.server.replication.election import Leadership
 from psengine.protocol.messages import ErrorCode
 from simulation import inspection
 from simulation.applying import ApplyingJob
@@ -219,15 +219,12 @@ class Simulation:
         self.job.server_started(server)
 
     def _look_after_followers(self) -> None:
-        """Where all who had the state are dead, an operator lets another process begin with nothing."""
-        for index, elector in enumerate(self.electors):
-            if elector.recorded is None or elector.is_held or any(map(elector.lives, elector.recorded.members)):
-                continue
-            for server in self.network.servers[index :: self.scenario.servers]:
-                if server.is_up and not self.scenario.keeps_log:
-                    with suppress(ProtocolError):
-                        server.following.pair.succession.promote(self.clock.now_s, accept_loss=True)
-                        break
+        """Where all who had the state are dead, the leader's next life begins with nothing."""
+        for elector in () if self.scenario.keeps_log else self.electors:
+            record = elector.recorded
+            has_follower = record is not None and len(record.members) > 1
+            if has_follower and not (elector.is_held or any(map(elector.lives, record.members))):
+                elector.recorded = Leadership(record.term, record.members[:1], record.number + 1)
 
     def end_server(self, server: ServerProcess) -> None:
         """A process ends, and starts again."""

@@ -54,9 +54,9 @@ from psengine.parameter_server.server.events import EventLog
 from psengine.parameter_server.server.group_store import GroupStore
 from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.replication.election import Member
-from psengine.parameter_server.server.replication.electors import make_elector, make_succession
 from psengine.parameter_server.server.replication.pair import Pair
-from psengine.parameter_server.server.replication.replication import Replication
+from psengine.parameter_server.server.replication.replication import Replication, make_elector
+from psengine.parameter_server.server.replication.succession import Succession
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.shard_group import ShardGroup
@@ -177,6 +177,7 @@ class Server:
                 stack,
                 keeps_log="log" in DURABILITY_TIERS[settings.tier],
                 keeps_history=settings.keep_history,
+                is_paired=settings.has_replica,
                 interval_s=settings.snapshot_interval_s,
                 note=self._events.note,
             )
@@ -232,6 +233,7 @@ class Server:
             heartbeat_s=settings.lease_s / 5,
             max_memory_bytes=max(1, total_bytes // settings.shards),
             durability=settings.tier,
+            keeps_updates="log" in settings.tier,
             keeps_snapshots=settings.snapshot_dir is not None,
             warns_of_loss=settings.tier == "memory" and not self._until_stdin_closes,
         )
@@ -244,9 +246,10 @@ class Server:
         """The shards go on with what is here; the first one last, which tells workers of the others."""
         self.epoch = epoch
         pair = None if self._replication is None else self._replication.pair
-        is_old = any(thread.shard.jobs for thread in self._shards.threads) and "log" not in self.settings.tier
-        if pair is not None and (pair.accepts_loss or (is_old and not pair.has_copy)):
-            self._shard_settings = replace(self._shard_settings, may_lack_updates=True)
+        # A snapshot of a replica alone lacks what was acknowledged after it.
+        has_all = pair is not None and (pair.has_copy or not any(one.shard.jobs for one in self._shards.threads))
+        keeps_updates = "log" in self.settings.tier or has_all
+        self._shard_settings = replace(self._shard_settings, keeps_updates=keeps_updates)
         interfaces = Interfaces(
             epoch,
             self._shard_settings,
@@ -273,7 +276,12 @@ class Server:
             make_elector(settings), lambda way: None if guard is None else guard.keys_for(way), settings.lease_s
         )
         replication.pair = Pair(
-            make_succession(settings, Member(self.epoch, tuple(self.addresses), previous)),
+            Succession(
+                Member(self.epoch, tuple(self.addresses), previous),
+                lease_s=settings.lease_s,
+                follow=settings.follow or "",
+                was_paired=durability is not None and durability.was_paired,
+            ),
             replication,
             self._shards.threads,
             draw_epoch=draw_epoch,
@@ -377,7 +385,7 @@ class Server:
             logs=() if self._durability is None else self._durability.log_status(),
             events=self._events.events(),
             is_draining=self._is_draining,
-            replica=None if self._replication is None else self._replication.pair.status(self.settings.elector),
+            replica=None if self._replication is None else self._replication.pair.status(self.settings.election or ""),
         )
 
     def status(self) -> ServerStatus:
@@ -397,11 +405,9 @@ class Server:
         action = request.body["action"]
         try:
             given = {name: value for name, value in request.body.items() if name != "action"}
-            if action == "promote":
-                given.setdefault("accept_loss", False)
-            elif action in ("evict", "forget", "drain") and self._replication is not None:
+            if action in ("evict", "forget", "drain") and self._replication is not None:
                 self._replication.pair.check_leads()
-            needed = {"evict": ["job", "worker"], "forget": ["job"], "promote": ["accept_loss"]}.get(action, [])
+            needed = {"evict": ["job", "worker"], "forget": ["job"]}.get(action, [])
             if sorted(given) != needed:
                 wanted, got = (", ".join(names) or "none" for names in (needed, sorted(given)))
                 raise ProtocolError(f"{action} has other parameters (expected {wanted}, got {got})")
@@ -455,12 +461,6 @@ class Server:
         if self._durability is not None:
             self._durability.snapshot()  # a crash before the next interval would restore the job
         return f"Job {job!r} is forgotten: its values, and its place among the server's jobs."
-
-    def _promote(self, accept_loss: bool) -> str:
-        if self._replication is None:
-            raise ProtocolError(f"this server leads (expected durability replica, got {self.settings.tier})")
-        self._replication.pair.promote(time.monotonic(), accept_loss=accept_loss)
-        return "This server leads as soon as it may: see psengine status."
 
     def _drain(self) -> str:
         """Let no more workers in; the main loop ends the server when the last has left."""

@@ -20,13 +20,8 @@ class ShardSettings:
     max_memory_bytes: int = 8 << 30  # what this shard may hold
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
     keeps_snapshots: bool = False  # beside what ``durability`` says
-    may_lack_updates: bool = False  # that were acknowledged: this life began with less than its tier promises
+    keeps_updates: bool = False  # this life of the server began with every acknowledged update
     warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them
-
-    @property
-    def keeps_updates(self) -> bool:
-        """Whether this life of the server began with every acknowledged update."""
-        return self.durability not in ("memory", "snapshot") and not self.may_lack_updates
 
     def check_tier(self, job: str, rule: Mapping[str, Any]) -> None:
         """Raise ProtocolError where a job asks for more durability than the server has."""

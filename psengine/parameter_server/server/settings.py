@@ -32,8 +32,8 @@ ENVIRONMENT_PREFIX = "PSENGINE_"
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})")
 _IPC = re.compile(r"ipc://(?P<path>[^\s*]+)")
 
-OPERATOR = "operator"
-_ELECTION = re.compile(rf"{OPERATOR}|launcher=.+|etcd=(\[[^\s/\]]+\]|[^:/\[\]\s]+):\d{{1,5}}(/[\w.-]+)?")
+_PLACE = r"(\[[^\s/,\]]+\]|[^:/,\[\]\s]+):\d{1,5}"
+_ELECTION = re.compile(rf"launcher=.+|etcd={_PLACE}(,{_PLACE})*(/[\w.-]+)?")
 
 
 def _address(text: str) -> str:
@@ -44,7 +44,7 @@ def _address(text: str) -> str:
 
 def _election(text: str) -> str:
     if not _ELECTION.fullmatch(text):
-        raise ValueError("expected operator, launcher=PATH or etcd=HOST:PORT[/NAME]")
+        raise ValueError("expected launcher=PATH or etcd=HOST:PORT[,HOST:PORT...][/NAME]")
     return text
 
 
@@ -93,9 +93,13 @@ class ServerSettings(BaseModel):
     """Address of the server to follow, while the election names none: this one keeps a copy, and can take its place.
     Needs durability replica or log+replica."""
     election: Annotated[str, AfterValidator(_election)] | None = None
-    """Who decides which of a server and its follower leads: operator (psengine admin promote; needs a snapshot
-    directory), etcd=HOST:PORT[/NAME] (a NAME for each such two, default "default"), or launcher=PATH, a file that
-    psengine run makes. Default with durability replica: operator."""
+    """Who decides which of a server and its follower leads; durability replica and log+replica need it:
+    etcd=HOST:PORT[,HOST:PORT...][/NAME], servers of one etcd (a NAME for each such two, default "default"), or
+    launcher=PATH, a file that psengine run makes."""
+    etcd_ca: UserPath | None = None
+    """File of the certificates that etcd's must be signed by: connections to etcd use TLS."""
+    etcd_login: UserPath | None = None
+    """File of mode 0600 with one line, NAME:PASSWORD: a user of etcd's. Needs etcd_ca."""
     lease_s: float = Field(5.0, ge=0.2, le=86400.0)
     """Seconds of silence (five heartbeats) after which a worker counts as dead."""
     status_port: int | None = Field(None, ge=0, le=65535)
@@ -167,18 +171,25 @@ class ServerSettings(BaseModel):
                 f"A follower has what is acknowledged (expected durability replica or log+replica with {named[0]}, got"
                 f" {self.tier}). Fix: give --durability replica to both servers."
             )
-        if self.has_replica and self.elector == OPERATOR and self.snapshot_dir is None:
+        if self.has_replica and self.election is None:
             raise ValueError(
-                "What an operator decides is kept in the server's directory (expected snapshot_dir with durability"
-                f" {self.tier}, got none). Fix: give --snapshot-dir DIRECTORY, or --election etcd=HOST:PORT."
+                "An elector decides which of a server and its follower leads (expected election with durability"
+                f" {self.tier}, got none). Fix: --election etcd=HOST:PORT; or, on one machine, --election"
+                " launcher=PATH, the same file for both; psengine run --server-option durability=replica gives it."
             )
+        for name, needed in {"etcd_ca": self.is_elected_by_etcd, "etcd_login": self.etcd_ca is not None}.items():
+            if getattr(self, name) is not None and not needed:
+                raise ValueError(
+                    f"{name} is for etcd over TLS (expected election etcd=HOST:PORT and etcd_ca with {name}, got"
+                    f" election {self.election} and etcd_ca {self.etcd_ca})."
+                )
         if self.follow in addresses:
             raise ValueError(f"A server follows another one (expected another address in follow, got {self.follow}).")
 
     @property
-    def elector(self) -> str:
-        """Who decides which of two servers leads."""
-        return self.election or OPERATOR
+    def is_elected_by_etcd(self) -> bool:
+        """Whether etcd decides which of two servers leads."""
+        return (self.election or "").startswith("etcd=")
 
     @property
     def has_replica(self) -> bool:

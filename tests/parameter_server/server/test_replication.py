@@ -163,3 +163,28 @@ def test_servers_of_one_host_and_one_secret_find_each_other(tmp_path):
     with pair(tmp_path, secret_file=secret, bind="tcp://0.0.0.0:0") as (leader, follower):
         leader.kill()
         eventually(lambda: leads(follower), "a takeover")
+
+
+def test_where_the_elector_s_record_is_lost_only_a_server_without_an_elector_begins(tmp_path):
+    """Its operator starts it on the follower's directory; then it leads a pair again."""
+    with pair(tmp_path, "log+replica", shards=1) as (leader, follower), ExitStack() as stack:
+        (worker,) = stack.enter_context(crew(leader.addresses[0], 1, [spec(0, 1000)], rule=APPLY))
+        optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
+        worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+        for _ in range(3):
+            worker.push(0, torch.ones(1000), []).wait()
+        (tmp_path / "elector").unlink()
+        leader.kill()
+        eventually(lambda: "record is gone" in follower.status()["replica"]["why"], "the loss is seen")
+        assert not leads(follower)
+        follower.kill()
+    settings = settings_of(tmp_path, "second", "log+replica", shards=1)
+    for name in ("first", "second"):
+        with running_server(**{**settings, "snapshot_dir": tmp_path / name}) as server:
+            eventually(lambda: "has no record" in server.status()["replica"]["why"], "it waits")
+            assert not leads(server)
+            assert not (tmp_path / "elector").exists()
+    with running_server(durability="log", snapshot_dir=tmp_path / "second") as server:
+        assert server.job("job")[0]["version_max"] == 3
+    with running_server(**settings) as server:
+        eventually(lambda: leads(server), "it leads a pair again")

@@ -34,10 +34,10 @@ def test_argument_beats_environment_beats_default(monkeypatch):
 def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
     values = {
         "bind": "tcp://0.0.0.0:9000", "shards": 2, "snapshot_dir": str(tmp_path), "snapshot_interval_s": 10.0,
-        "durability": "log", "keep_history": True, "follow": None, "election": None, "lease_s": 2.0,
-        "status_port": 9100, "status_bind": "127.0.0.2", "curve_key": None, "allow": None,
-        "secret_file": None, "admin_allow": None, "insecure": True, "max_memory_bytes": "2GiB",
-        "plugins": "json,os.path", "log_format": "json",
+        "durability": "log", "keep_history": True, "follow": None, "election": None, "etcd_ca": None,
+        "etcd_login": None, "lease_s": 2.0, "status_port": 9100, "status_bind": "127.0.0.2",
+        "curve_key": None, "allow": None, "secret_file": None, "admin_allow": None, "insecure": True,
+        "max_memory_bytes": "2GiB", "plugins": "json,os.path", "log_format": "json",
     }  # fmt: skip
     assert list(values) == list(ServerSettings.model_fields)
     given = {name: value for name, value in values.items() if value is not None}
@@ -115,19 +115,22 @@ def test_keys_come_in_pairs_and_not_with_insecure(tmp_path):
     assert ServerSettings(bind="tcp://0.0.0.0:7077", secret_file=tmp_path).is_wildcard
 
 
-def test_a_follower_needs_the_tier_and_another_address_and_an_operator_a_directory(tmp_path):
+def test_a_follower_needs_the_tier_another_address_and_an_elector(tmp_path):
     replica = {"durability": "replica", "election": "etcd=localhost:2379/one"}
     for values, words in (
         ({"follow": "tcp://a:1"}, "expected durability replica or log.replica with follow, got memory"),
-        ({"election": "operator", "snapshot_dir": tmp_path}, "with election, got snapshot"),
-        ({"durability": "replica"}, "--snapshot-dir DIRECTORY, or --election etcd"),
+        ({"election": "launcher=a", "snapshot_dir": tmp_path}, "with election, got snapshot"),
+        ({"durability": "replica", "follow": "tcp://a:1"}, "--election etcd=HOST:PORT; or, on one machine, --election"),
+        ({"durability": "log+replica", "snapshot_dir": tmp_path}, "got none.*election launcher=PATH"),
+        ({**replica, "election": "operator"}, "expected launcher=PATH or etcd"),
+        ({**replica, "election": "launcher=a", "etcd_ca": tmp_path}, "etcd_ca is for etcd over TLS"),
+        ({**replica, "etcd_login": tmp_path}, "etcd_login is for etcd over TLS .*etcd_ca None"),
         ({"durability": "log+replica", "election": "etcd=a:1"}, "A server keeps what it has in a directory"),
         ({**replica, "bind": "tcp://127.0.0.1:7000", "shards": 2, "follow": "tcp://127.0.0.1:7001"}, "another one"),
-        ({**replica, "election": "etcd=localhost"}, "expected operator, launcher=PATH or etcd=HOST:PORT"),
+        ({**replica, "election": "etcd=localhost"}, "expected launcher=PATH or etcd=HOST:PORT"),
         ({**replica, "election": "zookeeper=a:1"}, "got 'zookeeper=a:1'"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             make_settings(values)
-    for election in ("etcd=[::1]:2379", "etcd=etcd-0.etcd.svc:2379/model.1", "launcher=/tmp/a file"):
-        assert make_settings({**replica, "election": election, "follow": "tcp://a:1"}).elector == election
-    assert make_settings({"durability": "replica", "snapshot_dir": tmp_path}).elector == "operator"
+    for election in ("etcd=[::1]:2379,b:2379", "etcd=etcd-0.etcd.svc:2379/model.1", "launcher=/tmp/a file"):
+        assert make_settings({**replica, "election": election, "follow": "tcp://a:1"}).election == election

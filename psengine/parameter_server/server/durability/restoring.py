@@ -19,7 +19,7 @@ from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.server.snapshots.generations import Generations
 
 # What was accepted once has its place.
-_SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log")
+_SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log", keeps_updates=True)
 
 
 @dataclass(slots=True)

@@ -40,6 +40,8 @@ CAPTURE_DEADLINE_S = 60.0
 END_S = 5.0
 # How often people are told of a disk that is almost full, and a snapshot is written, after which older segments go.
 LOW_REPEAT_S = 60.0
+# A file that is there while the log is written by a server of a pair.
+PAIRED = "of-a-pair"
 # Of the room that a log leaves for a snapshot: what describes the chunks.
 _SLACK_BYTES = 1 << 20
 
@@ -67,12 +69,14 @@ class Durability(threading.Thread):
         stack: releases it.
         keeps_log: whether the tier is "log".
         keeps_history: whether no segment of the log ever goes.
+        is_paired: whether the server has, or may have, a follower.
         interval_s: seconds between snapshots; one that would change nothing is not written. 0: only on wish.
         note: takes an event's kind and text.
 
     Attributes:
         logs: of the shards; none where the server writes none.
         known, previous: see ``restore``.
+        was_paired: the log was written by a server of a pair.
 
     Raises:
         SnapshotError: the directory cannot be had.
@@ -85,6 +89,7 @@ class Durability(threading.Thread):
         *,
         keeps_log: bool,
         keeps_history: bool = False,
+        is_paired: bool = False,
         interval_s: float,
         note: Callable[[str, str], None],
     ) -> None:
@@ -94,7 +99,7 @@ class Durability(threading.Thread):
         self.previous = 0
         self._disk = DirectoryDisk(directory)
         self._store = Generations(self._disk, keeps_history=keeps_history)
-        self._keeps_log, self._note = keeps_log, note
+        self._keeps_log, self._is_paired, self._note = keeps_log, is_paired, note
         self._recovered = Recovered()
         self._threads: Sequence[ShardThread] = ()
         self._status = SnapshotStatus(
@@ -113,6 +118,7 @@ class Durability(threading.Thread):
         try:
             self._disk.make()
             self._store.begin()
+            self.was_paired = PAIRED in self._disk.list()
         except OSError as error:
             raise SnapshotError(
                 f"a snapshot directory must be writable, and its parent must exist (got {error.strerror}: "
@@ -157,8 +163,11 @@ class Durability(threading.Thread):
         recovered, self._recovered, self._threads = self._recovered, Recovered(), threads
         deadline_s = CAPTURE_DEADLINE_S if is_copy else START_S
         if is_copy and self._keeps_log:  # who dies before the first generation does not go from the older to this log
-            with closing(self._disk.create(WITHOUT_LOG)) as file:
-                file.commit()
+            self._mark(WITHOUT_LOG)
+        if not (self._is_paired and self._keeps_log):
+            self._disk.delete(PAIRED)
+        elif not self.was_paired:
+            self._mark(PAIRED)
         for thread in threads if self._keeps_log else ():
             last = recovered.ends.get(thread.shard.index, BEGINNING)
             # A gap: nobody goes from what another server had told to what this one had held.
@@ -177,6 +186,10 @@ class Durability(threading.Thread):
             # on from a generation of its own.
             self._write_first(deadline_s)
         self.start()
+
+    def _mark(self, name: str) -> None:
+        with closing(self._disk.create(name)) as file:
+            file.commit()
 
     def _write_first(self, deadline_s: float) -> None:
         try:

@@ -2,6 +2,9 @@
 
 Two keys below ``psengine/NAME/``: ``leadership`` is the record, ``lease`` is bound to a lease of etcd's, which ends
 some time after the leader has. Every change is one transaction that compares both.
+
+Each request is sent once, to one of etcd's servers. Where that does not answer as it should, nothing is known of the
+request, and the next one goes to the next server.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import urllib3
@@ -24,17 +29,33 @@ class EtcdElector:
     """See ``Elector``; used by one thread.
 
     Args:
-        place: HOST:PORT of an etcd server, or of what stands before several.
+        places: HOST:PORT of the servers of one etcd, or of what stands before them.
         name: of the server and its follower, in etcd.
         lease_s: how long the lease stands after it was renewed last; etcd counts whole seconds, and from 2 on.
+        ca: certificates that theirs must be signed by; None: connections are plain.
+        login: a user's name and password; None: etcd asks for none.
     """
 
-    def __init__(self, place: str, name: str, lease_s: float) -> None:
-        self._where = f"etcd at {place}"
+    def __init__(
+        self,
+        places: Sequence[str],
+        name: str,
+        lease_s: float,
+        *,
+        ca: Path | None = None,
+        login: tuple[str, str] | None = None,
+    ) -> None:
+        self._places, self._scheme, self._login = list(places), "http" if ca is None else "https", login
+        self._token = ""
+        self._cluster = ""
         self._record, self._lease = (_encoded(f"psengine/{name}/{key}".encode()) for key in ("leadership", "lease"))
         self._ttl_s = max(1, math.ceil(lease_s))
         self._lease_id: str | None = None
-        self._http = urllib3.connection_from_url(f"http://{place}", timeout=TIMEOUT_S, retries=False)
+        self._http = urllib3.PoolManager(timeout=TIMEOUT_S, retries=False, ca_certs=None if ca is None else str(ca))
+
+    @property
+    def _where(self) -> str:
+        return f"etcd at {self._places[0]}"
 
     def read(self) -> tuple[Leadership | None, bool]:
         """Both keys, as they were at one time."""
@@ -73,21 +94,35 @@ class EtcdElector:
         if self._lease_id is not None:
             with suppress(ElectorError):
                 self._ask("lease/revoke", ID=self._lease_id)
-        self._http.close()
+        self._http.clear()
 
     def _ask(self, path: str, **body: Any) -> dict[str, Any]:
+        where = self._where
         try:
-            answer = self._http.request("POST", f"/v3/{path}", body=json.dumps(body))
-            found = json.loads(answer.data)
-            if answer.status == 200 and isinstance(found, dict):
-                return found
-            raise ValueError(f"{answer.status}: {answer.data[:200]!r}")
+            if self._login is not None and not self._token:
+                name, password = self._login
+                self._token = self._post("auth/authenticate", {"name": name, "password": password}).get("token", "")
+            return self._post(path, body)
         except (urllib3.exceptions.HTTPError, ValueError) as error:
-            got = "" if isinstance(error, urllib3.exceptions.HTTPError) else f", got {error}"
+            self._token = ""  # it may have run out
+            self._places = [*self._places[1:], self._places[0]]
             raise ElectorError(
-                f"{self._where} does not answer (expected it within {TIMEOUT_S:g} s{got}): nobody takes over, or is"
-                " added or dropped as a follower. Fix: start etcd, or mend the way to it"
+                f"{where} does not answer as it should (expected that within {TIMEOUT_S:g} s, got {error}): nobody"
+                " takes over, or is added or dropped as a follower. Fix: start etcd, or mend the way to it, --etcd-ca"
+                " or --etcd-login"
             ) from error
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        url, headers = f"{self._scheme}://{self._places[0]}/v3/{path}", {"Authorization": self._token}
+        answer = self._http.request("POST", url, body=json.dumps(body), headers=headers if self._token else None)
+        found = json.loads(answer.data)
+        if answer.status != 200 or not isinstance(found, dict):
+            raise ValueError(f"{answer.status}: {answer.data[:200]!r}")
+        cluster = found.get("result", found).get("header", {}).get("cluster_id", "")
+        if cluster != (self._cluster or cluster):
+            raise ValueError(f"another etcd: cluster {cluster}, not {self._cluster}")  # it has a record of its own
+        self._cluster = cluster
+        return found
 
 
 def _encoded(value: bytes) -> str:

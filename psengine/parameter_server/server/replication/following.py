@@ -36,7 +36,6 @@ from psengine.version import __version__
 
 # Of records that are kept and not applied.
 BACKLOG_BYTES = 256 << 20
-NEITHER = "neither server leads: neither can prove that it has every acknowledged update"
 
 
 @dataclass
@@ -115,7 +114,7 @@ class Following:
             message = decode_message(frames[:1] if is_record else frames)
             self._copies[shard].heard_s = now_s
             if message.type is MessageType.ERROR and message.body["code"] == ErrorCode.NOT_LEADING:
-                self.end(f"{NEITHER}. Fix, if this lasts: psengine admin promote, at the one of the higher term")
+                self.end(f"{self.address} does not lead either. Fix, if this lasts: start the server that led last")
             elif message.type is MessageType.ERROR:
                 self.end(f"{self.address} refuses: {message.body['text']}")
             elif message.type is MessageType.RESUMED and self._own is None:

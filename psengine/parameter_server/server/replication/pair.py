@@ -48,7 +48,6 @@ class Pair:
         is_cut_off: for half a lease it could neither reach its follower nor have it dropped, so the other server may
             lead: workers are sent to look there. Their leases do not run here.
         has_copy: what is here is another server's.
-        accepts_loss: an operator said to lead, with what is here.
     """
 
     def __init__(
@@ -72,8 +71,6 @@ class Pair:
         # As follower.
         self._following: Following | None = None
         self.has_copy = False  # of another server, whole or not
-        self._is_complete = False
-        self.accepts_loss = False
         self._retry_s = 0.0
         self.why, self._noted_why, self._note_s = "", "", 0.0
         # As leader.
@@ -127,7 +124,7 @@ class Pair:
     @property
     def _missing(self) -> str:
         """What this server waits for; "" where nothing is missing."""
-        return self.succession.why if self.is_leading else self.why or self.succession.why
+        return self.succession.why if self.is_leading else "; ".join(filter(None, (self.succession.why, self.why)))
 
     def status(self, election: str) -> ReplicaStatus:
         """For people; any thread."""
@@ -143,11 +140,6 @@ class Pair:
             election=election,
             why=self._missing,
         )
-
-    def promote(self, now_s: float, *, accept_loss: bool) -> None:
-        """An operator's order: lead; ProtocolError where that must not be. Any thread."""
-        self.succession.promote(now_s, accept_loss=accept_loss)
-        self.accepts_loss = True
 
     # ---- for the transport -------------------------------------------------------------------------------------
 
@@ -208,9 +200,6 @@ class Pair:
             self.why = ""
             self.succession.leader_heard(following.term, following.heard_s)
             if following.is_complete:
-                if not self._is_complete:
-                    self._is_complete = True
-                    self.succession.copy_complete(now_s)
                 self._prepare(self.succession.own.epoch, True)
 
     def _tick_as_leader(self, now_s: float) -> None:

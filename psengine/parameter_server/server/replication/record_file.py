@@ -1,4 +1,4 @@
-"""An elector in a file: of a launcher, for servers of one machine; or of one server alone, which an operator promotes.
+"""An elector in a file: of a launcher, for servers of one machine.
 
 ::
 

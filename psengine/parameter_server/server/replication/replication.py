@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from socket import socketpair
 from typing import Any
 
@@ -21,8 +22,11 @@ import zmq
 from psengine.environment.local_sockets import way_to
 from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.server.replication.election import Answer, Elector, Question, ask
+from psengine.parameter_server.server.replication.etcd import EtcdElector
 from psengine.parameter_server.server.replication.pair import Pair
-from psengine.protocol.keys import KeyPair
+from psengine.parameter_server.server.replication.record_file import FileElector
+from psengine.parameter_server.server.settings import ServerSettings
+from psengine.protocol.keys import KeyPair, read_login
 
 LOOP_MS = 20
 # Then the leader hears of what is kept.
@@ -30,6 +34,20 @@ RECEIVES_PER_TURN = 64
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
 _NEVER_MS = 1 << 30
+
+
+def make_elector(settings: ServerSettings) -> Elector:
+    """The one of ``--election``.
+
+    Raises:
+        ConfigurationError: a file of its settings cannot be read.
+    """
+    kind, _, place = (settings.election or "").partition("=")
+    if kind == "launcher":
+        return FileElector(Path(place))
+    hosts, _, name = place.partition("/")
+    login = None if settings.etcd_login is None else read_login(settings.etcd_login)
+    return EtcdElector(hosts.split(","), name or "default", settings.lease_s, ca=settings.etcd_ca, login=login)
 
 
 class Replication(threading.Thread):

@@ -23,8 +23,10 @@
                it is changed, by its number at least                number, and fails
     =========  ===================================================  ==================================================
 
-Who may take over, once no lease stands: who is recorded beside the leader; the leader's own next life, with its log, or
-without one where nobody is recorded beside it; and whom an operator tells to.
+Who may take over, once no lease stands: who is recorded beside the leader; and the leader's own next life, with its
+log, or without one where nobody is recorded beside it. Where nothing is recorded, whoever comes first leads, unless its
+log is of a pair: then the record was lost, and the other one may have more. An operator decides, by starting the one
+with the newest state once without an elector.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from __future__ import annotations
 import math
 from enum import Enum
 
-from psengine.errors import ProtocolError
 from psengine.parameter_server.server.replication.election import (
     Answer,
     AskToEnd,
@@ -44,13 +45,12 @@ from psengine.parameter_server.server.replication.election import (
     Renew,
     Replace,
 )
-from psengine.protocol.messages import ErrorCode
 
 # How often the record is read where nobody leads, or the elector did not answer.
 POLL_S = 0.25
-# An operator's word, with an elector that cannot know of other servers, begins a term that no restart of the former
-# leader reaches.
-PROMOTED_TERMS = 100
+_LOST = (
+    "Fix: restore it; or end both servers, and start the one with the newest state once without --election and --follow"
+)
 
 
 class Role(str, Enum):
@@ -73,7 +73,7 @@ class Succession:
         own: this life, with its shards' addresses; ``previous`` where it has read a log.
         lease_s: silence after which a leader that keeps its lease is to be ended.
         follow: the address of the server to follow while the elector names none.
-        is_operated: the elector's record is this server's own, and knows of nobody else: only an operator promotes.
+        was_paired: its log was written by a server of a pair.
 
     Attributes:
         own: this life. A copy of another server's state is a life too, under whose epoch the server leads then.
@@ -86,7 +86,7 @@ class Succession:
         why: what it waits for, for people; "" where nothing is missing.
     """
 
-    def __init__(self, own: Member, *, lease_s: float, follow: str = "", is_operated: bool = False) -> None:
+    def __init__(self, own: Member, *, lease_s: float, follow: str = "", was_paired: bool = False) -> None:
         self.own = own
         self.role = Role.LOOKING
         self.term = 0
@@ -95,7 +95,7 @@ class Succession:
         self.why = ""
         self._lease_s = lease_s
         self._guess = Member(0, (follow,)) if follow else None
-        self._is_operated = is_operated
+        self._was_paired = was_paired
         # The question that is out; the one that follows a Read; when to ask again.
         self._asked: Question | None = None
         self._wish: Question | None = None
@@ -108,13 +108,10 @@ class Succession:
         # As leader: who is in sync, and whether the lease is this server's.
         self._follower: Member | None = None
         self._has_lease = False
-        # As follower: whether a leader's stream goes on, when a leader was last heard, whether the state is a copy, and
-        # complete; whether an operator said to lead.
+        # As follower: whether a leader's stream goes on, when a leader was last heard, and whether the state is a copy.
         self._is_heard = False
         self._heard_s = math.inf
         self._is_copy = False
-        self._is_complete = True
-        self._is_promoted = False
 
     # ---- told by the leader's streams --------------------------------------------------------------------------
 
@@ -146,12 +143,8 @@ class Succession:
         if self.recorded is not None and term < self.recorded.term:
             return False
         self.own, self.term, self._wish = own, term, None
-        self._is_copy, self._is_complete, self._is_promoted = True, False, False
+        self._is_copy = True
         return True
-
-    def copy_complete(self, now_s: float) -> None:
-        """The leader's state is here, at every shard; its records follow."""
-        self._is_complete, self._due_s = True, now_s
 
     def leader_heard(self, term: int, heard_s: float) -> None:
         """The leader lives, and its records are kept."""
@@ -162,32 +155,6 @@ class Succession:
         if self._is_heard:  # else nothing has been kept since what is recorded was read
             self._is_heard, self._due_s = False, now_s
             self._is_known, self._stale = False, self._asked
-
-    # ---- told by an operator -----------------------------------------------------------------------------------
-
-    def promote(self, now_s: float, *, accept_loss: bool) -> None:
-        """Lead as soon as no lease stands, whatever is missing here.
-
-        Raises:
-            ProtocolError: why not.
-        """
-        why = ""
-        if self.role is Role.LEADING:
-            why = "this server leads already"
-        elif self._is_heard:
-            where = "" if self.leader is None else f" at {' '.join(self.leader.addresses)}"
-            why = f"the leader{where} lives, and acknowledges updates. Fix: end it first, by psengine admin shutdown"
-        elif not self._is_complete:
-            why = "this server has only a part of its leader's state. Fix: start the leader again"
-        elif not accept_loss:
-            ago = "never" if math.isinf(self._heard_s) else f"{now_s - self._heard_s:.0f} s ago, in term {self.term}"
-            why = (
-                "nobody can prove that this server has every acknowledged update. It heard its leader last, with a"
-                f" whole copy: {ago}. Fix: start the leader again; or, if it will not come back, add --accept-loss"
-            )
-        if why:
-            raise ProtocolError(why, ErrorCode.NOT_READY)
-        self._is_promoted, self._due_s = True, now_s
 
     # ---- the elector -------------------------------------------------------------------------------------------
 
@@ -222,7 +189,7 @@ class Succession:
 
     def _read(self, recorded: Leadership | None, is_held: bool, now_s: float) -> None:
         if recorded is None and self.recorded is not None:
-            self.why = "the elector's record is gone. Fix: restore it; or end both servers, and start the leader first"
+            self.why = f"the elector's record is gone. {_LOST}"
             return
         self._learn(recorded)
         if self.role is Role.LEADING:
@@ -237,14 +204,13 @@ class Succession:
         """Lead, go on, or end: given what is recorded."""
         if recorded != self.recorded:
             self._open.clear()  # these expect what was recorded before
-            self._is_promoted &= self.recorded is None  # the operator's word was about what was recorded before
         self.recorded, self._is_known = recorded, True
         if recorded is None:
             return
         if self.role is not Role.LEADING:
             if self._is_me(recorded.members[0]):
                 self.role, self.term, self.leader, self.why = Role.LEADING, recorded.term, None, ""
-                self._has_lease, self._is_promoted = True, False
+                self._has_lease = True
         elif recorded.term != self.term or not self._is_me(recorded.members[0]):
             self.role = Role.FENCED
 
@@ -263,39 +229,33 @@ class Succession:
         """Whom to follow, and what is missing to lead."""
         recorded = self.recorded
         others = [] if recorded is None else [one for one in recorded.members if not self._is_former(one)]
-        guess = self._guess if recorded is None or self._is_operated else None
+        guess = self._guess if recorded is None else None
         self.leader = guess or (others[0] if others else None)
         self.role = Role.LOOKING if self.leader is None else Role.FOLLOWING
         named = [guess] if guess else [] if recorded is None else recorded.members
         where = ", ".join(one.addresses[0] for one in named)
-        self.why = "" if self._is_heard else f"waits for a leader (expected of {where}), or psengine admin promote"
+        self.why = "" if self._is_heard else f"waits for a leader (expected of {where})"
+        if recorded is None and guess is None and not self._may_take_over():
+            self.why = f"the elector has no record, and what is here is of a pair. {_LOST}"
 
     def _as_candidate(self, *, is_held: bool, now_s: float) -> Question | None:
         """Take over, or make that possible; None while this server must not."""
         recorded = self.recorded
         term, number = (0, 0) if recorded is None else (recorded.term, recorded.number)
-        if self._is_heard:
-            # An operated follower keeps for its next life whose copy this is.
-            is_noted = recorded is not None and (recorded.term, recorded.members[-1]) == (self.term, self.own)
-            if not self._is_operated or not self._is_complete or is_noted or self.leader is None:
-                return None
-            return Replace(recorded, Leadership(self.term, (self.leader, self.own), number + 1), takes_over=False)
-        if not (self._is_promoted or self._may_take_over()):
+        if self._is_heard or not self._may_take_over():
             return None
         if is_held:
             self.why = "the leader's lease has not ended"
-            is_silent = now_s >= self._heard_s + self._lease_s and not self._is_promoted
+            is_silent = now_s >= self._heard_s + self._lease_s
             return AskToEnd(recorded) if is_silent and recorded is not None else None
-        step = PROMOTED_TERMS if self._is_operated and self._is_promoted else 1
-        new = Leadership(max(term, self.term) + step, (self.own,), number + 1)
+        new = Leadership(max(term, self.term) + 1, (self.own,), number + 1)
         return Replace(recorded, new, takes_over=True)
 
     def _may_take_over(self) -> bool:
-        """Whether this server leads once no lease stands, without an operator's word: the end of the module's text."""
+        """Whether this server leads once no lease stands: the end of the module's text."""
         recorded = self.recorded
-        if recorded is None or self._is_operated:
-            is_alone = recorded is None or len(recorded.members) == 1
-            return is_alone and self._guess is None and not self._is_copy
+        if recorded is None:
+            return self._guess is None and not self._is_copy and not self._was_paired
         leader, *others = recorded.members
         if self._is_copy:
             return any(self._is_me(one) for one in others)

@@ -3,15 +3,17 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 
 import pytest
-from support.etcd_server import etcd_server, needs_etcd
+from support.etcd_server import etcd_cluster, etcd_server, needs_etcd
 from support.waiting import eventually
 
+from psengine.errors import ConfigurationError
 from psengine.parameter_server.server.replication.election import ElectorError, Leadership, Member
-from psengine.parameter_server.server.replication.electors import make_elector, make_succession
 from psengine.parameter_server.server.replication.etcd import TIMEOUT_S
+from psengine.parameter_server.server.replication.replication import make_elector
 from psengine.parameter_server.server.settings import make_settings
 
 A, B = Member(2**60 + 1, ("tcp://a:1", "tcp://a:2")), Member(2, ("tcp://b:1",), 7)
@@ -91,6 +93,86 @@ def test_etcd_s_lease_ends_after_silence_and_no_answer_says_nothing(etcd, tmp_pa
             one.close()
 
 
+def elector_at(places, **options):
+    place = f"etcd={','.join(one.place for one in places)}/name"
+    return make_elector(make_settings({"durability": "replica", "election": place, "lease_s": 1.0, **options}))
+
+
+@needs_etcd
+def test_servers_of_one_etcd_are_asked_in_turn_and_another_etcd_s_record_is_not_believed():
+    with etcd_cluster(3) as servers, etcd_server() as other:
+        first, second = elector_at(servers), elector_at([*servers[1:], other])
+        try:
+            assert first.replace(None, BOTH, takes_over=True)
+            servers[0].end()
+            with pytest.raises(ElectorError, match=servers[0].place):
+                first.replace(BOTH, FIRST, takes_over=False)
+            assert eventually(lambda: answered(first), "the next one is asked")[0] == BOTH
+            assert second.read()[0] == BOTH
+            assert not second.replace(None, SECOND, takes_over=True)
+            servers[1].end()  # there is no majority: nobody decides anything
+            with pytest.raises(ElectorError):
+                second.replace(BOTH, SECOND, takes_over=True)
+            with pytest.raises(ElectorError, match=servers[2].place):
+                second.read()
+            with pytest.raises(ElectorError, match=f"{other.place} .* got another etcd"):
+                second.replace(None, SECOND, takes_over=True)
+            servers[0].start()
+            assert eventually(lambda: answered(first), "a majority answers")[0] == BOTH
+        finally:
+            for one in (first, second):
+                one.close()
+
+
+def answered(elector):
+    """What it reads; None where it gets no answer."""
+    try:
+        return elector.read()
+    except ElectorError:
+        return None
+
+
+@needs_etcd
+def test_etcd_over_tls_with_a_user_and_password(tmp_path):
+    certificate, login = tmp_path / "ca.pem", tmp_path / "login"
+    line = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=etcd -addext subjectAltName=IP:127.0.0.1"
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(certificate)]
+    subprocess.run([*line.split(), *files], check=True, capture_output=True)
+    login.touch(mode=0o600)
+    login.write_text("root:a word: and another\n")
+    with etcd_server(certificate) as etcd:
+        etcd.post("auth/user/add", name="root", password="a word: and another")
+        etcd.post("auth/role/add", name="root")
+        etcd.post("auth/user/grant", user="root", role="root")
+        etcd.post("auth/enable")
+        good = elector_at([etcd], etcd_ca=certificate, etcd_login=login)
+        try:
+            assert good.replace(None, BOTH, takes_over=True)
+            assert good.renew()
+            assert good.read() == (BOTH, True)
+            etcd.end()
+            etcd.start()  # it has forgotten who logged in
+            assert eventually(lambda: answered(good), "a new login")[0] == BOTH
+            for settings, words in (
+                ({"etcd_ca": certificate}, "user name is empty"),
+                ({"etcd_ca": "/etc/ssl/certs/ca-certificates.crt"}, "CERTIFICATE_VERIFY_FAILED"),
+                ({}, "does not answer"),
+            ):
+                bad = elector_at([etcd], **settings)
+                with pytest.raises(ElectorError, match=words):
+                    bad.replace(BOTH, SECOND, takes_over=True)
+                bad.close()
+            login.write_text("root:wrong")
+            with pytest.raises(ElectorError, match="authentication failed"):
+                elector_at([etcd], etcd_ca=certificate, etcd_login=login).read()
+            assert good.read()[0] == BOTH
+        finally:
+            good.close()
+    login.write_text("root")
+    with pytest.raises(ConfigurationError, match="login holds no login"):
+        elector_at([etcd], etcd_ca=certificate, etcd_login=login)
+
+
 def hold(path, said):
     elector = make_elector(make_settings({"durability": "replica", "election": f"launcher={path}"}))
     elector.replace(None, BOTH, takes_over=True)
@@ -130,16 +212,3 @@ def test_a_record_that_cannot_be_read_is_an_error_with_its_place(tmp_path):
     place.write_text("{}")
     with pytest.raises(ElectorError, match=f"{place} does not say who leads"):
         elector.read()
-
-
-def test_an_operator_s_record_is_in_the_server_s_directory(tmp_path):
-    settings = make_settings({"durability": "log+replica", "snapshot_dir": tmp_path})
-    elector, succession = make_elector(settings), make_succession(settings, A)
-    try:
-        question = succession.next(0.0)
-        succession.heard(question, question.ask(elector), 0.0)
-        question = succession.next(0.0)
-        succession.heard(question, question.ask(elector), 0.0)
-        assert (succession.role, (tmp_path / "leadership").read_bytes()) == ("leading", FIRST.encode())
-    finally:
-        elector.close()

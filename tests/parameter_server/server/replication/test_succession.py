@@ -2,9 +2,8 @@
 
 import pytest
 
-from psengine.errors import ProtocolError
 from psengine.parameter_server.server.replication.election import ElectorError, Leadership, Member, ask
-from psengine.parameter_server.server.replication.succession import PROMOTED_TERMS, Role, Succession
+from psengine.parameter_server.server.replication.succession import Role, Succession
 
 A, B = Member(1, ("tcp://a:1", "tcp://a:2")), Member(2, ("tcp://b:1",))
 ANEW = Member(8, B.addresses)
@@ -54,7 +53,6 @@ def pair():
         settle(one, record, 0.0)
     assert second.begin_copy(B, first.term)
     second.leader_heard(first.term, 0.0)
-    second.copy_complete(0.0)
     first.follower_caught_up(B, 0.0)
     assert first.needs_follower
     settle(first, record, 0.0)
@@ -138,34 +136,13 @@ def test_the_next_life_of_a_leader_leads_if_nobody_has_more(recorded, previous, 
     assert leads or again.why
 
 
-def test_an_operator_promotes_a_whole_copy_whose_leader_is_not_heard():
-    record, second = Record(), Succession(B, lease_s=1.0, follow="tcp://a:1", is_operated=True)
-    settle(second, record, 0.0)
-    assert (second.leader.addresses, second.begin_copy(B, 4)) == (("tcp://a:1",), True)
-    refusals = {"only a part": lambda: second.leader_heard(4, 0.0), "a:1 lives": lambda: second.leader_lost(1.0)}
-    for words, what_follows in refusals.items():
-        with pytest.raises(ProtocolError, match=words):
-            second.promote(0.0, accept_loss=True)
-        what_follows()
-        second.copy_complete(0.0)
-        settle(second, record, 9.0)
-    assert not second.begin_copy(ANEW, 3)  # a leader that does not know that it is none
-    with pytest.raises(ProtocolError, match="--accept-loss"):
-        second.promote(10.0, accept_loss=False)
-    second.promote(10.0, accept_loss=True)
-    record.fate = "late"
-    settle(second, record, 10.0)
-    record.fate = "done"
-    question = second.next(11.0)
-    second.heard(question, ask(record, question), 11.0)
-    assert not second.begin_copy(ANEW, 4)  # it may lead at any moment
-    settle(second, record, 11.0)
-    assert (second.role, second.term) == ("leading", 4 + PROMOTED_TERMS)
-
-
 def test_a_record_that_is_gone_changes_nobody():
     record, first, _second = pair()
     record.value = None
     first.follower_lost(1.0)
     settle(first, record, 1.0, 2.0)
     assert (first.role, first.needs_follower, "gone" in first.why) == ("leading", True, True)
+    for own in (A, B):
+        again = Succession(Member(9, own.addresses, own.epoch), lease_s=1.0, was_paired=True)
+        settle(again, record, 3.0)
+        assert (record.value, "start the one with the newest state once without" in again.why) == (None, True)
