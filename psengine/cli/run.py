@@ -85,6 +85,9 @@ def run(
     total_workers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Independent workers of the whole job, of all lines.")
     ] = None,
+    continues: Annotated[
+        bool, typer.Option("--continue", help="Go on from the values that another run has trained at the servers.")
+    ] = False,
     timeline: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Record what each rank does when, for ui.perfetto.dev.")
     ] = None,

@@ -111,6 +111,7 @@ _generation = 0
 # Blocks ``with init()`` that this process is inside.
 _open_blocks = 0
 _before_shutdown: list[Callable[[], None]] = []
+_shutdowns = 0
 # The number that the servers gave to this process, in ``init`` or for its first model.
 _assigned: int | None = None
 # Asks them for it; None where no servers are named.
@@ -193,9 +194,11 @@ def before_shutdown(callback: Callable[[], None]) -> None:
 def shutdown() -> None:
     """Destroy the process group that ``init()`` made; an adopted group stays. ``init()`` may be called again.
 
-    Workers of parameter servers stay members: ``model.leave()`` says goodbye, as the end of the process does.
+    Workers of parameter servers stay members: ``model.leave()`` says goodbye, as the end of the process does, or the
+    next model that is wrapped.
     """
-    global _session
+    global _session, _shutdowns
+    _shutdowns += 1
     for callback in tuple(_before_shutdown):
         callback()
     atexit.unregister(_shut_down_after)
@@ -205,6 +208,11 @@ def shutdown() -> None:
         # A wrapped model may sit in a cycle of references, and whatever holds the group keeps its threads alive.
         gc.collect()
         dist.destroy_process_group()
+
+
+def shutdown_count() -> int:
+    """Return how often ``shutdown`` was called: what began before the last one is over."""
+    return _shutdowns
 
 
 def is_main_process() -> bool:

@@ -41,6 +41,15 @@ def launched_run() -> str:
     return run[:200]
 
 
+def continues_training() -> bool:
+    """Return whether this process is to go on from what an earlier run has trained: PSENGINE_CONTINUE.
+
+    A job that Slurm has requeued is the same run, although it has another name in ``launched_run``.
+    """
+    names = ("PSENGINE_CONTINUE", "SLURM_RESTART_COUNT")
+    return any(os.environ.get(name, "0").strip() not in ("", "0") for name in names)
+
+
 def read_variable(name: str) -> str | None:
     """The environment variable ``name``, or None; for the parts of the package that report or honour torch's own."""
     return os.environ.get(name)

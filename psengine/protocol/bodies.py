@@ -108,7 +108,7 @@ class Hello(Body):
     """HELLO. Without ``rule`` it only reserves a rank. ``view`` and what follows: of a process that was in a view.
 
     ``checkpoint``: the step of the newest checkpoint that an "elastic" worker can load; ``processes``: a word for the
-    processes among which ``pid`` is its number.
+    processes among which ``pid`` is its number; ``continues``: this run goes on from what another one has trained.
     """
 
     job: bounds.JobName
@@ -121,6 +121,7 @@ class Hello(Body):
     rule: AnyRule | Elastic | UnsetType = UNSET
     checkpoint: bounds.Counted | UnsetType = UNSET
     processes: bounds.Label | UnsetType = UNSET
+    continues: bool | UnsetType = UNSET
     view: View | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
     completed: bounds.Counted | UnsetType = UNSET
@@ -135,7 +136,7 @@ class Hello(Body):
 
 
 class Welcome(Body):
-    """WELCOME. "reserved" answers a HELLO without rule."""
+    """WELCOME. "reserved" answers a HELLO without rule. ``warning``: for this worker's log."""
 
     state: Annotated[str, bounds.one_of("reserved", "initialise", "wait", "ready", "join")]
     lease_s: bounds.Seconds
@@ -143,6 +144,7 @@ class Welcome(Body):
     registration: bounds.Unsigned64 | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
     replicas: Addresses | UnsetType = UNSET
+    warning: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=bounds.PRINTABLE)] | UnsetType = UNSET
 
 
 class Commit(Body, tag_field="what"):
@@ -230,10 +232,14 @@ class WorkerLife(Body):
 
 
 class Leave(Body):
-    """LEAVE. ``failed``: the training broke off, so the job may go on; a launcher may start this worker again."""
+    """LEAVE. ``failed``: the training broke off, so the job may go on; a launcher may start this worker again.
+
+    ``untouched``: this worker has sent nothing that changes values.
+    """
 
     completed: bounds.Counted
     failed: bool | UnsetType = UNSET
+    untouched: bool | UnsetType = UNSET
 
 
 class Resume(Body):

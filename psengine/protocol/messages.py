@@ -117,6 +117,7 @@ class ErrorCode:
     NOT_MEMBER = "not_member"  # the coordinator does not know this worker (it restarted): HELLO again
     STALE = "stale"  # another life's epoch, or an older view than the header's; begin again
     ENDED = "ended"  # the job has ended
+    OTHER_RUN = "other_run"  # another run has trained the job's values, and HELLO does not say that this one goes on
     NOT_READY = "not_ready"  # no values yet; HELLO: the rank is held; STORE: a joiner reads what it would overwrite
     BAD_VALUE = "bad_value"  # a number out of its bounds
     MEMORY = "memory"  # the server's --max-memory-bytes

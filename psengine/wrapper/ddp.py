@@ -29,6 +29,7 @@ from torch.nn.parallel import distributed as native
 from psengine.collectives.base import Collective
 from psengine.collectives.registry import check_choice, collective_for
 from psengine.data.sync_batch_norm import adopt_sync_batchnorm
+from psengine.environment.context import shutdown_count
 from psengine.environment.uncaught import install_hook
 from psengine.environment.variables import default_collective, read_variable
 from psengine.errors import ConfigurationError, ModuleError
@@ -65,6 +66,8 @@ NativeDistributedDataParallel: Any = native.DistributedDataParallel
 
 # What a strategy keeps, in the wrapped model's ``state_dict``; beside native DDP's keys, "module.weight" and the like.
 STRATEGY_STATE_KEY = "_psengine_strategy"
+# Models of this process that have values at servers, with how often ``shutdown()`` had been called.
+_at_servers: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
 
 
 class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[misc]
@@ -244,6 +247,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._assign_modules_buffers()
         replica = self._describe_to_strategy(with_buffers=init_sync_buffers, is_known_equal=not init_sync)
         checks.check_state(replica.state)
+        for model, shutdowns in list(_at_servers.items()):
+            if shutdowns != shutdown_count():
+                model.leave()  # the next one has its place in its job
         self.strategy.prepare(replica)
         rebuilds = not self.strategy.capabilities.keeps_first_layout
         may_rebuild = rebuilds and (static_graph or not self.find_unused_parameters)
@@ -266,6 +272,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 on_error=self.logger.set_error_and_log,
             )
             self.strategy.join()
+            if self.strategy.rendezvous is not None or self._tables.layers:
+                _at_servers[self] = shutdown_count()
             at_servers = self.strategy.worker_rank
             rank = self._collective.rank if at_servers is None else at_servers
             self.reducer.watched.meter = watch(self.strategy.name, rank, self._collective.world_size)

@@ -88,8 +88,9 @@ def test_independent_workers_meet_at_the_servers_that_the_strategy_names():
     options = RunOptions(strategy="async:servers=tcp://h:1,tcp://i:2", independent=True, workers="2", total_workers=6)
     plan = make_plan(RunArguments(script=[WORKER]), options)
     assert (plan.servers, plan.ranks, plan.total_workers) == (0, range(2), 6)
-    plan = make_plan(RunArguments(script=[WORKER]), replace(options, first_worker=3, total_workers=None))
-    assert plan.total_workers == 5
+    options = replace(options, first_worker=3, total_workers=None, continues=True)
+    plan = make_plan(RunArguments(script=[WORKER]), options)
+    assert (plan.total_workers, plan.variables["PSENGINE_CONTINUE"]) == (5, "1")
 
 
 def test_servers_of_a_strategy_that_uses_none_are_for_tables():

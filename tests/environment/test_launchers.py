@@ -10,7 +10,7 @@ import torch
 
 from psengine.environment.devices import choose_device
 from psengine.environment.launchers import detect, first_host, read_worker
-from psengine.environment.variables import launched_run
+from psengine.environment.variables import continues_training, launched_run
 from psengine.errors import EnvironmentVariableError
 
 TORCHRUN = {
@@ -177,11 +177,14 @@ def test_an_independent_worker_takes_the_device_of_its_place_on_the_host():
         ({"PSENGINE_RUN_ID": "ours", "TORCHELASTIC_RUN_ID": "mine"}, "ours"),
         ({"PSENGINE_RUN_ID": "ours", "PSENGINE_RUN_NAME": "the user's"}, "the user's"),
         ({"PSENGINE_RUN_ID": "", "TORCHELASTIC_RUN_ID": "x" * 300}, "x" * 200),
+        ({"PSENGINE_CONTINUE": "1"}, ""),
     ],
 )
 def test_a_launch_has_the_name_that_its_launcher_gave(monkeypatch, variables, run):
-    for name in ("PSENGINE_RUN_NAME", "PSENGINE_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+    goes_on = ("SLURM_RESTART_COUNT", "PSENGINE_CONTINUE")
+    for name in ("PSENGINE_RUN_NAME", "PSENGINE_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", *goes_on):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert launched_run() == run
+    assert continues_training() == any(name in variables for name in goes_on)

@@ -488,7 +488,42 @@ def test_a_run_ends_where_servers_hold_the_weights_and_another_goes_on_with_them
     bench.workers[-1].leave()
     second.leave()
     assert refusal(lambda: bench.worker(0).hello()) == ErrorCode.ENDED
-    assert bench.worker(0, run="another").hello() == "ready"
+    assert bench.worker(0, run="another").hello(continues=True) == "ready"
+
+
+@pytest.mark.parametrize("with_disk", [False, True])
+@pytest.mark.parametrize("rule", [APPLY, MERGE])
+def test_nobody_goes_on_from_another_runs_values_unasked(rule, with_disk):
+    bench, *_ = crew(rule)
+    other = bench.worker(2, run="another launcher's")
+    assert other.hello() == "ready"  # it joins members
+    if with_disk:
+        bench.restart(with_disk=True)
+    else:
+        bench.wait(LEASE_S + 1)
+    stranger = bench.worker(3, run="a later one")
+    assert stranger.hello() == ("wait" if with_disk else "")  # until the members' time to come back is over
+    if with_disk:
+        bench.wait(LEASE_S + 1, stranger)
+    error = stranger.last(MessageType.ERROR)
+    assert (error.sequence, error.body["code"]) == (1, ErrorCode.OTHER_RUN)
+    assert "trained by run and another launcher's" in error.body["text"]
+    assert bench.status.workers == ()
+    nameless = bench.worker(1, run="")
+    assert nameless.hello() == "ready"
+    assert "PSENGINE_CONTINUE=1" in nameless.welcome["warning"]
+    later = bench.worker(0, run="a later one")
+    later.hello()
+    assert "warning" not in later.welcome
+    assert bench.ranks == [0, 1]
+
+
+def test_values_that_nobody_trained_keep_nobody_from_beginning_anew():
+    bench, first, second = crew(APPLY)
+    first.leave(untouched=True, failed=True)
+    second.leave(untouched=True, failed=True)
+    bench.rule = MERGE
+    assert bench.worker(0, run="another").hello() == "initialise"
 
 
 def test_a_run_of_which_some_never_came_has_not_ended():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import os
 import re
 from typing import Any
 
 import pytest
 import torch
+from support import table_training
 from support.expectations import raises
 from support.processes import run_ranks
+from support.server_process import running_server
 from support.server_training import at_servers, batches, build, train, use, wrap
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -42,6 +46,64 @@ def trained_once(rank: int, world_size: int, address: str, calls_init: bool) -> 
 def test_a_worker_that_is_started_again_after_its_job_has_ended_ends_at_once(server, calls_init):
     outcomes = [run_ranks(trained_once, 1, server.addresses[0], calls_init, init_group=False) for _ in range(2)]
     assert outcomes == [["trained"], ["ended with 0"]]
+
+
+def trained_at(rank: int, world_size: int, address: str, strategy: str, variables: dict[str, str]) -> tuple[str, Any]:
+    """What the log and the error say, and the head's bias after a step."""
+    use(address)
+    os.environ.update({"PSENGINE_RUN_ID": "", **variables})
+    model = table_training.at_servers() if strategy == "sync" else build(seed=rank)
+    data = table_training.batch(0, 0) if strategy == "sync" else batches(rank)[0][:1]
+    log = io.StringIO()
+    logging.getLogger("psengine").addHandler(logging.StreamHandler(log))
+    try:
+        wrapped = psengine.DistributedDataParallel(model, strategy=strategy)
+    except ConfigurationError as error:
+        return str(error), None
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped)
+    found = table_training.rows_of(model)[0] if strategy == "sync" else model.wide.weight.detach().clone()
+    wrapped(*data).sum().backward()
+    optimizer.step()
+    wrapped.leave()
+    return log.getvalue(), found
+
+
+@pytest.mark.parametrize("strategy", ["async", "diloco-server:every=1", "sync"])  # sync: its tables
+def test_another_run_does_not_go_on_from_a_kept_servers_values_unasked(strategy, tmp_path):
+    kept = {"snapshot_dir": tmp_path / "kept", "durability": "log"}
+    with running_server(**kept) as server:
+        [address] = server.addresses
+
+        def run(**variables: str) -> tuple[str, Any]:
+            return run_ranks(trained_at, 1, address, strategy, variables)[0]
+
+        _, begun = run(PSENGINE_RUN_NAME="first")
+        server.kill()
+        with running_server(bind=address, **kept):
+            refused, _ = run(PSENGINE_RUN_NAME="second")
+            assert "were trained by first" in refused
+            assert "psengine run --continue" in refused
+            said, found = run(PSENGINE_RUN_NAME="second", PSENGINE_CONTINUE="1")
+            assert ("trained by" in said, torch.equal(found, begun)) == (False, False)
+            said, _ = run()  # nobody names a run on Kubernetes
+            assert said.count("PSENGINE_CONTINUE=1") == said.count("PSENGINE_RUN_NAME") == 1
+
+
+@at_servers(1)
+def test_a_training_after_shutdown_is_the_same_job_again(rank, world_size):
+    os.environ.update({"PSENGINE_JOB": "notebook", "PSENGINE_RUN_ID": ""})
+    psengine.init()
+    kept, table = wrap(psengine.AsyncServer()), psengine.DistributedDataParallel(table_training.at_servers())
+    assert kept.strategy.session.options.job == "notebook"
+    psengine.shutdown()
+    psengine.init()
+    again = wrap(psengine.AsyncServer())
+    assert again.strategy.session.options.job == "notebook"
+    assert again.strategy.session.rank == 0
+    assert table.module.users.table is None  # it has left too
+    kept.leave()
+    other = wrap(psengine.AsyncServer())
+    assert other.strategy.session.options.job == "notebook.1"
 
 
 def embedded(rank: int, world_size: int) -> Any:

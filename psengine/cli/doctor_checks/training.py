@@ -24,7 +24,7 @@ from psengine.version import __version__
 PREFIX = "PSENGINE_"
 # After the prefix; the settings of psengine-server are names too.
 KNOWN = (
-    *("ATTEMPT", "CLIENT_KEY", "COLLECTIVE", "CUDA", "JOB", "METRICS_BIND", "METRICS_PORT"),
+    *("ATTEMPT", "CLIENT_KEY", "COLLECTIVE", "CONTINUE", "CUDA", "JOB", "METRICS_BIND", "METRICS_PORT"),
     *("RUNTIME_DIR", "RUN_ID", "RUN_NAME", "SEGMENTS", "SERVERS", "SERVER_KEY", "STALL_S"),
     *("STRATEGY", "TRACEBACK", "TIMELINE", "TIMELINE_STEPS", "TIMELINE_SYNCHRONIZE", "WORKER", "WORKERS"),
 )

@@ -49,6 +49,7 @@ class RunOptions:
     independent: bool = False
     first_worker: int = 0
     total_workers: int | None = None
+    continues: bool = False
     prefix: bool | None = None
 
 
@@ -161,6 +162,7 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         "PSENGINE_STRATEGY": given.strategy,
         "PSENGINE_COLLECTIVE": given.collective,
         "PSENGINE_SERVERS": given.server_address,
+        "PSENGINE_CONTINUE": "1" if given.continues else None,
         "PSENGINE_METRICS_PORT": None if given.metrics_port is None else str(given.metrics_port),
     }
     return Plan(

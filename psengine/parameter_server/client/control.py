@@ -53,7 +53,7 @@ class Control(Channel):
             "rank": options.rank if job.identity.worker == NOBODY else job.identity.worker,
         }
         if options.rule is not None:  # else it reserves a rank
-            body |= {"world_size": options.world_size, "rule": options.whole_rule}
+            body |= {"world_size": options.world_size, "rule": options.whole_rule, "continues": options.continues}
         body |= job.hello(now_s)
         self._hello = job.next_id()
         self.send(Message(MessageType.HELLO, sequence=self._hello, body=body))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from psengine.environment.variables import launched_run, read_variable
-from psengine.errors import ServerRefusedError
+from psengine.errors import ConfigurationError, ServerRefusedError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.connection import PROCESS
 from psengine.parameter_server.client.job_connection import JobConnection
@@ -45,10 +45,13 @@ def ending_with_the_job() -> Iterator[None]:
 
     Raises:
         SystemExit: with exit code 0.
+        ConfigurationError: another run has trained the job's values.
     """
     try:
         yield
     except ServerRefusedError as error:
+        if error.code == ErrorCode.OTHER_RUN:
+            raise ConfigurationError(str(error)) from None
         if error.code != ErrorCode.ENDED:
             raise
         logger.warning("%s This process ends with exit code 0.", error)

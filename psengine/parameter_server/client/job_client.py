@@ -9,6 +9,7 @@ Pure: clock and sockets come with the ``Runtime``.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import secrets
 import threading
@@ -28,6 +29,8 @@ from psengine.protocol.messages import NOBODY, Message
 from psengine.protocol.views import View
 from psengine.tracing.stall_inspector import stall_after_s
 from psengine.tracing.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
 
 # Request ids lie above any step, so that an ERROR's sequence tells which of the two it is about.
 FIRST_REQUEST = 1 << 40
@@ -134,6 +137,8 @@ class JobClient:
         self.identity.worker, self.identity.incarnation = message.worker, message.incarnation
         self.lease_s, self.heartbeat_s = body["lease_s"], body["heartbeat_s"]
         self.key = body.get("key", self.key)
+        if "warning" in body:
+            logger.warning("%s", body["warning"])
 
     def prepare(self, number: int) -> None:
         """PREPARE: a view will come."""

@@ -48,6 +48,7 @@ class JobConnection(JobClient):
         releases: the decisions that came since.
         last_view: the number of the last view that had this worker.
         has_state: others may need what this worker has: it gave the job its values, or has pushed.
+        has_changed: it has sent something that changes values.
         is_entering: this worker takes no values for granted: any view may have it, unless it was told to join.
         is_leaving, has_failed: LEAVE was said; the training broke off.
         steps: what this worker exchanges.
@@ -65,7 +66,7 @@ class JobConnection(JobClient):
         self.view_message: Message | None = None
         self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
         self.last_view = 0
-        self.has_state = self.is_entering = self.is_leaving = self.has_failed = False
+        self.has_state = self.has_changed = self.is_entering = self.is_leaving = self.has_failed = False
         self.configured: dict[int, dict[str, Any]] = {}
         self.fenced: FencedError | None = None
         self.has_asked = False
@@ -92,13 +93,14 @@ class JobConnection(JobClient):
         if (error := self.fatal or self.fenced) is not None:
             push.fail(error)
             return
-        self.has_state = True
+        self.has_state = self.has_changed = True
         self.steps.begin(push)
         push.link.waiting.append(push)
         push.link.pump()
 
     @override
     def begin(self, channel: Channel, request: Request) -> None:
+        self.has_changed |= request.message.type is MessageType.STORE
         if self.fatal is None and self.fenced is not None and request.message.type is MessageType.STORE:
             request.fail(self.fenced)
         else:

@@ -253,7 +253,8 @@ def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:
     is_needed = has_others and not (failed or steps.open or steps.has_failed)
     timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S if options.is_embedded else math.inf)
     job.is_leaving = True
-    message = Message(MessageType.LEAVE, body={"completed": steps.completed, "failed": failed})
+    body = {"completed": steps.completed, "failed": failed, "untouched": not job.has_changed}
+    message = Message(MessageType.LEAVE, body=body)
     try:
         yield [job.ask(job.control, message, what="LEAVE", timeout_s=timeout_s if is_needed else GOODBYE_S)]
     except PSEngineError as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
+from psengine.environment.variables import continues_training
 from psengine.errors import ConfigurationError
 from psengine.protocol.keys import CurveClientKeys
 
@@ -23,6 +24,7 @@ class SessionOptions:
         codec: encodes gradients and the answers to them.
         run: the launch that this process belongs to; "" where none is named. A job that has ended lets nobody of its
             runs in again.
+        continues: go on from values that another run has trained.
         rank: this worker; None lets the coordinator choose.
         nonce: by which the coordinator knows this process; None draws one.
         world_size: workers expected at the start.
@@ -43,6 +45,7 @@ class SessionOptions:
     rule: dict[str, Any] | None = None
     codec: Codec = IDENTITY
     run: str = ""
+    continues: bool = field(default_factory=continues_training)
     rank: int | None = None
     nonce: int | None = None
     world_size: int = 1

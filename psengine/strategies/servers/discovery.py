@@ -12,6 +12,7 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.collectives.solo import SoloCollective
+from psengine.environment.context import shutdown_count
 from psengine.environment.launchers import detect, read_worker
 from psengine.environment.variables import inherited_variables, read_variable
 from psengine.errors import ConfigurationError, PSEngineError, ServerError
@@ -19,10 +20,11 @@ from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.parameter_server.client.identity import DEFAULT_JOB
 
-# The jobs of the models that this process has wrapped: one name, and the lowest number that is free. A number becomes
-# free when its strategy is closed, which scripts do alike on all ranks; garbage collection does not free it. A name
-# that a strategy's argument gave is used unchanged; only copies of that strategy are numbered.
-_taken_jobs: Counter[str] = Counter()
+# The jobs of the models that this process has wrapped since the last ``shutdown()``: one name, and the lowest number
+# that is free. A number becomes free when its strategy is closed, which scripts do alike on all ranks; garbage
+# collection does not free it. A name that a strategy's argument gave is used unchanged; only copies of that strategy
+# are numbered.
+_taken_jobs: Counter[tuple[int, str]] = Counter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Rendezvous:
         world_size: how many workers the first exchange waits for.
         embedded: the server this process started, and has to stop.
         is_embedded: whether a process of the group started the server.
+        shutdowns: how often ``shutdown()`` had been called.
     """
 
     addresses: tuple[str, ...]
@@ -44,6 +47,7 @@ class Rendezvous:
     world_size: int
     embedded: EmbeddedServer | None
     is_embedded: bool
+    shutdowns: int
 
 
 def meet(
@@ -72,7 +76,7 @@ def meet(
             )
         embedded, addresses = _embed(collective, device)
     name = name_of_job(job, is_copy=is_copy)
-    _taken_jobs[name] += 1
+    _taken_jobs[shutdown_count(), name] += 1
     return Rendezvous(
         addresses=addresses,
         job=name,
@@ -80,6 +84,7 @@ def meet(
         world_size=world_size,
         embedded=embedded,
         is_embedded=is_embedded,
+        shutdowns=shutdown_count(),
     )
 
 
@@ -89,12 +94,12 @@ def name_of_job(job: str | None, *, is_copy: bool) -> str:
         return job
     name = job or read_variable("PSENGINE_JOB") or DEFAULT_JOB
     candidates = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
-    return next(candidate for candidate in candidates if _taken_jobs[candidate] < 1)
+    return next(candidate for candidate in candidates if _taken_jobs[shutdown_count(), candidate] < 1)
 
 
 def leave(rendezvous: Rendezvous) -> None:
     """The strategy was closed, or could not connect: free its job's name."""
-    _taken_jobs[rendezvous.job] -= 1
+    _taken_jobs[rendezvous.shutdowns, rendezvous.job] -= 1
 
 
 def _place(collective: Collective) -> tuple[int | None, int]:

@@ -137,6 +137,7 @@ class Coordinator(JobMemory):
         self._resume()
         if self.state is JobState.OPEN:
             self._let_leave()
+            self._turn_away()
             self._change_view()
         if self.state is JobState.OPEN:
             self._ask_donor()
@@ -156,6 +157,7 @@ class Coordinator(JobMemory):
         welcome = (self._welcome_state(worker), self.registration)
         # All hear also unasked of another registration, with its key, and who waits that it has to join.
         is_news = welcome[1] != worker.welcomed[1] or (welcome[0] == "join" and worker in self.workers.waiting)
+        is_news |= bool(worker.warning)
         if worker.route and worker.welcomed != welcome and (not worker.welcomed[0] or is_news):
             worker.welcomed = welcome
             self._welcome(worker, welcome[0])
@@ -190,6 +192,8 @@ class Coordinator(JobMemory):
         body = {"state": state, "lease_s": self._lease_s, "heartbeat_s": self._interfaces.settings.heartbeat_s}
         if self.key and worker.has_rule:
             body |= {"registration": self.registration, "key": self.key}
+        if worker.warning:
+            body["warning"], worker.warning = worker.warning, ""
         if state == "initialise" and self._empty is not None:
             self._send(worker, self._empty)
         self._send(worker, Message(MessageType.WELCOME, self.number, sequence=worker.hello, body=body))
@@ -223,6 +227,10 @@ class Coordinator(JobMemory):
     # ---- HELLO -------------------------------------------------------------------------------------------------
 
     def _hello(self, message: Message, sender: Sender) -> None:
+        is_untrained = self.state is JobState.OPEN and not (self.averages or self.is_trained)
+        is_another = "rule" in message.body and message.body["run"] not in self.runs
+        if is_untrained and is_another and not any(one.has_rule for one in self.workers.present):
+            self._begin_anew()  # with this worker's initial values
         self._check(message.body)
         rank = self.workers.rank_for(message, sender.user_id)
         holder = self.workers.by_rank.get(rank)
@@ -288,6 +296,7 @@ class Coordinator(JobMemory):
             worker.leaving, worker.why_gone = None, ""
         worker.route, worker.last_heard_s, worker.nonce = sender.route, self._now_s, body["nonce"]
         worker.host, worker.pid, worker.run, worker.hello = body["host"], body["pid"], body["run"], message.sequence
+        worker.continues = body.get("continues", False)
         worker.process_id = sender.process
         worker.welcomed, worker.told = ("", 0), 0
         # A joiner that does not know the view which has it says how far it was before.
@@ -410,8 +419,9 @@ class Coordinator(JobMemory):
             view = View(self.last_number, self._interfaces.epoch, (), tuple(self.epochs), world_size=self.world_size)
             self._empty = replace(message_of(view, self.key, self.number), view=view.number)
         self.view, self.key, self._registrar, self.decided = None, b"", None, 0
-        for one in (self.epochs, self.chunks, self.releases, self.came, self.merged):
+        for one in (self.epochs, self.chunks, self.releases, self.came, self.merged, self.runs):
             one.clear()
+        self.is_trained = False
         if not any(one.has_rule for one in self.workers.present):
             self.rule, self.world_size = None, 1
         self._decisions = decisions_of(self)
@@ -591,6 +601,7 @@ class Coordinator(JobMemory):
         if worker.state is WorkerState.MEMBER:
             self._want_view()
             self.evicted += reason != "left"
+            self.is_trained |= worker.leaving is None or not worker.leaving.body.get("untouched", False)
         elif worker is self._registrar:
             self._registrar = None  # if it comes back it begins again
         self._note_end(worker, reason)
@@ -641,6 +652,32 @@ class Coordinator(JobMemory):
         for worker in members:
             if worker.leaving is not None and (not self.averages or may_leave(worker, members)):
                 self._put_out(worker, "left", "its training broke off" if worker.has_failed else "it is done")
+
+    def _turn_away(self) -> None:
+        """Where no member is left, nobody goes on from what another run has trained without saying so."""
+        waiting = self.workers.waiting
+        if self.averages or not self.is_trained or self.workers.members:
+            return
+        if any(one.continues or (one.run and one.run in self.runs) for one in waiting):
+            return  # the others join it
+        for worker in waiting:
+            whose = " and ".join(filter(None, self.runs[-3:])) or "an earlier run"
+            text = f"the values of job {self.name!r} were trained by {whose}, of which no worker is here"
+            anew = f"another job (PSENGINE_JOB), or psengine admin forget --job {self.name}, to begin anew"
+            if not worker.run or "" in self.runs:  # a process that was started again, or another run?
+                worker.warning = (
+                    f"{text}; this worker goes on from them. Where that is meant, say so by PSENGINE_CONTINUE=1 or name"
+                    f" the run (PSENGINE_RUN_NAME) alike each time; else choose {anew}."
+                )
+                return
+            text = (
+                f"{text} (expected a process of that run, got one of {worker.run}). Fix: psengine run --continue, or"
+                f" PSENGINE_CONTINUE=1, to go on from them; {anew}."
+            )
+            body = {"code": ErrorCode.OTHER_RUN, "text": text}
+            self._send(worker, Message(MessageType.ERROR, self.number, sequence=worker.hello, body=body))
+            self._interfaces.note("refused", f"HELLO was refused: {text}", job=self.name)
+            del self.workers.by_rank[worker.rank]
 
     # ---- views -------------------------------------------------------------------------------------------------
 
@@ -695,6 +732,7 @@ class Coordinator(JobMemory):
             self.came[worker.rank] = False
             self._note("joined", worker, "takes part")
         members, from_step = self.workers.members, newest + 1 if self.averages else 1
+        self.runs = list(dict.fromkeys([*self.runs, *(one.run for one in members)]))[-MAX_REMEMBERED:]
         # Who reads its state from the servers has no averages to give.
         givers = [one.rank for one in members if one.completed == newest and one.has_begun]
         is_lacking = self.averages and any(one.completed < newest for one in members)

@@ -67,6 +67,8 @@ class JobMemory:
         last_number: the highest of a view that is known.
         came: ranks that were members in this life of the job, and whether they left.
         refused: runs that are over: code and text for their processes.
+        runs: those of its members since the job was registered, "" where one has no name.
+        is_trained: some of them may have changed its values.
         evicted: how often a member was put out.
         key, registration: what views are signed with, and which attempt to register chunks they are of.
         epochs, chunks: of each shard.
@@ -83,6 +85,8 @@ class JobMemory:
     world_size: int = 1
     came: dict[int, bool] = field(default_factory=dict)
     refused: dict[str, tuple[str, str]] = field(default_factory=dict)
+    runs: list[str] = field(default_factory=list)
+    is_trained: bool = False
     evicted: int = 0
     key: bytes = b""
     registration: int = 0

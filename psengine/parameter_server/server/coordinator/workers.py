@@ -35,6 +35,8 @@ class Worker:
     host: str = "unknown host"
     pid: int = 0
     run: str = ""
+    continues: bool = False  # it goes on from what another run has trained
+    warning: str = ""  # for its next WELCOME
     process_id: int = 0  # where the kernel says which process of this host it is
     hello: int = 0  # the id of its newest HELLO
     claims: dict[int, float] = field(default_factory=dict)  # by nonce, since when another process wants its rank
