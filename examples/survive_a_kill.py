@@ -28,6 +28,7 @@ def main() -> None:
     native = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NATIVE_RANKS}"]
     expected = weights_of("native DDP", [*native, RECIPE, "--native", *EPOCHS])
     ours = [sys.executable, PSENGINE, "run", "--workers", "2", "--independent", "--max-restarts", "1"]
+    ours += ["--strategy", f"sync:virtual_workers={NATIVE_RANKS}"]
     found = weights_of("one worker dies in step 60", [*ours, RECIPE, "--fail-at", "60", *EPOCHS])
     if found != expected or len(found) != 1:
         sys.exit(f"weights differ: native DDP with {NATIVE_RANKS} ranks {expected}, two workers with a kill {found}")

@@ -231,9 +231,9 @@ def _makers(factory: Any) -> Iterator[Callable[..., Any]]:
         yield from _makers(factory.__wrapped__)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error's text, with the known name that is closest; "" if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+def did_you_mean(name: str, known: Iterable[str], similarity: float = 0.6) -> str:
+    """The end of an error's text, with the known name that is closest; "" if none is so similar, from 0 to 1."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=similarity)
     return f". Did you mean {close[0]}?" if close else ""
 
 

@@ -1,6 +1,6 @@
 """Train with native DDP's bits, whoever dies. docs/recipes/elastic.md
 
-psengine run --workers 2 --independent examples/recipes/elastic.py [--fail-at 30] [--checkpoints DIRECTORY]
+psengine run --workers 2 --independent --strategy sync:virtual_workers=4 examples/recipes/elastic.py [--fail-at 30]
 torchrun --nproc-per-node=4 examples/recipes/elastic.py --native
 """
 

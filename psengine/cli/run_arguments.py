@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typer.core import TyperCommand
 from typing_extensions import override
 
 from psengine.errors import ConfigurationError
+from psengine.specification import did_you_mean
 
 # Key of the parsed line in a command's ``context.meta``.
 PARTS = "psengine.run_arguments"
@@ -90,10 +90,9 @@ def split_arguments(
         if torchrun.get(name[:2]) and not name.startswith("--"):
             name, equals, value = name[:2], name[2:], argument[2:]  # -r3
         if name not in own and name not in torchrun:
-            close = difflib.get_close_matches(name, sorted({*own, *torchrun}), n=1)
-            hint = f" Did you mean {close[0]}?" if close else f" See {command} --help."
+            hint = did_you_mean(name, sorted({*own, *torchrun})) or f". See {command} --help."
             raise ConfigurationError(
-                f"no such option: {name} (expected an option of {command} or of torchrun before the script).{hint}"
+                f"no such option: {name} (expected an option of {command} or of torchrun before the script){hint}"
             )
         takes_value = own[name] if name in own else torchrun[name]
         if takes_value and not equals:

@@ -46,7 +46,7 @@ def test_the_whole_report_of_a_machine_with_three_mistakes():
     assert {"threads", "launcher", "variables"} <= set(problems)
     assert report["counts"]["problem"] == len(problems)
     assert by_check["native-extension"]["level"] == "warning"
-    assert by_check["variables"]["fix"] == "did you mean PSENGINE_STRATEGY?"
+    assert by_check["variables"]["fix"] == "Did you mean PSENGINE_STRATEGY?"
     # The trial's processes have the extension.
     assert "shared memory sum 4 MiB in" in by_check["exchange"]["text"]
 

@@ -49,13 +49,16 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--workers", "2", "--nproc-per-node", "2", WORKER], "give one of them"),
         (["--strategy", "sync:", WORKER], "got nothing after the colon"),
         (["--strategy", "sync:virtual_wrokers=8", WORKER], "Did you mean virtual_workers?"),
+        (["--strategy", "asink:max_staleness=4", "--servers", "1", WORKER], "Did you mean async?"),
+        (["--collective", "shared_memroy", WORKER], "Did you mean shared_memory?"),
+        (["--strategy", "sync", WORKER + "x"], "there is no script"),
         (["--independent", "--strategy", "sync:virtual_workers=0", WORKER], "got 0"),
         (["--strategy", "sync-server:virtual_workers=4", WORKER], "virtual_workers is an option of strategy 'sync'"),
         (["--signals-to-handle", "SIGNOT", WORKER], "got 'SIGNOT'"),
         (["--nnodes", "2:1", WORKER], "MIN:MAX"),
         (["--nnodes", "2", WORKER], "--rdzv-endpoint"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:1", "--strategy", "async", WORKER], "psengine-server --bind"),
-        (["--independent", "--strategy", "sync", WORKER], "got 'sync'"),
+        (["--independent", WORKER], "got 'sync'"),
         ([*INDEPENDENT, "--rdzv-endpoint=h:1", "--node_rank", "1", "-r3", WORKER], "--rdzv-endpoint, --node-rank, -r"),
         (["--first-worker", "2", WORKER], "expected --independent with it"),
         (["--total-workers", "2", WORKER], "--total-workers numbers independent workers"),
@@ -100,12 +103,6 @@ def test_servers_of_a_strategy_that_uses_none_are_for_tables():
         assert "tables alone" in plan.notes[0]
 
 
-def test_names_that_psengine_does_not_have_are_left_to_the_script():
-    for options, servers in (({"strategy": "mine:every=4"}, 0), ({"strategy": "mine", "servers": 2}, 2)):
-        plan = make_plan(RunArguments(script=[WORKER]), RunOptions(**options))
-        assert (plan.servers, plan.uses_servers) == (servers, bool(servers))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -124,7 +121,7 @@ def test_what_torchrun_refuses_is_one_message(options, message):
 def test_one_node_meets_itself_at_a_free_port():
     def chosen(**options):
         given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-        return make_plan(RunArguments(torchrun=given, script=["train.py"]), RunOptions(workers="1")).torchrun
+        return make_plan(RunArguments(torchrun=given, script=[WORKER]), RunOptions(workers="1")).torchrun
 
     for options in ({}, {"standalone": None}, {"rdzv_backend": "c10d"}, {"nnodes": "1", "rdzv_backend": "c10d"}):
         found = chosen(**options)
@@ -135,7 +132,7 @@ def test_one_node_meets_itself_at_a_free_port():
 
 
 def test_arguments_reach_the_script_and_variables_the_workers():
-    options = ["--workers", "2", "--strategy", "mine", "--run-path"]
+    options = ["--workers", "2", "--strategy", "local:every=4", "--run-path"]
     code, out, err = run_command(
         ["run", *options, "--", WORKER, "well", "--help", "--workers", "9"], environment={"OMP_NUM_THREADS": "3"}
     )
@@ -144,7 +141,7 @@ def test_arguments_reach_the_script_and_variables_the_workers():
     assert len(lines) == 2
     for rank, line in enumerate(lines):
         assert line.startswith(f"[rank {rank}] worker {rank} has ['--help', '--workers', '9'] RANK={rank}")
-        assert "WORLD_SIZE=2 PSENGINE_STRATEGY=mine PSENGINE_SERVERS=None OMP_NUM_THREADS=3" in line
+        assert "WORLD_SIZE=2 PSENGINE_STRATEGY=local:every=4 PSENGINE_SERVERS=None OMP_NUM_THREADS=3" in line
     assert err == ""
 
 

@@ -64,7 +64,8 @@ def test_independent_workers_end_with_their_launcher():
 
 
 def test_independent_workers_die_with_a_launcher_that_is_killed():
-    with running_command(["run", "--independent", elastic_training.__file__, "60"]) as command:
+    elastic = ["--independent", "--strategy", "sync:virtual_workers=4"]
+    with running_command(["run", *elastic, elastic_training.__file__, "60"]) as command:
         (worker,) = command.wait_until(lambda: re.findall(r"process (\d+) worker 0 is ready", command.stdout))
         command.signal(signal.SIGKILL)
         eventually(lambda: not is_running(int(worker)), "the worker's end")

@@ -35,6 +35,7 @@ from psengine.strategies.elastic import coordinated
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
 
 SCRIPT = elastic_training.__file__
+INDEPENDENT = ("--independent", "--strategy", "sync:virtual_workers=4")
 
 
 @cache
@@ -75,7 +76,7 @@ def kill_the_coordinator_and_one(command: RunningCommand) -> None:
     [kill_the_first_and_stop_another, pytest.param(kill_the_coordinator_and_one, marks=pytest.mark.slow)],
 )
 def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
-    arguments = ["run", "--workers", "3", "--independent", "--server-option", "lease_s=2", SCRIPT, "0.02"]
+    arguments = ["run", "--workers", "3", *INDEPENDENT, "--server-option", "lease_s=2", SCRIPT, "0.02"]
     with running_command(arguments) as command:
         disturb(command)
         assert command.wait() == 0, command.stderr
@@ -86,7 +87,7 @@ def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
 def test_training_goes_on_without_a_coordinator_until_somebody_dies():
     bind = f"tcp://127.0.0.1:{free_port()}"
     start = ["--bind", bind, "--lease-s", "2"]
-    arguments = ["run", "--workers", "2", "--independent", "--server-address", bind, SCRIPT, "0.05"]
+    arguments = ["run", "--workers", "2", *INDEPENDENT, "--server-address", bind, SCRIPT, "0.05"]
     with running_command(arguments) as command:
         with running_server_command(start) as server:
             worker = process_of(command, 1, 3)
@@ -101,7 +102,7 @@ def test_training_goes_on_without_a_coordinator_until_somebody_dies():
 
 
 def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
-    arguments = ["run", "--workers", "2", "--independent", SCRIPT, "0.02"]
+    arguments = ["run", "--workers", "2", *INDEPENDENT, SCRIPT, "0.02"]
     with running_command(arguments, environment={"TEST_CHECKPOINTS": str(tmp_path)}) as command:
         await_checkpoint(command, tmp_path)
         processes = {process_of(command, worker, 9) for worker in (0, 1)}
@@ -114,7 +115,7 @@ def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
 
 
 def test_who_differs_is_refused_once_and_the_others_go_on():
-    arguments = ["run", "--workers", "2", "--independent", "--server-option", "lease_s=2", SCRIPT, "0.02"]
+    arguments = ["run", "--workers", "2", *INDEPENDENT, "--server-option", "lease_s=2", SCRIPT, "0.02"]
     code, stdout, stderr = run_command(arguments, environment={"TEST_SEED": "4"})
     assert code == 1
     assert len(re.findall(r"worker \d failed", stderr)) == 1

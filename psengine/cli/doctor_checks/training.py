@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ from psengine.environment.launchers import detect
 from psengine.errors import PSEngineError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
 from psengine.parameter_server.client.client import connect
+from psengine.specification import did_you_mean
 from psengine.strategies.registry import resolve_strategy
 from psengine.verify.ranks import Place, RankFailedError, run_ranks
 from psengine.version import __version__
@@ -61,8 +61,7 @@ def variables(context: CheckContext) -> Iterator[Finding]:
     for name in given:
         value = context.variables[name].strip()
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            fix = f"did you mean {close[0]}?" if close else f"unset it; known are {', '.join(known)}"
+            fix = did_you_mean(name, known, 0.75).removeprefix(". ") or f"unset it; known are {', '.join(known)}"
             findings.append(Finding("problem", f"{name} is no variable of psengine, and is ignored", fix))
         elif name in readers and value:
             try:

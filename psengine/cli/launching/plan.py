@@ -8,10 +8,11 @@ import uuid
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 from psengine.cli.run_arguments import RunArguments
-from psengine.environment.variables import default_strategy, read_variable
+from psengine.environment.variables import default_collective, default_strategy, read_variable
 from psengine.errors import ConfigurationError
 from psengine.specification import Specification
 
@@ -131,12 +132,14 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
         ConfigurationError: an option has a wrong value, or contradicts another; there is no script.
     """
     options = parse_torchrun(parts, given)
+    if not (options.module or options.no_python or Path(parts.script[0]).exists()):
+        raise ConfigurationError(f"there is no script {parts.script[0]} (expected a file's path, or -m module)")
     nodes, workers = _counts(options)
     strategy = given.strategy or default_strategy()
-    _check_strategy(given.strategy)
+    check_names(given)
     named = given.server_address or read_variable("PSENGINE_SERVERS")
-    is_elastic = given.independent and _may_be_elastic(given)
-    uses_servers = is_elastic or _uses_servers(strategy, is_default=bool(given.servers or named))
+    is_elastic = _is_elastic(given)
+    uses_servers = is_elastic or Specification.parse("strategy", strategy).name in SERVER_STRATEGIES
     if given.servers and named:
         raise ConfigurationError(
             f"--servers starts servers of this run's own (expected no others, got {named}). Fix: leave --servers out,"
@@ -185,7 +188,7 @@ def expected_servers(given: RunOptions) -> int:
         return 0
     strategy = Specification.parse("strategy", given.strategy or default_strategy())
     needed = strategy.name in SERVER_STRATEGIES and not strategy.options.get("servers")
-    needed |= given.independent and _may_be_elastic(given)  # whose coordinator is a server without chunks
+    needed |= _is_elastic(given)  # whose coordinator is a server without chunks
     return int(needed) if given.servers is None else given.servers
 
 
@@ -270,28 +273,19 @@ def _counts(options: Namespace) -> tuple[tuple[int, int], int]:
     return (fewest, most), workers
 
 
-def _may_be_elastic(given: RunOptions) -> bool:
-    """Whether workers may exchange among themselves, with virtual workers: said here, or perhaps in the script."""
-    named = given.strategy or read_variable("PSENGINE_STRATEGY")
-    return not named or "virtual_workers" in Specification.parse("strategy", named).written
+def _is_elastic(given: RunOptions) -> bool:
+    """Whether independent workers exchange among themselves, with virtual workers."""
+    strategy = Specification.parse("strategy", given.strategy or default_strategy())
+    return given.independent and "virtual_workers" in strategy.written
 
 
-def _uses_servers(strategy: str, *, is_default: bool) -> bool:
-    """Whether the strategy does; ``is_default`` where only the script, which registers it, knows."""
-    from psengine.strategies.registry import STRATEGIES
+def check_names(given: RunOptions) -> None:
+    """Raise ConfigurationError where psengine has no such strategy, collective, option or value."""
+    from psengine.collectives.registry import COLLECTIVES
+    from psengine.strategies.registry import resolve_strategy
 
-    name = Specification.parse("strategy", strategy).name
-    return name in SERVER_STRATEGIES or (is_default and name not in STRATEGIES)
-
-
-def _check_strategy(given: str | None) -> None:
-    """Raise ConfigurationError where a strategy of psengine's has no such option, or value. A script that names its own
-    strategy would never say so; names that psengine does not have may be the script's.
-    """
-    from psengine.strategies.registry import STRATEGIES, resolve_strategy
-
-    if Specification.parse("strategy", given or default_strategy()).name in STRATEGIES:
-        resolve_strategy(given)
+    resolve_strategy(given.strategy)
+    COLLECTIVES.read(given.collective or default_collective())
 
 
 def _signals(names: str) -> tuple[str, ...]:
@@ -308,8 +302,8 @@ def _signals(names: str) -> tuple[str, ...]:
 def _check_independent(parts: RunArguments, strategy: str, *, uses_servers: bool) -> None:
     if not uses_servers:
         raise ConfigurationError(
-            "--independent workers have no process group (expected --strategy sync:virtual_workers=V, async or"
-            f" sync-server, got {strategy!r})"
+            "--independent workers have no process group (expected --strategy sync:virtual_workers=V, async,"
+            f" sync-server or diloco-server, got {strategy!r}). Give it here also where the script names it"
         )
     if refused := [name for name in parts.torchrun if name not in _INDEPENDENT_OPTIONS]:
         raise ConfigurationError(
