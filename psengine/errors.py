@@ -14,6 +14,7 @@ __all__ = [
     "ConfigurationError",
     "EnvironmentVariableError",
     "FencedError",
+    "JobMismatchError",
     "MissingExtraError",
     "ModuleError",
     "NonFiniteGradientError",
@@ -29,6 +30,7 @@ __all__ = [
     "ServerRefusedError",
     "SharedMemoryUnavailableError",
     "SnapshotError",
+    "UsageError",
 ]
 
 
@@ -36,19 +38,26 @@ class PSEngineError(Exception):
     """Base class of every error psengine raises on purpose."""
 
 
-class EnvironmentVariableError(PSEngineError, RuntimeError):
+class UsageError(PSEngineError):
+    """Base class of refusals: the program, or its configuration, asks for something that psengine does not do.
+
+    The same program ends in the same way when it is started again, so ``psengine run`` does not.
+    """
+
+
+class EnvironmentVariableError(UsageError, RuntimeError):
     """The launcher's environment variables are incomplete or contradict each other."""
 
 
-class ConfigurationError(PSEngineError, ValueError):
+class ConfigurationError(UsageError, ValueError):
     """An argument has a value that psengine cannot work with."""
 
 
-class ReplicaMismatchError(PSEngineError, RuntimeError):
+class ReplicaMismatchError(UsageError, RuntimeError):
     """The ranks' models or metrics differ in structure, so there is nothing sensible to average."""
 
 
-class ReductionError(PSEngineError, RuntimeError):
+class ReductionError(UsageError, RuntimeError):
     """The order of forward, backward and gradient reduction was broken, for example by unused or reused parameters."""
 
 
@@ -100,7 +109,7 @@ class PeerLostError(CollectiveError):
         self.ranks = ranks
 
 
-class ArgumentTypeError(PSEngineError, TypeError):
+class ArgumentTypeError(UsageError, TypeError):
     """An argument has a type that psengine cannot work with."""
 
 
@@ -111,15 +120,15 @@ class CommunicationHookError(ArgumentTypeError, ReductionError):
     """
 
 
-class ModuleError(PSEngineError, RuntimeError):
+class ModuleError(UsageError, RuntimeError):
     """The module cannot be trained data-parallel as it is."""
 
 
-class RowIdError(PSEngineError, IndexError):
+class RowIdError(UsageError, IndexError):
     """A table has no row with this id."""
 
 
-class MissingExtraError(PSEngineError, ImportError):
+class MissingExtraError(UsageError, ImportError):
     """A package that an optional part of psengine needs is not installed; the message names the extra."""
 
 
@@ -143,11 +152,15 @@ class ServerRefusedError(ServerError):
         self.code = code
 
 
+class JobMismatchError(ServerRefusedError, UsageError):
+    """The servers speak another protocol version, or hold the job with another update rule or optimizer."""
+
+
 class FencedError(ServerRefusedError):
     """The lease of this worker ran out, or a newer process took its rank; its updates in flight do not count."""
 
 
-class AuthenticationError(ServerError):
+class AuthenticationError(ServerError, UsageError):
     """The CURVE handshake failed: a wrong or missing key."""
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from psengine.environment.variables import RUN_ID, read_variable
-from psengine.errors import ConfigurationError, PSEngineError
+from psengine.errors import PSEngineError, UsageError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -43,7 +43,7 @@ def install_hook() -> None:
                 "py_callstack": text,
                 "timestamp": str(int(time.time())),
                 "hint": HINT if is_short else "",
-                "is_final": isinstance(error, ConfigurationError),  # the same program ends so again
+                "is_refused": isinstance(error, UsageError),
             }
             message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
             new = Path(f"{file}.new")

@@ -102,6 +102,33 @@ def test_without_a_launcher_the_process_itself_says_it(raised, wants, expected, 
     assert absent not in ended.stderr
 
 
+REPEATED = "not started again: the same program would fail so again"
+NOT_ELASTIC = """
+import torch, psengine
+psengine.init()
+model = psengine.DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.ones(8, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "said"),
+    [
+        (["--independent", "--strategy", "sync:virtual_workers=4"], NOT_ELASTIC, "ReductionError: with virtual"),
+        (["--strategy", "sync-server", "--max-restarts", "3"], "import no_such_module", "ModuleNotFoundError: No"),
+        (["--max-restarts", "3"], "import argparse; argparse.ArgumentParser().parse_args(['-x'])", "unrecognized"),
+    ],
+)
+def test_what_would_repeat_ends_the_run_at_once(options, source, said, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    code, _, err = run_command(["run", "--workers", "2", *options, str(script)])
+    assert code in (1, 2)
+    assert said in err
+    assert REPEATED in err
+    assert not re.search("starting .* again|a worker that dies", err)
+
+
 def test_a_rank_that_left_in_order_is_named(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAINING.format("sys.exit(0)"))

@@ -20,8 +20,11 @@ _HEADER = re.compile(r"Traceback \(most recent call last\):|Fatal Python error: 
 # Of a rank whose peer is gone; its own message comes later than the cause, and often at the same moment as its end.
 _PEER_LOST = re.compile(r"PeerLostError|Connection (closed|reset) by peer|ncclRemoteError|Broken pipe|recvValue failed")
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
+# A program that cannot be read, or lacks a module or a name.
+_UNREADABLE = re.compile(r"(Syntax|Indentation|Tab|Import|ModuleNotFound|Name)Error: ")
 # Of a rank's stderr, which may be long, the part that is searched for a traceback.
 _LAST_BYTES = 256 << 10
+EXIT_USAGE = 2
 _NAMES = {number.value: number.name for number in signal.Signals}
 
 
@@ -35,7 +38,7 @@ class RankEnd:
         was_ended: the launcher ended it.
         words: what it said of its error: the user's line and the sentence, or the last traceback.
         hint: how to learn more than ``words``.
-        is_final: the same program would fail so again.
+        is_refused: psengine refused what the program asks for.
     """
 
     rank: int
@@ -44,7 +47,12 @@ class RankEnd:
     was_ended: bool = False
     words: tuple[str, ...] = ()
     hint: str = ""
-    is_final: bool = False
+    is_refused: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same program would fail so again. Exit code 2 is that of a wrong command line."""
+        return self.is_refused or self.exit_code == EXIT_USAGE or bool(_UNREADABLE.match(_last(self)))
 
     @property
     def lost_peer(self) -> bool:
@@ -66,10 +74,10 @@ def rank_end(rank: int, failure: ProcessFailure, stderr: str, *, was_running: bo
 
     ``was_running``: until the launcher ended the workers.
     """
-    error_file, words, hint, failed_s, is_final = Path(failure.error_file), "", "", time.time(), False
+    error_file, words, hint, failed_s, is_refused = Path(failure.error_file), "", "", time.time(), False
     if error_file.is_file():
         details = json.loads(error_file.read_text())["message"]["extraInfo"]
-        words, hint, is_final = details["py_callstack"], details.get("hint", ""), details.get("is_final", False)
+        words, hint, is_refused = details["py_callstack"], details.get("hint", ""), details.get("is_refused", False)
         failed_s = error_file.stat().st_mtime
     elif stderr:
         with open(stderr, "rb") as file:
@@ -87,7 +95,7 @@ def rank_end(rank: int, failure: ProcessFailure, stderr: str, *, was_running: bo
         was_ended=was_ended,
         words=tuple(lines),
         hint=hint,
-        is_final=is_final,
+        is_refused=is_refused,
     )
 
 

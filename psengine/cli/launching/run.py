@@ -160,6 +160,8 @@ class _Agent(LocalElasticAgent):
                 for rank, failure in result.failures.items()
             ]
             left = [rank for rank, local_rank in ranks.items() if codes.get(local_rank) == 0]
+            if (first := first_failure(self._run.ends)) is not None and first.is_final:
+                self._remaining_restarts = 0
             _report_failure(self._run, left, self._remaining_restarts)
         return result
 
@@ -230,7 +232,7 @@ def _run_independent(run: Run) -> None:
                     running[rank] = _start_independent(run, rank)
                 else:
                     run.ends.append(end)
-                    run.report(f"worker {rank} is not started again; {len(running)} others go on")
+                    run.report(f"worker {rank} is not started again{_why(end)}; {len(running)} others go on")
             time.sleep(_POLL_S)
     except SignalException as error:
         run.announce(error.sigval)
@@ -272,10 +274,18 @@ def _report_failure(run: Run, left: list[int], remaining_restarts: int) -> None:
         most = run.plan.torchrun.max_restarts
         run.report(f"starting all workers again ({most - remaining_restarts + 1} of {most})")
         return
-    if run.plan.is_multi_node and first is not None and first.lost_peer:
+    if first is None or first.is_final:
+        if first is not None and run.plan.torchrun.max_restarts:
+            run.report(f"the workers are not started again{_why(first)}")
+        return
+    if run.plan.is_multi_node and first.lost_peer:
         run.report("the lost rank may be another node's: look at what psengine run says there")
     if run.plan.uses_servers:
         run.report("with --independent --max-restarts N a worker that dies is started again alone; the others go on")
+
+
+def _why(end: RankEnd) -> str:
+    return ": the same program would fail so again" if end.is_final else ""
 
 
 def _workers_variables(run: Run, servers: list[str]) -> dict[str, str | None]:

@@ -12,7 +12,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from psengine.errors import FencedError, ProtocolError, PSEngineError, ServerLostError, ServerRefusedError
+from psengine.errors import (
+    FencedError,
+    JobMismatchError,
+    ProtocolError,
+    PSEngineError,
+    ServerLostError,
+    ServerRefusedError,
+)
 from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.operation import Request
 from psengine.protocol.messages import ErrorCode, Message, MessageType
@@ -24,6 +31,11 @@ RETRY_S, RETRY_MOST_S = 0.05, 0.5
 # A connection that is not made by then is tried anew: the name may resolve now.
 CONNECT_S = 5.0
 CONNECT_HEARTBEATS = 2  # at the latest, where there is another address: its host may be gone
+_REFUSALS: dict[str, type[ServerRefusedError]] = {
+    ErrorCode.FENCED: FencedError,
+    ErrorCode.RULE_MISMATCH: JobMismatchError,
+    ErrorCode.VERSION: JobMismatchError,
+}
 MAX_GARBLED = 3  # after so many unreadable messages in a row every operation fails
 
 
@@ -234,7 +246,7 @@ class Channel:
     def refusal(self, operation: Request | None, message: Message) -> ServerRefusedError:
         """An ERROR as an error."""
         code, text = message.body["code"], message.body["text"]
-        kind = FencedError if code == ErrorCode.FENCED else ServerRefusedError
+        kind = _REFUSALS.get(code, ServerRefusedError)
         asked = "" if operation is None else f" {operation.describe()}"
         return kind(f"{self.address} refused{asked} ({code}): {text}", code)
 
