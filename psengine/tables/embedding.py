@@ -77,6 +77,7 @@ class ServerEmbedding(torch.nn.Module):
 
     # Set while a wrapped model has this table.
     table: Table | None = None
+    _loaded_version: int | None = None  # of the rows of the checkpoint that was loaded last
 
     def __init__(
         self,
@@ -192,21 +193,27 @@ class ServerEmbedding(torch.nn.Module):
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """For ``state_dict``: which table it is; its rows stay at the servers."""
-        name = self.options.name if self.table is None else self.table.parts.spec.name
-        return {"name": name, "num_embeddings": self.num_embeddings, "embedding_dim": self.embedding_dim}
+        """For ``state_dict``: which table it is, and the version of its rows, which stay at the servers."""
+        name, version = self.options.name, self._loaded_version
+        if self.table is not None:
+            name, version = self.table.parts.spec.name, self.table.version
+        shape = {"num_embeddings": self.num_embeddings, "embedding_dim": self.embedding_dim}
+        return {"name": name, **shape, "version": version}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Compare the saved table with this one; rows are loaded by ``load``.
+        """Compare the saved table with this one; rows are loaded by ``load``. Warns where they are of another version.
 
         Raises:
             ConfigurationError: it is another one.
         """
-        own = self.get_extra_state()
+        self._loaded_version = state["version"]
+        own = self.get_extra_state() | {"version": state["version"]}
         if own["name"] is None:  # not wrapped yet
             own["name"] = state["name"]
         if own != state:
             raise ConfigurationError(f"the checkpoint names another table (expected {own}, got {state})")
+        if self.table is not None:
+            self.table.check_version(state["version"])
 
     @override
     def _load_from_state_dict(

@@ -41,6 +41,7 @@ class Table:
     Attributes:
         averages: workers' rows are averaged.
         is_pushed: a distributed optimizer pushes what backwards leave.
+        version: of the parts at the servers, added up, as this worker has last heard.
     """
 
     def __init__(self, layer: ServerEmbedding, parts: TableParts) -> None:
@@ -48,6 +49,7 @@ class Table:
         self.parts = parts
         self.averages = layer.options.rule == "average"
         self.is_pushed = False
+        self.version = 0
         # A leaf of the table's shape, without memory: its gradient is what backwards left.
         one = torch.empty(1, dtype=torch.float32, device="cpu")
         self._leaf = one.expand(parts.spec.rows, parts.spec.dim).requires_grad_()
@@ -158,6 +160,7 @@ class Table:
         pushes, self._pushes = self._pushes, []
         with self.parts.session.telemetry.blocked():
             wait_all(pushes)
+        self.version = sum(push.wait().version for push in pushes)
         for push in pushes:
             body = push.wait().body
             if body.get("refused", "abstained") != "abstained":
@@ -178,11 +181,25 @@ class Table:
                 self._refused,
             )
 
+    def check_version(self, saved: int | None) -> None:
+        """Warn where the rows are not those that a checkpoint's dense part was ``saved`` beside; None: there is none."""
+        self.version = self.parts.version()
+        if saved not in (None, self.version):
+            logger.warning(
+                "table %r: the dense part that was loaded belongs to rows of another version (expected version %d, got"
+                " %d at the servers). Fix: start the servers from their snapshot of that time, or load() the rows that"
+                " were exported beside the checkpoint, after which this warning means nothing",
+                self.parts.spec.name,
+                saved,
+                self.version,
+            )
+
     # ---- for people --------------------------------------------------------------------------------------------
 
     def load(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """See ``ServerEmbedding.load``."""
         self.parts.store(ids, rows)
+        self.version = self.parts.version()
         self._lookups.clear()  # they were read before
         self._prefetched.clear()
 

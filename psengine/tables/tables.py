@@ -145,6 +145,7 @@ class Tables:
         for name, parts_of_table in tables_in(session, layout).items():
             layers[name].table = table = Table(layers[name], parts_of_table)
             self._tables.append(table)
+            table.check_version(layers[name]._loaded_version)
 
     # ---- steps -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -72,3 +73,15 @@ def native_optimizers(model: TwoTables, optimizer: str) -> tuple[torch.optim.Opt
     sparse = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer]
     tables = [model.users.weight, model.items.weight]
     return torch.optim.Adam(model.head.parameters(), lr=0.01), sparse(tables, lr=0.1)
+
+
+def warnings_of(logger: str) -> list[str]:
+    """The warnings that this process's ``logger`` gives from now on, as they come."""
+    found: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logging.getLogger(logger).addHandler(Listening(logging.WARNING))
+    return found

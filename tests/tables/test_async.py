@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from support.expectations import raises
 from support.server_training import at_servers
 from support.table_training import at_servers as model_at_servers
-from support.table_training import batch, native_optimizers, native_twin, rows_of
+from support.table_training import batch, native_optimizers, native_twin, rows_of, warnings_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -141,13 +140,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_its_row(rank, world_size):
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.0), wrapped)
     ids = torch.tensor([400, 17, 23])
     before = model.table.rows(ids)
-    found: list[str] = []
-
-    class Listening(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    logging.getLogger("psengine.tables").addHandler(Listening(logging.WARNING))
+    found = warnings_of("psengine.tables")
     (model.table(ids) * torch.tensor([[1.0], [float("nan")], [1.0]])).sum().backward()
     optimizer.step()
     assert "table 'table' (non_finite in row 17)" in found[0]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_training import at_servers
+from support.table_training import warnings_of
 from torch import nn
 
 import psengine
@@ -102,6 +103,11 @@ def test_what_a_model_with_tables_cannot_do_is_said(rank, world_size):
             table.load(torch.tensor([1, 2]), rows)
     with raises(ConfigurationError, "got 2 twice"):
         table.load(torch.tensor([2, 2]), torch.zeros(2, 4))
+    for bad in (float("nan"), -float("inf")):
+        rows = torch.zeros(3, 4)
+        rows[1, 2] = bad
+        with raises(ConfigurationError, "must be finite", f"{bad}, 0.0] for row 5)", "Fix: leave that row out"):
+            table.load(torch.tensor([9, 5, 2]), rows)
     with raises(RowIdError, "no row 11"):
         table.load(torch.tensor([11, 2]), torch.zeros(2, 4))
     wrapped.leave()
@@ -245,20 +251,43 @@ def test_methods_of_modules_act_as_on_an_embedding(rank, world_size):
 
 
 @at_servers(1)
-def test_a_checkpoint_names_its_tables(rank, world_size):
-    wrapped = wrapped_model("saved", table=psengine.ServerEmbedding(10, 4, lr=1.0))
+def test_a_checkpoint_names_its_tables_and_the_version_of_their_rows(rank, world_size):
+    def new_table(rows: int = 10) -> psengine.ServerEmbedding:
+        return psengine.ServerEmbedding(rows, 4, lr=1.0)
+
+    wrapped = wrapped_model("saved", table=new_table())
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.0), wrapped)
     file = io.BytesIO()
     torch.save(wrapped.module.state_dict(), file)
     state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert state["table._extra_state"] == {"name": "table", "num_embeddings": 10, "embedding_dim": 4}
+    named = {"name": "table", "num_embeddings": 10, "embedding_dim": 4, "version": 0}
+    assert state["table._extra_state"] == named
+    found = warnings_of("psengine.tables")
     wrapped.module.load_state_dict(state)
     for strict in (True, False):
         with raises(RuntimeError, "table.weight: rows live on servers", "torch.nn.Embedding", ".load(ids, rows)"):
             wrapped.module.load_state_dict(model_of(table=nn.Embedding(10, 4)).state_dict(), strict=strict)
-    model_of(table=psengine.ServerEmbedding(10, 4, lr=1.0)).load_state_dict(state)
     with raises(ConfigurationError, "another table", "'num_embeddings': 11"):
-        model_of(table=psengine.ServerEmbedding(11, 4, lr=1.0)).load_state_dict(state)
+        model_of(table=new_table(11)).load_state_dict(state)
+    assert not found
+    loss_of(wrapped.module).backward()
+    optimizer.step()
+    wrapped.module.table.load(torch.tensor([1]), torch.zeros(1, 4))
+    later = wrapped.module.state_dict()
+    version = later["table._extra_state"]["version"]
+    assert version > 1
+    wrapped.module.load_state_dict(later)
+    assert not found
+    wrapped.module.load_state_dict(state)
     wrapped.leave()
+    # Before the model is wrapped, too, as most scripts do.
+    resumed = model_of(table=new_table())
+    resumed.load_state_dict(state)
+    psengine.DistributedDataParallel(resumed, strategy="sync-server").leave()
+    assert len(found) == 2
+    for text in found:
+        assert "table 'table'" in text
+        assert f"(expected version 0, got {version} at the servers). Fix: start the servers" in text
 
 
 def on_an_embedded_server(rank: int, world_size: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from psengine.errors import ArgumentTypeError, ConfigurationError, ProtocolError, RowIdError, ServerRefusedError
-from psengine.kernels.row_table import part_of
+from psengine.kernels.row_table import first_not_finite, part_of
 from psengine.parameter_server.client.operation import Push, Request, wait_all
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.worker_session import WorkerSession
@@ -132,6 +132,11 @@ class TableParts:
         lookup = self.look_up(ids)
         return lookup.wait().index_select(0, lookup.index).view(*ids.shape, self.spec.dim)
 
+    def version(self) -> int:
+        """How many steps and STOREs have changed the parts so far, added up."""
+        requests = [self.session.pull(key, scan=0, most=1) for key in self._keys]
+        return sum(request.wait().version for request in requests)
+
     def existing(self) -> torch.Tensor:
         """The ids of all rows that exist, ascending."""
         ids: torch.Tensor = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *self._scan()]).unique()
@@ -184,6 +189,11 @@ class TableParts:
         self._check_range(flat)
         if (twice := flat[1:][flat[1:] == flat[:-1]]).numel():
             raise ConfigurationError(f"table {self.spec.name!r}: expected each id once (got {int(twice[0])} twice)")
+        if (bad := first_not_finite(rows)) >= 0:
+            raise ConfigurationError(
+                f"table {self.spec.name!r}: rows must be finite (expected finite elements, got {rows[bad].tolist()} for"
+                f" row {int(flat[bad])}). Fix: leave that row out, and it begins anew; or torch.nan_to_num(rows)"
+            )
         for some_ids, some_rows in zip(flat.split(self.most), rows.split(self.most), strict=True):
             parts = self._payloads(some_ids, some_rows)
             wait_all([self.session.store(key, payload, rows=count) for key, payload, count in parts if count])
