@@ -182,9 +182,9 @@ class Table:
             )
 
     def check_version(self, saved: int | None) -> None:
-        """Warn where the rows are not those that a checkpoint's dense part was ``saved`` beside; None: there is none."""
+        """Warn where the rows have another version than those beside which a dense part was ``saved``."""
         self.version = self.parts.version()
-        if saved not in (None, self.version):
+        if saved is not None and saved != self.version:
             logger.warning(
                 "table %r: the dense part that was loaded belongs to rows of another version (expected version %d, got"
                 " %d at the servers). Fix: start the servers from their snapshot of that time, or load() the rows that"

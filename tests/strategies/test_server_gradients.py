@@ -22,7 +22,8 @@ def test_sparse_gradients_are_refused_before_any_server_is_met():
         psengine.AsyncServer(servers="tcp://127.0.0.1:1"),
         psengine.SyncServer(servers="tcp://127.0.0.1:1"),
     ):
-        with pytest.raises(ConfigurationError, match=r"sparse gradients of 'tokens\.weight'.*sparse=False"):
+        advice = r"sparse gradients of 'tokens\.weight'.* Fix: psengine\.ServerEmbedding or ServerEmbeddingBag"
+        with pytest.raises(ConfigurationError, match=advice):
             psengine.DistributedDataParallel(
                 nn.ModuleDict({"tokens": nn.Embedding(5, 3, sparse=True)}), strategy=strategy
             )

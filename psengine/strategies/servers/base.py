@@ -156,7 +156,8 @@ class ServerStrategy(Strategy):
         if replica.sparse:
             raise ConfigurationError(
                 f"parameter servers exchange dense gradients (expected sparse=False, got sparse gradients of"
-                f" {replica.sparse[0]!r}). Fix: torch.nn.Embedding(..., sparse=False), or strategy='sync'."
+                f" {replica.sparse[0]!r}). Fix: psengine.ServerEmbedding or ServerEmbeddingBag, whose rows live at the"
+                " servers; or sparse=False; or strategy='sync'."
             )
 
     @override
