@@ -119,11 +119,12 @@ class Registry(Generic[Made]):
     Args:
         kind: the kind of object, in the singular, for messages: "strategy".
         arguments: parameters of the factories that psengine passes; a factory's other parameters are its options.
+        elsewhere: by a name that is not registered, the fix: what does it instead.
     """
 
-    def __init__(self, kind: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, kind: str, arguments: Sequence[str] = (), elsewhere: Mapping[str, str] | None = None) -> None:
         self.kind = kind
-        self._arguments = arguments
+        self._arguments, self._elsewhere = arguments, elsewhere or {}
         self._factories: dict[str, Callable[..., Made]] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -136,9 +137,8 @@ class Registry(Generic[Made]):
             ConfigurationError: nothing was; the message lists the names.
         """
         if name not in self._factories:
-            raise ConfigurationError(
-                f"unknown {self.kind} (expected one of {sorted(self)}, got {name!r}){did_you_mean(name, self)}"
-            )
+            fix = f". Fix: {self._elsewhere[name]}" if name in self._elsewhere else did_you_mean(name, self)
+            raise ConfigurationError(f"unknown {self.kind} (expected one of {sorted(self)}, got {name!r}){fix}")
         return self._factories[name]
 
     def register(self, name: str, factory: Callable[..., Made]) -> None:

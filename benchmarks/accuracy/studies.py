@@ -63,8 +63,7 @@ BATCH_SIZE = 32  # of each worker
 
 
 def _codecs() -> dict[str, Candidate]:
-    codecs = {"int8": "int8", "fp4": "fp4", "onebit": "onebit"}
-    codecs |= {"topk 1 %": "topk,ratio=0.01", "powersgd rank 4": "powersgd,rank=4"}
+    codecs = {"int8": "int8", "fp4": "fp4", "onebit": "onebit", "topk 1 %": "topk,ratio=0.01"}
     strategies = {"none": "sync", "bf16": "sync:compress=bf16"}
     for name, codec in codecs.items():
         strategies[name] = f"sync:compress={codec}"

@@ -45,7 +45,7 @@ class Entry:
 THREE = "--candidates plain,native,psengine"
 SERVERS = "--candidates plain,native,sync-server,async --optimizer SGD"
 SHARDED = "--candidates plain,native,psengine,sharded --optimizer AdamW,momentum"
-CODECS = ("bf16", "int8", "fp4", "onebit", "topk,ratio=0.01", "powersgd,rank=4")
+CODECS = ("bf16", "int8", "fp4", "onebit", "topk,ratio=0.01")
 CODED = ";".join(f"sync:compress={codec}" for codec in CODECS)
 LOCAL = "local:every=16;local:every=16,compress=bf16;diloco:every=16,compress=fp4"
 HOSTS = f"none;native;sync;hierarchical;sync-server;sync-server:compress=int8;{CODED};{LOCAL}"

@@ -12,7 +12,6 @@ allocated beforehand, and a receiver checks a payload's size before decoding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -115,7 +114,6 @@ class Codec(Configured, ABC):
             differences from what the worker holds, unless ``summed_dtype`` says that payloads are values.
         slice_numel: where the values may be cut: a payload of values that begin and end at multiples of this (the end
             of all values counts) is that part of the whole payload. None: nowhere.
-        is_summed_in_rounds: whether a collective sums what ``sum_rounds`` yields, instead of payloads.
 
     If a value is not finite, the decoded values must not all be finite: training code looks for them
     (``check_finite``, ``torch.amp.GradScaler``).
@@ -126,7 +124,6 @@ class Codec(Configured, ABC):
     is_identity: ClassVar[bool] = False
     encodes_answers: ClassVar[bool] = True
     slice_numel: ClassVar[int | None] = None
-    is_summed_in_rounds: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         """What users write to get this one, such as "topk:ratio=0.01"."""
@@ -143,22 +140,6 @@ class Codec(Configured, ABC):
         None: payloads are decoded, and their values added in the order of ranks.
         """
         return None
-
-    def for_pieces(self, pieces: Sequence[tuple[int, int]]) -> Codec:
-        """The codec for values that are pieces of tensors, one after the other: (number of elements, row length), where
-        0 stands for a vector. Default: itself, because values are values.
-        """
-        return self
-
-    def sum_rounds(
-        self, values: torch.Tensor, into: torch.Tensor | None, state: CodecState | None = None
-    ) -> Iterator[torch.Tensor]:
-        """Where ``is_summed_in_rounds``: the sum in two rounds, each of which sums float32 over ranks.
-
-        Yields what is to be summed in place. At the end it writes the values of the sum to ``into``, which may be
-        ``values``; None: nobody wants them.
-        """
-        raise NotImplementedError(f"codec {self.name!r} sums payloads")
 
     @abstractmethod
     def payload_spec(self, numel: int, dtype: torch.dtype) -> PayloadSpec:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from psengine.codecs.fp4 import Fp4
 from psengine.codecs.identity import IDENTITY, Identity
 from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
-from psengine.codecs.powersgd import PowerSgd
 from psengine.codecs.topk import TopK
 from psengine.errors import ConfigurationError
 from psengine.specification import Registry
 
-CODECS: Registry[Codec] = Registry("codec")
+_HOOK = "strategy 'sync' with model.register_comm_hook(PowerSGDState(...), powerSGD_hook) of torch"
+CODECS: Registry[Codec] = Registry("codec", elsewhere={"powersgd": f"{_HOOK}; or compress=int8, fp4 or topk"})
 
 
 def register_codec(name: str, factory: Callable[..., Codec]) -> None:
@@ -35,7 +34,7 @@ def register_codec(name: str, factory: Callable[..., Codec]) -> None:
     CODECS.register(name, factory)
 
 
-for codec_class in (Identity, Bfloat16, Float16, Float32, Int8, Fp4, OneBit, TopK, PowerSgd):
+for codec_class in (Identity, Bfloat16, Float16, Float32, Int8, Fp4, OneBit, TopK):
     register_codec(codec_class.name, codec_class)
 
 
@@ -60,10 +59,3 @@ def resolve_codec(specification: Any) -> Codec:
 def codec_for(codec: Codec, dtype: torch.dtype) -> Codec:
     """The codec of values of ``dtype`` where the user chose ``codec``: that one, or none where it does not cover it."""
     return codec if codec.covers(dtype) else IDENTITY
-
-
-def row_numel(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements follow each other in one element of the outermost dimension in memory; 0 for vectors."""
-    if len(shape) < 2:
-        return 0
-    return math.prod(shape) // max(1, shape[max(range(len(shape)), key=lambda i: (strides[i], -i))])

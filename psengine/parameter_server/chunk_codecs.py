@@ -19,16 +19,13 @@ import torch
 
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
-from psengine.codecs.registry import codec_for, row_numel
+from psengine.codecs.registry import codec_for
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 
 
 def gradient_codec(codec: Codec, spec: ChunkSpec) -> Codec:
     """By which codec workers encode what they push for a chunk, in a job with ``codec``."""
-    if spec.kind is not ChunkKind.PARAMETER:
-        return IDENTITY
-    pieces = [(one.numel, row_numel(one.shape, one.strides)) for one in spec.segments]
-    return codec_for(codec, spec.dtype).for_pieces(pieces)
+    return codec_for(codec, spec.dtype) if spec.kind is ChunkKind.PARAMETER else IDENTITY
 
 
 def answer_codec(codec: Codec, spec: ChunkSpec) -> Codec:

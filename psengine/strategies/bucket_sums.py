@@ -6,7 +6,6 @@
     summed payload     values ─ encode ─► payload ─ all-reduce ────────────────────► sum, in the payload's dtype
     sliced payloads    values ─ encode ─► payload ─ all-to-all ─► decode each, add ─► sum of this rank's slice ─┐
                        in pieces                                         sum ◄─ decode ◄─ all-gather ◄─ encode ─┘
-    summed in rounds   values ─► P ─ all-reduce ─► Q ─ all-reduce ─► sum
     gathered payloads  values ─ encode ─► payload ─ all-gather ─► decode each, add ─► sum
 
 Each rank decodes the same payloads in the order of ranks, so all have the same bits.
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from psengine.codecs.base import Codec, CodecState
 from psengine.codecs.identity import IDENTITY
-from psengine.codecs.registry import codec_for, row_numel
+from psengine.codecs.registry import codec_for
 from psengine.collectives.base import Collective, Intermediate, Work
 from psengine.collectives.contributions import SLICE_BYTES
 from psengine.flat_optimizers.finite import is_finite
@@ -122,20 +121,6 @@ class SummedPayload(BucketSum):
         self.bucket.note_encoded(self._payload)
         yield self._collective.all_reduce(self._payload, scale, what=self._what)
         return self._payload
-
-
-class SummedInRounds(BucketSum):
-    """The codec says what is summed, in two rounds."""
-
-    @override
-    def exchange(self, scale: float) -> BucketExchange:
-        flat = self.bucket.flat
-        rounds = self._codec.sum_rounds(flat, flat, self._state)
-        yield Intermediate(self._collective.all_reduce(next(rounds), scale, what=self._what))
-        yield self._collective.all_reduce(next(rounds), scale, what=self._what)
-        assert next(rounds, None) is None, "a codec sums in two rounds"
-        self.is_spoiled = self._state is not None and not is_finite(flat)
-        return flat
 
 
 class GatheredPayloads(BucketSum):
@@ -274,9 +259,6 @@ def make_sum(bucket: Bucket, collective: Collective, codec: Codec) -> BucketSum:
         return SummedAsPacked(bucket, collective)
     if summed_dtype is not None:
         return SummedPayload(bucket, collective, codec)
-    codec = codec.for_pieces([(one.numel(), row_numel(one.shape, one.stride())) for one in bucket.parameters])
-    if codec.is_summed_in_rounds:
-        return SummedInRounds(bucket, collective, codec)
     if codec.slice_numel is not None:
         return SlicedPayloads(bucket, collective, codec)
     return GatheredPayloads(bucket, collective, codec)

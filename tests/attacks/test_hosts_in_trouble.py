@@ -22,7 +22,7 @@ from support.hosts import DEADLINE_S, Host, HostProcess, emulated_hosts, needs_h
 pytestmark = needs_hosts
 
 PROGRAM = Path(__file__).parents[1] / "support" / "host_training.py"
-CODECS = ("bf16", "fp16", "int8", "fp4", "onebit", "topk,ratio=0.1", "powersgd,rank=1")
+CODECS = ("bf16", "fp16", "int8", "fp4", "onebit", "topk,ratio=0.1")
 OVER_COLLECTIVES = (
     "sync",
     "sync:shard_optimizer=true",

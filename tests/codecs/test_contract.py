@@ -16,6 +16,7 @@ from psengine.codecs.base import Codec, CodecState
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import CODECS, codec_for, resolve_codec
 from psengine.errors import ConfigurationError, ProtocolError
+from psengine.strategies.registry import resolve_strategy
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64]
 NUMELS = [1, 7, 1000]
@@ -37,7 +38,6 @@ ERROR_BOUNDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp4": lambda values: (values.abs().double().amax() / 3).expand_as(values),
     "onebit": lambda values: values.abs().double().amax().expand_as(values),
     "topk": lambda values: values.abs().double().amax().expand_as(values),
-    "powersgd": lambda values: values.double().norm().expand_as(values),
     "top1": lambda values: values.abs().double().sort().values[-2:-1].expand_as(values),
 }
 register()
@@ -242,6 +242,8 @@ def test_what_users_write():
     assert resolve_codec(IDENTITY) is IDENTITY
     with pytest.raises(ConfigurationError, match=r"unknown codec \(expected one of .*'bf16'.* got 'bf61'\).*mean bf16"):
         resolve_codec("bf61")
+    with pytest.raises(ConfigurationError, match=r"'powersgd'\). Fix: strategy 'sync' with model.register_comm_hook\("):
+        resolve_strategy("sync-server:compress=powersgd,rank=4")
     with pytest.raises(ConfigurationError, match=r"unknown option 'ratio' \(expected .*no options of codec 'bf16'"):
         resolve_codec("bf16:ratio=0.01")
     with pytest.raises(ConfigurationError, match=r"unknown codec \(expected None, .* got 8\)"):

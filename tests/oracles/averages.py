@@ -5,19 +5,18 @@ over a collective   share ─ + residual ─ what arrives ─┐                
 at a server         values ─ + residual ─ what arrives ─┐
                     values ─ + residual ─ what arrives ─┴─► sum / W ─ + residual ─ what arrives ─► the average of all
 
-Over a collective casts are summed as they are, "topk" sends all of the sum, and "powersgd" sums factors.
+Over a collective casts are summed as they are, and "topk" sends all of the sum.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from oracles.codec_values import REFERENCE_VALUES, Factors, Pieces, Sender, WithFeedback, is_covered, sender
+from oracles.codec_values import REFERENCE_VALUES, Sender, WithFeedback, is_covered, sender
 from oracles.payloads import CASTS
 from oracles.ring_order import add_in_ring_order
 from psengine.codecs.base import Codec
@@ -64,20 +63,6 @@ def scatter(values: Tensor, parts: Sequence[Part], flats: Mapping[str, Tensor]) 
     """Inverse of ``gather``: write to ``flats``."""
     for (name, first, numel), piece in zip(parts, values.split([part.numel for part in parts]), strict=True):
         flats[name][first : first + numel] = piece
-
-
-def row_numel(parameter: Tensor) -> int:
-    """Elements of each row of a matrix with a row for each element of the outermost dimension; of a vector 0."""
-    if parameter.dim() < 2:
-        return 0
-    strides = torch.empty_like(parameter).stride()
-    outermost = max(range(parameter.dim()), key=lambda dimension: (strides[dimension], -dimension))
-    return math.prod(parameter.shape) // max(1, parameter.shape[outermost])
-
-
-def pieces_of(parts: Sequence[Part], module: torch.nn.Module) -> list[tuple[int, int]]:
-    """Of each part the number of elements, and ``row_numel``."""
-    return [(part.numel, row_numel(module.get_parameter(part.name))) for part in parts]
 
 
 class Average:
@@ -156,26 +141,6 @@ class SlicedAverage(Average):
             self.down.spare(first, end)
 
 
-class FactoredSum(Average):
-    """The factors of "powersgd" are summed, so that the average is what is factored."""
-
-    def __init__(self, world_size: int, pieces: Pieces, *, rank: int = 4, error_feedback: bool = True) -> None:
-        self.up = [Sender(keeps=error_feedback) for _ in range(world_size)]
-        self._factors = Factors(pieces, rank)
-        self._sum = CastSum(torch.float32)
-
-    def __call__(self, addends: Sequence[Tensor]) -> Tensor:
-        factors = self._factors
-        corrected = [one.corrected(share) for one, share in zip(self.up, addends, strict=True)]
-        bases = factors.bases(self._sum([factors.left(values) for values in corrected]))
-        rights = [factors.right(values, bases) for values in corrected]
-        right = self._sum(rights)
-        factors.begin_at(right)
-        for one, values, own in zip(self.up, corrected, rights, strict=True):
-            one.keep(factors.left_out(values, bases, own))
-        return factors.product(bases, right).to(addends[0].dtype)
-
-
 class ServerAverage(Average):
     """What arrives is added in the order of ranks, in float32 at least, and the sum is divided.
 
@@ -184,11 +149,9 @@ class ServerAverage(Average):
         answers: whether the average is encoded too.
     """
 
-    def __init__(
-        self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces, *, answers: bool = True
-    ) -> None:
-        self.up = [sender(codec, dtype, pieces) for _ in range(world_size)]
-        self._down = sender(codec, dtype, pieces) if answers else Sender(keeps=False)
+    def __init__(self, codec: Codec, world_size: int, dtype: torch.dtype, *, answers: bool = True) -> None:
+        self.up = [sender(codec, dtype) for _ in range(world_size)]
+        self._down = sender(codec, dtype) if answers else Sender(keeps=False)
 
     def __call__(self, addends: Sequence[Tensor]) -> Tensor:
         dtype = addends[0].dtype
@@ -203,13 +166,11 @@ class OverCollective:
     def addends(self, values: Sequence[Tensor]) -> list[Tensor]:
         return [one * (1.0 / len(values)) for one in values]
 
-    def average(self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces) -> Average:
+    def average(self, codec: Codec, world_size: int, dtype: torch.dtype) -> Average:
         if not is_covered(codec, dtype):
             return CastSum(dtype)
         if codec.name in CASTS:
             return CastSum(CASTS[codec.name])
-        if codec.name == "powersgd":
-            return FactoredSum(world_size, pieces, **codec.options)
         return SlicedAverage(codec.name, world_size, **codec.options)
 
 
@@ -222,8 +183,8 @@ class AtServers:
     def addends(self, values: Sequence[Tensor]) -> list[Tensor]:
         return list(values)
 
-    def average(self, codec: Codec, world_size: int, dtype: torch.dtype, pieces: Pieces) -> Average:
-        return ServerAverage(codec, world_size, dtype, pieces, answers=self._answers)
+    def average(self, codec: Codec, world_size: int, dtype: torch.dtype) -> Average:
+        return ServerAverage(codec, world_size, dtype, answers=self._answers)
 
 
 Over: TypeAlias = OverCollective | AtServers

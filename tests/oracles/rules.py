@@ -25,7 +25,6 @@ from oracles.averages import (
     elements,
     gather,
     in_memory_order,
-    pieces_of,
     scatter,
     whole,
 )
@@ -131,7 +130,7 @@ class CodecRule(Rule):
     def _average_sparse(self, name: str) -> None:
         alike = [replica.get_parameter(name) for replica in self._replicas]
         dense = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in alike]
-        average = self.over.average(IDENTITY, len(dense), dense[0].dtype, [])(self.over.addends(dense))
+        average = self.over.average(IDENTITY, len(dense), dense[0].dtype)(self.over.addends(dense))
         for p in alike:
             p.grad = average.to_sparse(1)
 
@@ -155,8 +154,7 @@ class CodecRule(Rule):
         self._buckets, self._averages = buckets, []
         for bucket in buckets:
             dtype = self._parameter(bucket[0].name).dtype
-            pieces = pieces_of(bucket, self._replicas[0])
-            average = self.over.average(self._codec, len(self._replicas), dtype, pieces)
+            average = self.over.average(self._codec, len(self._replicas), dtype)
             self._averages.append(average)
             for kept, one in zip(residuals, average.up, strict=False):
                 if bucket[0] in kept:
@@ -259,12 +257,11 @@ class _Chunk:
         self.parts = parts
         self._codec = codec
         self._dtype = replica.get_parameter(parts[0].name).dtype
-        self._pieces = pieces_of(parts, replica)
         self.gradients = self._new_sender()
         self._held: Tensor | None = None
 
     def _new_sender(self) -> Sender:
-        return sender(self._codec, self._dtype, self._pieces)
+        return sender(self._codec, self._dtype)
 
     def answer(self, weights: Tensor) -> Tensor:
         """What the worker holds after an answer; ``weights`` are the server's."""
@@ -348,12 +345,11 @@ class LocalRule(Rule):
 
     def _average_of(self, parts: Sequence[Part]) -> Average:
         dtype = self._replicas[0].get_parameter(parts[0].name).dtype
-        pieces = pieces_of(parts, self._replicas[0])
-        return self._options.over.average(self._options.codec, len(self._replicas), dtype, pieces)
+        return self._options.over.average(self._options.codec, len(self._replicas), dtype)
 
     def _mean(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         over = self._options.over
-        return over.average(IDENTITY, len(values), values[0].dtype, [])(over.addends(values))
+        return over.average(IDENTITY, len(values), values[0].dtype)(over.addends(values))
 
     def _use(self, fragment: int, group: int, average: torch.Tensor) -> None:
         options = self._options

@@ -94,7 +94,7 @@ TOLERANCES = {
     "sync-server:compress=int8": 5e-2,
 }
 # Of codecs with error feedback one step may be far away: that replicas agree counts.
-CODECS = ["int8", "fp4", "onebit", "topk:ratio=0.1", "powersgd:rank=1"]
+CODECS = ["int8", "fp4", "onebit", "topk:ratio=0.1"]
 CODED = [f"{name}:compress={codec.replace(':', ',')}" for name in ("sync", "sync-server", "async") for codec in CODECS]
 STRATEGIES_AND_WORKERS = [(name, workers) for name, (_, sizes) in ORACLES.items() for workers in sizes]
 

@@ -47,7 +47,7 @@ def save_midway(rank: int, world_size: int, name: str) -> bytes:
 
 
 TRAVELLING = "diloco:every=4,fragments=2,overlap=3,keep=0.25,compress="
-LOSSY = [TRAVELLING + codec for codec in ("int8", "fp4", "topk,ratio=0.3", "powersgd,rank=2", "bf16")]
+LOSSY = [TRAVELLING + codec for codec in ("int8", "fp4", "topk,ratio=0.3", "bf16")]
 
 
 def saved_by_one_rank(rank: int, world_size: int, name: str, saver: int) -> list[torch.Tensor]:

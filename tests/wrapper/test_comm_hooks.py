@@ -8,6 +8,7 @@ from support.expectations import raises
 from support.native_twins import Net, seeded
 from support.processes import in_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from psengine import CommunicationHookError, DistributedDataParallel
 
@@ -92,3 +93,29 @@ def test_what_a_hook_sees(rank, world_size):
     count = len(ddp.reducer.buckets)
     assert count > 1
     assert seen[-count:] == [(i, i == count - 1) for i in range(count)]
+
+
+@in_ranks(2)
+def test_powersgd_compresses_with_native_bits(rank, world_size):
+    """torch's own hook, for four steps of plain all-reduces and eight of factors with error feedback."""
+    twins, states = [], []
+    for kind in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
+        network = seeded(lambda: nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 48), nn.Linear(48, 3)))
+        states.append(PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4))
+        twins.append(kind(network))
+        twins[-1].register_comm_hook(states[-1], powerSGD_hook)
+    optimizers = [torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9) for twin in twins]
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(12):
+        x = torch.randn(8, 40, generator=generator)
+        for twin, optimizer in zip(twins, optimizers, strict=True):
+            optimizer.zero_grad()
+            twin(x).square().mean().backward()
+            optimizer.step()
+        for native, ours in zip(*(twin.parameters() for twin in twins), strict=True):
+            assert torch.equal(native.grad, ours.grad), step
+            assert torch.equal(native, ours), step
+    for state in states:
+        rate, _, _ = state.compression_stats()
+        assert rate > 2, "the matrices were factored"
+        assert any(error.any() for error in state.error_dict.values())

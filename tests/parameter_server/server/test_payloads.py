@@ -11,7 +11,6 @@ from psengine.codecs.fp4 import Fp4
 from psengine.codecs.int8 import Int8
 from psengine.codecs.onebit import OneBit
 from psengine.codecs.topk import TopK
-from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import ErrorCode, MessageType
 
 
@@ -140,15 +139,11 @@ NAN, INFINITY = (0, 0, 0xC0, 0x7F), (0, 0, 0x80, 0x7F)
         ("fp4", with_scale(323, 255)),
         ("onebit", with_scale(136, *INFINITY)),
         ("topk:ratio=0.003", topk_payload([0, 599], [1.0, torch.inf])),
-        ("powersgd:rank=1", torch.full((49,), 3e38).view(torch.uint8)),  # finite factors, and a product that is not
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_payload_that_is_not_finite_when_decoded_is_not_applied(codec, payload):
     _, worker = stepping(codec)
-    if codec.startswith("powersgd"):
-        matrix = ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 600, (Segment("p0", (24, 25), (25, 1), 0, 600),))
-        (worker,) = team(World(), 1, [matrix], rule={**APPLY, "compress": codec})
     before = weights_at(worker)
     (answer,) = worker.push(0, 1, payload)
     assert (answer.type, answer.body["refused"]) == (MessageType.UPDATED, "non_finite")
