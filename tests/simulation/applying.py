@@ -200,10 +200,11 @@ class ApplyingJob(Job):
         is_refused = any(one.message.type is MessageType.ERROR for one in outgoing)
         if kind is MessageType.PUSH and process is not None and not is_refused:
             self._note_push(process, message)
-        for key, version, values in inspection.chunks(shard):
+        for key, version, values in inspection.chunks(shard, self.world.number):
             chunk = self.chunks[key]
             is_registered = kind is MessageType.REGISTER and message.key == key and not is_refused
-            if chunk.epoch != server.epoch or (is_registered and not inspection.view_number(shard)[1]):
+            is_registered = is_registered and not inspection.view_number(shard, self.world.number)[1]
+            if chunk.epoch != server.epoch or is_registered:
                 self._begin(server, key, version, values)
             elif version != chunk.version:
                 self._take(server, shard, key, version, values, message if kind is MessageType.PUSH else None)
@@ -258,7 +259,7 @@ class ApplyingJob(Job):
         if self.scenario.compensation and push.version < version - 1 and base is not None:
             other = self._step(before, gradient, version - 1 - push.version, base.values)
             # A worker that was out, and a shard that restarted, begin without a backup.
-            may_lack = self._views.get((key, process.number)) != inspection.view_number(shard)
+            may_lack = self._views.get((key, process.number)) != inspection.view_number(shard, self.world.number)
             if not (is_same and may_lack):
                 expected, is_same = other, np.allclose(values, other.values, rtol=self._tolerance)
         require(is_same, "push {} of chunk {} made {} of {}", update, key, values, expected.values)
@@ -275,12 +276,12 @@ class ApplyingJob(Job):
         process = self.world.process_of(message.worker, message.incarnation)
         if process is None:
             return
-        self._views[key, process.number] = inspection.view_number(shard)
+        self._views[key, process.number] = inspection.view_number(shard, self.world.number)
         update = process.number, message.sequence
         if update not in chunk.pushed:
             return  # it answers the process before this one, and nobody waits for it
         if self._has_differences:
-            held = inspection.held_weights(shard, key, message.worker)
+            held = inspection.held_weights(shard, self.world.number, key, message.worker)
             if held is not None:
                 self._held[(server.epoch, key, *update)] = held
         is_there = key in self.taken[update] or self._may_lack(key, update)
@@ -351,7 +352,7 @@ class ApplyingJob(Job):
         """A life begins: what it lost is allowed by its tier."""
         restored: dict[int, int] = {}
         for shard in server.shards:
-            for key, version, values in inspection.chunks(shard):
+            for key, version, values in inspection.chunks(shard, self.world.number):
                 chunk = self.chunks[key]
                 known = chunk.versions.get(version)
                 is_known = known is not None and np.array_equal(known.values, values)
@@ -361,7 +362,7 @@ class ApplyingJob(Job):
                 restored[key] = self._restored[server.epoch, key] = version
                 for (number, step_), taken in self.taken.items():
                     process = self.world.all_processes[number]
-                    is_known = inspection.knows(shard, key, process.rank, process.incarnation, step_)
+                    is_known = inspection.knows(shard, self.world.number, key, process.rank, process.incarnation, step_)
                     if key in taken and not is_known:
                         taken.discard(key)
                         self._lost.add((key, number, step_))
@@ -381,7 +382,7 @@ class ApplyingJob(Job):
             require(is_there, "who led before acknowledges what the leader of {} lacks", message.key)
 
     def captured(self, shard: Any) -> dict[int, int]:
-        return {key: version for key, version, _ in inspection.chunks(shard)}
+        return {key: version for key, version, _ in inspection.chunks(shard, self.world.number)}
 
     def durable(self, server, note: dict[int, int]) -> None:
         if not self.scenario.keeps_updates:

@@ -113,7 +113,7 @@ class SimulatedElector:
         live = [one.epoch for one in old.members if self.lives(one)]
         require(self.keeps_log or not live, "{} live, and another begins with nothing", live)
         if not self.keeps_log:
-            self.world.job.damaged(self._index, None)
+            self.world.damaged(self._index, {})
 
     def renew(self, server) -> bool:
         """The leader lives."""

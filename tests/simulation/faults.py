@@ -35,7 +35,7 @@ class Faults:
             return None
         fault, since_s, is_member = self._begun[0]
         is_counted = fault.kind == "cut off" and is_member and since_s >= self._anew_s
-        if self._world.scenario.rule == "average" and len(self._world.views.members) < 2:
+        if self._world.scenario.rule == "average" and len(self._world.training.views.members) < 2:
             return None  # nobody else has the state, so that who comes waits for this worker
         return (fault.rank, max(since_s, self._ended_s)) if is_counted else None
 
@@ -77,7 +77,7 @@ class Faults:
         fault = fault._replace(server=fault.server % len(world.network.servers), rank=fault.rank % len(world.slots))
         world.clock.note("fault", *fault)
         world.counts[fault.kind] += 1
-        self._begun.append((fault, world.clock.now_s, fault.rank in world.views.members))
+        self._begun.append((fault, world.clock.now_s, world.slots[fault.rank].is_member))
         _BEGIN[fault.kind](world, fault)
         world.clock.after(fault.lasts_s, self._ended, self._begun[-1])
 
@@ -124,29 +124,34 @@ def _slow(world, fault: Fault) -> None:
     world.clock.after(fault.lasts_s / 2, mend)
 
 
-def _kill_worker(world, fault: Fault) -> None:
+def _evict(world, fault: Fault) -> None:
     slot = world.slots[fault.rank]
-    if slot.process is not None and not slot.process.is_dead:
-        # With its machine, or alone: then its kernel says so at once.
-        slot.process.kill(world.scenario.lease_s if fault.detail < 0.3 else 0.0)
-        slot.rest_s = fault.lasts_s
+    slot.training.lead.evict(slot.training.name, slot.rank)
+
+
+def _kill_worker(world, fault: Fault) -> None:
+    for slot in world.slots[fault.rank].together:
+        if slot.process is not None and not slot.process.is_dead:
+            # With its machine, or alone: then its kernel says so at once.
+            slot.process.kill(world.scenario.lease_s if fault.detail < 0.3 else 0.0)
+            slot.rest_s = fault.lasts_s
 
 
 def _stop_worker(world, fault: Fault) -> None:
-    process = world.slots[fault.rank].process
-    if process is not None and not process.is_dead:
-        process.stop()
-        world.clock.after(fault.lasts_s, process.resume)
+    for slot in world.slots[fault.rank].together:
+        if (process := slot.process) is not None and not process.is_dead:
+            process.stop()
+            world.clock.after(fault.lasts_s, process.resume)
 
 
 def _zombie(world, fault: Fault) -> None:
-    slot = world.slots[fault.rank]
-    process = slot.process
-    if process is not None and not process.is_dead and not process.is_stopped:
-        process.stop()
-        world.zombies.append(process)
-        world.clock.after(fault.lasts_s, process.resume)
-        slot.process, slot.rest_s = None, 0.2 * fault.detail
+    for slot in world.slots[fault.rank].together:
+        process = slot.process
+        if process is not None and not process.is_dead and not process.is_stopped:
+            process.stop()
+            slot.training.zombies.append(process)
+            world.clock.after(fault.lasts_s, process.resume)
+            slot.process, slot.rest_s = None, 0.2 * fault.detail
 
 
 def _kill_server(world, fault: Fault) -> None:
@@ -175,33 +180,33 @@ def _bad_disk(world, fault: Fault) -> None:
 def _flip_bits(world, fault: Fault) -> None:
     may_lose, note = world.disks[fault.server].flip_bit(has_log=world.scenario.keeps_log)
     if may_lose:
-        world.job.damaged(fault.server, note)
+        world.damaged(fault.server, note or {})
 
 
 def _cut_workers(world, fault: Fault) -> None:
-    count = len(world.slots)
+    count = len(world.training.slots)
     other = (fault.rank + 1 + int(fault.detail * 100) % max(1, count - 1)) % count
     there, back = (fault.rank, other), (other, fault.rank)
     links = [[there], [back], [there, back]][int(fault.detail * 1000) % 3]
-    world.groups.cut(links)
-    world.clock.after(fault.lasts_s, lambda: world.groups.mend(links, breaks=fault.detail < 0.3))
+    world.training.groups.cut(links)
+    world.clock.after(fault.lasts_s, lambda: world.training.groups.mend(links, breaks=fault.detail < 0.3))
 
 
 def _kill_workers(world, fault: Fault) -> None:
-    for rank in range(len(world.slots)):
+    for rank in range(len(world.training.slots)):
         _kill_worker(world, fault._replace(rank=rank))
 
 
 def _fail_checkpoint(world, fault: Fault) -> None:
-    disk = world.job.disk_of(fault.rank).state
+    disk = world.training.job.disk_of(fault.rank).state
     disk.problem = ("fsync fails", "disk full")[int(fault.detail * 1000) % 2]
     world.clock.after(fault.lasts_s, lambda: setattr(disk, "problem", ""))
 
 
 def _flip_checkpoint(world, fault: Fault) -> None:
     """A bit of a checkpoint flips, and all workers have to read theirs."""
-    world.job.disk_of(fault.rank).flip_bit()
-    world.job.excused.update((0, fault.rank))
+    world.training.job.disk_of(fault.rank).flip_bit()
+    world.training.job.excused.update((0, fault.rank))
     _kill_workers(world, fault)
 
 
@@ -271,7 +276,7 @@ _BEGIN = {
     "kill server": _kill_server,
     "kill lead": lambda world, fault: _kill_server(world, fault._replace(server=0)),
     "stop server": _stop_server,
-    "evict": lambda world, fault: world.lead.evict(fault.rank),
+    "evict": _evict,
     "fsync fails": _bad_disk,
     "disk full": _bad_disk,
     "bits flip": _flip_bits,

@@ -10,49 +10,54 @@ from simulation.reference import Values
 # ---- shards --------------------------------------------------------------------------------------------------------
 
 
-def chunks(shard: Any) -> Iterator[tuple[int, int, Values]]:
-    """Of a shard whose job has a view, or is being registered: (key, version, values) of each chunk."""
-    for job in shard.jobs.values():
-        for key, rule in job.rules.items():
-            yield key, rule.version, rule.values.numpy().copy()
+def _rules(shard: Any, job: int) -> dict[int, Any]:
+    """By chunk, of a job that has a view, or is being registered."""
+    return shard.jobs[job].rules if job in shard.jobs else {}
 
 
-def view_number(shard: Any) -> tuple[int, int]:
+def chunks(shard: Any, job: int) -> Iterator[tuple[int, int, Values]]:
+    """(key, version, values) of each chunk."""
+    for key, rule in _rules(shard, job).items():
+        yield key, rule.version, rule.values.numpy().copy()
+
+
+def view_number(shard: Any, number: int) -> tuple[int, int]:
     """(registration of the job, number of the view) at a shard; 0 without one."""
-    jobs = shard.jobs.values()
-    return max(((job.registration, 0 if job.view is None else job.view.number) for job in jobs), default=(0, 0))
+    job = shard.jobs.get(number)
+    return (0, 0) if job is None else (job.registration, 0 if job.view is None else job.view.number)
 
 
-def last_merge(shard: Any, key: int) -> int:
+def last_merge(shard: Any, job: int, key: int) -> int:
     """The number of the last decision that a chunk has merged."""
-    return next((job.rules[key].merged for job in shard.jobs.values() if key in job.rules), 0)
+    rule = _rules(shard, job).get(key)
+    return 0 if rule is None else rule.merged
 
 
-def knows(shard: Any, key: int, rank: int, incarnation: int, step: int) -> bool:
+def knows(shard: Any, job: int, key: int, rank: int, incarnation: int, step: int) -> bool:
     """Whether a chunk that servers step has this worker's contribution, waiting or taken."""
-    for job in shard.jobs.values():
-        rule = job.rules[key]
-        known = rule.workers.get(rank)
-        if known is not None and known.incarnation == incarnation and step <= known.step:
-            return True
-        waiting = rule.here.get(rank) if hasattr(rule, "here") else None
-        return waiting is not None and (waiting.incarnation, waiting.step) == (incarnation, step)
-    return False
+    rule = _rules(shard, job).get(key)
+    if rule is None:
+        return False
+    known = rule.workers.get(rank)
+    if known is not None and known.incarnation == incarnation and step <= known.step:
+        return True
+    waiting = rule.here.get(rank) if hasattr(rule, "here") else None
+    return waiting is not None and (waiting.incarnation, waiting.step) == (incarnation, step)
 
 
-def held_weights(shard: Any, key: int, rank: int) -> Values | None:
+def held_weights(shard: Any, job: int, key: int, rank: int) -> Values | None:
     """What a worker holds of a chunk, by its shard's word, where answers are differences."""
-    for job in shard.jobs.values():
-        rule = job.rules[key]
-        known = rule.workers.get(rank) if rule.payloads.answers_differences else None
-        if known is not None and known.held is not None:
-            return known.held.values.numpy().copy()  # type: ignore[no-any-return]
-    return None
+    rule = _rules(shard, job).get(key)
+    if rule is None or not rule.payloads.answers_differences:
+        return None
+    known = rule.workers.get(rank)
+    return None if known is None or known.held is None else known.held.values.numpy().copy()
 
 
 def shard_state(shard: Any) -> str:
     """For people."""
-    return "empty" if not shard.jobs else "in a view" if view_number(shard)[1] else "without a view"
+    is_in_view = any(view_number(shard, job)[1] for job in shard.jobs)
+    return "empty" if not shard.jobs else "in a view" if is_in_view else "without a view"
 
 
 def coordinator_state(server: Any) -> str:
@@ -63,19 +68,17 @@ def coordinator_state(server: Any) -> str:
     return "preparing" if job._preparing is not None else "joining" if job._joiner or job._donation else "open"
 
 
-def awaits(server: Any, rank: int) -> bool:
-    """Whether the job that a server leads waits for the first process of this rank."""
-    job = server.coordinators.find("job")
+def awaits(server: Any, name: str, rank: int) -> bool:
+    """Whether a job that a server leads waits for the first process of this rank."""
+    job = server.coordinators.find(name)
     return job is not None and rank in job.missing
 
 
-def worker_state(server: Any, rank: int, incarnation: int) -> str:
-    """What the coordinator of a server's only job says of a worker; "" where it does not know it."""
-    for job in server.coordinators.by_number.values():
-        worker = job.workers.by_rank.get(rank)
-        if worker is not None and worker.incarnation == incarnation:
-            return str(worker.state.value)
-    return ""
+def worker_state(server: Any, name: str, rank: int, incarnation: int) -> str:
+    """What a job's coordinator says of a worker; "" where it does not know it."""
+    job = server.coordinators.find(name)
+    worker = None if job is None else job.workers.by_rank.get(rank)
+    return str(worker.state.value) if worker is not None and worker.incarnation == incarnation else ""
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulation import inspection
-from simulation.violation import require
+from simulation.violation import Violation
 
 # Beside the lease, what was restarted and what others compute.
 SLACK_S = 2.0
@@ -33,7 +33,7 @@ class Liveness:
         calm_s, longest_s, spared = world.faults.calm_s, self._longest_s, -1
         if world.faults.cut_off is not None:
             spared, calm_s = world.faults.cut_off
-            if inspection.awaits(world.lead, spared):
+            if inspection.awaits(world.lead, world.name, spared):
                 return  # the job, begun anew, has not had it yet
             longest_s += 2 * world.scenario.lease_s + 1.0
         if calm_s is None:
@@ -43,5 +43,5 @@ class Liveness:
             began_s = max(process.waits_since_s, since_s)
             passed_s = world.clock.now_s - began_s
             waits = not (process.is_dead or process.is_stopped or process.rank == spared)
-            is_late = waits and passed_s > longest_s + process.patience_s
-            require(not is_late, "worker {} has waited for {:.1f} s: {}", process.rank, passed_s, world.where())
+            if waits and passed_s > longest_s + process.patience_s:
+                raise Violation(f"worker {process.rank} has waited for {passed_s:.1f} s: {world.where()}")

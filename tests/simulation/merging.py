@@ -121,14 +121,14 @@ class MergingJob(ApplyingJob):
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
         self._told.update(release.number for release in _releases_in(message))
         super().applied(server, shard, message, outgoing)
-        for key, _, _ in inspection.chunks(shard):
-            self._last[server.epoch, key] = inspection.last_merge(shard, key)
+        for key, _, _ in inspection.chunks(shard, self.world.number):
+            self._last[server.epoch, key] = inspection.last_merge(shard, self.world.number, key)
 
     def server_started(self, server) -> None:
         super().server_started(server)
         for shard in server.shards:
-            for key, _, _ in inspection.chunks(shard):
-                self._last[server.epoch, key] = inspection.last_merge(shard, key)
+            for key, _, _ in inspection.chunks(shard, self.world.number):
+                self._last[server.epoch, key] = inspection.last_merge(shard, self.world.number, key)
 
     def _begin(self, server, key: int, version: int, values: Values) -> None:
         super()._begin(server, key, version, values)
@@ -137,7 +137,8 @@ class MergingJob(ApplyingJob):
 
     def _take(self, server, shard: Any, key: int, version: int, values: Values, push: Message | None) -> None:
         """A chunk has a new version: that of one merge, or of several that waited for each other."""
-        chunk, first, last = self.chunks[key], self._last.get((server.epoch, key), 0), inspection.last_merge(shard, key)
+        chunk, first = self.chunks[key], self._last.get((server.epoch, key), 0)
+        last = inspection.last_merge(shard, self.world.number, key)
         numbers = sorted(number for number in self._decided if first < number <= last)
         where = f"version {version} of chunk {key}, after {chunk.version}, is not what decisions {numbers} make"
         # What nobody was told of may be forgotten, and what a shard that went back to a snapshot was told of.

@@ -53,6 +53,9 @@ class Scenario:
         virtual_workers: of "elastic"; more workers are spares.
         checkpoint_steps: of "elastic", from one checkpoint to the next; 0 writes none.
         shares_checkpoints: whether all workers have one directory for them.
+        companion: another job at the same servers; what it says of them does not count.
+        lead: of a companion: which server leads it.
+        is_second_model: of a companion: its workers are in the processes of this job's workers.
     """
 
     seed: int
@@ -85,6 +88,9 @@ class Scenario:
     virtual_workers: int = 0
     checkpoint_steps: int = 0
     shares_checkpoints: bool = False
+    companion: Scenario | None = None
+    lead: int = 0
+    is_second_model: bool = False
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -176,7 +182,10 @@ ELASTIC_MOMENTS = (
     *("HELLO", "COMMIT", "PREPARE", "VIEW", "LEAVE", "open", "preparing", "resuming"),
     *("state", "averages", "description", "a", "barrier", "gradient", "order", "numbers", "buffers", "buffers"),
 )
+OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
+COMPANIONS = 0.2  # in so many scenarios
+OTHER_SEEDS = 1 << 32
 FAULTY_S = 4.0
 WAITS_S = 2.0
 MOMENTS = (
@@ -199,7 +208,37 @@ CODECS = {
 def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     scenario = _draw_elastic(seed) if seed % ELASTIC_SEEDS == ELASTIC_SEEDS - 1 else _draw_job(seed)
-    return _with_followers(scenario) if seed % FOLLOWER_SEEDS == FOLLOWER_SEEDS - 1 else scenario
+    if seed % FOLLOWER_SEEDS == FOLLOWER_SEEDS - 1:
+        scenario = _with_followers(scenario)
+    return scenario if any(one.kind == "cut off" for one in scenario.faults) else _with_companion(scenario)
+
+
+def _with_companion(scenario: Scenario) -> Scenario:
+    rng = random.Random(f"companion {scenario.seed}")
+    if rng.random() > COMPANIONS:
+        return scenario
+    is_second_model = rng.random() < 0.5 and scenario.rule != "elastic"
+    alike = ("servers", "shards", "latency_s", "lease_s", "tick_s", "snapshot_s", "keeps_log")
+    alike += ("has_followers", "election", "elector_s")
+    companion = replace(
+        _draw_job(scenario.seed + OTHER_SEEDS),
+        **{name: getattr(scenario, name) for name in alike},
+        workers=scenario.workers if is_second_model else rng.choice((1, 2)),
+        joins_s=scenario.joins_s if is_second_model else (),
+        leaves=scenario.leaves if is_second_model else (),
+        chunks=rng.choice((1, 2)),
+        codec="",
+        lead=0 if is_second_model else rng.randrange(scenario.servers),
+        is_second_model=is_second_model,
+        faults=(),
+    )
+    faults = [
+        one._replace(rank=scenario.ranks + rng.randrange(companion.ranks))
+        if not is_second_model and one.kind in OF_WORKERS and rng.random() < 0.3
+        else one
+        for one in scenario.faults
+    ]
+    return replace(scenario, companion=companion, faults=tuple(faults))
 
 
 def _with_followers(scenario: Scenario) -> Scenario:

@@ -40,7 +40,7 @@ class ServerProcess:
     """See the module's text.
 
     Args:
-        world: whose ``views``, ``job`` and ``faults`` are told what happens.
+        world: whose ``trainings`` and ``faults`` are told what happens.
         host: of the process among all; its next life has the same.
         addresses: of its shards.
         wrong_s: how wrong its wall clock is.
@@ -203,16 +203,17 @@ class ServerProcess:
         """A connection is gone. What came before may still be read."""
         self.connections.pop(connection.route, None)
 
-    def evict(self, rank: int) -> None:
+    def evict(self, job: str, rank: int) -> None:
         """An operator puts a worker out."""
         if self.is_up and not self.is_paused:
-            self.threads[0].evict("job", rank)
+            self.threads[0].evict(job, rank)
 
     def transmit(self, route: bytes, frames: list[Any]) -> None:
         """A message leaves: from here on its worker may know what it says."""
         if frames[0][TYPE_OFFSET] == MessageType.UPDATED:
             for part in split(frames):
-                self.world.job.told(self, decode(part))
+                message = decode(part)
+                self.world.training_of(message.job).job.told(self, message)
         connection = self.connections.get(route)
         if connection is not None:
             self.world.network.carry(connection, DOWN, frames)
@@ -241,8 +242,10 @@ class SimulatedThread(shard_thread.ShardThread):
             outgoing = apply(message, sender)
             world = self._server.world
             if world.leaders.get(self._server.index) is self._server and self.leads:  # else it is another's record
-                world.views.applied(self._server, self.shard)
-                world.job.applied(self._server, self.shard, message, outgoing)
+                for training in world.trainings:
+                    training.views.applied(self._server, self.shard)
+                    if training.number == message.job:
+                        training.job.applied(self._server, self.shard, message, outgoing)
             return outgoing
 
         return watched
@@ -298,8 +301,11 @@ class SimulatedThread(shard_thread.ShardThread):
     def _send_decided(self, outgoing: list[Outgoing], *, is_heartbeat: bool = False) -> None:
         world = self._server.world
         if world.leaders[self._server.index] is self._server:
-            world.views.coordinated(self._server, outgoing)
-            world.job.coordinated(self._server, self._asked_by, outgoing)
+            for training in world.trainings:
+                said = [one for one in outgoing if one.message.job == training.number]
+                training.views.coordinated(self._server, said)
+                if self._asked_by is None or self._asked_by.job == training.number:
+                    training.job.coordinated(self._server, self._asked_by, said)
             world.faults.coordinated(self._server)
         super()._send_decided(outgoing, is_heartbeat=is_heartbeat)
 

@@ -35,6 +35,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for index in range(len(faults)):
         yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
     servers = 1 + max((fault.server for fault in faults), default=0)  # those that faults name
+    if scenario.companion is not None:
+        yield replace(scenario, companion=None)
     least = {"joins_s": (), "leaves": (), "shares": 0, "codec": "", "servers": servers, "shards": 1, "chunks": 1}
     for name, value in least.items():
         if getattr(scenario, name) != value:

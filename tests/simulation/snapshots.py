@@ -83,11 +83,11 @@ def _number(name: str) -> int:
 
 @dataclass
 class _Captured:
-    """A snapshot on its way, and the oracle's note."""
+    """A snapshot on its way, and the oracle's note, by job."""
 
     state: ServerState
     changes: int
-    note: dict[int, int] = field(default_factory=dict)
+    note: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
 class Snapshots:
@@ -97,8 +97,8 @@ class Snapshots:
         interval_s: from the end of one to the next.
     """
 
-    def __init__(self, server, disk: ServerDisk, job, interval_s: float, rng: random.Random) -> None:
-        self.server, self.disk, self.job = server, disk, job
+    def __init__(self, server, disk: ServerDisk, world, interval_s: float, rng: random.Random) -> None:
+        self.server, self.disk, self.world = server, disk, world
         self.store = Generations(disk.files)
         self._interval_s, self._rng = interval_s, rng
         self._due_s = server.clock.now_s + interval_s
@@ -187,7 +187,8 @@ class Snapshots:
             known = thread.known if thread.coordinators is None else thread.coordinators.to_meta()
             captured.state.coordinators = {number: one for number, one in known.items() if one is not None}
         captured.state.shards[index] = thread.shard.capture()
-        captured.note.update(self.job.captured(thread.shard))
+        for training in self.world.trainings:
+            captured.note.setdefault(training.number, {}).update(training.job.captured(thread.shard))
         if self.logs:
             captured.state.places[index] = self.logs[index].log.cut()
 
@@ -205,4 +206,5 @@ class Snapshots:
         self.store.save(captured.state)
         self.disk.saved()
         self._saved_changes = captured.changes
-        self.job.durable(self.server, captured.note)
+        for training in self.world.trainings:
+            training.job.durable(self.server, captured.note[training.number])

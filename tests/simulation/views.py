@@ -57,7 +57,7 @@ class Views:
     def has(self, process) -> bool:
         """Whether this process takes part, as the coordinator knows it, or the newest view while there is none."""
         lead = self._world.lead
-        state = inspection.worker_state(lead, process.rank, process.incarnation) if lead.is_up else ""
+        state = inspection.worker_state(lead, self._world.name, process.rank, process.incarnation) if lead.is_up else ""
         return state != "gone" and self.process(process.rank, self.members.get(process.rank, (0, 0))[0]) is process
 
     def was_out(self, process, since_s: float) -> bool:
@@ -87,7 +87,7 @@ class Views:
 
     def applied(self, server, shard: Any) -> None:
         """A shard has taken a message."""
-        number, place = inspection.view_number(shard), (server.epoch, shard.index)
+        number, place = inspection.view_number(shard, self._world.number), (server.epoch, shard.index)
         known = self._held.get(place, (0, 0))
         require(number >= known, "shard {} went from view {} to {}", shard.index, known, number)
         self._held[place] = number

@@ -15,9 +15,12 @@ from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
 from psengine.protocol.messages import MessageType
 from simulation.disk import SimulatedDisk, SimulatedFile
-from simulation.planted.registry import Bug, plant, with_patch
+from simulation.planted.registry import Bug, after, plant, with_patch
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
+
+
+plant("a snapshot has one job only", Shard, "capture", after(lambda states: states[:1]))
 
 
 @plant("a snapshot lacks the table of steps", Apply, "capture")
