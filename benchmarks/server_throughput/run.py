@@ -39,7 +39,7 @@ QUESTION = "How fast does a model go to a parameter server and back?"
 DEADLINE_S = 120.0
 WARM_UP_ROUNDS = 2
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
-AVERAGE = {"name": "average", "quorum": None}
+AVERAGE = {"name": "average"}
 # name -> the rule of its job, and the ways to the server that it may use
 PSENGINE: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "async": (APPLY, {}),

@@ -54,7 +54,6 @@ CANDIDATES = {  # name -> what each is run with
     "native": (ALIKE,),
     "sync": (ALIKE,),
     "sync-server": (ALIKE,),
-    "sync-server:quorum=3": (ALIKE,),
     "async": (ALIKE, DIVIDED, ADVISED),
     "async:max_staleness=4": (ALIKE, DIVIDED, ADVISED),
     "async:max_staleness=16": (ADVISED,),
@@ -92,10 +91,9 @@ class Run:
     """What came of a plan.
 
     Attributes:
-        samples_per_s: of all workers, those whose gradient came too late for a quorum left out.
+        samples_per_s: of all workers.
         steps: of each worker, in rank order.
         curve: [seconds, test accuracy] of rank 0's weights.
-        dropped: part of the gradients that came too late for a quorum.
         staleness: how many updates old the weights of an applied gradient were, on average; None where there is none.
     """
 
@@ -103,7 +101,6 @@ class Run:
     samples_per_s: float
     steps: list[int]
     curve: list[tuple[float, float]]
-    dropped: float
     staleness: float | None
 
     def seconds_to_target(self) -> float:
@@ -165,23 +162,19 @@ def train(plan: Plan, rank: int) -> Run:
             is_over = bool(flag)
         if is_over:
             break
-    dropped, staleness = 0.0, None
+    staleness = None
     if plan.candidate not in IN_A_GROUP:
-        job = model.statistics()
-        if job.strategy == "sync-server":
-            dropped = job.late / max(1, job.late + job.updates)
-        else:
-            counts = job.staleness
+        counts = model.statistics().staleness
+        if counts:
             staleness = sum(age * count for age, count in counts.items()) / max(1, sum(counts.values()))
     if plan.candidate != "native":
         model.leave()
     all_steps = list(psengine.gather(steps))
     return Run(
         plan=plan,
-        samples_per_s=sum(all_steps) * BATCH_SIZE * (1 - dropped) / plan.duration_s,
+        samples_per_s=sum(all_steps) * BATCH_SIZE / plan.duration_s,
         steps=all_steps,
         curve=curve_of(snapshots),
-        dropped=dropped,
         staleness=staleness,
     )
 
@@ -236,8 +229,6 @@ def table_of(runs: Sequence[Run]) -> Table:
         notes = []
         if own[0].staleness is not None:
             notes.append(f"staleness {statistics.mean(run.staleness or 0 for run in own):.1f}")
-        if any(run.dropped for run in own):
-            notes.append(f"{statistics.mean(run.dropped for run in own):.0%} dropped")
         steps = zip(*(run.steps for run in own), strict=True)
         rows.append(
             [

@@ -57,7 +57,6 @@ _COLUMNS = (
     _Column("refused", 7, _plain("refused")),
     _Column("samples/s", 9, _plain("samples_per_s")),
     _Column("pushes", 8, _plain("pushes")),
-    _Column("late", 5, _plain("late")),
     _Column("waits for", 9, lambda w: ",".join(map(str, w.waiting_for)) or UNKNOWN, True),
 )
 
@@ -150,7 +149,7 @@ def _counters(job: JobStatus) -> Text:
     if refused:
         listed = ", ".join(f"{count} {reason}" for reason, count in refused.items())
         text.append(f"  refused {sum(refused.values())} ({listed})", "yellow")
-    for name in ("late", "duplicates", "non_finite", "evicted"):
+    for name in ("duplicates", "non_finite", "evicted"):
         if getattr(job, name):
             style = "yellow" if name != "duplicates" else ""
             text.append(f"  {name.replace('_', ' ')} {getattr(job, name)}", style)

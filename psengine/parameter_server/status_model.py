@@ -80,7 +80,7 @@ class ShardWorker:
     """A worker of the view as one shard sees it.
 
     Attributes:
-        pushes, refused, late: chunks that it sent; that were refused; that came after their average.
+        pushes, refused: chunks that it sent; that were refused.
         step: number of its exchange; None where no chunk of this shard is trained.
         waiting_for: ranks for which its answers are held.
         staleness: of its last pushes.
@@ -89,7 +89,6 @@ class ShardWorker:
     rank: int
     pushes: int = _merged(sum, default=0)
     refused: int = _merged(sum, default=0)
-    late: int = _merged(sum, default=0)
     step: int | None = _gauge("Steps completed.", merge=most, default=None)
     waiting_for: tuple[int, ...] = _merged(_all_of, default=())
     staleness: Mapping[int, int] = _merged(added, default_factory=dict)
@@ -175,7 +174,6 @@ class ShardJob:
     applied: int = _total("Pushes that changed weights, or were part of an average.")
     averaged: int = _total("Exchanges of chunks that ended in an average.")
     duplicates: int = _total("Repeats that were recognised and not applied again.")
-    late: int = _total("Contributions that came after their exchange had ended.")
     abstained: int = _total("Exchanges a worker took part in without a gradient.")
     non_finite: int = _total("Contributions with NaN or infinity that an average passed on.")
     bytes_in: int = _total("Payload bytes received from workers: pushes, registered and stored values.")

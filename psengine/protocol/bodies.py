@@ -72,9 +72,7 @@ class Rule(Body, tag_field="name"):
 
 
 class Average(Rule, tag="average", kw_only=True):
-    """Each average of gradients waits for all live workers, or for a quorum."""
-
-    quorum: bounds.Workers | None
+    """Each average of gradients waits for all live workers."""
 
 
 class Merge(Rule, tag="merge", kw_only=True):
@@ -318,7 +316,6 @@ class Updated(Body):
 
     contributors: bounds.Unsigned | UnsetType = UNSET
     refused: Annotated[str, bounds.one_of(*messages.PUSH_REFUSALS)] | UnsetType = UNSET
-    late: bool | UnsetType = UNSET
     row: bounds.Unsigned | UnsetType = UNSET
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAGIC = b"PSEN"
 
 # A VIEW names every worker, and a RESUME every open push: thousands.

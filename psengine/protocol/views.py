@@ -66,9 +66,9 @@ class Release(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
 
     Attributes:
         number: 1 first in a job; grows.
-        step: what it decides: the step (quorum), the number of the merge (merge), or the floor: the step that every
-            worker has committed (bound).
-        contributors: (rank, step) of each contribution that is used (quorum, merge); None for a floor.
+        step: what it decides: the number of the merge (merge), or the floor: the step that every worker has committed
+            (bound).
+        contributors: (rank, step) of each contribution that is used (merge); None for a floor.
     """
 
     number: Positive

@@ -25,7 +25,6 @@ class Statistics:
         staleness: under async the number of pushes by their age in updates; 64 stands for 64 and more.
         updates: pushes that changed weights, or became part of an average; a large model has several in a step. None
             without servers.
-        late: contributions that a quorum did not wait for, and that count nothing; None without servers.
         bytes_sent: payload bytes that workers sent to the servers; None without servers.
         bytes_received: payload bytes that workers got from them; likewise.
     """
@@ -37,7 +36,6 @@ class Statistics:
     job: str | None = None
     staleness: Mapping[int, int] = field(default_factory=dict)
     updates: int | None = None
-    late: int | None = None
     bytes_sent: int | None = None
     bytes_received: int | None = None
 
@@ -50,7 +48,6 @@ def counts_at_servers(shards: Sequence[Mapping[str, Any]], job: str) -> dict[str
         "live_workers": tuple(worker.rank for worker in found.workers if worker.state == "live"),
         "staleness": found.staleness,
         "updates": found.applied,
-        "late": found.late,
         "bytes_sent": found.bytes_in,
         "bytes_received": found.bytes_out,
     }

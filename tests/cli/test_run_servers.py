@@ -113,7 +113,7 @@ def test_a_server_and_its_follower_die_and_sync_server_has_the_undisturbed_bits(
         RunOptions(),
         RunOptions(strategy="sync", servers=0),
         RunOptions(strategy="async"),
-        RunOptions(strategy="sync-server:quorum=1", servers=3),
+        RunOptions(strategy="sync-server", servers=3),
         RunOptions(strategy="async:servers=tcp://a:1,max_staleness=4"),
         RunOptions(strategy="async", server_address="tcp://a:1"),
     ],

@@ -144,7 +144,7 @@ def overview(facts=None, **changes):
     common = {"host": "a-host-with-a-long-name.example", "pid": 4711, "silent_s": 0.5, "staleness": {1: 5, 3: 1}}
     workers = [worker(rank, **common | {"step": step, "pushes": step} | changes) for rank, step in ((0, 120), (1, 100))]
     gone = departed(2, host="b", reason="evicted", unix_s=time.time() - 60, step=7)
-    counters = {"applied": 100, "duplicates": 1, "late": 2, "non_finite": 3, "evicted": 1, "max_staleness": 2}
+    counters = {"applied": 100, "duplicates": 1, "non_finite": 3, "evicted": 1, "max_staleness": 2}
     counts = {"refused": {"not_finite": 3, "abstained": 7}, "staleness": {0: 1, 2: 9}}
     counts |= {"table_rows": {"users": 40}, "table_bytes": {"users": 3_000_000}}
     rule = {"name": "apply", "max_staleness": 4}

@@ -17,7 +17,7 @@ def test_counts_are_added_and_extremes_kept():
     counts = {"refused": {"stale": 1, "non_finite": 4}, "staleness": {2: 1, 0: 1}, "max_staleness": 3, "evicted": 1}
     view = merged(
         shard(worker(0), worker(1), refused={"stale": 2}, staleness={0: 3, 12: 1}, max_staleness=12, evicted=1),
-        shard(worker(0, pushes=7, refused=2, late=1), worker(1), version_min=2, version_max=5, **counts),
+        shard(worker(0, pushes=7, refused=2), worker(1), version_min=2, version_max=5, **counts),
     )
     assert (view.kind, view.chunks, view.values_bytes, view.applied) == ("async", 6, 200, 14)
     assert (view.version_min, view.version_max, view.members) == (2, 9, 2)
@@ -25,7 +25,7 @@ def test_counts_are_added_and_extremes_kept():
     assert view.refused == {"stale": 3, "non_finite": 4}
     assert list(view.staleness.items()) == [(0, 4), (2, 1), (12, 1)]
     assert view.max_staleness == 12
-    assert [(w.pushes, w.refused, w.late) for w in view.workers] == [(12, 2, 1), (10, 0, 0)]
+    assert [(w.pushes, w.refused) for w in view.workers] == [(12, 2), (10, 0)]
 
 
 def test_the_coordinator_says_who_a_worker_is_and_the_shards_whom_it_waits_for():

@@ -77,7 +77,7 @@ class AveragingJob(Job):
         self._numel = CODED_NUMEL if scenario.codec else len(SIZES)
         self._dtype = torch.float32 if scenario.codec not in ("", "fp32") else torch.float64
         self.specs = layout(scenario.chunks, self._numel, self._dtype)
-        self.rule: dict[str, Any] = {"name": "average", "quorum": scenario.quorum}
+        self.rule: dict[str, Any] = {"name": "average"}
         self._finished: dict[int, Finished] = {}
         self._leads: dict[Any, int] = {}  # the life of the lead in which this process completed a step last
         # (step, rank) -> the models that its processes have contributed from, and how often.
@@ -230,7 +230,7 @@ class AveragingJob(Job):
             for later in [number for number in self._finished if number >= step]:
                 del self._finished[later]
             known = self._finished[step] = Finished(base, self._contributors(step, base, averages), averages)
-            self._check_quorum(step, known)
+            self._check_whole(step, known)
         if not self.world.views.is_out(process):  # the others may take back what it completes
             known.holders[process] = self.world.clock.now_s
             self._leads[process] = self.world.lead.epoch
@@ -259,11 +259,8 @@ class AveragingJob(Job):
         require(is_empty, "step {} is no average of the same workers in every chunk, in the order of {}", step, ranks)
         return ()
 
-    def _check_quorum(self, step: int, one: Finished) -> None:
-        """Everybody who takes part is in an average, but for those that may be left out."""
-        quorum = self.scenario.quorum
-        if quorum is None or len(one.contributors) >= quorum:
-            return
+    def _check_whole(self, step: int, one: Finished) -> None:
+        """Everybody who takes part is in an average."""
         least = self.world.views.least_members(self.world.clock.now_s - 2 * self.scenario.lease_s)
         givers = [rank for rank in least if one.base in self._given[step, rank]]
         missing = [rank for rank in givers if rank not in one.contributors]

@@ -84,7 +84,6 @@ class MergingJob(ApplyingJob):
         idle = [rank for rank, step in release.contributors if self._has_abstained(rank, step)]
         require(not idle, "merge {} names workers {}, who abstained", release.number, idle)
         require(len(ranks) == len(set(ranks)), "merge {} has a worker twice: {}", release.number, ranks)
-        assert self.scenario.quorum is not None
         members = self.world.views.members.items()
         able = {rank for rank, (incarnation, _) in members if (rank, incarnation) not in self._idle} | set(ranks)
         is_quorum = is_again or len(ranks) >= min(self.scenario.quorum, len(able))

@@ -31,7 +31,7 @@ class Scenario:
         seed: of every draw that is made while it runs.
         rule: "average", "apply", "merge" or "elastic".
         codec: of gradients and of the answers to them; "" has none.
-        quorum: of "average", where None waits for all, and of "merge".
+        quorum: of "merge".
         grace: of "merge".
         weighs: under "average", whether gradients weigh differently.
         max_staleness: of "apply"; None is unbounded.
@@ -61,7 +61,7 @@ class Scenario:
     seed: int
     rule: str = "apply"
     codec: str = ""
-    quorum: int | None = None
+    quorum: int = 1
     grace: float = 0.0
     weighs: bool = False
     max_staleness: int | None = None
@@ -353,7 +353,7 @@ def _draw_elastic_fault(rng: random.Random, scenario: Scenario) -> Fault:
 
 
 _RULES = {
-    "average": lambda rng: {"quorum": rng.choice((None, None, 1, 2)), "weighs": rng.random() < 0.3},
+    "average": lambda rng: {"weighs": rng.random() < 0.3},
     "merge": lambda rng: {"quorum": rng.choice((1, 2, 2, 3)), "grace": rng.choice((0.0, 0.25, 0.25, 1.0, 4.0))},
     "apply": lambda rng: {
         "max_staleness": rng.choice((None, 0, 1, 3)),

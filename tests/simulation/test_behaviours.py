@@ -11,7 +11,6 @@ from simulation.world import run
 
 SEEDS = 4
 AVERAGE = Scenario(seed=0, rule="average", workers=3, servers=2, shards=2, chunks=5, lease_s=1.0)
-QUORUM = replace(AVERAGE, quorum=2)
 APPLY = Scenario(seed=0, rule="apply", workers=3, servers=2, shards=2, chunks=5, lease_s=1.0)
 LOG = replace(APPLY, snapshot_s=0.5, keeps_log=True)
 BOUND = replace(LOG, max_staleness=0)
@@ -50,10 +49,6 @@ BEHAVIOURS = {
         LOG, Fault("kill lead", 1.0, 0.5, on="PUSH"), Fault("kill server", 1.1, 0.5, server=1, detail=0.2)
     ),
     "a worker dies in the middle of its pushes": _with(AVERAGE, Fault("kill worker", 1.0, 1.5, 1, on="PUSH")),
-    "who is late under a quorum leaves a server that has restarted": _with(
-        replace(QUORUM, quorum=1), Fault("kill server", 1.0, 0.2, server=1, on="RELEASE")
-    ),
-    "the lead dies as it decides": _with(QUORUM, Fault("kill lead", 1.0, 0.5, on="RELEASE")),
     "the lead dies as it decides a merge": _with(MERGE, Fault("kill lead", 1.0, 0.5, on="RELEASE")),
     "a bound waits for a worker that dies": _with(BOUND, Fault("kill worker", 1.0, 4.0, 1)),
     # ---- silence

@@ -317,7 +317,7 @@ def test_an_unknown_strategy_of_the_environment_says_where_it_comes_from(monkeyp
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("sync-server:quorum=0", "'sync-server'.quorum: (expected int >= 1, got 0). Fix:"),
+        ("diloco-server:quorum=0", "'diloco-server'.quorum: (expected int >= 1, got 0). Fix:"),
         ("async:staleness_scaling=log", "(expected one of inverse, got 'log'). Fix:"),
         (
             "diloco-server:durability=disk",

@@ -100,24 +100,6 @@ def counts(session: WorkerSession, gradient: torch.Tensor, landing: torch.Tensor
     return push.counts
 
 
-def test_what_a_late_gradient_brought_of_the_residual_goes_with_the_next(server):
-    """Two workers, quorum 1: who comes second is late. The residual is that of before, not that after the late push."""
-    rule = {"name": "average", "quorum": 1}
-    landing = torch.zeros(NUMEL)
-    gradient = torch.arange(1.0, 9.0)
-    without_top = [*range(1, 8), 0]
-    with ExitStack() as context:
-        first, second = context.enter_context(both(server.addresses[0], "late", rule))
-        counted = [counts(worker, gradient, landing) for worker in (first, second, second, first)]
-        assert counted == [True, False] * 2
-        assert residual(first) == without_top, "only its first push counted"
-        assert residual(second) == without_top, "only its second push counted"
-        # The next payload is made from the residual that was kept: 7 + 7 is the largest now.
-        assert counts(second, gradient, landing)
-        assert landing.tolist() == [0, 0, 0, 0, 0, 0, 14, 0]
-        first.push(0, None, [landing]).wait()  # has the last average too, for which the second's end would wait
-
-
 def test_what_a_refused_gradient_brought_of_the_residual_goes_with_the_next(server):
     with closing(enter(server.addresses[0], "refused", 0, TopOne(), APPLY, world_size=1)) as worker:
         gradient, landing = torch.arange(1.0, 9.0), torch.zeros(NUMEL)

@@ -21,7 +21,7 @@ from psengine.protocol.messages import NOBODY, Message, MessageType
 from psengine.protocol.rows import pack_rows
 from psengine.protocol.views import Release, View, ViewMember, message_of
 
-AVERAGE = {"name": "average", "quorum": None}
+AVERAGE = {"name": "average"}
 APPLY = {"name": "apply", "max_staleness": None, "staleness_scaling": None, "delay_compensation": 0.0}
 MERGE = {"name": "merge", "quorum": 2, "grace": 0.0}
 SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}

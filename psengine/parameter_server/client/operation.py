@@ -244,7 +244,7 @@ class Push(Request):
         if self.error is not None or self.answer is None:
             return False if isinstance(self.error, FencedError) else None
         body = self.answer.body
-        is_late = body.get("late") or (self.step.is_late and self.message.dtype is not None)
+        is_late = self.step.is_late and self.message.dtype is not None
         return not is_late and body.get("refused", "abstained") == "abstained"
 
     def take(self) -> torch.Tensor | None:

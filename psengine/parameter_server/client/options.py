@@ -67,7 +67,8 @@ class SessionOptions:
     @property
     def has_decisions(self) -> bool:
         """Whether the coordinator decides something about a step, and hears when its pushes are at the shards."""
-        return any((self.rule or {}).get(name) is not None for name in ("quorum", "max_staleness"))
+        rule = self.rule or {}
+        return "quorum" in rule or rule.get("max_staleness") is not None
 
     @property
     def whole_rule(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second, and a disk stays full for days: the last one stays, with
 # how many were like it.
-_MERGED = frozenset({"refused", "late", "memory", "stood_still", "snapshot", "snapshot_failed", "waits"})
+_MERGED = frozenset({"refused", "memory", "stood_still", "snapshot", "snapshot_failed", "waits"})
 _LOGGED = {
     **dict.fromkeys(("snapshot", "leads", "follower"), logging.INFO),
     **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room", "draining"), logging.WARNING),

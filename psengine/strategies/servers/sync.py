@@ -64,8 +64,6 @@ class SyncServer(ServerStrategy):
     """Average each bucket over all workers at parameter servers; staleness 0, each worker steps its own optimizer.
 
     Args:
-        quorum: go on with the first ``quorum`` gradients of a step, N - b with b backup workers (Chen et al. 2016,
-            https://arxiv.org/abs/1604.00981); late ones are dropped. None waits for every live worker.
         **options: see ``ServerStrategy``.
 
     Attributes:
@@ -75,8 +73,8 @@ class SyncServer(ServerStrategy):
     name = "sync-server"
     counts_usage = True
 
-    def __init__(self, quorum: int | None = None, **options: Unpack[ServerOptions]) -> None:
-        super().__init__({"name": "average", "quorum": quorum}, **options)
+    def __init__(self, **options: Unpack[ServerOptions]) -> None:
+        super().__init__({"name": "average"}, **options)
 
     def _forget(self) -> None:
         super()._forget()

@@ -7,7 +7,7 @@ from unittest import mock
 
 from psengine.parameter_server.server.coordinator import coordinator as module
 from psengine.parameter_server.server.coordinator.coordinator import Coordinator
-from psengine.parameter_server.server.coordinator.decisions import Bound, Merge, Quorum
+from psengine.parameter_server.server.coordinator.decisions import Bound, Merge
 from psengine.parameter_server.server.coordinator.workers import Workers
 from psengine.protocol.messages import MessageType
 from simulation.planted.registry import Bug, after, constant, plant, then
@@ -78,9 +78,7 @@ def _count_absent(commit, self, worker, step, *, abstained, now_s):
     return commit(self, worker, step, abstained=False, now_s=now_s)
 
 
-plant("an average's quorum is one too small", Quorum, "__init__", _need_less)
 plant("a merge's quorum is one too small", Merge, "__init__", _need_less)
-plant("workers without a gradient fill the quorum", Quorum, "commit", _count_absent)
 plant("workers without a difference are merged", Merge, "commit", _count_absent)
 plant("a grace window never ends", Merge, "_is_over", constant(False))
 

@@ -20,19 +20,11 @@ plant("contributions to steps of a former view stay", Average, "adopt", keeping(
 plant("averages of steps that a view takes back stay", Average, "adopt", keeping("_results"))
 plant("a view takes back averages of earlier steps", Average, "adopt", then(lambda average: average._results.clear()))
 plant("the average that a donor returns is dropped", Average, "supply_result", constant([]))
-plant("a shard ignores who counts in a step", Average, "release", constant([]))
 
 
 @plant("a gradient's weight is forgotten", ContributionSet, "_combine_weighted")
 def _forget_weights(combine, self, tensors, weights):
     return combine(self, tensors, [1.0] * len(weights))
-
-
-@plant("a late gradient is said to count", Average, "_answer")
-def _be_silent_of_late(answer, self, rank, step):
-    reply = answer(self, rank, step)
-    reply.body.pop("late", None)
-    return reply
 
 
 def _forget_oldest(average):

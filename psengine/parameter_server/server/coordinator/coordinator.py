@@ -736,7 +736,7 @@ class Coordinator(JobMemory):
         # Who reads its state from the servers has no averages to give.
         givers = [one.rank for one in members if one.completed == newest and one.has_begun]
         is_lacking = self.averages and any(one.completed < newest for one in members)
-        self._decisions.adopt(members, from_step)
+        self._decisions.adopt(members)
         self.view = View(
             number,
             self._interfaces.epoch,

@@ -1,7 +1,6 @@
 """What the coordinator decides once a step for all chunks, by counting workers' COMMITs. Pure.
 
     bound    the floor: the step that every worker has committed; nobody gets answers of steps that are too far above it
-    quorum   whose contributions make the average of a step
     merge    whose contributions make the next merge
 
 A job without such a rule has ``Decisions``, which decides nothing.
@@ -19,9 +18,6 @@ from psengine.parameter_server.server.coordinator.states import JobMemory
 from psengine.parameter_server.server.coordinator.workers import Worker
 from psengine.protocol.views import Release
 
-# With a quorum, nobody is more steps ahead of the slowest member: what shards keep for it is bounded.
-HISTORY = 8
-
 
 class Decisions:
     """See the module's text.
@@ -35,7 +31,7 @@ class Decisions:
         self.job = job
         self.members: list[Worker] = []
 
-    def adopt(self, members: list[Worker], from_step: int) -> None:
+    def adopt(self, members: list[Worker]) -> None:
         """A view is about to be published."""
         self.members = members
         for one in members:  # what a worker has the answers to, it has committed, perhaps to a former coordinator
@@ -97,50 +93,6 @@ class Bound(Decisions):
         del self.job.releases[:-1]
 
 
-class Quorum(Decisions):
-    """A step's average has the contributions that ``quorum`` workers committed first."""
-
-    def __init__(self, job: JobMemory, quorum: int) -> None:
-        super().__init__(job)
-        self._quorum = quorum
-        # By step that is not decided, who has committed it, and whether it abstained.
-        self._steps: dict[int, dict[Worker, bool]] = {}
-
-    @override
-    def adopt(self, members: list[Worker], from_step: int) -> None:
-        """Shards forget steps from ``from_step`` on: workers push and commit them again."""
-        super().adopt(members, from_step)
-        # Who lacks an older step has it as good as committed: it was decided without it, or with it.
-        for one in members:
-            one.committed = min(max(one.first_step - 1, one.completed), from_step - 1)
-        self._steps.clear()
-        self.job.releases = [one for one in self.job.releases if one.step < from_step]
-
-    @override
-    def commit(self, worker: Worker, step: int, *, abstained: bool, now_s: float) -> None:
-        super().commit(worker, step, abstained=abstained, now_s=now_s)
-        assert self.job.view is not None
-        is_decided = step <= worker.completed or any(one.step == step for one in self.job.releases)
-        if step >= self.job.view.from_step and not is_decided:
-            self._steps.setdefault(step, {})[worker] = abstained
-
-    @override
-    def decide(self, now_s: float) -> bool:
-        slowest = self._least()
-        for step, said in sorted(self._steps.items()):
-            given = sorted(worker.rank for worker, abstained in said.items() if not abstained)
-            are_all = all(one in said for one in self.members if one.first_step <= step)
-            if (len(given) >= self._quorum or are_all) and step - slowest <= HISTORY:
-                del self._steps[step]
-                self._release(step, tuple((rank, step) for rank in given))
-        return False
-
-    @override
-    def prune(self) -> None:
-        least = min((one.completed for one in self.members), default=0)
-        self.job.releases = [one for one in self.job.releases if one.step > least]
-
-
 @dataclass(slots=True)
 class _Pace:
     """A worker's contributions."""
@@ -169,8 +121,8 @@ class Merge(Decisions):
         self._window: tuple[float, frozenset[Worker]] | None = None
 
     @override
-    def adopt(self, members: list[Worker], from_step: int) -> None:
-        super().adopt(members, from_step)
+    def adopt(self, members: list[Worker]) -> None:
+        super().adopt(members)
         self._paces = {one: self._paces.get(one, _Pace()) for one in members}
 
     @override
@@ -272,8 +224,6 @@ def decisions_of(job: JobMemory) -> Decisions:
     rule = job.rule or {"name": ""}
     if rule["name"] == "merge":
         return Merge(job, rule["quorum"], rule["grace"])
-    if rule["name"] == "average" and rule["quorum"] is not None:
-        return Quorum(job, rule["quorum"])
     if rule["name"] == "apply" and rule["max_staleness"] is not None:
         return Bound(job)
     return Decisions(job)

@@ -4,8 +4,8 @@
     rank 1        push 7 ──┐ │                    ├─► answer 7
     rank 2              push 7: everybody is here ┴─► answer 7
 
-With a quorum the coordinator names who counts in a step, for all chunks (RELEASE). The weights are in the workers, and
-``values`` are what a worker last deposited for others. A step has one result, kept until every member has it.
+The weights are in the workers, and ``values`` are what a worker last deposited for others. A step has one result, kept
+until every member has it.
 
 A view takes back all steps from its ``from_step`` on: nobody has used them, and workers push them again. Of an earlier
 step nothing is taken back. A server that restarted has no results; the view's donor returns that of the last step. A
@@ -32,8 +32,6 @@ from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import Release, View
 
-# With a quorum: how many steps the fastest may be ahead of the slowest, whose averages have to be kept for it.
-HISTORY = 8
 # A worker has at most this many contributions to open steps of a chunk: it pushes the next when it has the answer.
 MAX_OPEN = 2
 
@@ -43,7 +41,6 @@ class _Result(NamedTuple):
 
     place: Place  # of the payload
     contributors: int  # the number of gradients
-    counted: frozenset[int] | None  # whose gradients are in it; None: a worker has returned it, any may be
 
 
 class Average(ChunkRule):
@@ -54,12 +51,7 @@ class Average(ChunkRule):
     def __init__(self, spec: ChunkSpec, values: torch.Tensor | None, context: RuleContext) -> None:
         super().__init__(spec, values, context)
         self.values_version = 0
-        # A step is closed with this many gradients (backup workers, Chen et al. 2016,
-        # https://arxiv.org/abs/1604.00981), which the coordinator names; else with those of all members.
-        self._has_quorum = context.rule.get("quorum") is not None
         self._open: dict[int, ContributionSet] = {}
-        # By open step, whose contributions count.
-        self._released: dict[int, frozenset[int]] = {}
         # Averages that some member may still ask for, as they travel.
         self._results: dict[int, _Result] = {}
         # What payloads of averages left out, for the next one; made with the first.
@@ -88,9 +80,9 @@ class Average(ChunkRule):
         check_weight(self.spec, contribution, gathered.by_rank.values())
         if contribution.values is None:
             self.context.statistics.abstained += 1
-        gathered.add(contribution, () if self._has_quorum or view is None else _members_at(view, step))
+        gathered.add(contribution, () if view is None else _members_at(view, step))
         self._open[step] = gathered
-        self.workers[rank].step, self.workers[rank].refused = step, None
+        self.workers[rank].step = step
         return self._close(step)
 
     @override
@@ -99,14 +91,7 @@ class Average(ChunkRule):
 
     @override
     def release(self, release: Release) -> list[Reply]:
-        step = release.step
-        if release.contributors is None or step in self._results:
-            return []
-        self._released[step] = frozenset(rank for rank, _ in release.contributors)
-        # The slowest has contributed to what is older, if this chunk was part of it.
-        for old in [known for known in self._released if known < step - HISTORY]:
-            del self._released[old]
-        return self._close(step)
+        return []  # nothing is decided
 
     @override
     def adopt(self, view: View) -> list[Reply]:
@@ -116,7 +101,7 @@ class Average(ChunkRule):
             if known is None or known.incarnation != member.incarnation:
                 known = KnownWorker(member.incarnation, member.first_step - 1)
             elif known.step >= first:
-                known.step, known.refused = first - 1, None
+                known.step = first - 1
             self.workers[member.rank] = known
         for step, gathered in list(self._open.items()):
             for one in list(gathered.by_rank.values()):
@@ -124,7 +109,6 @@ class Average(ChunkRule):
                     gathered.remove(one.rank)
             if step >= first or not gathered.by_rank:
                 del self._open[step]
-        self._released.clear()
         self._results = {step: result for step, result in self._results.items() if step < first}
         if self._former is not None and self._former[0] >= first:
             self._state = self._former[1]
@@ -139,7 +123,7 @@ class Average(ChunkRule):
         gathered = self._open.pop(step, None)
         waiting = {} if gathered is None else gathered.by_rank
         count = len(waiting) if contributors is None else contributors
-        self._results[step] = _Result(Place(payload.clone()), count, self._released.pop(step, None))
+        self._results[step] = _Result(Place(payload.clone()), count)
         self.version = max(self.version, step)
         return self._answers(one for _, one in sorted(waiting.items()))
 
@@ -148,42 +132,26 @@ class Average(ChunkRule):
         found, view = dict[int, list[int]](), self.context.view
         for step, gathered in sorted(self._open.items()):
             assert view is not None
-            if step < view.from_step:
-                awaited = [] if view.donor is None else [view.donor]
-            else:
-                counted = self._counted(step, view)
-                awaited = _members_at(view, step) if counted is None else sorted(counted)
+            donor = [] if view.donor is None else [view.donor]
+            awaited = _members_at(view, step) if step >= view.from_step else donor
             missing = [other for other in awaited if other not in gathered.by_rank]
             found |= dict.fromkeys(gathered.by_rank, missing)
         return found
 
     # ---- the end of a step -------------------------------------------------------------------------------------
 
-    def _counted(self, step: int, view: View) -> frozenset[int] | None:
-        """Whose contributions make the average; None where that is not decided."""
-        members = frozenset(_members_at(view, step))
-        if not self._has_quorum:
-            return members
-        released = self._released.get(step)
-        return None if released is None else released & members
-
     def _close(self, step: int) -> list[Reply]:
-        """Close the step, if everything is here that counts."""
+        """Close the step, if everybody is here."""
         gathered, view = self._open.get(step), self.context.view
         if gathered is None or view is None or step < view.from_step:
             return []
-        counted = self._counted(step, view)
-        if counted is None or not counted <= gathered.by_rank.keys():
+        if any(rank not in gathered.by_rank for rank in _members_at(view, step)):
             return []
         del self._open[step]
-        self._released.pop(step, None)
-        everybody = [one for _, one in sorted(gathered.by_rank.items())]
-        for late in gathered.by_rank.keys() - counted:
-            gathered.remove(late)
-        self._conclude(step, gathered, counted)
-        return self._answers(everybody)
+        self._conclude(step, gathered)
+        return self._answers(one for _, one in sorted(gathered.by_rank.items()))
 
-    def _conclude(self, step: int, gathered: ContributionSet, counted: frozenset[int]) -> None:
+    def _conclude(self, step: int, gathered: ContributionSet) -> None:
         statistics, given = self.context.statistics, gathered.given
         place = gathered.combine(lambda: self.memory.free([result.place for result in self._results.values()]))
         # Encoded once, so that all workers get the same bits. Where nobody contributed, the residual waits.
@@ -203,20 +171,17 @@ class Average(ChunkRule):
         if is_spoiled and state is not None:
             state.give_back()  # workers skip a step with this average, and their residuals are as before too
         place = place if payload is place.values else Place(payload)
-        self._results[step] = _Result(place, len(given), counted)
+        self._results[step] = _Result(place, len(given))
         self.version = max(self.version, step)
         statistics.averaged += 1
         statistics.applied += len(given)
 
     def _answers(self, given: Iterable[Contribution]) -> list[Reply]:
-        """The averages of steps that are closed, for those who contributed, perhaps too late."""
+        """The averages of steps that are closed; who has just joined may ask for one that is without it."""
         replies = []
         for one in given:
-            counted, known = self._results[one.step].counted, self.workers[one.rank]
+            known = self.workers[one.rank]
             known.step = max(known.step, one.step)
-            if counted is not None and one.values is not None and one.rank not in counted:
-                known.refused = "late"
-                self.context.discarded(one, self.spec, "late")
             replies.append(self._answer(one.rank, one.step))
         # A worker that pushes a step has the answers of all before it.
         needed = min((known.step for known in self.workers.values()), default=self.version)
@@ -226,10 +191,7 @@ class Average(ChunkRule):
 
     def _answer(self, rank: int, step: int) -> Reply:
         result = self._results[step]
-        answer = self._updated(rank, step, step, result.place, contributors=result.contributors)
-        if self.workers[rank].refused is not None and self.workers[rank].step == step:
-            answer.body["late"] = True
-        return answer
+        return self._updated(rank, step, step, result.place, contributors=result.contributors)
 
     # ---- values and memory -------------------------------------------------------------------------------------
 
@@ -247,8 +209,7 @@ class Average(ChunkRule):
     def lent_places(self) -> int:
         if self.spec.kind is ChunkKind.CONSTANT or self.payloads.encodes_answers:
             return 0
-        # Who contributes to a step has read all averages but the last; with a quorum some are kept for who is late.
-        return 4 if self._has_quorum else 2
+        return 2  # who contributes to a step has read all averages but the last
 
     @override
     def size_bytes(self) -> int:

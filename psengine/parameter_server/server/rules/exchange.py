@@ -84,4 +84,4 @@ class RuleContext(ABC):
 
     @abstractmethod
     def discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
-        """A contribution to a chunk does not count: "late", or why not."""
+        """A contribution to a chunk does not count, and why."""

@@ -19,7 +19,6 @@ class JobStatistics:
     applied: int = 0  # pushes that changed weights, or were part of an average
     averaged: int = 0  # exchanges of chunks that ended in an average
     duplicates: int = 0  # repeats that were recognised and not applied again
-    late: int = 0  # contributions that came after their exchange had ended with the others' (quorum)
     abstained: int = 0  # exchanges a worker took part in without a gradient
     non_finite: int = 0  # contributions with NaN or infinity that an average passed on, as native DDP does
     # Payload of the job's messages, readers' included, but not what measures the server.

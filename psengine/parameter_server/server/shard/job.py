@@ -6,9 +6,8 @@ member      VIEW ─ RESUME {open} ─ PUSH ... ─ RELEASE ...         each may
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -50,7 +49,7 @@ class Worker:
     route: bytes = b""  # where its answers go; b"" where it has no connection
     resumed: int = 0  # id of the last RESUME: messages of older connections may still be read after it
     pushes: int = 0  # chunks that it sent
-    discarded: Counter[str] = field(default_factory=Counter)  # those that were "refused", or came "late"
+    refused: int = 0  # of them
     step: int = 0  # the last that it pushed
 
 
@@ -213,16 +212,12 @@ class Job(RuleContext):
 
     @override
     def discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
-        if why == "late":
-            self.statistics.late += 1
-            kind, text = why, f"of step {push.step} came after the others' average"
-        else:
-            self.statistics.refused[why] += 1
-            kind, text = "refused", f"of {spec.describe()} was refused ({why})"
+        self.statistics.refused[why] += 1
         if why == "abstained":
             return  # a worker that only asks for weights
-        self.workers[push.rank].discarded[kind] += 1
-        self._note(kind, f"worker {push.rank}: its gradient {text}", job=self.name, worker=push.rank)
+        self.workers[push.rank].refused += 1
+        text = f"worker {push.rank}: its gradient of {spec.describe()} was refused ({why})"
+        self._note("refused", text, job=self.name, worker=push.rank)
 
     # ---- chunks ------------------------------------------------------------------------------------------------
 
@@ -360,8 +355,7 @@ class Job(RuleContext):
         return ShardWorker(
             rank=rank,
             pushes=worker.pushes,
-            refused=worker.discarded["refused"],
-            late=worker.discarded["late"],
+            refused=worker.refused,
             step=worker.step if worker.pushes else None,
             waiting_for=tuple(sorted(waiting)),
             staleness=self.statistics.staleness_of(rank),

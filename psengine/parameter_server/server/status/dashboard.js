@@ -86,7 +86,7 @@ function showTiles(job) {
 
 // ---- workers -------------------------------------------------------------------------------------------------------
 const COLUMNS = [["Rank", "rank"], ["Host", "host"], ["State", "state"], ["Step", "right"], ["Lag", "right"], ["Staleness p50 / p99", "right"], ["Heartbeat", "right"],
-  ["Steps/s", "right"], ["Samples/s", "right"], ["Loss", "right"], ["Refused / late", "right"], ["Waits for", "waits"]];
+  ["Steps/s", "right"], ["Samples/s", "right"], ["Loss", "right"], ["Refused", "right"], ["Waits for", "waits"]];
 const color = (rank) => "var(--s" + rank % 8 + ")";
 
 /** Ranks of workers whose loss is no number any more; and they in words, or "". */
@@ -161,7 +161,7 @@ function showWorkers(job) {
       write(cells[8], isNumber(worker.samples_per_s) ? whole(worker.samples_per_s) : UNKNOWN);
       write(cells[9], loss(worker.loss));
       flag(cells[9], "class", "right" + (worker.loss === NOT_FINITE ? " alarm" : ""));
-      write(cells[10], whole(worker.refused) + " / " + whole(worker.late));
+      write(cells[10], whole(worker.refused));
       write(cells[11], list(worker.waiting_for).map(rankName).join(", ") || UNKNOWN);
       for (const cell of cells) cell.classList.toggle("unknown", cell.textContent === UNKNOWN);
     });
@@ -201,7 +201,7 @@ function showTime(job) {
 }
 
 // ---- events --------------------------------------------------------------------------------------------------------
-const EVENT_LOOKS = { evicted: ["bad", "✕"], fenced: ["bad", "✕"], snapshot_failed: ["bad", "✕"], memory: ["bad", "!"], log_low: ["bad", "!"], log_full: ["bad", "✕"], log_failed: ["bad", "✕"], log_room: ["good", "●"], refused: ["warn", "▲"], late: ["warn", "▲"], lost: ["bad", "!"], stood_still: ["warn", "▲"], draining: ["warn", "▲"], joined: ["good", "●"], started: ["good", "●"], restored: ["good", "●"], left: ["", "○"], snapshot: ["", "▣"] };
+const EVENT_LOOKS = { evicted: ["bad", "✕"], fenced: ["bad", "✕"], snapshot_failed: ["bad", "✕"], memory: ["bad", "!"], log_low: ["bad", "!"], log_full: ["bad", "✕"], log_failed: ["bad", "✕"], log_room: ["good", "●"], refused: ["warn", "▲"], lost: ["bad", "!"], stood_still: ["warn", "▲"], draining: ["warn", "▲"], joined: ["good", "●"], started: ["good", "●"], restored: ["good", "●"], left: ["", "○"], snapshot: ["", "▣"] };
 function showEvents() {
   const seen = new Map();
   const events = [...list(status.events)].reverse().slice(0, 200).map((event) => {
