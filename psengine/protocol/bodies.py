@@ -293,7 +293,8 @@ class Chunks(Body):
 class Push(Body):
     """PUSH. Of a table's part: ``rows``, whose gradients were divided by ``divisor``; ``lr``, which steps them.
 
-    ``ahead``: how many steps before its own the worker asked for the rows that it computed with.
+    ``ahead``: how many steps before its own the worker asked for the rows that it computed with. ``overflow``: a scaled
+    gradient of the worker is not finite, so its step is to be left out on all workers.
     """
 
     groups: Groups | UnsetType = UNSET
@@ -304,6 +305,7 @@ class Push(Body):
     lr: bounds.Finite | UnsetType = UNSET
     divisor: bounds.Workers | UnsetType = UNSET
     ahead: Annotated[int, Meta(ge=0, le=1)] | UnsetType = UNSET
+    overflow: bool | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         """Check that rows come with what steps them."""

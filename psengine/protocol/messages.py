@@ -28,7 +28,7 @@ MAX_WEIGHT = 1e12
 # A worker's counters stay exact as floats.
 MAX_COUNTED = 2**53
 # Why a server did not use a push that it answered.
-PUSH_REFUSALS = ("non_finite", "stale", "abstained")
+PUSH_REFUSALS = ("non_finite", "stale", "abstained", "overflow")
 
 # What ADMIN asks for.
 ADMIN_ACTIONS = ("snapshot", "evict", "forget", "drain", "shutdown")

@@ -18,7 +18,6 @@ import torch
 from typing_extensions import override
 
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.client.operation import Push, wait_all
 from psengine.parameter_server.client.table_parts import Lookup, TableParts
 
@@ -125,24 +124,34 @@ class Table:
         """What backwards left does not count."""
         self._leaf.grad = self.layer.stand_in.grad = None
 
-    def begin_push(self, *, scale: float | None, workers: int) -> None:
-        """Push what backwards left.
+    def begin_push(self, ids: torch.Tensor, rows: torch.Tensor, *, workers: int, overflow: bool) -> None:
+        """Push what ``take`` returned.
+
+        Args:
+            ids: of the gradients.
+            rows: the gradients.
+            workers: how many average.
+            overflow: a scaled gradient of this worker is not finite, here or in another table that steps with this one.
+        """
+        if overflow:
+            ids, rows = ids[:0], rows[:0]
+        self._pushes = self.parts.push(
+            ids,
+            rows,
+            lr=self.layer.lr,
+            divisor=workers,
+            ahead=self._ahead,
+            abstains=not self.averages,
+            overflow=overflow or None,
+        )
+
+    def take(self, scale: float | None, workers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What backwards left: (ids, gradients of rows), with native DDP's arithmetic; ids ascending, each once.
 
         Args:
             scale: of the gradients, a GradScaler's; None: they are not scaled.
             workers: how many average.
         """
-        ids, rows = self._take(scale, workers)
-        if scale is not None and self.averages and not is_finite(rows):
-            # Native DDP's scaler would leave the step out, on all ranks.
-            logger.warning("table %r: a scaled gradient is not finite; its rows are left out", self.parts.spec.name)
-            ids, rows = ids[:0], rows[:0]
-        self._pushes = self.parts.push(
-            ids, rows, lr=self.layer.lr, divisor=workers, ahead=self._ahead, abstains=not self.averages
-        )
-
-    def _take(self, scale: float | None, workers: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids, gradients of rows), with native DDP's arithmetic: ids ascending, each once."""
         gradient = self._leaf.grad if self.has_gradient() else None
         self.drop()
         if gradient is None:
@@ -155,18 +164,22 @@ class Table:
         summed = _sparse(gradient._indices()[0], values, gradient.shape).coalesce()
         return summed.indices()[0], summed.values()
 
-    def end_push(self) -> None:
-        """Wait for the servers; then rows that were prefetched are those of the forwards to come."""
+    def end_push(self) -> bool:
+        """Wait for the servers; then rows that were prefetched are those of the forwards to come.
+
+        Returns whether servers left the step out for an overflow, this worker's or another's.
+        """
         pushes, self._pushes = self._pushes, []
         with self.parts.session.telemetry.blocked():
             wait_all(pushes)
         self.version = sum(push.wait().version for push in pushes)
-        for push in pushes:
-            body = push.wait().body
-            if body.get("refused", "abstained") != "abstained":
+        bodies = [push.wait().body for push in pushes]
+        for body in bodies:
+            if body.get("refused", "abstained") not in ("abstained", "overflow"):
                 self._report_refusal(body["refused"], body.get("row"))
         self._lookups = deque((one.begin() for one in self._lookups if one in self._prefetched), KEPT_LOOKUPS)
         self._prefetched.clear()
+        return any(body.get("refused") == "overflow" for body in bodies)
 
     def _report_refusal(self, reason: str, row: int | None) -> None:
         self._refused += 1

@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 
 from psengine.collectives.base import Collective
 from psengine.errors import ConfigurationError
+from psengine.flat_optimizers.finite import is_finite
 from psengine.parameter_server.client.addresses import keys_from_environment
 from psengine.parameter_server.client.identity import ending_with_the_job, taking_reservation
 from psengine.parameter_server.client.options import SessionOptions
@@ -159,20 +160,25 @@ class Tables:
         if not self._tables:
             return
         self._pushed_at = self._exchanges()
+        taken = list[tuple[Table, int, tuple[torch.Tensor, torch.Tensor]]]()
         for table in self._tables:
             session = table.parts.session
             # At the beginning some may be on their way.
             workers = max(len(session.members), session.options.world_size) if table.averages else 1
-            table.begin_push(scale=scale, workers=workers)
+            taken.append((table, workers, table.take(scale, workers)))
+        # Under "async" servers refuse the rows of such a table, and name the first.
+        overflow = scale is not None and any(table.averages and not is_finite(rows) for table, _, (_, rows) in taken)
+        for table, workers, gradients in taken:
+            table.begin_push(*gradients, workers=workers, overflow=overflow and table.averages)
         for session in self._sessions:
             session.end_step()
 
-    def end_step(self) -> None:
-        """Wait until the servers have stepped."""
-        for table in self._tables:
-            table.end_push()
+    def end_step(self) -> bool:
+        """Wait until the servers have stepped; whether they left out what is averaged, for a worker's overflow."""
+        left_out = [table.end_push() for table in self._tables]
         for session in self._sessions:
             session.telemetry.step_ended()
+        return any(left_out)
 
     def drop(self) -> None:
         """``zero_grad``: what backwards left does not count.

@@ -94,20 +94,24 @@ class _StrategyStep(torch.optim.Optimizer):
             if tables and found_inf is not None and found_inf.item():
                 tables.drop()
                 return self._psengine_strategy.step(local_step, closure)
+            scaler = self._scaler() if tables and closure is None else None
             if tables and closure is None:
-                tables.begin_step(self._loss_scale())
+                tables.begin_step(None if scaler is None else scaler.get_scale())
             result = self._psengine_strategy.step(local_step, closure)
             if tables and closure is not None:
                 tables.begin_step()
-            tables.end_step()
+            if tables.end_step() and scaler is not None:
+                # All workers are told, so their scales stay equal.
+                for found in scaler._per_optimizer_states[id(self)]["found_inf_per_device"].values():
+                    found.fill_(1.0)
             return result
 
     # Without it torch would wrap this method when a state is loaded, and call a step's hooks twice.
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def _loss_scale(self) -> float | None:
-        """The scale of the ``GradScaler`` that calls this step; None without one.
+    def _scaler(self) -> GradScaler | None:
+        """The ``GradScaler`` that scaled the gradients of this step, which calls it; None without one.
 
         A scaler tells it to no optimizer but fused ones, so that frame is looked for.
         """
@@ -115,7 +119,7 @@ class _StrategyStep(torch.optim.Optimizer):
         while frame is not None:
             if frame.f_code is GradScaler.step.__code__:
                 scaler: GradScaler = frame.f_locals["self"]
-                return scaler.get_scale() if scaler.is_enabled() else None
+                return scaler if scaler.is_enabled() else None
             frame = frame.f_back
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -157,22 +158,21 @@ class TableParts:
     # ---- writing -----------------------------------------------------------------------------------------------
 
     def push(
-        self, ids: torch.Tensor, rows: torch.Tensor, *, lr: float, divisor: int, ahead: int | None, abstains: bool
+        self, ids: torch.Tensor, rows: torch.Tensor, *, ahead: int | None, abstains: bool, **of_rows: Any
     ) -> list[Push]:
         """Begin to step rows.
 
         Args:
             ids: int64 [n], ascending, each once.
             rows: float32 [n, dim], the gradients.
-            lr: of this step.
-            divisor: the gradients were divided by it.
             ahead: 1 where they may be of rows that were read before the last step ended.
             abstains: whether a part without rows gets no contribution, because no worker waits for another's.
+            **of_rows: "lr", "divisor" and "overflow" as in PUSH; None is left out.
         """
         return [
             self.session.push(key, None, (), ahead=ahead)
             if abstains and not count
-            else self.session.push(key, payload, (), rows=count, lr=lr, divisor=divisor, ahead=ahead)
+            else self.session.push(key, payload, (), rows=count, ahead=ahead, **of_rows)
             for key, payload, count in self._payloads(ids, rows)
         ]
 

@@ -42,12 +42,14 @@ class Contribution(NamedTuple):
     # Of this chunk the worker holds what the answer of this step brought; None: it needs whole weights.
     held: int | None = None
     # Of a table, whose ``values`` are [n, dim]: which rows they are of, ascending; what steps them; what they were
-    # divided by; how many steps before its own the worker asked for its rows; how many rows are new.
+    # divided by; how many steps before its own the worker asked for its rows; how many rows are new; whether a gradient
+    # that a worker had scaled was not finite.
     ids: torch.Tensor | None = None
     lr: float = 0.0
     divisor: int = 1
     ahead: int = 0
     new_rows: int = 0
+    overflow: bool = False
 
 
 @dataclass(slots=True)

@@ -69,8 +69,8 @@ class Rows(Apply):
         ids, rows = unpack_rows(message, self.of.dim)
         if message.place is not None:
             ids = ids.clone()  # its worker could change them after they were checked
-        new_rows, body = self._find_room(ids), message.body
-        return contribution._replace(ids=ids, values=rows, lr=body["lr"], divisor=body["divisor"], new_rows=new_rows)
+        given = {name: message.body[name] for name in ("lr", "divisor", "overflow") if name in message.body}
+        return contribution._replace(ids=ids, values=rows, new_rows=self._find_room(ids), **given)
 
     @override
     def push(self, contribution: Contribution) -> list[Reply]:
@@ -224,9 +224,31 @@ class Rows(Apply):
 
 
 class MergedRows(Merge, Rows):
-    """Under "merge". Gradients that are not finite are used, as native DDP uses them."""
+    """Under "merge". Gradients that are not finite are used, as native DDP uses them, unless they were scaled."""
 
-    use = Rows.use
+    @override
+    def push(self, contribution: Contribution) -> list[Reply]:
+        due = {pair for pairs in self.due.values() for pair in pairs}
+        for one in self.here.values():
+            # Those of a merge that is decided, which this is no part of, may be of another step of a schedule.
+            if (one.rank, one.step) not in due and one.rank != contribution.rank and one.lr != contribution.lr:
+                raise ProtocolError(
+                    f"{self.spec.describe()}: workers that average step with one learning rate (expected {one.lr} as"
+                    f" of worker {one.rank}, got {contribution.lr} of worker {contribution.rank}). Fix: set the table's"
+                    " lr on all workers alike, for instance by a scheduler that all of them step.",
+                    ErrorCode.BAD_VALUE,
+                )
+        return super().push(contribution)
+
+    @override
+    def use(self, given: Sequence[Contribution]) -> None:
+        """All contributions count or none: with one that overflowed, native DDP's scaler leaves out the whole step."""
+        if not any(one.overflow for one in given):
+            Rows.use(self, given)
+            return
+        for one in given:
+            self.workers[one.rank].refused = "overflow"
+            self.context.discarded(one, self.spec, "overflow")
 
     @override
     def _waiting(self) -> Sequence[Contribution]:
