@@ -33,8 +33,12 @@ Group = Annotated[
     dict[Annotated[str, Meta(pattern=r"\A[^\W\d]\w*\Z", max_length=64)], bool | float | tuple[float, float] | None],
     Meta(max_length=64),
 ]
-# Of all shards of a server's follower, in order.
-Addresses = Annotated[list[bounds.Printable], Meta(min_length=1, max_length=256)]
+# Of all shards of a server, in order.
+Addresses = Annotated[list[bounds.Address], Meta(min_length=1, max_length=messages.MAX_SHARDS)]
+Ranks = Annotated[list[bounds.Rank], Meta(max_length=messages.MAX_WORKERS)]
+# Of each shard of a job, or numbers of some.
+OfShards = Annotated[list[bounds.Unsigned], Meta(max_length=messages.MAX_SHARDS)]
+EpochsOfShards = Annotated[list[bounds.Unsigned64], Meta(max_length=messages.MAX_SHARDS)]
 Groups = Annotated[list[Group], Meta(min_length=1, max_length=1024)]
 
 
@@ -95,7 +99,7 @@ class Elastic(Rule, tag="elastic", kw_only=True):
     """Workers exchange gradients among themselves, as ``virtual_workers``. ``facts``: what all must have alike."""
 
     virtual_workers: bounds.Workers
-    facts: Annotated[dict[bounds.Printable, bounds.Printable], Meta(max_length=64)]
+    facts: Annotated[dict[bounds.Label, bounds.Label], Meta(max_length=64)]
 
 
 # Of jobs with chunks.
@@ -103,7 +107,10 @@ AnyRule = Average | Merge | Apply
 
 
 class Hello(Body):
-    """HELLO. Without ``rule`` it only reserves a rank. ``view`` and what follows: of a process that was in a view.
+    """HELLO. Without ``rule`` it only reserves a rank.
+
+    ``key``: of a process that was welcomed to the job. ``view`` and what follows: of one that is in a view; ``release``
+    is the number of the last RELEASE that it has.
 
     ``checkpoint``: the step of the newest checkpoint that an "elastic" worker can load; ``processes``: a word for the
     processes among which ``pid`` is its number; ``continues``: this run goes on from what another one has trained.
@@ -112,25 +119,27 @@ class Hello(Body):
     job: bounds.JobName
     run: bounds.Label
     nonce: bounds.Unsigned64
-    host: bounds.Label
+    host: bounds.Host
     pid: bounds.Unsigned
     rank: bounds.Rank | UnsetType | None = UNSET
     world_size: bounds.Workers | UnsetType = UNSET
     rule: AnyRule | Elastic | UnsetType = UNSET
     checkpoint: bounds.Counted | UnsetType = UNSET
-    processes: bounds.Label | UnsetType = UNSET
+    processes: bounds.Host | UnsetType = UNSET
     continues: bool | UnsetType = UNSET
-    view: View | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
+    view: bounds.ClaimedView | UnsetType = UNSET
+    digest: bounds.Digest | UnsetType = UNSET
+    release: bounds.Unsigned | UnsetType = UNSET
     completed: bounds.Counted | UnsetType = UNSET
-    unreachable: list[bounds.Unsigned] | UnsetType = UNSET
+    unreachable: OfShards | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        """Check that a worker that takes part says how many there are, and that a view comes with its key."""
+        """Check that a worker that takes part says how many there are, and that a view comes with what proves it."""
         if self.rule is not UNSET and self.world_size is UNSET:
             raise ValueError("lacks the field `world_size`")
-        if self.view is not UNSET and (self.key is UNSET or self.completed is UNSET):
-            raise ValueError("has a view without `key` and `completed`")
+        if self.view is not UNSET and UNSET in (self.rule, self.key, self.digest, self.completed):
+            raise ValueError("has a view without `rule`, `key`, `digest` and `completed`")
 
 
 class Welcome(Body):
@@ -153,8 +162,8 @@ class Registered(Commit, tag="registered"):
     """Every shard has its chunks of a new job: its epoch as the registrar met it, and how many chunks, by shard."""
 
     registration: bounds.Unsigned64
-    epochs: list[bounds.Unsigned64]
-    chunks: list[bounds.Unsigned]
+    epochs: EpochsOfShards
+    chunks: OfShards
 
     def __post_init__(self) -> None:
         """Check that each shard is there twice."""
@@ -174,7 +183,7 @@ class GroupFailed(Commit, tag="failed"):
     """The members of an "elastic" view cannot exchange; ``lost``: those whose processes this worker sees are gone."""
 
     view: bounds.ViewNumber
-    lost: Annotated[list[bounds.Rank], Meta(max_length=messages.MAX_WORKERS)]
+    lost: Ranks
 
 
 class StepTaken(Commit, tag="step"):
@@ -182,6 +191,7 @@ class StepTaken(Commit, tag="step"):
 
     step: Annotated[int, Meta(ge=1, le=messages.MAX_COUNTED)]
     abstained: bool
+    completed: bounds.Counted
 
 
 class Joining(Commit, tag="join"):
@@ -194,7 +204,7 @@ class Donated(Commit, tag="donated"):
     rank: bounds.Rank
     incarnation: bounds.Unsigned64
     step: bounds.Counted
-    epochs: list[bounds.Unsigned64]
+    epochs: EpochsOfShards
 
 
 class ShardLife(Commit, tag="life"):
@@ -204,7 +214,7 @@ class ShardLife(Commit, tag="life"):
     epoch: bounds.Unsigned64
     chunks: bounds.Unsigned
     version: bounds.Unsigned
-    view: bounds.ViewNumber
+    view: bounds.ClaimedView
     lost: bounds.Unsigned | UnsetType = UNSET
 
 
@@ -243,7 +253,7 @@ class Leave(Body):
 class Resume(Body):
     """RESUME. A reader says nothing, a registrar the last four, a member these and its open pushes (key, step)."""
 
-    open: list[tuple[bounds.Key, bounds.Positive]] | UnsetType = UNSET
+    open: Annotated[list[tuple[bounds.Key, bounds.Positive]], Meta(max_length=messages.MAX_CHUNKS)] | UnsetType = UNSET
     memory: bounds.Unsigned | UnsetType = UNSET
     job: bounds.JobName | UnsetType = UNSET
     rule: AnyRule | UnsetType = UNSET
@@ -259,12 +269,12 @@ class Resume(Body):
 class Resumed(Body):
     """RESUMED. ``version`` is the least of the job's chunks here; ``view_epoch`` that of the view's coordinator."""
 
-    shards: Annotated[list[bounds.Printable], Meta(min_length=1)]
+    shards: Addresses
     chunks: bounds.Unsigned
     version: bounds.Unsigned
     view: bounds.Unsigned
     view_epoch: bounds.Unsigned64
-    missing: list[bounds.Key] | UnsetType = UNSET
+    missing: Annotated[list[bounds.Key], Meta(max_length=messages.MAX_CHUNKS)] | UnsetType = UNSET
     memory: tuple[bounds.Unsigned, bounds.Unsigned, bounds.Unsigned64] | UnsetType = UNSET
     replicas: Addresses | UnsetType = UNSET
 
@@ -274,7 +284,10 @@ class Configure(Body):
 
     optimizer: Annotated[str, bounds.one_of("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")]
     groups: Groups
-    runs: list[tuple[bounds.Unsigned, bounds.Unsigned, Annotated[int, Meta(ge=-1, le=bounds.INT64_MAX)]]]
+    runs: Annotated[
+        list[tuple[bounds.Unsigned, bounds.Unsigned, Annotated[int, Meta(ge=-1, le=bounds.INT64_MAX)]]],
+        Meta(max_length=messages.MAX_SEGMENTS),
+    ]
 
 
 class List(Body):
@@ -324,7 +337,7 @@ class Updated(Body):
 class Pending(Body):
     """PENDING."""
 
-    waiting_for: list[bounds.Rank]
+    waiting_for: Ranks
     log: bool | UnsetType = UNSET
 
 
@@ -345,7 +358,7 @@ class Pull(Read):
 class Store(Read):
     """VALUES and STORE. Of a table's part: ``rows``, and in VALUES where the scan goes on (``next``)."""
 
-    steps: list[bounds.Finite] | UnsetType = UNSET
+    steps: Annotated[list[bounds.Finite], Meta(max_length=messages.MAX_SEGMENTS)] | UnsetType = UNSET
     pieces: bounds.Unsigned | UnsetType = UNSET
     rows: bounds.Unsigned | UnsetType = UNSET
     next: bounds.Unsigned | UnsetType = UNSET
@@ -361,14 +374,14 @@ class Heartbeat(Body):
     loss: bounds.Finite | UnsetType | None = UNSET
     completed: bounds.Counted | UnsetType = UNSET
     blocked: bool | UnsetType = UNSET
-    unreachable: list[bounds.Unsigned] | UnsetType = UNSET
+    unreachable: OfShards | UnsetType = UNSET
 
 
 class Ok(Body):
     """OK. To a HEARTBEAT also: the workers whom this one waits for at the coordinator, and why."""
 
     generation: bounds.Unsigned | UnsetType = UNSET
-    waiting_for: list[bounds.Rank] | UnsetType = UNSET
+    waiting_for: Ranks | UnsetType = UNSET
     why: bounds.Printable | UnsetType = UNSET
     replicas: Addresses | UnsetType = UNSET
     text: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=bounds.PRINTABLE)] | UnsetType = UNSET
@@ -442,10 +455,9 @@ def unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:
 
 
 def _unpack(kind: MessageType, raw: bytes) -> dict[str, Any]:
-    if len(raw) > messages.MAX_BODY_BYTES:
-        raise ProtocolError(
-            f"{kind.name} body is too large (expected at most {messages.MAX_BODY_BYTES} bytes, got {len(raw)})"
-        )
+    most_bytes = messages.MAX_VIEW_BYTES if kind is MessageType.VIEW else messages.MAX_BODY_BYTES
+    if len(raw) > most_bytes:
+        raise ProtocolError(f"{kind.name} body is too large (expected at most {most_bytes} bytes, got {len(raw)})")
     try:
         body: dict[str, Any] = msgspec.msgpack.decode(raw)  # allocates by what is there, not by what is declared
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:

@@ -15,15 +15,18 @@ import torch
 PROTOCOL_VERSION = 8
 MAGIC = b"PSEN"
 
-# A VIEW names every worker, and a RESUME every open push: thousands.
+# ``tests/protocol/test_sizes.py`` computes that the largest of every message that names workers, shards or chunks fits.
 MAX_BODY_BYTES = 256 * 1024
+MAX_VIEW_BYTES = 1024 * 1024  # a VIEW's body
 MAX_PAYLOAD_BYTES = 16 * 1024 * 1024
 # Of rows of a table, in a PUSH or STORE: they travel as several frames.
 MAX_ROWS_BYTES = 1024 * 1024 * 1024
 MAX_NAME_CHARS = 512
 MAX_SEGMENTS = 512
 # Of a job; ranks lie below this. It bounds what a coordinator counts through, and remembers of workers that are gone.
-MAX_WORKERS = 65_536
+MAX_WORKERS = 4096
+MAX_SHARDS = 256  # of a job, or a server
+MAX_CHUNKS = 16_384  # of a job at one shard
 MAX_WEIGHT = 1e12
 # A worker's counters stay exact as floats.
 MAX_COUNTED = 2**53
@@ -123,6 +126,7 @@ class ErrorCode:
     MEMORY = "memory"  # the server's --max-memory-bytes
     STATE_LOST = "state_lost"  # the server lost the job's weights
     SHUTTING_DOWN = "shutting_down"
+    VIEW_WANTED = "view_wanted"  # the coordinator lacks the view that HELLO names: say VIEW, its RELEASEs, and HELLO
     SNAPSHOT_FAILED = "snapshot_failed"
     NOT_ALLOWED = "not_allowed"  # ADMIN from somebody who is no operator of this server, FOLLOW from a stranger
     NOT_LEADING = "not_leading"  # this server follows another, or waits for its elector: ask at its other address

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from psengine.errors import ProtocolError
 from psengine.protocol.bounds import (
     DIGEST_BYTES,
     Counted,
-    Label,
+    Host,
     Port,
     Positive,
     Rank,
     Unsigned,
     Unsigned64,
+    UserId,
     ViewNumber,
     Workers,
 )
-from psengine.protocol.messages import Message, MessageType
+from psengine.protocol.messages import MAX_SHARDS, MAX_WORKERS, Message, MessageType
+
+_OfWorkers, _OfShards = Meta(max_length=MAX_WORKERS), Meta(max_length=MAX_SHARDS)
 
 
 class ViewMember(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -41,7 +44,7 @@ class ViewMember(Struct, frozen=True, forbid_unknown_fields=True, array_like=Tru
 
     rank: Rank
     incarnation: Unsigned64
-    user_id: Label
+    user_id: UserId
     first_step: Positive
 
 
@@ -56,9 +59,9 @@ class MemberState(Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
 
     completed: Counted | None
     checkpoint: Counted
-    host: Label = ""
+    host: Host = ""
     pid: Unsigned = 0
-    processes: Label = ""
+    processes: Host = ""
 
 
 class Release(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -73,7 +76,7 @@ class Release(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
 
     number: Positive
     step: Unsigned
-    contributors: tuple[tuple[Rank, Positive], ...] | None = None
+    contributors: Annotated[tuple[tuple[Rank, Positive], ...], _OfWorkers] | None = None
 
 
 class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -96,15 +99,15 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
 
     number: ViewNumber
     epoch: Unsigned64
-    members: tuple[ViewMember, ...]
-    shards: tuple[Unsigned64, ...]
+    members: Annotated[tuple[ViewMember, ...], _OfWorkers]
+    shards: Annotated[tuple[Unsigned64, ...], _OfShards]
     from_step: Positive = 1
     world_size: Workers = 1
     donor: Rank | None = None
     oldest: Unsigned = 0
-    chunks: tuple[Unsigned, ...] = ()
+    chunks: Annotated[tuple[Unsigned, ...], _OfShards] = ()
     releases: tuple[Release, ...] = ()
-    states: tuple[MemberState, ...] = ()
+    states: Annotated[tuple[MemberState, ...], _OfWorkers] = ()
     store: Port = 0
 
     def __post_init__(self) -> None:
@@ -133,7 +136,7 @@ def message_of(value: View | Release, key: bytes, job: int) -> Message:
 
 
 def view_of(body: dict[str, Any]) -> View:
-    """The view in the body of a VIEW, or of a HELLO that has one."""
+    """The view in the body of a VIEW."""
     return msgspec.convert(body["view"], View)
 
 

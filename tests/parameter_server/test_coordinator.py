@@ -20,7 +20,7 @@ from psengine.protocol import bodies
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
-from psengine.protocol.views import View, ViewMember, check_digest, release_of, view_of
+from psengine.protocol.views import View, ViewMember, check_digest, message_of, release_of, sign, view_of
 
 ELASTIC = {"name": "elastic", "virtual_workers": 3, "facts": {"seed": "0"}}
 LEASE_S, HEARTBEAT_S, TICK_S = 5.0, 1.0, 0.1
@@ -128,6 +128,7 @@ class Hand:
         self.bench, self.rank, self.nonce, self.run, self.user_id = bench, rank, nonce, run, user_id
         self.incarnation, self.obeys, self.view = incarnation, True, None
         self.completed = self.connection = self.requests = 0
+        self.shows = True  # its view, to a coordinator that lacks it
         self.has_state = True  # in an elastic job
         self.welcome: dict[str, Any] = {}
         self.inbox: list[Message] = []
@@ -160,11 +161,25 @@ class Hand:
             "job": "job", "run": self.run, "nonce": self.nonce, "host": "here", "pid": 1, "rank": self.rank,
             "world_size": self.bench.world_size, "rule": self.bench.rule,
         }  # fmt: skip
+        key = self.welcome.get("key")
+        if key is not None:
+            body["key"] = key
         if self.view is not None:
-            view = msgspec.to_builtins(self.view)
-            body |= {"view": view, "key": self.welcome["key"], "completed": self.completed}
+            digest = sign(key, job_number("job"), self.view)
+            body |= {"view": self.view.number, "digest": digest, "completed": self.completed}
+            if releases := [*self.view.releases, *self.releases]:
+                body["release"] = max(one.number for one in releases)
+        body = {name: value for name, value in (body | fields).items() if value is not None}
         self.welcome = {**self.welcome, "state": ""}
-        self.say(MessageType.HELLO, {name: value for name, value in (body | fields).items() if value is not None})
+        try:
+            self.say(MessageType.HELLO, body)
+        except ProtocolError as error:
+            if error.code != ErrorCode.VIEW_WANTED or not self.shows:
+                raise
+            for shown in (self.view, *self.releases):
+                message = message_of(shown, key, job_number("job"))
+                self.say(message.type, message.body)
+            self.say(MessageType.HELLO, body)
         return self.welcome["state"]
 
     def reconnect(self, **fields):
@@ -187,7 +202,7 @@ class Hand:
         self.commit("registered", **body | fields)
 
     def step(self, step):
-        return self.commit("step", step=step, abstained=False)
+        return self.commit("step", step=step, abstained=False, completed=0)
 
     def life(self, shard, epoch, **fields):
         self.commit("life", shard=shard, epoch=epoch, **{"chunks": 0, "version": 0, "view": 0} | fields)
@@ -253,26 +268,84 @@ def test_nobody_speaks_for_another_worker_whose_incarnation_he_knows():
     stranger.view = bench.view
     assert refusal(stranger.leave) == ErrorCode.NOT_MEMBER
     assert refusal(lambda: stranger.life(1, 2**63)) == ErrorCode.NOT_MEMBER
-    stranger.incarnation += 1  # as of a process that came later, which has no view of this job to show
-    stranger.welcome = {"key": b"x" * 32}
-    stranger.view = View(9, 9, (ViewMember(0, stranger.incarnation, "", 1),), (7, 9))
-    assert refusal(stranger.hello) == ErrorCode.NOT_READY
+    for incarnation in (stranger.incarnation, stranger.incarnation + 1):  # also as of a process that came later
+        stranger.incarnation, stranger.view = incarnation, None
+        assert refusal(stranger.hello) == ErrorCode.NOT_READY
     bench.wait(3.0, *team)
     assert refusal(stranger.hello) == ErrorCode.DUPLICATE_RANK
     assert bench.ranks == [0, 1]
 
 
+@pytest.mark.parametrize(("rule", "code"), [(AVERAGE, ErrorCode.FENCED), (APPLY, ErrorCode.STATE_LOST)])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_claims_under_another_key_change_nothing(rule, code, restarts):
+    bench, *team = crew(rule)
+    if restarts:  # the members are known by their incarnations alone
+        bench.restart(with_disk=True)
+    before = bench.job.to_meta()
+    for rank, incarnation in ((7, 5), (0, team[0].incarnation), (0, team[0].incarnation + 1)):
+        stranger = bench.worker(rank, incarnation=incarnation)
+        stranger.welcome = {"key": b"x" * 32}
+        stranger.view = View(2**29, 9, (ViewMember(rank, incarnation, "", 1),), (7, 9))
+        assert refusal(stranger.hello) == code
+        stranger.view = None
+        if rank == 0 and restarts:
+            assert refusal(stranger.hello) == ErrorCode.NOT_READY
+    assert bench.job.to_meta() == before
+    assert bench.status.lost == ""
+    newcomer = bench.worker(7, incarnation=2**61)
+    newcomer.hello()
+    assert newcomer.incarnation < 2**61
+    if rule is AVERAGE:  # it takes no part yet
+        newcomer.life(1, 11, view=2**29)
+        bench.wait(3.0, newcomer)
+        assert bench.job.last_number == before["last_number"]
+
+
+def test_numbers_of_a_job_that_nobody_knows_leave_room():
+    bench, first, second = crew(AVERAGE)
+    bench.restart(with_disk=False)
+    view = first.view
+    first.view = msgspec.structs.replace(view, number=2**29 + 1)
+    assert refusal(first.reconnect) == ErrorCode.BAD_VALUE
+    first.view = second.view = msgspec.structs.replace(view, number=2**29)
+    assert (first.reconnect(), second.reconnect()) == ("wait", "ready")
+    assert (bench.view.number, bench.ranks) == (2**29 + 1, [0, 1])
+
+
+def test_one_worker_at_a_time_shows_its_view_to_a_coordinator_that_lacks_it():
+    bench, *team = crew(AVERAGE, 3)
+    bench.restart(with_disk=False)
+
+    for worker in team:
+        worker.shows = False
+    codes = [ErrorCode.VIEW_WANTED, ErrorCode.NOT_READY, ErrorCode.NOT_READY]
+    assert [refusal(one.reconnect) for one in team] == codes
+    bench.ended.add(team[0].route)  # it died
+    assert [refusal(one.reconnect) for one in team[1:]] == codes[:2]
+    bench.wait(HEARTBEAT_S + TICK_S)  # or stands still
+    assert refusal(team[2].reconnect) == ErrorCode.VIEW_WANTED
+    forged = message_of(team[2].view, b"x" * 32, job_number("job"))
+    assert refusal(lambda: team[2].say(MessageType.VIEW, forged.body)) == ErrorCode.BAD_MESSAGE
+    for worker in team:
+        worker.shows = True
+    bench.wait(HEARTBEAT_S + TICK_S)
+    assert [one.reconnect() for one in team] == ["wait", "wait", "ready"]
+    assert bench.ranks == [0, 1, 2]
+
+
 def test_numbers_that_leave_no_room_are_refused():
     bench, *team = crew(AVERAGE)
     largest = 2**63 - 1
-    view = msgspec.to_builtins(View(largest, 9, (), (7, 9)))
+    stranger = bench.worker(5, incarnation=2**64 - 1)
+    stranger.welcome = {"key": bench.job.key}
     for said in (
         lambda: team[0].life(1, 11, view=largest),
         lambda: team[0].prepare(largest),
         lambda: team[0].step(largest),
         lambda: team[0].leave(completed=largest),
-        lambda: bench.worker(5, incarnation=2**64 - 1).hello(),
-        lambda: bench.worker(5).hello(view=view, key=b"x" * 32, completed=0),
+        stranger.hello,
+        lambda: team[0].hello(view=2**30),
     ):
         assert refusal(said) == ErrorCode.BAD_MESSAGE
     assert team[0].heartbeat(completed=largest) == {"code": ErrorCode.BAD_MESSAGE}
@@ -385,7 +458,7 @@ def test_new_processes_begin_an_abandoned_averaging_job_anew():
     check_digest(empty, first.welcome["key"], view_of(empty.body))
     new[0].register()
     assert (bench.ranks, bench.view.number) == ([0, 1], number + 2)
-    assert refusal(first.reconnect) == ErrorCode.DUPLICATE_RANK
+    assert refusal(first.reconnect) == ErrorCode.FENCED
 
 
 def test_what_a_worker_said_before_it_heard_that_it_has_left_is_answered():

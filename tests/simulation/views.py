@@ -40,10 +40,9 @@ class Views:
         same = "incarnation {} of worker {} is of processes {} and {}"
         require(owner is process, same, incarnation, message.worker, owner.number, process.number)
         number, newest = self._newest.get(message.worker, (-1, 0))
-        grows = process.number < number or (process.number == number) == (incarnation == newest)
-        require(grows, "process {} of worker {} has another incarnation than before", process.number, message.worker)
-        if process.number > number:
-            require(incarnation > newest, "worker {} got incarnation {} after {}", message.worker, incarnation, newest)
+        if process.number >= number:  # one that cannot prove its incarnation gets another
+            grows = incarnation > newest or (process.number, incarnation) == (number, newest)
+            require(grows, "worker {} got incarnation {} after {}", message.worker, incarnation, newest)
             self._newest[message.worker] = process.number, incarnation
 
     def process(self, rank: int, incarnation: int) -> Any:

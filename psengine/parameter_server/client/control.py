@@ -48,12 +48,14 @@ class Control(Channel):
             "job": options.job,
             "run": options.run,
             "nonce": job.nonce,
-            "host": job.runtime.host()[:255],
+            "host": job.runtime.host().encode("ascii", "replace").decode()[:64],
             "pid": job.runtime.process_id(),
             "rank": options.rank if job.identity.worker == NOBODY else job.identity.worker,
         }
         if options.rule is not None:  # else it reserves a rank
             body |= {"world_size": options.world_size, "rule": options.whole_rule, "continues": options.continues}
+        if job.key is not None:
+            body["key"] = job.key
         body |= job.hello(now_s)
         self._hello = job.next_id()
         self.send(Message(MessageType.HELLO, sequence=self._hello, body=body))
@@ -134,13 +136,17 @@ class Control(Channel):
             self.receive_answer(message)
 
     def _receive_error(self, message: Message, now_s: float) -> None:
-        code, request = message.body["code"], self.requests.get(message.sequence)
+        job, code, request = self.job, message.body["code"], self.requests.get(message.sequence)
         is_lost = code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
         if message.sequence == self._hello and code in (ErrorCode.SHUTTING_DOWN, ErrorCode.NOT_READY):
             self.last_problem = message.body["text"]
             self.retry_at_s = now_s + HELLO_AGAIN_S
+        elif message.sequence == self._hello and code == ErrorCode.VIEW_WANTED:
+            for shown in () if job.view_message is None else (job.view_message, *job.releases):
+                self.send(shown)
+            self.say_hello(now_s)
         elif message.sequence == self._hello or code in (ErrorCode.STATE_LOST, ErrorCode.ENDED, ErrorCode.VERSION):
-            self.job.fail(self.refusal(self.requests.get(_EXPECTED), message))
+            job.fail(self.refusal(self.requests.get(_EXPECTED), message))
         elif is_lost and (request is None or request.message.type is not MessageType.LEAVE):
             if request is not None:
                 self.fail(request, self.refusal(request, message))

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from typing_extensions import override
 
 from psengine.errors import ServerLostError, ServerRefusedError
@@ -70,7 +69,7 @@ class ElasticClient(JobClient):
     def hello(self, now_s: float) -> dict[str, Any]:
         said: dict[str, Any] = {"checkpoint": self._checkpoint, "processes": self.runtime.process_table()}
         if self.view is not None:
-            said |= {"view": msgspec.to_builtins(self.view), "key": self.key, "completed": self.completed or 0}
+            said |= self.membership(self.completed or 0)
         return said
 
     @override
@@ -94,7 +93,7 @@ class ElasticClient(JobClient):
         me = view.member(self.identity.worker)
         if me is None or me.incarnation != self.identity.incarnation or view.number <= self.view_number:
             return
-        self.view, self.view_number = view, view.number
+        self.view, self.view_number, self.view_message = view, view.number, message
         if self.preparing is not None and self.preparing.view <= view.number:
             self.preparing = None
         self._tell(message)

@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,14 @@ from psengine.parameter_server.client.runtime import Runtime, Transport
 from psengine.parameter_server.client.stalls import StallWatch
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, Message
-from psengine.protocol.views import View
+from psengine.protocol.views import View, release_of
 from psengine.tracing.stall_inspector import stall_after_s
 from psengine.tracing.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
+# Decisions since the view, for shards that a new connection is made to: a shard has taken earlier ones.
+KEPT_RELEASES = 64
 # Request ids lie above any step, so that an ERROR's sequence tells which of the two it is about.
 FIRST_REQUEST = 1 << 40
 
@@ -59,6 +62,8 @@ class JobClient:
         control: the connection to the coordinator; a reader never opens it.
         key: the job's, by WELCOME.
         view, view_number: the view that this worker is in; None, 0 while it is in none.
+        view_message: what shards hear first: that view, or the one without workers with which the job begins anew.
+        releases: the decisions that came since.
         news: grows with each WELCOME and each view.
         lease_s, heartbeat_s: as the coordinator said.
         telemetry: the counters in this worker's heartbeats.
@@ -76,6 +81,8 @@ class JobClient:
         self.key: bytes | None = None
         self.view: View | None = None
         self.view_number = 0
+        self.view_message: Message | None = None
+        self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
         self.news = 0
         self.lease_s, self.heartbeat_s = 5.0, 1.0
         self.telemetry = Telemetry(runtime.now_s)
@@ -126,6 +133,14 @@ class JobClient:
     def hello(self, now_s: float) -> dict[str, Any]:
         """HELLO's fields about this client's part in the job."""
         raise NotImplementedError
+
+    def membership(self, completed: int) -> dict[str, Any]:
+        """HELLO's fields about the view that this client is in."""
+        assert self.view is not None, "it is in one"
+        assert self.view_message is not None, "the view came with it"
+        said = {"view": self.view.number, "digest": self.view_message.body["digest"], "completed": completed}
+        releases = [*self.view.releases, *(release_of(one.body) for one in self.releases)]
+        return said | ({"release": max(one.number for one in releases)} if releases else {})
 
     def progress(self, now_s: float) -> dict[str, Any]:
         """HEARTBEAT's."""

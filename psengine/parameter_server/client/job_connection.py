@@ -8,11 +8,9 @@ Pure.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from typing_extensions import override
 
@@ -28,12 +26,9 @@ from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.steps import Step, Steps
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-from psengine.protocol.views import View, release_of, view_of
+from psengine.protocol.views import View, view_of
 
 logger = logging.getLogger(__name__)
-
-# Decisions since the view, for shards that a new connection is made to: a shard has taken earlier ones.
-KEPT_RELEASES = 64
 
 
 class JobConnection(JobClient):
@@ -44,8 +39,6 @@ class JobConnection(JobClient):
         chunks: where the job's chunks are.
         state: what WELCOME said last; see ``WorkerSession.state``.
         registration_number: the job's, by WELCOME.
-        view_message: what shards hear first: that view, or the one without workers with which the job begins anew.
-        releases: the decisions that came since.
         last_view: the number of the last view that had this worker.
         has_state: others may need what this worker has: it gave the job its values, or has pushed.
         has_changed: it has sent something that changes values.
@@ -63,8 +56,6 @@ class JobConnection(JobClient):
         self.chunks = ChunkMap()
         self.state = ""
         self.registration_number = 0
-        self.view_message: Message | None = None
-        self.releases: deque[Message] = deque(maxlen=KEPT_RELEASES)
         self.last_view = 0
         self.has_state = self.has_changed = self.is_entering = self.is_leaving = self.has_failed = False
         self.configured: dict[int, dict[str, Any]] = {}
@@ -142,7 +133,8 @@ class JobConnection(JobClient):
         def taken(index: int, answer: Message | PSEngineError) -> None:
             missing.discard(index)
             if not missing and not isinstance(answer, PSEngineError) and attempt == step.attempt:
-                self.control.commit("step", step=step.number, abstained=not step.has_values)
+                values = {"abstained": not step.has_values, "completed": self.steps.completed}
+                self.control.commit("step", step=step.number, **values)
 
         for index, link in links.items():
             message = Message(MessageType.ECHO, payload=torch.empty(0, dtype=torch.uint8))
@@ -170,10 +162,7 @@ class JobConnection(JobClient):
         if self.view is None:
             return {}
         self.freeze()
-        releases = (*self.view.releases, *(release_of(release.body) for release in self.releases))
-        view = msgspec.to_builtins(msgspec.structs.replace(self.view, releases=releases))
-        completed, unreachable = self.steps.completed, self.unreachable(now_s)
-        return {"view": view, "key": self.key, "completed": completed, "unreachable": unreachable}
+        return self.membership(self.steps.completed) | {"unreachable": self.unreachable(now_s)}
 
     @override
     def progress(self, now_s: float) -> dict[str, Any]:

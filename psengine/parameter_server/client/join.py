@@ -23,7 +23,7 @@ from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Request
 from psengine.protocol.layout import ChunkSpec, balance, first_difference
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import MAX_SHARDS, ErrorCode, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ def _connect(job: JobConnection) -> Flow[None]:
             )
         known[link.epoch] = link.name
         others += [(link.server, shard) for shard in range(1, len(link.resumed["shards"]))]
+    if (shards := len(known) + len(others)) > MAX_SHARDS:
+        raise ConfigurationError(f"a job has at most {MAX_SHARDS} shards (got {shards} of {len(known)} servers)")
     yield [_greeting(job, job.add_link(*place)) for place in others]
 
 

@@ -35,7 +35,8 @@ def _open_nothing(greet, self, now_s):
 @plant("a client commits a step before the shards have it", JobConnection, "confirm")
 def _commit_at_once(confirm, self, step):
     if self.options.has_decisions and step.is_closed and step.pushes:
-        self.control.commit("step", step=step.number, abstained=not step.has_values)
+        said = {"abstained": not step.has_values, "completed": self.steps.completed}
+        self.control.commit("step", step=step.number, **said)
 
 
 @plant("a client does not tell of a shard's new life", Control, "commit")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,14 +28,17 @@ from psengine.parameter_server.server.coordinator.states import JOB, JobMemory, 
 from psengine.parameter_server.server.coordinator.workers import CLAIM_GRACE_S, Worker, Workers
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
+from psengine.protocol.bounds import MAX_VIEW_NUMBER
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-from psengine.protocol.views import Release, View, ViewMember, message_of, view_of
+from psengine.protocol.views import Release, View, ViewMember, check_digest, message_of, release_of, sign, view_of
 
 logger = logging.getLogger(__name__)
 # Of runs that are over, and of claims to a rank, so many are remembered.
 MAX_REMEMBERED = 64
 MAX_DEPARTED = 20  # in a status
+# What a process says of the view that it was in, where it is asked.
+SHOWN = frozenset({MessageType.VIEW, MessageType.RELEASE})
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,18 @@ class Interfaces:
     is_gone: Callable[[int], bool] = lambda process_id: False  # whether a process of this host has ended
     store_port: Callable[[], int] = lambda: 0  # of the store where members of elastic jobs meet; opened by the call
     started_s: float = -math.inf  # when this life of the server began, by the clock of messages
+
+
+@dataclass
+class _Shown:
+    """A process was asked for its view, which this coordinator lacks: ``sender``, when, and what its HELLO says."""
+
+    sender: Sender
+    since_s: float
+    key: bytes
+    rule: dict[str, Any]
+    view: View | None = None  # that it has shown
+    takes_releases: bool = False  # those that follow are news
 
 
 class Coordinator(JobMemory):
@@ -85,6 +100,7 @@ class Coordinator(JobMemory):
         self._donor: Worker | None = None
         self._joiner: Worker | None = None  # for whom the donor is asked
         self._donation: tuple[Worker, int] | None = None  # whose state was deposited, and after which step
+        self._shown: _Shown | None = None
 
     @property
     def averages(self) -> bool:
@@ -102,6 +118,9 @@ class Coordinator(JobMemory):
         self._now_s = now_s
         if message.type is MessageType.HELLO:
             self._hello(message, sender)
+            return self._settled()
+        if message.type in SHOWN:
+            self._hear_shown(message)
             return self._settled()
         worker = self.workers.find(message, sender, self.name)
         worker.last_heard_s = now_s
@@ -232,14 +251,15 @@ class Coordinator(JobMemory):
         if is_untrained and is_another and not any(one.has_rule for one in self.workers.present):
             self._begin_anew()  # with this worker's initial values
         self._check(message.body)
+        message, view = self._judge_claims(message, sender)
         rank = self.workers.rank_for(message, sender.user_id)
         holder = self.workers.by_rank.get(rank)
         if holder is not None and not holder.is_process(message, sender.user_id):
             if holder.incarnation > message.incarnation > 0:
                 self._refuse_rank(rank, "went to a newer process while this one was silent (raise --lease-s)")
             # A larger incarnation is of a process that came later, when there was another coordinator: in its view.
-            is_later = message.incarnation > holder.incarnation and message.body.get("key") == self.key
-            if holder.state is not WorkerState.GONE and not (is_later and _view_that_has(rank, message, sender)):
+            is_later = message.incarnation > holder.incarnation and view is not None
+            if holder.state is not WorkerState.GONE and not is_later:
                 self._judge(holder, message, sender)
         self._greet(rank, message, sender)
 
@@ -285,7 +305,6 @@ class Coordinator(JobMemory):
     def _greet(self, rank: int, message: Message, sender: Sender) -> None:
         """A process has its rank."""
         body, rule = message.body, message.body.get("rule")
-        self._hear_view(rank, message, sender)
         worker = self.workers.by_rank.get(rank)
         if worker is None or not worker.is_process(message, sender.user_id):
             if worker is not None:
@@ -300,7 +319,7 @@ class Coordinator(JobMemory):
         worker.process_id = sender.process
         worker.welcomed, worker.told = ("", 0), 0
         # A joiner that does not know the view which has it says how far it was before.
-        if not self.averages or ("view" in body and view_of(body).number >= worker.admitted):
+        if not self.averages or body.get("view", -1) >= worker.admitted:
             worker.completed = max(worker.completed, body.get("completed", 0))
         self._hear_cut(worker, body)
         if rule is not None:
@@ -310,41 +329,115 @@ class Coordinator(JobMemory):
                 self._set_rule(rule)
         self.is_changed = True
 
-    def _hear_view(self, rank: int, message: Message, sender: Sender) -> None:
-        """A process says which view it was in last: this coordinator may not know it."""
-        body = message.body
-        view, rule = _view_that_has(rank, message, sender), body.get("rule", self.rule)
-        if view is None or rule is None:
+    # ---- what a process claims of a view ---------------------------------------------------------------------------
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the job has a view. One that newcomers have begun, and whose others are to come, may be an older."""
+        return self.state is JobState.RESUMING or (self.state is JobState.OPEN and self.view is not None)
+
+    def _judge_claims(self, message: Message, sender: Sender) -> tuple[Message, View | None]:
+        """A HELLO, without what does not count of it; and the view that its process is in, if the key is the job's.
+
+        Raises:
+            ProtocolError: it is of another life of the job; or the process has to show its view first.
+        """
+        body, has_key = message.body, message.body.get("key") == self.key
+        if "view" not in body:
+            return message if has_key or not self._is_known else replace(message, incarnation=0), None
+        if not has_key and (self._is_known or owns_weights(body["rule"])):
+            self._refuse_other_life(body["rule"])
+        shown = self._shown
+        if shown is None or shown.sender.route != sender.route:
+            if self._lacks(body):
+                self._ask_to_show(message, sender)
+            view = self.view
+        else:  # it has shown what it has
+            view, self._shown = shown.view, None
+            if not self._is_known:
+                self._refuse_other_life(body["rule"])
+        member = None if view is None else view.member(message.worker)
+        is_in = member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
+        return message, view if is_in and view is not None and view.number == body["view"] else None
+
+    def _refuse_other_life(self, rule: Mapping[str, Any]) -> None:
+        if not owns_weights(rule):
+            raise ProtocolError(
+                f"job {self.name!r} began anew while this worker was away, and its state is of the job's former life."
+                " Start it again: it then takes over the others' state.",
+                ErrorCode.FENCED,
+            )
+        text = (
+            f"job {self.name!r} is lost: its lead server has restarted without the weights that this worker"
+            f" trained (durability {self._interfaces.settings.durability}). Start all anew from a checkpoint."
+        )
+        if not self._is_known:
+            self._lost = text
+        raise ProtocolError(text, ErrorCode.STATE_LOST)
+
+    def _lacks(self, body: Mapping[str, Any]) -> bool:
+        """Whether a process has a view, or a release under it, that this coordinator needs."""
+        if not self._is_known or self.view is None or body["view"] > self.view.number:
+            return True
+        known = max((one.number for one in self.releases), default=0)
+        if body["view"] < self.view.number:
+            return False
+        has_other = body["digest"] != sign(self.key, self.number, self.view)  # of another coordinator's
+        return has_other or (self.state is JobState.RESUMING and body.get("release", 0) > known)
+
+    def _ask_to_show(self, message: Message, sender: Sender) -> None:
+        """One process at a time shows its view: all of a job's come at once, and each view names all of them."""
+        body, shown = message.body, self._shown
+        if not self._is_known and body["view"] > MAX_VIEW_NUMBER // 2:
+            raise ProtocolError(f"view {body['view']} of an unknown job leaves no room for others", ErrorCode.BAD_VALUE)
+        is_awaited = shown is not None and self._interfaces.is_connected(shown.sender.route)
+        if shown is not None and is_awaited and self._now_s < shown.since_s + self._interfaces.settings.heartbeat_s:
+            raise ProtocolError(f"another worker of job {self.name!r} shows its view; ask again", ErrorCode.NOT_READY)
+        self._shown = _Shown(sender, self._now_s, body["key"], body["rule"])
+        raise ProtocolError("this coordinator lacks the view; show it, and say HELLO again", ErrorCode.VIEW_WANTED)
+
+    def has_asked(self, route: bytes) -> bool:
+        """Whether who has this connection was asked to show its view, and what follows it."""
+        return self._shown is not None and self._shown.sender.route == route
+
+    def _hear_shown(self, message: Message) -> None:
+        """A VIEW, or a RELEASE under it, of a former coordinator."""
+        shown = self._shown
+        assert shown is not None, "see has_asked"
+        if message.type is MessageType.RELEASE:
+            release = release_of(message.body)
+            check_digest(message, shown.key, release)
+            if shown.takes_releases:
+                self._learn([release])
             return
+        view = view_of(message.body)
+        check_digest(message, shown.key, view)
+        member = view.member(message.worker)
+        if member is None or (member.incarnation, member.user_id) != (message.incarnation, shown.sender.user_id):
+            raise ProtocolError(f"worker {message.worker} is not in the view that it shows")
+        shown.view = view
+        self._hear_view(view, shown)
+
+    def _hear_view(self, view: View, shown: _Shown) -> None:
+        """Go on from a view that this coordinator may not know."""
         self.last_number = max(self.last_number, view.number)
         if self._preparing is not None and self._preparing <= view.number:
             self._preparing = self._next_number()  # whoever has this view ignores a PREPARE of it
-        # A job that newcomers have begun, and whose others are still to come, may be an older one.
-        has_begun = self.state is JobState.RESUMING or (self.state is JobState.OPEN and self.view is not None)
-        if body["key"] != self.key:
-            if owns_weights(rule):
-                self._lost = (
-                    f"job {self.name!r} is lost: its lead server has restarted without the weights that this worker"
-                    f" trained (durability {self._interfaces.settings.durability}). Start all anew from a checkpoint."
-                )
-                raise ProtocolError(self._lost, ErrorCode.STATE_LOST)
-            if has_begun:
-                return
-        if not has_begun:
+        if not self._is_known:
             logger.warning("job %r is under way already; its workers have one lease to come back", self.name)
             self._advance("interrupted")
-            self.key, self.registration, self._registrar = body["key"], self._next_registration(), None
-            self._set_rule(rule)
+            self.key, self.registration, self._registrar = shown.key, self._next_registration(), None
+            self._set_rule(shown.rule)
             self.world_size = max(self.world_size, view.world_size)
             self.epochs, self.chunks = list(view.shards), list(view.chunks)
         number, is_resuming = 0 if self.view is None else self.view.number, self.state is JobState.RESUMING
         # What still stands of an older view's decisions is in the newer view.
-        if view.number > number or (is_resuming and view.number == number):
-            known = {one.number: one for one in (*view.releases, *self.releases)}
-            self.releases = [known[one] for one in sorted(known)]
-        if view.number <= number or len(view.shards) != len(self.epochs):
+        shown.takes_releases = view.number > number or (is_resuming and view.number == number)
+        if shown.takes_releases:
+            self._learn(view.releases)
+        if view.number < number or len(view.shards) != len(self.epochs) or view == self.view:
             return
-        if not is_resuming:
+        if not is_resuming or view.number == number:
             self._want_view()
             return
         # What shards told of their lives meanwhile is newer.
@@ -355,6 +448,10 @@ class Coordinator(JobMemory):
         for worker in self.workers.members:
             if (worker.rank, worker.incarnation) not in named:
                 self._put_out(worker, "evicted", "a view that a former coordinator published is without it")
+
+    def _learn(self, releases: Iterable[Release]) -> None:
+        known = {one.number: one for one in (*releases, *self.releases)}
+        self.releases = [known[one] for one in sorted(known)]
 
     def _set_rule(self, rule: Mapping[str, Any]) -> None:
         self.rule = dict(rule)
@@ -519,12 +616,14 @@ class Coordinator(JobMemory):
         # Shards forgot what was pushed under an older view; it is pushed and committed again.
         if self.averages and message.view < self.view.number and step >= self.view.from_step:
             return
+        worker.completed = max(worker.completed, message.body["completed"])  # so few decisions stay that some may lack
         self._decisions.commit(worker, step, abstained=message.body["abstained"], now_s=self._now_s)
 
     def _hear_join(self, worker: Worker, message: Message) -> None:
         if not self.averages or worker.state is WorkerState.GONE:
             return
-        self.last_number = max(self.last_number, message.view)  # it takes none that is not newer than its last
+        # It takes none that is not newer than its last, which may be a former coordinator's.
+        self.last_number = max(self.last_number, min(message.view, MAX_VIEW_NUMBER // 2))
         if worker.state is WorkerState.MEMBER:
             if message.view < max(worker.admitted, 1):
                 return  # a repetition: the view that has it is on its way
@@ -546,6 +645,8 @@ class Coordinator(JobMemory):
     def _hear_life(self, worker: Worker, message: Message) -> None:
         """A shard has another epoch than the view says, or holds a view of another coordinator's."""
         body, shard, number = message.body, message.body["shard"], message.body["view"]
+        if worker.state is not WorkerState.MEMBER:
+            return  # it says so again under the view that has it
         epoch, lost = body["epoch"], body.get("lost", 0)
         self.last_number = max(self.last_number, number)
         if shard >= len(self.epochs) or self.state not in (JobState.OPEN, JobState.RESUMING):
@@ -791,7 +892,8 @@ class Coordinator(JobMemory):
     def is_awaited(self, message: Message, user_id: str) -> bool:
         """Whether a HELLO comes from a process of this job, or for the rank of one."""
         known = any(one.is_process(message, user_id) for one in self.workers.by_rank.values())
-        return known or "view" in message.body or message.body.get("rank") in {one.rank for one in self.workers.present}
+        is_back = bool(self.key) and message.body.get("key") == self.key
+        return known or is_back or message.body.get("rank") in {one.rank for one in self.workers.present}
 
     @property
     def remembered_count(self) -> int:
@@ -850,14 +952,6 @@ class Coordinator(JobMemory):
             self._advance("interrupted")
         if self.state is JobState.RESUMING and self.view is not None:
             self._expect(self.view.members)
-
-
-def _view_that_has(rank: int, message: Message, sender: Sender) -> View | None:
-    """The view in a HELLO, if its process is in it."""
-    view = view_of(message.body) if "view" in message.body else None
-    member = None if view is None else view.member(rank)
-    is_in = member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
-    return view if is_in else None
 
 
 def may_leave(leaver: Worker, members: list[Worker]) -> bool:

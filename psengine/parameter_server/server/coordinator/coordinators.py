@@ -46,10 +46,15 @@ class Coordinators:
             return self._job_of(message, sender).handle(message, sender, now_s - self._paused_s)
         except ProtocolError as error:
             job = self.by_number.get(message.job)
-            if error.code != ErrorCode.NOT_READY:
+            if error.code not in (ErrorCode.NOT_READY, ErrorCode.VIEW_WANTED):
                 text = f"{message.type.name} was refused: {error}"
                 self._interfaces.note("refused", text, job="" if job is None else job.name)
             raise
+
+    def has_asked(self, job: int, route: bytes) -> bool:
+        """Whether a VIEW or RELEASE that comes is not for shards: a coordinator has asked for it."""
+        found = self.by_number.get(job)
+        return found is not None and found.has_asked(route)
 
     def _job_of(self, message: Message, sender: Sender) -> Coordinator:
         job = self.by_number.get(message.job)

@@ -64,7 +64,6 @@ class ElasticCoordinator(Coordinator):
 
     @override
     def _greet(self, rank: int, message: Message, sender: Sender) -> None:
-        self._hear_view(rank, message, sender)
         worker = self.workers.by_rank.get(rank)
         is_it = worker is not None and worker.is_process(message, sender.user_id)
         if "view" in message.body and not (is_it and worker in self.workers.members):

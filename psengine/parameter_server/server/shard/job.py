@@ -29,7 +29,7 @@ from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardJob, ShardWorker, added
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
-from psengine.protocol.messages import DTYPE_NUMBERS, ErrorCode, Message
+from psengine.protocol.messages import DTYPE_NUMBERS, MAX_CHUNKS, ErrorCode, Message
 from psengine.protocol.views import Release, View
 
 PAGE_BYTES = 48 * 1024
@@ -229,6 +229,9 @@ class Job(RuleContext):
         spec, known = _spec_of(message), self.rules.get(message.key)
         if known is not None and self.view is not None:
             return 0
+        if known is None and len(self.rules) >= MAX_CHUNKS:
+            text = f"a shard has at most {MAX_CHUNKS} chunks of a job. Fix: name more servers, or start more shards"
+            raise ProtocolError(text, ErrorCode.MEMORY)
         values = None if message.payload is None else received_values(message, spec).clone()
         more_bytes = (0 if values is None else spec.size_bytes) - (0 if known is None else known.size_bytes())
         self.take_memory(more_bytes, f"registering {spec.describe()}")

@@ -29,6 +29,7 @@ import msgspec
 import torch
 
 from psengine.errors import ProtocolError, ServerError
+from psengine.parameter_server.server.coordinator.coordinator import SHOWN
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
 from psengine.parameter_server.server.log.log import ShardLog
@@ -494,13 +495,16 @@ class ShardThread(threading.Thread):
             if not self.leads:
                 raise ProtocolError("this server is about to lead", ErrorCode.NOT_LEADING)
 
+    def _has_asked(self, message: Message, sender: Sender) -> bool:
+        return self.coordinators is not None and self.coordinators.has_asked(message.job, sender.route)
+
     def _handle(self, sender: Sender, message: Message) -> None:
         kind = message.type
         if kind is MessageType.KEPT:
             if self.stream is not None:
                 self.stream.kept(sender.route, message.sequence, time.monotonic())
                 self.answers.release()
-        elif kind in TO_COORDINATOR:
+        elif kind in TO_COORDINATOR or (kind in SHOWN and self._has_asked(message, sender)):
             if self.coordinators is None:
                 raise ProtocolError(f"{kind.name} goes to the first shard of the job's first server")
             outgoing = self.coordinators.handle(message, sender, self._look_at_time())
