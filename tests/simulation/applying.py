@@ -192,6 +192,9 @@ class ApplyingJob(Job):
         is_whole = version is not None and np.array_equal(landing.numpy(), version.values)
         require(is_whole, "worker {} got other weights as version {} of chunk {}", process.rank, answer.version, key)
 
+    def read(self, process, key: int, landing: torch.Tensor, answer: Message) -> None:
+        self._check_whole(process, key, landing, answer)
+
     # ---- the shards --------------------------------------------------------------------------------------------
 
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:

@@ -68,6 +68,9 @@ class Job:
     def durable(self, server, note: dict[int, int]) -> None:
         """That snapshot is on the disk."""
 
+    def read(self, process, key: int, landing: Any, answer: Message) -> None:
+        """A reader got these values of a chunk."""
+
     def failed(self, process, error: PSEngineError) -> None:
         """A worker's program has raised."""
 

@@ -39,7 +39,7 @@ class Liveness:
         if calm_s is None:
             return
         since_s = max(calm_s, self.unrest_s)
-        for process in world.processes:
+        for process in (*world.processes, *world.readers):
             began_s = max(process.waits_since_s, since_s)
             passed_s = world.clock.now_s - began_s
             waits = not (process.is_dead or process.is_stopped or process.rank == spared)

@@ -53,6 +53,7 @@ class Scenario:
         virtual_workers: of "elastic"; more workers are spares.
         checkpoint_steps: of "elastic", from one checkpoint to the next; 0 writes none.
         shares_checkpoints: whether all workers have one directory for them.
+        has_reader: somebody reads the values while others train.
         companion: another job at the same servers; what it says of them does not count.
         lead: of a companion: which server leads it.
         is_second_model: of a companion: its workers are in the processes of this job's workers.
@@ -88,6 +89,7 @@ class Scenario:
     virtual_workers: int = 0
     checkpoint_steps: int = 0
     shares_checkpoints: bool = False
+    has_reader: bool = False
     companion: Scenario | None = None
     lead: int = 0
     is_second_model: bool = False
@@ -184,6 +186,7 @@ ELASTIC_MOMENTS = (
 )
 OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
+READERS = 0.2  # in so many scenarios
 COMPANIONS = 0.2  # in so many scenarios
 OTHER_SEEDS = 1 << 32
 FAULTY_S = 4.0
@@ -302,6 +305,7 @@ def _draw_job(seed: int) -> Scenario:
         scenario = replace(scenario, codec=rng.choice(CODECS[rule]), joins_s=scenario.joins_s[: 4 - workers])
     elif rng.random() < 0.5:
         scenario = replace(scenario, shares=rng.choice((scenario.ranks, scenario.ranks, 1)))
+    scenario = replace(scenario, has_reader=random.Random(f"reader {seed}").random() < READERS)
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     faults = sorted((_draw_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
     if scenario.servers > 1 and rng.random() < 0.1:

@@ -37,6 +37,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     servers = 1 + max((fault.server for fault in faults), default=0)  # those that faults name
     if scenario.companion is not None:
         yield replace(scenario, companion=None)
+    if scenario.has_reader:
+        yield replace(scenario, has_reader=False)
     least = {"joins_s": (), "leaves": (), "shares": 0, "codec": "", "servers": servers, "shards": 1, "chunks": 1}
     for name, value in least.items():
         if getattr(scenario, name) != value:

@@ -22,6 +22,7 @@ from simulation.groups import Groups
 from simulation.job import Job
 from simulation.liveness import Liveness
 from simulation.merging import MergingJob
+from simulation.reader import ReaderProcess
 from simulation.scenario import Scenario
 from simulation.server import ServerProcess
 from simulation.views import Views
@@ -85,6 +86,7 @@ class Training:
         name: of the job.
         slots: its ranks.
         zombies: processes that do not know yet that they were replaced.
+        readers: who reads what it trains, until it is over.
         running: whose thread runs.
     """
 
@@ -96,6 +98,7 @@ class Training:
         self._rng = random.Random(f"{name} {scenario.seed}")
         self.slots = [Slot(self, rank) for rank in range(scenario.ranks)]
         self.zombies: list[WorkerProcess] = []
+        self.readers: list[ReaderProcess] = []
         self.all_processes: list[WorkerProcess] = []
         self.views = Views(self)
         self.liveness = Liveness(self)
@@ -133,6 +136,8 @@ class Training:
         starts_s = [*(self._rng.random() * 0.3 for _ in range(self.scenario.workers)), *self.scenario.joins_s]
         for slot, start_s in zip(self.slots, starts_s, strict=True):
             self.clock.at(start_s, self._start_worker, slot)
+        if self.scenario.has_reader:
+            self.clock.at(self._rng.random(), self._start_reader)
         self.clock.after(OPERATOR_S, self._operate)
 
     def start_anew(self) -> None:
@@ -154,28 +159,35 @@ class Training:
     # ---- workers -----------------------------------------------------------------------------------------------
 
     def _start_worker(self, slot: Slot) -> None:
+        shares = slot.rank < self.scenario.shares and self.scenario.rule != "elastic"
+        number, options = len(self.all_processes), self._options(slot.rank)
+        kind = ElasticProcess if self.scenario.rule == "elastic" else WorkerProcess
+        slot.process = kind(self, number, slot.rank, options, options.nonce, shares=shares)
+        self.all_processes.append(slot.process)
+        self.liveness.unrest_s = self.clock.now_s
+
+    def _start_reader(self) -> None:
+        self.readers.append(ReaderProcess(self, len(self.all_processes), self._options(0)))
+        self.all_processes += self.readers
+
+    def _options(self, rank: int) -> SessionOptions:
         scenario = self.scenario
         codec = resolve_codec(scenario.codec or None)
         indices = [(scenario.lead + index) % scenario.servers for index in range(scenario.servers)]
         hosts = [range(index, scenario.hosts, scenario.servers) for index in indices]
-        options = SessionOptions(
+        return SessionOptions(
             addresses=["|".join(f"tcp://10.0.0.{host}:0" for host in of_server) for of_server in hosts],
             job=self.name,
             rule=self.job.rule,
             run=f"run {self.counts['started anew']}",
             codec=only_gradients(codec) if scenario.rule == "merge" else codec,
-            rank=slot.rank,
+            rank=rank,
             world_size=scenario.workers,
             timeout_s=TIMEOUT_S,
             connect_timeout_s=TIMEOUT_S,
             credit_bytes=CREDIT_BYTES if scenario.seed % 2 else None,
+            nonce=self._rng.getrandbits(64),
         )
-        shares = slot.rank < scenario.shares and scenario.rule != "elastic"
-        number, nonce = len(self.all_processes), self._rng.getrandbits(64)
-        kind = ElasticProcess if scenario.rule == "elastic" else WorkerProcess
-        slot.process = kind(self, number, slot.rank, options, nonce, shares=shares)
-        self.all_processes.append(slot.process)
-        self.liveness.unrest_s = self.clock.now_s
 
     def _operate(self) -> None:
         """Look after processes that have ended."""
@@ -202,6 +214,10 @@ class Training:
                 slot.kill_others()
             rests_s, slot.rest_s = slot.rest_s or REST_S, None
             self.clock.after(rests_s, self._start_if_needed, slot)
+        if self.is_over:
+            for reader in self.readers:
+                reader.kill()
+            self.readers.clear()
         if self._waits_for_values():
             self.cluster.start_anew()
         self._end_training()
