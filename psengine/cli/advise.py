@@ -49,11 +49,11 @@ UNUSUAL = 4.0
 
 HELP = """Measure a script's steps on each rank, and say whether sync or async fits, and why.
 
-Runs the script under strategy "sync" for --steps steps, ends it, and compares the ranks. Then it measures the same \
-exchange through a server on this host. The advice is sync where ranks are similar; sync with shares for \
-psengine.ProportionalSampler where one rank is always slow; async where slowness moves from rank to rank and async \
-gains 25% or more. The samples/s are predictions from the measured times, and say nothing about accuracy. Any option \
-of torchrun may stand before the script.
+Runs the script, as you would, under strategy "sync" for --steps steps, and ends it: whatever it writes until then is \
+written, checkpoints too. Compares the ranks, then measures the same exchange through a server on this host. The \
+advice is sync where ranks are similar; sync with shares for psengine.ProportionalSampler where one rank is always \
+slow; async where slowness moves from rank to rank and async gains 25% or more. The samples/s are predictions from the \
+measured times, and say nothing about accuracy. Any option of torchrun may stand before the script.
 
 [bold]Examples[/bold]
 
@@ -129,6 +129,8 @@ def command(
     """Measure, judge, show."""
     plan = make_plan(context.meta[PARTS], RunOptions(workers=workers, strategy="sync", default_workers=DEFAULT_WORKERS))
     check_plan(plan)
+    script = " ".join(plan.script)
+    make_logger("psengine advise")(f"running {script} for {steps} steps; files that it writes are written")
     times = measured_steps(plan, steps)
     through_s = None
     try:

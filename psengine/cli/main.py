@@ -4,30 +4,61 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import typer
 
 from psengine.errors import PSEngineError
 
-EXIT_USAGE = 2
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 128 + signal.SIGINT
 # Each has a module, whose register(app) adds the command.
 COMMANDS = ("run", "verify", "status", "admin", "replay", "doctor", "advise")
 
 
+class InterruptedCommand(BaseException):
+    """Ctrl-C; not a KeyboardInterrupt, of which typer makes an exit code without a word."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ends the process with the command's exit code: 2 with one message for a PSEngineError."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
+    """Run the command line; ends the process with the command's exit code."""
+    with command_line("psengine"):
+        arguments = sys.argv[1:] if arguments is None else list(arguments)
         build_app(arguments[0] if arguments else None)(args=arguments, prog_name="psengine")
+
+
+@contextmanager
+def command_line(name: str) -> Iterator[None]:
+    """End the process with one line and 2 at a PSEngineError, with one line and 130 after Ctrl-C.
+
+    Ctrl-C unwinds the block, a second one what unwinds. Threads that still wait for an answer are not waited for.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedCommand
+
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.SIG_IGN:  # as under nohup, or in the background of a shell
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
     except PSEngineError as error:
-        with suppress(OSError):
-            print(f"psengine: {error}", file=sys.stderr)
+        _say(f"{name}: {error}")
         sys.exit(EXIT_USAGE)
+    except InterruptedCommand:
+        _say(f"{name}: interrupted")
+        give_up_unwritable_stderr()
+        os._exit(EXIT_INTERRUPTED)
     finally:
         give_up_unwritable_stderr()
+        signal.signal(signal.SIGINT, previous)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def give_up_unwritable_stderr() -> None:

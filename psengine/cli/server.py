@@ -15,25 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psengine.errors import PSEngineError, SnapshotError
+from psengine.cli.main import command_line
+from psengine.errors import SnapshotError
 from psengine.version import __version__
 
 if TYPE_CHECKING:
     from psengine.parameter_server.server.settings import ServerSettings
 
-EXIT_USAGE = 2
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the server's exit code."""
-    try:
+    with command_line("psengine-server"):
         arguments = sys.argv[1:] if arguments is None else list(arguments)
         if arguments == ["--arguments-from-stdin"]:
             arguments = _read_arguments()
         build_app(_serve)(args=arguments, prog_name="psengine-server")
-    except PSEngineError as error:
-        print(f"psengine-server: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
 
 
 def _read_arguments() -> list[str]:
@@ -67,7 +63,7 @@ def build_app(run: "Callable[[ServerSettings, bool], int]") -> typer.Typer:
     serve.__doc__ = (
         "Keep the parameters of training jobs: a psengine parameter server.\n\nEvery option may also be given as a"
         " variable (PSENGINE_BIND, ...). Ends in order on SIGTERM. Exit codes: 0 ended as"
-        " told, 2 bad usage or configuration, 3 address taken, 4 snapshots, 5 internal error."
+        " told, 130 after Ctrl-C, 2 bad usage or configuration, 3 address taken, 4 snapshots, 5 internal error."
     )
     parameters = _parameters()
     serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

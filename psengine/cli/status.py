@@ -54,7 +54,7 @@ def status(
 ) -> None:
     """Show the state of servers and jobs: workers, steps, staleness, where the time goes, counters, events.
 
-    Exit code 0: all is well, or Ctrl-C; 1: a server does not answer, a shard does not work, a worker is silent, a
+    Exit code 0: all is well; 130: Ctrl-C; 1: a server does not answer, a shard does not work, a worker is silent, a
     follower is not in sync, or there is no job of that name; 2: wrong arguments. CURVE keys come from
     PSENGINE_SERVER_KEY and PSENGINE_CLIENT_KEY.
     """
@@ -85,17 +85,14 @@ def _watch(sources: Sequence[StatusSource], job: str | None, interval_s: float, 
     """Show the state until Ctrl-C: on a terminal's whole screen, elsewhere one below the other."""
     # SIGTERM raises an exception, which restores the terminal.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False, vertical_overflow="crop") as live:
-            while True:
-                view = _View(ask_all(sources, job), job)
-                if console.is_terminal:
-                    live.update(view, refresh=True)
-                else:
-                    console.print(view)
-                time.sleep(interval_s)
-    except KeyboardInterrupt:
-        return
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            view = _View(ask_all(sources, job), job)
+            if console.is_terminal:
+                live.update(view, refresh=True)
+            else:
+                console.print(view)
+            time.sleep(interval_s)
 
 
 class _View:

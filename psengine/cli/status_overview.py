@@ -183,8 +183,11 @@ def open_sources(servers: str | None, timeout_s: float) -> list[StatusSource]:
 
 def ask_all(sources: Sequence[StatusSource], job: str | None = None) -> Overview:
     """Ask all servers at once; with ``job`` about that job alone."""
-    with ThreadPoolExecutor(max_workers=len(sources), thread_name_prefix="psengine-status") as pool:
+    pool = ThreadPoolExecutor(max_workers=len(sources), thread_name_prefix="psengine-status")
+    try:
         return merge(list(pool.map(StatusSource.ask, sources)), job)
+    finally:
+        pool.shutdown(wait=False)  # Ctrl-C waits for no answer
 
 
 def merge(reports: Sequence[ServerReport], job: str | None = None) -> Overview:

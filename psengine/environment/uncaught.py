@@ -1,7 +1,8 @@
 """What a process says of an error that nobody handled.
 
 Of psengine's own: the user's line and the sentence; PSENGINE_TRACEBACK=1 shows the whole traceback. ``psengine run``
-and torchrun read every rank's error from a file in torchelastic's form; ``psengine run`` says it once for all ranks.
+and torchrun read every rank's error from a file in torchelastic's form; ``psengine run`` says it once for all ranks,
+and that Ctrl-C came.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def install_hook() -> None:
         return
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_short = isinstance(error, PSEngineError) and not read_variable("PSENGINE_TRACEBACK")
-        text = describe(error) if is_short else "".join(traceback.format_exception(error))
         file = read_variable("TORCHELASTIC_ERROR_FILE")
+        is_launched = bool(file and read_variable(RUN_ID))
+        shortened = (PSEngineError, KeyboardInterrupt) if is_launched else PSEngineError
+        is_short = isinstance(error, shortened) and not read_variable("PSENGINE_TRACEBACK")
+        text = describe(error) if is_short else "".join(traceback.format_exception(error))
         if file:
             # As torch.distributed.elastic's ErrorHandler writes it.
             details: dict[str, Any] = {
@@ -52,7 +55,7 @@ def install_hook() -> None:
                 new.replace(file)  # at once: the agent may read it, or end this process, at any time
         if not is_short:
             previous(kind, error, trace)
-        elif not (file and read_variable(RUN_ID)):
+        elif not is_launched:
             print(text, HINT, sep="\n", file=sys.stderr)
 
     sys.excepthook = _installed = report

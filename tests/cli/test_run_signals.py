@@ -7,12 +7,16 @@ import signal
 import urllib.request
 from pathlib import Path
 
+import pytest
 from support import elastic_training
 from support.command_process import WORKER, running_command, servers_of
 from support.process_table import children_of, command_line, is_running
 from support.waiting import eventually
 
 INDEPENDENT = ["--independent", "--strategy", "async", "--server-address", "tcp://127.0.0.1:9", "--max-restarts", "3"]
+
+
+ELASTIC = ["--independent", "--strategy", "sync:virtual_workers=4", "--workers"]
 
 
 def pids_of(directory):
@@ -35,6 +39,55 @@ def test_the_second_ctrl_c_ends_everything_at_once(tmp_path):
             command.signal(signal.SIGINT)
             assert command.wait() == 128 + signal.SIGINT
             assert [pid for pid in pids if is_running(pid)] == []
+
+
+TRAINING = """
+import time, torch, psengine
+psengine.init()
+model = psengine.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+while True:
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+    print("trains", flush=True)
+"""
+TARGET = """
+import time, torch
+def make():
+    print("trains", flush=True)
+    batch = lambda rank, step: time.sleep(1) or torch.ones(3, 4)
+    return torch.nn.Linear(4, 2), batch, lambda m, b: m(b).sum(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
+"""
+MAIN, SERVER = "psengine.cli.main", "psengine.cli.server"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "begun", "said"),
+    [
+        (MAIN, ["run", "--workers", "2", "train.py"], "trains", "psengine run: SIGINT: ending the workers"),
+        (MAIN, ["run", *ELASTIC, "2", elastic_training.__file__, "1"], "step 1", "psengine run: SIGINT: ending the"),
+        (MAIN, ["advise", "--steps", "1000000", "train.py"], "trains", "psengine advise: SIGINT: ending the workers"),
+        (MAIN, ["verify", "--steps", "1000", "target.py:make"], "loading", "psengine: interrupted"),
+        (MAIN, ["status", "--timeout-s", "100", "--server-address", "tcp://10.255.255.1:9"], "", "psengine: interr"),
+        (SERVER, ["--bind", "tcp://127.0.0.1:0"], "psengine-server ready", "shutting down: SIGINT"),
+    ],
+)
+def test_ctrl_c_is_one_line_and_exit_code_130(module, arguments, begun, said, tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    (tmp_path / "target.py").write_text(TARGET)
+    line = [str(tmp_path / one) if one.startswith(("train.py", "target.py")) else one for one in arguments]
+    with running_command(line, module=module, prepare=announce_start) as command:
+        command.wait_until(lambda: "begins" in command.stdout and begun in command.stdout + command.stderr)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 128 + signal.SIGINT
+        own = [line for line in command.stderr.splitlines() if not line.startswith("[rank")]
+        assert said in own[-1]
+        assert "Traceback" not in command.stderr
+
+
+def announce_start():
+    print("begins", flush=True)
 
 
 def test_a_signal_ends_the_server_too():
@@ -64,8 +117,7 @@ def test_independent_workers_end_with_their_launcher():
 
 
 def test_independent_workers_die_with_a_launcher_that_is_killed():
-    elastic = ["--independent", "--strategy", "sync:virtual_workers=4"]
-    with running_command(["run", *elastic, elastic_training.__file__, "60"]) as command:
+    with running_command(["run", *ELASTIC, "1", elastic_training.__file__, "60"]) as command:
         (worker,) = command.wait_until(lambda: re.findall(r"process (\d+) worker 0 is ready", command.stdout))
         command.signal(signal.SIGKILL)
         eventually(lambda: not is_running(int(worker)), "the worker's end")

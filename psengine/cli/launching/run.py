@@ -58,22 +58,25 @@ class Run:
 
     Attributes:
         mark: PSENGINE_RUN_ID of every process of it.
-        directory: for the workers' output and error files; removed at the end.
         report: takes a line about what the launcher does.
         reasons: why the second thread ended the run; empty where it did not.
+        directory: for the workers' output and error files; removed at the end.
         ends: how the ranks failed in the last attempt; independent workers that failed for good.
+        is_interrupted: a signal from outside ends the run, and that was said.
     """
 
     plan: Plan
     mark: str
-    directory: Path
     report: Callable[[str], None]
     reasons: list[str]
+    directory: Path = Path()
     ends: list[RankEnd] = field(default_factory=list)
+    is_interrupted: bool = False
 
     def announce(self, number: signal.Signals) -> None:
         """Say that the workers are being ended, unless the launcher does that by itself, and has said why."""
-        if not self.reasons:
+        if not self.reasons and not self.is_interrupted:
+            self.is_interrupted = True
             self.report(f"{number.name}: ending the workers{' (again: at once)' if number == signal.SIGINT else ''}")
 
 
@@ -94,13 +97,14 @@ def run_training(
         PSEngineError: something could not be started.
     """
     reasons: list[str] = []
+    run = Run(plan, uuid.uuid4().hex, report, reasons)
     _silence_torch()
     try:
         with (
             tempfile.TemporaryDirectory(prefix="psengine-run-", ignore_cleanup_errors=True) as directory,
             _signals_raise(plan.signals),
         ):
-            run = Run(plan, uuid.uuid4().hex, Path(directory), report, reasons)
+            run.directory = Path(directory)
             group = ServerGroup(plan, run.directory / "snapshots", report=report, launched=launched)
             with group if plan.servers else nullcontext() as servers:
                 set_variables(_workers_variables(run, [] if servers is None else servers.addresses))
@@ -115,6 +119,8 @@ def run_training(
         if _ENOUGH in reasons:
             return 0
         if not reasons:
+            if not run.is_interrupted:
+                report(f"{error.sigval.name}: the run ends")
             return 128 + error.sigval
     if reasons and _ENOUGH not in reasons:
         return 1
@@ -128,7 +134,6 @@ class _Agent(LocalElasticAgent):
     def __init__(self, run: Run, **options: Any) -> None:
         super().__init__(**options)
         self._run = run
-        self._is_announced = False
 
     @override
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -167,8 +172,7 @@ class _Agent(LocalElasticAgent):
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if isinstance(sys.exc_info()[1], SignalException) and not self._is_announced:
-            self._is_announced = True
+        if isinstance(sys.exc_info()[1], SignalException):
             self._run.announce(death_sig)
         try:
             super()._shutdown(death_sig, timeout)
@@ -327,7 +331,7 @@ def _watched(revive: Callable[[], str], is_enough: Callable[[], bool], run: Run)
         while not over.wait(_POLL_S):
             reason = revive() or (_ENOUGH if is_enough() else "")
             with lock:
-                if reason and not over.is_set():
+                if reason and not over.is_set() and not run.is_interrupted:
                     run.reasons.append(reason)
                     if reason != _ENOUGH:
                         run.report(reason)

@@ -111,7 +111,7 @@ class Server:
         self.status_url = ""
         self._until_stdin_closes = until_stdin_closes
         self._reasons: SimpleQueue[str] = SimpleQueue()  # to end
-        self._signals = 0
+        self._signals = self._interrupted_code = 0
         self._events = EventLog()
         self._started_s = time.monotonic()
         self._bound = settings.bind_addresses()
@@ -141,7 +141,7 @@ class Server:
                     announce = log_start
                     self._events.note("anew", f"this server begins anew: {self._is_over}")
                     self._begin_life()
-                return code
+                return code or self._interrupted_code
         except Exception as error:
             code = next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_INTERNAL)
             logger.critical("psengine-server ends: %s", error, exc_info=code == EXIT_INTERNAL)
@@ -223,6 +223,8 @@ class Server:
             # Not through logging, which may hold a lock here.
             os.write(2, b"psengine-server: second signal, ending at once\n")
             os._exit(128 + number)
+        if number == signal.SIGINT:
+            self._interrupted_code = 128 + number
         self.end(signal.Signals(number).name)
 
     def _make_shards(self) -> list[Shard]:
