@@ -34,7 +34,7 @@ from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.job_client import JobClient
 from psengine.parameter_server.client.operation import forked_error
-from psengine.parameter_server.client.reachability import Handshakes, watch_first_contact
+from psengine.parameter_server.client.reachability import Handshakes, refuse, watch_first_contact
 from psengine.parameter_server.client.runtime import Runtime, Transport
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.keepalive import keep_alive
@@ -346,7 +346,7 @@ class Connection(Transport):
             error = line.handshakes.ended(event, line.way, now_s) if event & _HANDSHAKES else None
             # A client that is refused at a TCP address may have been too early for the socket beside it.
             if error is not None and (line.handshakes.way or self._way_to(line.channel.address) == line.way):
-                line.channel.not_let_in(error)
+                refuse(line.channel, error)
                 self._end(line)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 line.socket.getsockopt(zmq.EVENTS)  # else a send may not see the connection yet

@@ -10,11 +10,12 @@ import os
 import socket
 import threading
 from collections import deque
+from contextlib import suppress
 
 import zmq
 
 from psengine.environment import local_sockets
-from psengine.errors import AuthenticationError, ConfigurationError
+from psengine.errors import AuthenticationError, ConfigurationError, PSEngineError
 from psengine.parameter_server.client.channel import Channel
 from psengine.protocol.keys import CurveClientKeys
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # A server that is started together with its workers listens by then.
 SILENCE_S = 3.0
-CONNECT_S = 3.0
+CONNECT_S, ANSWER_S = 3.0, 1.0
 # So many handshakes cut off, over so long, before any has succeeded: the server refuses. Cuts further apart are of
 # handshakes that ran into their time, with a server that is stopped or busy; they do not count.
 MAX_CUT_HANDSHAKES = 4
@@ -133,9 +134,10 @@ class Handshakes:
 
 
 def watch_first_contact(channel: Channel) -> None:
-    """Report, in the log and in the channel's errors, a name that does not resolve or an address without a listener.
+    """Say why an address does not answer: its name does not resolve, nobody listens there, or somebody else does.
 
-    Resolving and connecting may take long and have a thread of their own, which nobody waits for.
+    The reason stands in the log and in the channel's errors; the job fails where a program answers that is no server
+    of psengine. A look may take long and has a thread of its own, which nobody waits for.
 
     Args:
         channel: to an address as ``addresses.parse_addresses`` returns it; ipc:// is not checked.
@@ -144,24 +146,88 @@ def watch_first_contact(channel: Channel) -> None:
     address = local_sockets.host_and_port(server)
     if address is None:
         return
+    deadline_s = min(options.connect_timeout_s, options.timeout_s)
 
     def look() -> None:
         reason, fix = f"the host name {address[0]!r} does not resolve here", "or add the name to DNS or /etc/hosts"
         try:
             socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
             reason, fix = "nobody can be reached there", "or start psengine-server there"
-            if not closing.wait(SILENCE_S) and channel.last_heard_s is None:
-                socket.create_connection(address, CONNECT_S).close()
+            if closing.wait(min(SILENCE_S, deadline_s / 2)) or channel.last_heard_s is not None:
+                return
+            reason = what_listens(server)
         except (OSError, UnicodeError) as error:
-            if channel.last_heard_s is None and not closing.is_set():
-                channel.last_problem = f"{reason} ({getattr(error, 'strerror', None) or error})"
-                logger.warning(
-                    "the server %s cannot be reached: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; it"
-                    " is tried again for %g s in all.",
-                    server,
-                    channel.last_problem,
-                    fix,
-                    min(options.connect_timeout_s, options.timeout_s),
-                )
+            reason = f"{reason} ({getattr(error, 'strerror', None) or error})"
+        except ConfigurationError as error:
+            _give_up(channel, error)
+            return
+        if channel.last_heard_s is None and not closing.is_set():
+            channel.last_problem = reason
+            logger.warning(
+                "the server %s does not answer: %s. Correct the address (PSENGINE_SERVERS, or servers=), %s; it is"
+                " tried again for %g s in all.",
+                server,
+                reason,
+                fix,
+                deadline_s,
+            )
 
     threading.Thread(target=look, name="psengine-reachability", daemon=True).start()
+
+
+def refuse(channel: Channel, error: PSEngineError) -> None:
+    """Let the job fail because of a handshake; with another reason where no ZeroMQ program answers the address."""
+
+    def look() -> None:
+        reason = error
+        try:
+            what_listens(channel.address)
+        except ConfigurationError as stranger:
+            reason = stranger
+        except OSError:
+            pass
+        _give_up(channel, reason)
+
+    threading.Thread(target=look, name="psengine-reachability", daemon=True).start()
+
+
+def _give_up(channel: Channel, error: PSEngineError) -> None:
+    with suppress(PSEngineError):  # the job has ended
+        channel.job.transport.do(channel.not_let_in, error)
+
+
+def what_listens(server: str) -> str:
+    """Who takes connections at a server's address and may yet be a server of psengine, in words.
+
+    Raises:
+        OSError: nobody does.
+        ConfigurationError: another program answers; the message names it.
+    """
+    address = local_sockets.host_and_port(server)
+    if address is None:
+        return "a Unix socket"
+    with socket.create_connection(address, CONNECT_S) as probe:
+        first = _first_bytes(probe)
+        if not first:
+            # Most programs wait for a question.
+            with suppress(OSError):
+                probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            first = _first_bytes(probe)
+    if first.startswith(b"\xff"):  # ZMTP's signature
+        return "a ZeroMQ program listens there: a psengine-server that is busy, or another program"
+    if not first:
+        return "a program listens there that says nothing: a psengine-server that is stopped, or another program"
+    head = first.partition(b"\r\n\r\n")[0].decode("latin-1").splitlines() or [""]
+    said = [repr(line[:80]) for line in (head[0], *(one for one in head if one.lower().startswith("server:")))]
+    who = "a web server" if head[0].startswith("HTTP/") else "another program"
+    raise ConfigurationError(
+        f"{server} is no psengine-server: {who} answers there (expected ZeroMQ, got {', '.join(said)}). Fix: correct"
+        " the address (PSENGINE_SERVERS, or servers=)"
+    )
+
+
+def _first_bytes(probe: socket.socket) -> bytes:
+    probe.settimeout(ANSWER_S)
+    with suppress(OSError):  # it may say nothing, or end the connection
+        return probe.recv(1024)
+    return b""

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import zmq
 from support.scripted_peer import SPECS, Peer, T
 from support.shard_world import APPLY, AVERAGE
 from support.waiting import eventually
 
 from psengine.errors import (
     AuthenticationError,
+    ConfigurationError,
     ProtocolError,
     ServerError,
     ServerLostError,
@@ -160,13 +162,52 @@ def test_a_peer_that_cuts_every_connection_off_is_no_server():
             thread.join()
 
 
-def test_a_peer_that_accepts_and_says_nothing_is_lost_not_hostile(monkeypatch):
+@contextlib.contextmanager
+def stranger(answer):
+    """It takes connections, and ends each with ``answer`` once something came; without one it says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    taken = stack.enter_context(listener.accept()[0])
+                    if answer and taken.recv(1024):
+                        taken.sendall(answer)
+                        taken.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nServer: x/1\r\n\r\n", r"a web server .* got 'HTTP/1\.1 400 .*', 'Server: x/1'"),
+        (b"\r\n\r\n", "another program answers there"),
+    ],
+)
+def test_another_program_at_the_address_is_named_at_once(answer, words):
+    begun_s = time.monotonic()
+    with stranger(answer) as address, pytest.raises(ConfigurationError, match=words):
+        WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0)).start()
+    assert time.monotonic() < begun_s + SessionOptions.connect_timeout_s
+
+
+def test_a_peer_that_says_nothing_may_be_a_server_that_is_stopped(monkeypatch, caplog):
     monkeypatch.setattr(connection, "HANDSHAKE_MS", 200)
     monkeypatch.setattr(reachability, "SLOW_CUT_S", 0.15)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ServerLostError, match="never heard"):
-            WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0, connect_timeout_s=2.5)).start()
+    with stranger(b"") as address, pytest.raises(ServerLostError, match=r"never heard.*stopped, or another program"):
+        WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0, connect_timeout_s=8.0)).start()
+    assert f"{address} does not answer: a program listens there that says nothing" in caplog.text
+
+
+def test_another_zeromq_program_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(reachability, "SILENCE_S", 0.1)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        address = f"tcp://127.0.0.1:{other.bind_to_random_port('tcp://127.0.0.1')}"
+        with pytest.raises(ServerLostError, match="a ZeroMQ program listens there"):
+            WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0, connect_timeout_s=4.0)).start()
 
 
 def lines_of(caplog):
