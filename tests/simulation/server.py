@@ -119,6 +119,8 @@ class ServerProcess:
         else:
             self.coordinators.restore(known, self.clock.now_s)
             self.world.leads(self)
+        for thread in self.threads if self.snapshots is not None and not self.world.scenario.keeps_log else ():
+            thread.snapshot = self.snapshots.wish
         self.clock.after(self.world.scenario.tick_s, self._tick)
 
     def prepare(self, epoch: int, is_copy: bool) -> bool:

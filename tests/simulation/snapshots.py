@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,7 @@ class _Captured:
 
     state: ServerState
     changes: int
+    wishes: list[Future[int]]  # that it fulfils
     note: dict[int, dict[int, int]] = field(default_factory=dict)
 
 
@@ -103,6 +105,7 @@ class Snapshots:
         self._interval_s, self._rng = interval_s, rng
         self._due_s = server.clock.now_s + interval_s
         self._captured: _Captured | None = None
+        self._wishes: list[Future[int]] = []
         self._written_s: float | None = None  # when what was captured is on the disk
         self._saved_changes = -1
         self._recovered, self.previous = Recovered(), 0
@@ -154,11 +157,16 @@ class Snapshots:
             with suppress(Killed, SnapshotError):
                 self._save(self._captured)
 
+    def wish(self) -> Future[int]:
+        """See ``Durability.snapshot``."""
+        self._wishes.append(Future())
+        return self._wishes[-1]
+
     def tick(self) -> None:
         """Some time has passed."""
         clock = self.server.clock
         if self._captured is None:
-            if clock.now_s >= self._due_s and self._changes() != self._saved_changes:
+            if self._wishes or (clock.now_s >= self._due_s and self._changes() != self._saved_changes):
                 self._captured = captured = self._begin()
                 for thread in self.server.threads:
                     clock.after(self._rng.random() * LONGEST_CAPTURE_S, self._capture_alive, captured, thread)
@@ -169,12 +177,15 @@ class Snapshots:
             with suppress(SnapshotError):
                 self._save(captured)
                 clock.note("snapshot", self.server.host, self.store.last)
+            for wish in captured.wishes:
+                wish.set_result(self.store.last)
 
     def _changes(self) -> int:
         return sum(thread.shard.changes for thread in self.server.threads)
 
     def _begin(self) -> _Captured:
-        return _Captured(ServerState([[] for _ in self.server.shards]), self._changes())
+        wishes, self._wishes = self._wishes, []
+        return _Captured(ServerState([[] for _ in self.server.shards]), self._changes(), wishes)
 
     def _capture_alive(self, captured: _Captured, thread) -> None:
         if self.server.is_up:

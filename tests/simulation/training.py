@@ -230,7 +230,7 @@ class Training:
         self.counts[f"worker ended: {code}"] += 1
         if code != ErrorCode.STATE_LOST:
             return False
-        is_kept = self.job.keeps_updates and self.scenario.rule != "average"
+        is_kept = self.scenario.snapshot_s is not None and not self.job.excused and self.scenario.rule != "average"
         require(not is_kept, "servers have lost the job's state: {}", error)
         return True
 

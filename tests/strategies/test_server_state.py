@@ -40,7 +40,6 @@ def test_a_checkpoint_loaded_before_wrapping_counts_where_the_job_begins(rank, w
 def configured_after_the_snapshot(rank: int, world_size: int, address: str, taken: Any, restarted: Any) -> None:
     use(address)
     wrapped = psengine.DistributedDataParallel(build(0), strategy=psengine.AsyncServer(timeout_s=30))
-    wrapped.strategy.session.administer({"action": "snapshot"})
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), wrapped)
     open(taken, "w").close()
     deadline_s = time.monotonic() + 30
@@ -58,7 +57,7 @@ def configured_after_the_snapshot(rank: int, world_size: int, address: str, take
     wrapped.leave()
 
 
-def test_a_snapshot_may_be_older_than_the_optimizer(tmp_path):
+def test_the_first_snapshot_is_there_before_the_first_step_and_older_than_the_optimizer(tmp_path):
     taken, restarted = tmp_path / "taken", tmp_path / "restarted"
     options = {"snapshot_dir": str(tmp_path / "snapshots"), "snapshot_interval_s": 0}
     with running_server(**options) as server:

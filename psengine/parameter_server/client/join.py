@@ -82,8 +82,11 @@ def _connect(job: JobConnection) -> Flow[None]:
 def _greeting(job: JobConnection, link: Link) -> Request:
     """A question that is answered after the link's greeting."""
     wait_s = min(job.options.connect_timeout_s, job.options.timeout_s)
-    message = Message(MessageType.ECHO, payload=torch.empty(0, dtype=torch.uint8))
-    return job.ask(link, message, what=f"RESUME of job {job.options.job!r}", timeout_s=wait_s)
+    return job.ask(link, _echo(), what=f"RESUME of job {job.options.job!r}", timeout_s=wait_s)
+
+
+def _echo() -> Message:
+    return Message(MessageType.ECHO, payload=torch.empty(0, dtype=torch.uint8))
 
 
 def take_part(
@@ -168,6 +171,8 @@ def _initialise(
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way
+    # Servers answer once this is durable to them.
+    yield [job.ask(link, _echo(), what=f"the first snapshot of job {job.options.job!r}") for link in job.links]
     if epochs != [link.epoch for link in job.links] or number != job.registration_number:
         raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
     chunks = [len(job.chunks.at(link.index)) for link in job.links]

@@ -311,6 +311,8 @@ class Server:
     def _begin_durability(self, durability: Durability, epoch: int, is_copy: bool) -> None:
         durability.begin(self._shards.threads, epoch, is_copy=is_copy)
         self._durability = durability
+        for thread in self._shards.threads if not durability.logs else ():
+            thread.snapshot = durability.snapshot
 
     def _begin_anew(self, why: str) -> None:
         """Have this life end, and another begin."""

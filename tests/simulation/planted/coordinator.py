@@ -8,6 +8,7 @@ from unittest import mock
 from psengine.parameter_server.server.coordinator import coordinator as module
 from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.decisions import Bound, Merge
+from psengine.parameter_server.server.coordinator.states import JobState
 from psengine.parameter_server.server.coordinator.workers import Workers
 from psengine.protocol.messages import MessageType
 from simulation.planted.registry import Bug, after, constant, plant, then
@@ -66,6 +67,14 @@ def _begin_early(coordinator):
 
 
 plant("a joiner begins one step too early", Coordinator, "_hear_donated", then(_begin_early))
+
+
+def _forget_a_registration(self):
+    if self.state is JobState.NEW:
+        self.key = b""
+
+
+plant("a restarted lead forgets who may have registered its job", Coordinator, "restore", then(_forget_a_registration))
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.log.records import RecordKind
 from psengine.parameter_server.server.rules.apply import Apply
+from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots import generations
 from psengine.parameter_server.server.snapshots.generations import Generations
@@ -18,6 +19,8 @@ from simulation.disk import SimulatedDisk, SimulatedFile
 from simulation.planted.registry import Bug, after, plant, with_patch
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
+
+plant("a job's first snapshot is not awaited", Job, "is_registering", value=False)
 
 
 plant("a snapshot has one job only", Shard, "capture", after(lambda states: states[:1]))

@@ -91,6 +91,8 @@ class Coordinator(JobMemory):
         self._decisions = Decisions(self)
         # Registration.
         self._registrar: Worker | None = None
+        self._had_registrar = False
+        self._may_return_s = -math.inf  # until then whoever has the job's key may come and say that it has values
         self._empty: Message | None = None  # the view that ends the job's life before this one
         self._losses: dict[int, int] = {}  # by servers' lives, how many updates of each chunk they lost
         self._halted = ""  # why nobody goes on until the servers find what they lost
@@ -491,12 +493,13 @@ class Coordinator(JobMemory):
     def _choose_registrar(self) -> None:
         """Where nobody brings the job's first values, a worker has to."""
         waiting = [one for one in self.workers.waiting if not one.unreachable] or self.workers.waiting
-        if self.state is not JobState.NEW or self._registrar in waiting:
+        if self.state is not JobState.NEW or self._registrar in waiting or self._now_s < self._may_return_s:
             return
         # With several workers rank 0 gives the values; where its process died, whoever is there.
-        if not waiting or (waiting[0].rank and self.world_size > 1 and not self.key):
+        if not waiting or (waiting[0].rank and self.world_size > 1 and not self._had_registrar):
             return
         self._advance("begun")
+        self._had_registrar = True
         self._registrar, self.registration = waiting[0], self._next_registration()
         self.key = self._interfaces.draw_key()
         if self._interfaces.settings.warns_of_loss and not self.averages:
@@ -516,6 +519,7 @@ class Coordinator(JobMemory):
             view = View(self.last_number, self._interfaces.epoch, (), tuple(self.epochs), world_size=self.world_size)
             self._empty = replace(message_of(view, self.key, self.number), view=view.number)
         self.view, self.key, self._registrar, self.decided = None, b"", None, 0
+        self._had_registrar = False
         for one in (self.epochs, self.chunks, self.releases, self.came, self.merged, self.runs):
             one.clear()
         self.is_trained = False
@@ -947,7 +951,11 @@ class Coordinator(JobMemory):
         vars(self).update(vars(msgspec.convert(meta, JobMemory, str_keys=True)))
         self._now_s, self._decisions = now_s, decisions_of(self)
         if self.state is JobState.NEW:
-            self.key = b""  # whoever registered it begins again
+            # After what was restored the values may have come to the servers, and workers be under way with the key.
+            if self.averages:
+                self.key = b""
+            elif self.key:
+                self._may_return_s = now_s + self._lease_s
         elif self.state is JobState.OPEN and self.view is not None and (self.averages or self.view.members):
             self._advance("interrupted")
         if self.state is JobState.RESUMING and self.view is not None:

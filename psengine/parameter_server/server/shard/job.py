@@ -101,6 +101,11 @@ class Job(RuleContext):
         return self._kind.holds_weights
 
     @property
+    def is_registering(self) -> bool:
+        """Whether its weights come here, and nobody trains them yet."""
+        return self.holds_weights and self.view is None and bool(self.rules)
+
+    @property
     def version(self) -> int:
         """The least of all chunks."""
         return min((rule.version for rule in self.rules.values()), default=0)

@@ -191,6 +191,7 @@ class ShardThread(threading.Thread):
         last_tick_s: monotonic time of the last tick.
         answers: what leaves, once the log is as far; its log is set before the start.
         segments: the memory that workers of this host share; used by this thread only once it started.
+        snapshot: asks for a snapshot of the server; None where none is needed, or none is written.
         drained: set once every queued message was answered after ``drain``.
     """
 
@@ -222,6 +223,7 @@ class ShardThread(threading.Thread):
             self.stream = Stream(self._send_record, tell, shard.settings.lease_s)
             self.answers.sinks.append(self.stream)
         self.last_tick_s = self._now_s = time.monotonic()
+        self.snapshot: Callable[[], Future[int]] | None = None
         self.drained = threading.Event()
         self._addresses = list(addresses)
         self._facts = facts
@@ -512,8 +514,12 @@ class ShardThread(threading.Thread):
         elif kind is MessageType.STATUS:
             self._send([Outgoing(sender.route, self._to(message, MessageType.STATUS_REPORT, payload=self._status()))])
         elif kind is MessageType.ECHO:
-            echoed = self._to(message, MessageType.ECHOED, payload=payload_tensor(message))
-            self._send([Outgoing(sender.route, echoed)])
+            echoed = [Outgoing(sender.route, self._to(message, MessageType.ECHOED, payload=payload_tensor(message)))]
+            job = self.shard.jobs.get(message.job)
+            if self.snapshot is None or job is None or not job.is_registering or message.worker == NOBODY:
+                self._send(echoed)
+            else:  # no view comes before it, so what a restart may lose of a job is never all
+                self.snapshot().add_done_callback(lambda _written: self.ask(lambda: self._send(echoed)))
         else:
             job = self.shard.jobs.get(message.job) if kind is MessageType.PUSH else None
             if job is not None and job.is_member(message.worker, message.incarnation, sender.user_id):
