@@ -11,6 +11,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> str:
     parser.add_argument("--native", action="store_true", help="native DDP, with as many ranks as virtual workers")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--fail-at", type=int, default=0, help="a step in which worker 1 kills itself, once")
+    parser.add_argument("--hold", type=Path, help="a file that worker 1 makes when it dies and removes when it is back")
     parser.add_argument("--checkpoints", type=Path, help="a directory for a checkpoint every 20 steps")
     options = parser.parse_args(arguments)
 
@@ -72,21 +74,31 @@ def main(arguments: list[str] | None = None) -> str:
     images, digits = load_digits(return_X_y=True)
     images, digits = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
     loader = psengine.ElasticLoader(Noisy(images[:1500], digits[:1500]), batch_size=8, seed=1, num_workers=1)
-    first_step = None  # whoever comes back begins with a later one
+    worker = os.environ.get("PSENGINE_WORKER")
+    if options.hold and worker == "1":
+        options.hold.unlink(missing_ok=True)  # its second process: the others may go on
+    steps: list[int] = []  # in which this process trained
     for epoch in loader.epochs(options.epochs):
         for step in loader.steps(epoch):
-            first_step = first_step or step.number
-            if step.number == options.fail_at and first_step == 1 and os.environ.get("PSENGINE_WORKER") == "1":
+            if step.number == options.fail_at and 1 in steps and worker == "1":
+                if options.hold:
+                    options.hold.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+            # Enough steps are left to train with it, however long its process takes to start.
+            while options.hold and options.hold.exists() and step.number >= options.fail_at + 60:
+                time.sleep(0.01)
             optimizer.zero_grad()
             for x, y in step.batches:
                 loss = nn.functional.cross_entropy(model(x), y)
                 loss.backward()
                 step.record(loss)
+                steps.append(step.number)
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
         say(f"epoch {epoch}: loss {step.mean():.4f}, accuracy {accuracy(network, images[1500:], digits[1500:]):.2%}")
+    if not options.native:
+        say(f"worker {worker}: process {os.getpid()} trained in steps {steps[0]} to {steps[-1]}")
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in network.state_dict().values())).hexdigest()
     say(f"weights sha256 {digest}")
     return digest
