@@ -85,7 +85,7 @@ class OwnGroup(C10dCollective):
 
 
 def form_collective(
-    make_store: Callable[[], Any],
+    store: Any,
     name: str,
     rank: int,
     world_size: int,
@@ -98,7 +98,7 @@ def form_collective(
     """Return a collective of a new group, connected; None if ``is_interrupted`` returns True before it is.
 
     Args:
-        make_store: see ``OwnGroup``; called in a thread, which may be left behind in the store.
+        store: see ``OwnGroup``; used by a thread, which may be left behind in it.
         name: see ``OwnGroup``.
         rank: see ``OwnGroup``.
         world_size: see ``OwnGroup``.
@@ -114,7 +114,7 @@ def form_collective(
     is_left = threading.Event()
 
     def form() -> None:
-        group = OwnGroup(make_store(), name, rank, world_size, timeout_s, host)
+        group = OwnGroup(store, name, rank, world_size, timeout_s, host)
         made.append(group)
         if shares_memory and world_size > 1:
             made.append(SharedMemoryCollective(group, is_required=False))

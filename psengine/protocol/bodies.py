@@ -410,6 +410,13 @@ class Follow(Body):
             raise ValueError("`index` is below `shards`, and each shard has an address")
 
 
+class Meet(Body):
+    """MEET; its view is the header's."""
+
+    key: bounds.Printable
+    value: Annotated[bytes, Meta(max_length=messages.MAX_MEET_BYTES)]
+
+
 class Error(Body):
     """ERROR."""
 
@@ -442,6 +449,7 @@ TYPES: dict[MessageType, Any] = {
     MessageType.OK: Ok,
     MessageType.ERROR: Error,
     MessageType.FOLLOW: Follow,
+    MessageType.MEET: Meet,
 }
 
 

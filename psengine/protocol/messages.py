@@ -28,6 +28,8 @@ MAX_WORKERS = 4096
 MAX_SHARDS = 256  # of a job, or a server
 MAX_CHUNKS = 16_384  # of a job at one shard
 MAX_WEIGHT = 1e12
+# A value of MEET. gloo's has 154 bytes, and 8 for each rank (torch 2.13).
+MAX_MEET_BYTES = 40 * 1024
 # A worker's counters stay exact as floats.
 MAX_COUNTED = 2**53
 # Why a server did not use a push that it answered.
@@ -94,10 +96,12 @@ class MessageType(IntEnum):
     FOLLOW = 31  # send me a copy, and what changes it; answered by RECORDs
     RECORD = 32  # a record of the log, in frames behind the header's; without any: I live
     KEPT = 33  # the records below this number are here; I live
+    # worker and coordinator, and from there all members of the view
+    MEET = 34  # this is known to those who form a group; answered by OK
 
 
 _T = MessageType
-TO_COORDINATOR = frozenset({_T.HELLO, _T.HEARTBEAT, _T.COMMIT, _T.LEAVE})
+TO_COORDINATOR = frozenset({_T.HELLO, _T.HEARTBEAT, _T.COMMIT, _T.LEAVE, _T.MEET})
 # Of a chunk in a step; and of a chunk.
 EXCHANGES = frozenset({_T.PUSH, _T.UPDATED, _T.WAITS, _T.PENDING, _T.RESULT})
 KEYED = EXCHANGES | {_T.REGISTER, _T.CONFIGURE, _T.STORE, _T.PULL, _T.VALUES}

@@ -18,7 +18,6 @@ from psengine.protocol.bounds import (
     DIGEST_BYTES,
     Counted,
     Host,
-    Port,
     Positive,
     Rank,
     Unsigned,
@@ -94,7 +93,6 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
         chunks: how many chunks each shard of the job has; () where the coordinator does not know.
         releases: those that some shard may not have, in order.
         states: "elastic" jobs: by member.
-        store: the port of the store where they meet, at the lead's address; 0 none.
     """
 
     number: ViewNumber
@@ -108,7 +106,6 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     chunks: Annotated[tuple[Unsigned, ...], _OfShards] = ()
     releases: tuple[Release, ...] = ()
     states: Annotated[tuple[MemberState, ...], _OfWorkers] = ()
-    store: Port = 0
 
     def __post_init__(self) -> None:
         """Check that every shard, and every member, is there."""

@@ -41,7 +41,7 @@ def never() -> bool:
 def form(folder: Path, name: str, workers: Sequence[int], worker: int, *, shares_memory: bool) -> Collective:
     store = dist.FileStore(str(folder / name), len(workers))
     rank = workers.index(worker)
-    made = form_collective(lambda: store, name, rank, len(workers), 30.0, never, shares_memory=shares_memory)
+    made = form_collective(store, name, rank, len(workers), 30.0, never, shares_memory=shares_memory)
     assert made is not None
     assert isinstance(made, SharedMemoryCollective) == (shares_memory and len(workers) > 1)
     return made
@@ -252,7 +252,7 @@ def meet_in_vain(rank: int, world_size: int, folder: Path, shares_memory: bool) 
     store = dist.FileStore(str(folder / "first"), world_size)
     is_told_s = time.monotonic() + 0.5
     interrupted = lambda: time.monotonic() > is_told_s  # noqa: E731
-    made = form_collective(lambda: store, "first", rank, world_size, 30.0, interrupted, shares_memory=shares_memory)
+    made = form_collective(store, "first", rank, world_size, 30.0, interrupted, shares_memory=shares_memory)
     assert time.monotonic() < is_told_s + SOON_S
     assert made is None
     memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))

@@ -14,6 +14,7 @@ from support.shard_world import APPLY, AVERAGE, MERGE
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
+from psengine.parameter_server.server.coordinator.elastic import MEETS_OF_A_MEMBER
 from psengine.parameter_server.server.coordinator.states import JobState
 from psengine.parameter_server.server.interfaces import Sender, ShardSettings
 from psengine.protocol import bodies
@@ -53,7 +54,6 @@ class Bench:
                 lambda: next(keys),
                 is_connected=lambda route: route not in self.ended,
                 is_gone=self.gone.__contains__,
-                store_port=lambda: 4711,
                 started_s=self.now_s if has_former else -math.inf,
             )
         )
@@ -660,7 +660,7 @@ def test_an_elastic_job_begins_when_all_are_here_or_a_lease_after_the_first():
     assert first.hello(checkpoint=4) == "wait"
     assert bench.view is None
     assert second.hello() == "ready"
-    assert (bench.ranks, states(bench), bench.view.store) == ([0, 1], [(None, 4), (None, 0)], 4711)
+    assert (bench.ranks, states(bench)) == ([0, 1], [(None, 4), (None, 0)])
     assert first.view == second.view == bench.view
     alone = Bench(ELASTIC, 2)
     only = alone.worker()
@@ -852,6 +852,41 @@ def test_a_rank_that_was_reserved_is_taken_over_by_an_elastic_worker():
     assert worker.hello(rule=None, world_size=None) == "reserved"
     assert worker.hello() == "ready"
     assert bench.ranks == [0]
+
+
+def test_members_and_they_alone_meet_under_the_present_view():
+    bench, first, second = crew(ELASTIC, 2)
+    spare, number = bench.worker(2), bench.view.number
+    spare.obeys = False
+    bench.now_s += 0.1
+
+    def meet(worker, key, value=b"address", view=number):
+        worker.say(MessageType.MEET, {"key": key, "value": value}, view=view)
+
+    def met(worker):
+        return [(one.view, one.body["key"]) for one in worker.inbox if one.type is MessageType.MEET]
+
+    meet(first, "0")
+    meet(first, "0")  # said again on a new connection
+    meet(second, "of another view", view=number + 1)
+    assert met(first) == met(second) == [(number, "0")]
+    assert refusal(lambda: meet(second, "0", b"another")) == ErrorCode.BAD_MESSAGE
+    second.inbox.clear()
+    second.reconnect()
+    assert met(second) == [(number, "0")], "a new connection lacks nothing"
+    for key in range(1, 2 * MEETS_OF_A_MEMBER):
+        meet(first, str(key))
+    assert refusal(lambda: meet(first, "one more")) == ErrorCode.BAD_MESSAGE
+    first.obeys = False
+    spare.hello()  # a view with it is prepared
+    meet(second, "1")
+    meet(spare, "from no member")
+    assert len(met(second)) == 2 * MEETS_OF_A_MEMBER
+    assert met(spare) == []
+    first.prepare(number + 1)
+    assert bench.ranks == [0, 1, 2]
+    second.reconnect()
+    assert {view for view, _ in met(second)} == {number}, "what a view's members said ends with it"
 
 
 def test_what_other_jobs_say_is_refused_in_an_elastic_one_and_the_reverse():

@@ -18,6 +18,7 @@ from psengine.protocol.messages import (
     MAX_BODY_BYTES,
     MAX_CHUNKS,
     MAX_COUNTED,
+    MAX_MEET_BYTES,
     MAX_SHARDS,
     MAX_VIEW_BYTES,
     MAX_WORKERS,
@@ -89,7 +90,7 @@ def test_the_largest_view_fits():
     states = (MemberState(MAX_COUNTED, MAX_COUNTED, "h" * 64, INT64_MAX, "p" * 64),) * MAX_WORKERS
     # A worker's contribution stays until it commits the next, and once more where the answer was lost with a server.
     releases = tuple(Release(INT64_MAX, INT64_MAX, ((rank, INT64_MAX),)) for rank in range(MAX_WORKERS)) * 2
-    for view in (largest_view(states=states, store=65_535), largest_view(releases=releases)):
+    for view in (largest_view(states=states), largest_view(releases=releases)):
         message = message_of(view, b"k" * 32, 1)
         assert len(msgspec.msgpack.encode(message.body)) <= MAX_VIEW_BYTES
         assert view_of(decode(encode(message)).body) == view
@@ -102,6 +103,7 @@ def test_the_limits_are_those_on_the_page():
         f"{MAX_SHARDS} shards",
         f"{MAX_CHUNKS:,} chunks at a shard",
         f"body {MAX_BODY_BYTES // 1024} KiB, of VIEW {MAX_VIEW_BYTES // 2**20} MiB",
+        f"a value of MEET {MAX_MEET_BYTES // 1024} KiB",
     )
     assert [one for one in words if one not in " ".join(page.split())] == []
 

@@ -181,7 +181,7 @@ class Writing:
 
 
 class SimulatedMembership(CoordinatedMembership):
-    """The real one, but for its thread, its store and its sockets."""
+    """The real one, but for its thread and its sockets."""
 
     def __init__(self, process: ElasticProcess, virtual_workers: int) -> None:
         super().__init__(virtual_workers)
@@ -216,11 +216,14 @@ class SimulatedMembership(CoordinatedMembership):
         workers = [member.rank for member in view.members]
         rank = workers.index(job.identity.worker)
         until_s = process.clock.now_s + FORM_S
-        formed = False
+        name, meeting, formed = self._name_of(view), self._store_of(view), False
+        keys = [f"{name}/{number}" for number in range(len(workers))]
+        group.processes[rank] = process
+        job.meet(view.number, keys[rank], b"")
 
         def is_over() -> bool:
             nonlocal formed
-            formed = group.come(rank, process)
+            formed = meeting.check(keys) and group.is_connected(process)
             return formed or job.has_news or rank in group.failed or process.clock.now_s >= until_s
 
         process.park(is_over)

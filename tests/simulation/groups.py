@@ -1,6 +1,6 @@
-"""Groups of workers that exchange among themselves: what their store, TCP and gloo do.
+"""Groups of workers that exchange among themselves: what TCP and gloo do.
 
-    view n ── meet in the store of the coordinator that published it ── connect, each with each ── operations, in order
+    view n ── meet by the coordinator's word ── connect, each with each ── operations, in order
 
 Over a link that is cut what is sent waits. The others learn after a while, or never, that somebody has left or died.
 """
@@ -52,11 +52,11 @@ class SimulatedGroup:
     """Those of one view.
 
     Attributes:
-        processes: by rank, those that have come to the store.
+        processes: by rank, those that listen.
     """
 
     def __init__(self, groups: Groups, view: View) -> None:
-        self._groups, self._epoch = groups, view.epoch
+        self._groups = groups
         self.size = len(view.members)
         self.processes: dict[int, Any] = {}
         self.failed: set[int] = set()  # ranks that have left, or know that somebody has
@@ -64,19 +64,8 @@ class SimulatedGroup:
         self._operations: list[Operation] = []
         self._counts: dict[int, int] = defaultdict(int)
 
-    def come(self, rank: int, process) -> bool:
-        """Come to the store, where it can be reached; whether all have, and are connected with this rank."""
-        world = self._groups.world
-        lead = world.lead
-        is_cut = any(cut.covers(process.rank, lead.host) for cut in world.network.cuts)
-        if not lead.is_up or lead.is_paused or lead.epoch != self._epoch or is_cut:
-            return False
-        if rank not in self.processes:
-            self.processes[rank] = process
-            for other in [one for one in self.processes if one != rank]:
-                self._carry(rank, other, lambda: None)
-        if len(self.processes) < self.size:
-            return False
+    def is_connected(self, process) -> bool:
+        """Whether nothing is cut between a process, which knows where all listen, and them."""
         links = [(one, process) for one in self.processes.values()] + [
             (process, one) for one in self.processes.values()
         ]

@@ -181,7 +181,7 @@ ELASTIC_KINDS = {
 }
 # Messages, where the coordinator stands, and how names of operations of a group begin.
 ELASTIC_MOMENTS = (
-    *("HELLO", "COMMIT", "PREPARE", "VIEW", "LEAVE", "open", "preparing", "resuming"),
+    *("HELLO", "COMMIT", "PREPARE", "VIEW", "MEET", "LEAVE", "open", "preparing", "resuming"),
     *("state", "averages", "description", "a", "barrier", "gradient", "order", "numbers", "buffers", "buffers"),
 )
 OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -124,6 +128,30 @@ def test_who_differs_is_refused_once_and_the_others_go_on():
     assert len(re.findall(r"weights (\w+)", stdout)) == 1
 
 
+def test_a_server_with_keys_has_one_port(tmp_path):
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("a-secret-of-at-least-sixteen-characters\n")
+    with running_server(bind="tcp://0.0.0.0:0", secret_file=str(secret), status_port=None) as server:
+        port = int(server.addresses[0].rpartition(":")[2])
+        address = f"tcp://127.0.0.1:{port}"
+        arguments = ["run", "--workers", "2", *INDEPENDENT, "--server-address", address, SCRIPT, "0.02"]
+        with running_command(arguments, environment={"PSENGINE_SECRET_FILE": str(secret)}) as command:
+            for worker in (0, 1):
+                process_of(command, worker, 5)
+            assert listening_ports(server.pid) == {port}
+            assert command.wait() == 0, command.stderr
+            assert weights_in(command.stdout) == {undisturbed()}
+
+
+def listening_ports(process_id: int) -> set[int]:
+    """The TCP ports at which a process listens, at any address."""
+    links = [os.readlink(one.path) for one in os.scandir(f"/proc/{process_id}/fd") if os.path.islink(one.path)]
+    tables = [Path(f"/proc/{process_id}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+
+
 def test_groups_that_fail_without_end_are_an_error_with_the_last_words(monkeypatch, caplog):
     caplog.set_level("WARNING")
     with running_server() as server:
@@ -147,6 +175,35 @@ def test_who_did_not_come_to_the_group_is_named(monkeypatch):
     """Worker 1 answers the coordinator, and never comes to where the workers meet."""
     monkeypatch.setattr(coordinated, "FORM_S", 0.2)
     monkeypatch.setattr(coordinated, "SessionOptions", partial(SessionOptions, timeout_s=2.0))
+    with absent_worker(monkeypatch):
+        membership = CoordinatedMembership(2)
+        try:
+            with raises(
+                ServerError, "not connected to all others: worker 0 on", "listens at", "worker 1 on", "not come"
+            ):
+                membership.enter({}, 0)
+        finally:
+            membership.close()
+
+
+def test_a_worker_that_is_interrupted_while_others_do_not_come_ends_in_order(monkeypatch):
+    """gloo waits in our store, in C++: a thread that comes back from there as the interpreter ends aborts it."""
+    program = f"from {coordinated.__name__} import CoordinatedMembership; CoordinatedMembership(2).enter({{}}, 0)"
+    with absent_worker(monkeypatch) as absent:
+        with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+            deadline_s = time.monotonic() + 60.0
+            while not any("gloo" in key for key in absent.met):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=30.0)
+        assert "KeyboardInterrupt" in stderr
+        assert process.returncode == -signal.SIGINT, stderr
+
+
+@contextmanager
+def absent_worker(monkeypatch) -> Iterator[ElasticClient]:
+    """A server, and worker 1 of 2: it answers the coordinator, and forms no group."""
     with running_server() as server, ThreadPoolExecutor() as pool:
         monkeypatch.setenv("PSENGINE_SERVERS", server.addresses[0])
         monkeypatch.setenv("PSENGINE_WORKER", "0")
@@ -160,14 +217,10 @@ def test_who_did_not_come_to_the_group_is_named(monkeypatch):
                 while True:
                     run(elastic.regroup(absent, absent.view_number), absent.closing)
 
-        answering, membership = pool.submit(answer), CoordinatedMembership(2)
+        answering = pool.submit(answer)
         try:
-            with raises(
-                ServerError, "not connected to all others: worker 0 on", "listens at", "worker 1 on", "not come"
-            ):
-                membership.enter({}, 0)
+            yield absent
         finally:
-            membership.close()
             absent.closing.set()
             absent.transport.close()
             answering.result()

@@ -1,7 +1,7 @@
 """A worker's connection to its job's coordinator. Pure; runs on the client's I/O thread.
 
     connected ── HELLO ── WELCOME ── COMMITs without an answer ── HEARTBEAT, HEARTBEAT, ...
-    the coordinator says PREPARE, VIEW, RELEASE and STATE_WANTED by itself
+    the coordinator says PREPARE, VIEW, RELEASE, STATE_WANTED and MEET by itself
 
 A coordinator that says nothing for a lease is looked for on a new connection.
 """
@@ -62,7 +62,7 @@ class Control(Channel):
 
     @override
     def send(self, message: Message) -> None:
-        if message.type is not MessageType.COMMIT:  # which is about the view that it was made under
+        if message.type not in (MessageType.COMMIT, MessageType.MEET):  # about the view that they were made under
             message.view = self.job.view_number
         super().send(message)
 
@@ -127,6 +127,8 @@ class Control(Channel):
             job.prepare(message.view)
         elif kind is MessageType.STATE_WANTED:
             job.receive_state_wanted(message)
+        elif kind is MessageType.MEET:
+            job.receive_meet(message)
         elif kind is MessageType.ERROR:
             self._receive_error(message, now_s)
         elif kind is MessageType.OK and message.sequence == self._heartbeat:

@@ -50,11 +50,13 @@ class ElasticClient(JobClient):
     Attributes:
         completed: the last step of which this worker has the averages; None: it has no state. The training sets it.
         preparing: the PREPARE whose view has not come; None without one.
+        met: what members of the present view have said to form their group, by key.
     """
 
     def __init__(self, options: SessionOptions, runtime: Runtime, checkpoint: int = 0) -> None:
         self.completed: int | None = None
         self.preparing: Message | None = None
+        self.met: dict[str, bytes] = {}
         self._checkpoint = checkpoint
         super().__init__(options, runtime)
 
@@ -93,14 +95,25 @@ class ElasticClient(JobClient):
         me = view.member(self.identity.worker)
         if me is None or me.incarnation != self.identity.incarnation or view.number <= self.view_number:
             return
-        self.view, self.view_number, self.view_message = view, view.number, message
+        self.view, self.view_number, self.view_message, self.met = view, view.number, message, {}
         if self.preparing is not None and self.preparing.view <= view.number:
             self.preparing = None
         self._tell(message)
 
+    @override
+    def receive_meet(self, message: Message) -> None:
+        if message.view == self.view_number:
+            self.met[message.body["key"]] = message.body["value"]
+            self.parking.wake_all()
+
     def withdraw(self, request: Request) -> None:
         """Nobody waits for this answer of the coordinator."""
         self.control.requests.pop(request.message.sequence, None)
+
+    def meet(self, view: int, key: str, value: bytes) -> Request:
+        """Begin to say something to all members of the view of this number; any thread."""
+        message = Message(MessageType.MEET, view=view, body={"key": key, "value": value})
+        return self.ask(self.control, message, what=f"MEET {key!r} of {self}")
 
     def _tell(self, message: Message) -> None:
         self.news += 1

@@ -169,6 +169,9 @@ class JobClient:
     def receive_state_wanted(self, message: Message) -> None:
         """STATE_WANTED."""
 
+    def receive_meet(self, message: Message) -> None:
+        """MEET."""
+
     def gather(self, server: KnownServer, now_s: float) -> None:
         """Another process leads this server, or has told of its shards: all channels go there."""
         for channel in self.channels:

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from typing_extensions import override
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 # The I/O thread ends every request at its deadline; waiters give it this much longer.
 WAITER_PATIENCE_S = 10.0
+LOOK_S = 0.1
+
+T = TypeVar("T")
 
 
 class Parking:
@@ -60,6 +63,16 @@ class Parking:
                         f"the client's I/O thread did not end {request.describe()}, which is"
                         f" {WAITER_PATIENCE_S:g} s past its deadline. Is the process starved of CPU time?"
                     )
+
+    def look(self, find: Callable[[], T | None]) -> T | None:
+        """What ``find`` returns, where that is not None; else wait once, for LOOK_S or until all are woken."""
+        if os.getpid() != self.process_id:
+            raise forked_error()
+        with self._changed:
+            if (found := find()) is None:
+                self._changed.wait(LOOK_S)
+                found = find()
+            return found
 
     def wake_all(self) -> None:
         """Every waiter looks again."""

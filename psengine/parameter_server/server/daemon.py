@@ -51,7 +51,6 @@ from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.events import EventLog
-from psengine.parameter_server.server.group_store import GroupStore
 from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.replication.election import Member
 from psengine.parameter_server.server.replication.pair import Pair
@@ -120,7 +119,6 @@ class Server:
     def _begin_life(self) -> None:
         self.epoch = draw_epoch()
         self._shards = ShardGroup(self.settings)
-        self._store = GroupStore(self._shards)
         self._durability: Durability | None = None
         self._replication: Replication | None = None
         self._is_draining = False
@@ -260,7 +258,6 @@ class Server:
             draw_key=partial(secrets.token_bytes, KEY_BYTES),
             is_connected=partial(self._shards.is_connected, 0),
             is_gone=has_exited,
-            store_port=self._store.port,
             # The workers of an embedded server are those of who started it: all of them are known.
             started_s=-math.inf if self._until_stdin_closes else now_s,
         )

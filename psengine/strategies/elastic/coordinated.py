@@ -1,7 +1,7 @@
 """Independent workers, of which a coordinator says who takes part; each view of it has a new group.
 
-view n     meet in the coordinator's store ── connect ── exchanges ... a death, a newcomer
-view n+1                                                     └─ leave the group at once ── meet ── connect ── ...
+view n     meet by the coordinator ── connect ── exchanges ... a death, a newcomer
+view n+1                                              └─ leave the group at once ── meet ── connect ── ...
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from typing_extensions import override
 
 from psengine.collectives.base import Collective
@@ -38,6 +36,7 @@ from psengine.parameter_server.client.options import SessionOptions
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import View
 from psengine.strategies.elastic.guarded import GuardedCollective
+from psengine.strategies.elastic.meeting import Meeting
 from psengine.strategies.elastic.membership import Group, Member, Membership
 
 logger = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ class CoordinatedMembership(Membership):
         self._job: ElasticClient | None = None
         self._collective: Collective = SoloCollective()
         self._view: View | None = None  # that it is of
+        self._meeting: Meeting | None = None
         # Whose groups fail in which step, and since when.
         self._failing: object = None
         self._failed_s = 0.0
@@ -119,6 +119,8 @@ class CoordinatedMembership(Membership):
             self._job.closing.set()
             self._job.transport.close()
             self._collective.abandon()
+            if self._meeting is not None:
+                self._meeting.end()
 
     @property
     def _entered(self) -> ElasticClient:
@@ -166,17 +168,14 @@ class CoordinatedMembership(Membership):
         if failed_s >= job.options.timeout_s and not self.has_news:  # else another one may know more
             raise ServerError(
                 f"{job} has been in no group of workers that ends a step for {failed_s:.0f} s (expected that it reaches"
-                f" all servers, port {view.store} beside {job.control.address}, and all workers each other; got:"
+                " all servers, and all workers each other; got:"
                 f" {error}{self._unconnected(view)}). Fix: start servers again that are gone; let firewalls pass"
                 " connections between these hosts, to any port; name the interface between them in GLOO_SOCKET_IFNAME."
             ) from error
 
     def _unconnected(self, view: View) -> str:
         """Which members of a view are not connected to all others, for an error."""
-        try:
-            found = unconnected(self._store_of(view), self._name_of(view), len(view.members))
-        except RuntimeError as error:
-            return f"; {error}"
+        found = unconnected(self._store_of(view), self._name_of(view), len(view.members))
         places = [
             f"worker {view.members[rank].rank} on {view.states[rank].host}, which "
             + (f"listens at {address}" if address else "did not come")
@@ -188,10 +187,9 @@ class CoordinatedMembership(Membership):
         """Of the view's group."""
         return f"{self._entered.identity.job}/{view.epoch}/{view.number}"
 
-    def _store_of(self, view: View) -> Any:
+    def _store_of(self, view: View) -> Meeting:
         """Where its members meet."""
-        host, timeout = host_of(self._entered.control.address), timedelta(seconds=FORM_S)
-        return dist.TCPStore(host, view.store, is_master=False, timeout=timeout)
+        return Meeting(self._entered, view.number, self._entered.runtime.now_s() + FORM_S)
 
     def _form(self, view: View) -> Collective:
         """A collective of the view's members.
@@ -203,12 +201,13 @@ class CoordinatedMembership(Membership):
         if len(workers) == 1:
             return SoloCollective()
         deadline_s = time.monotonic() + FORM_S
+        self._meeting = meeting = self._store_of(view)
 
         def is_interrupted() -> bool:
             return job.has_news or time.monotonic() >= deadline_s
 
         collective = form_collective(
-            lambda: self._store_of(view),
+            meeting,
             self._name_of(view),
             workers.index(job.identity.worker),
             len(workers),

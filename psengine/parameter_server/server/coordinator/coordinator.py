@@ -52,7 +52,6 @@ class Interfaces:
     draw_key: Callable[[], bytes]  # makes a job's key
     is_connected: Callable[[bytes], bool] = lambda route: True  # whether a connection stands
     is_gone: Callable[[int], bool] = lambda process_id: False  # whether a process of this host has ended
-    store_port: Callable[[], int] = lambda: 0  # of the store where members of elastic jobs meet; opened by the call
     started_s: float = -math.inf  # when this life of the server began, by the clock of messages
 
 

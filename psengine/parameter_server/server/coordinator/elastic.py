@@ -10,6 +10,7 @@ members give each other what they lack. As many workers as there are virtual one
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,20 +23,23 @@ from psengine.parameter_server.server.coordinator.workers import Worker
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
 from psengine.protocol.facts import difference
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-from psengine.protocol.views import MemberState
+from psengine.protocol.views import MemberState, View
 
 # How long a job that has no checkpoint is not begun without worker 0.
 FIRST_WORKER_LEASES = 12
+# Keys that members may set to form a group; they set 3 each.
+MEETS_OF_A_MEMBER = 4
 
 
 class ElasticCoordinator(Coordinator):
     """See the module's text."""
 
-    hears = frozenset({"heartbeat", "leave", "prepared", "failed"})
+    hears = frozenset({"heartbeat", "leave", "prepared", "failed", "meet"})
 
     def __init__(self, name: str, interfaces: Interfaces) -> None:
         super().__init__(name, interfaces)
         self._waiting_since_s: float | None = None  # while nobody has a state: since when somebody waits for a view
+        self._met: dict[str, Message] = {}  # what members of the view have said to form their group
 
     @override
     def tick(self, now_s: float) -> list[Outgoing]:
@@ -128,7 +132,8 @@ class ElasticCoordinator(Coordinator):
             MemberState(one.completed if one.has_state else None, one.checkpoint, one.host, one.pid, one.processes)
             for one in members
         ]
-        self.view = replace(self.view, states=tuple(states), store=self._interfaces.store_port())
+        self.view = replace(self.view, states=tuple(states))
+        self._met = {}
 
     # ---- what members say --------------------------------------------------------------------------------------
 
@@ -147,6 +152,33 @@ class ElasticCoordinator(Coordinator):
             if lost is not None and lost is not worker and self.view.member(rank) == lost.to_view():
                 self._put_out(lost, "evicted", f"worker {worker.rank} saw that its process is gone")
         self._want_view()
+
+    def _hear_meet(self, worker: Worker, message: Message) -> None:
+        """A member says what all need to form the view's group; under another view, or as it ends, it is ignored."""
+        view = self._meeting()
+        if worker.state is not WorkerState.MEMBER or view is None or message.view != view.number:
+            return
+        key, most = message.body["key"], MEETS_OF_A_MEMBER * len(view.members)
+        if key not in self._met and len(self._met) >= most:
+            raise ProtocolError(f"a group has too many keys (expected at most {most}, got {key!r} too)")
+        said = self._met.setdefault(key, Message(MessageType.MEET, self.number, body=message.body))
+        if said.body != message.body:
+            raise ProtocolError(f"key {key!r} of a group is set already (expected the same value again)")
+
+    def _meeting(self) -> View | None:
+        """The view whose members may form a group; None while another one is to come."""
+        is_ending = self.state is not JobState.OPEN or self._preparing is not None
+        view = None if is_ending else self.view
+        return None if view is None or view.epoch != self._interfaces.epoch else view
+
+    @override
+    def _tell(self, worker: Worker) -> None:
+        super()._tell(worker)
+        if self._met and worker.state is WorkerState.MEMBER and (view := self._meeting()) is not None:
+            view_told = view.number << 32
+            for message in islice(self._met.values(), worker.told - view_told, None):
+                self._send(worker, message)
+            worker.told = view_told + len(self._met)
 
     @override
     def _hear_leave(self, worker: Worker, message: Message) -> bool:

@@ -41,7 +41,7 @@ class Worker:
     hello: int = 0  # the id of its newest HELLO
     claims: dict[int, float] = field(default_factory=dict)  # by nonce, since when another process wants its rank
     welcomed: tuple[str, int] = ("", 0)  # since then: the last WELCOME's state and registration
-    told: int = 0  # and the last VIEW, RELEASE or PREPARE: see ``Coordinator._tell``
+    told: int = 0  # and the last VIEW, RELEASE, MEET or PREPARE: see ``Coordinator._tell``
     has_rule: bool = False  # it wants to take part, not only to have a rank
     first_step: int = 1
     admitted: int = 0  # number of the view that it came in with; 0 before

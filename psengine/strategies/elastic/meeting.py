@@ -1,0 +1,80 @@
+"""The store where members of a view form their group: torch's interface, over each member's control connection.
+
+    set    ── MEET ──► the coordinator ── MEET ──► every member of the view, which keeps it until the next view
+    get, wait, check                               what is here by now; nothing is sent
+
+gloo sets one key on each rank and reads that of every other, once (torch 2.13). The coordinator has no other port for
+that, so who may read and write are the members, by their keys where servers have some.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from psengine.errors import CollectiveError
+from psengine.parameter_server.client.elastic import ElasticClient
+
+T = TypeVar("T")
+
+# It looks ten times a second whether its client is closed; one that connects to a peer is left behind.
+END_S = 1.0
+
+
+class Meeting(dist.Store):
+    """See the module's text. torch calls the methods, also from C++.
+
+    Args:
+        job: of a member.
+        view: the number of its view.
+        deadline_s: when waits end, by the clock of ``job``; they end at once when another view is to come.
+
+    Raises:
+        CollectiveError: of all methods that wait: what they wait for did not come.
+        ServerError: the coordinator does not take a key.
+    """
+
+    def __init__(self, job: ElasticClient, view: int, deadline_s: float) -> None:
+        super().__init__()
+        self._job, self._view, self._deadline_s = job, view, deadline_s
+        self._user: threading.Thread | None = None
+
+    def set(self, key: str, value: Any) -> None:
+        """Have all members know ``value``, bytes; a key is set once."""
+        request = self._job.meet(self._view, key, value)
+        self._await(lambda: request.is_done or self.check([key]) or None, key)  # its own member hears it too
+        if request.error is not None:
+            raise request.error
+
+    def get(self, key: str) -> bytes:
+        """The value of a key; waits until it is set."""
+        return self._await(lambda: self._job.met.get(key), key)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """Wait until all keys are set, not ``timeout``."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are set, as far as this member has heard."""
+        return all(key in self._job.met for key in keys)
+
+    def end(self) -> None:
+        """Wait for the thread that uses this; the client is closed.
+
+        A thread that comes from C++ to Python while the interpreter ends aborts the process.
+        """
+        if self._user is not None:
+            self._user.join(END_S)
+
+    def _await(self, find: Callable[[], T | None], key: str) -> T:
+        job, self._user = self._job, threading.current_thread()
+        while (found := job.parking.look(find)) is None:
+            is_late = job.runtime.now_s() >= self._deadline_s
+            if is_late or job.has_news or job.view_number != self._view:
+                why = "until the deadline" if is_late else "before another view is to come"
+                raise CollectiveError(f"{key!r} was not there {why}")
+        return found
