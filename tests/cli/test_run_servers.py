@@ -10,6 +10,7 @@ import signal
 import pytest
 from support import marks
 from support.command_process import WORKER, running_command, servers_of
+from support.holding import Hold
 from support.scheduled_runs import TRAINING, lines_of, losses_of, native_losses
 from support.server_process import Peer
 from support.waiting import eventually
@@ -97,11 +98,13 @@ def test_a_run_has_followers_that_lead_when_their_servers_stop_or_die(durability
 @pytest.mark.slow
 def test_a_server_and_its_follower_die_and_sync_server_has_the_undisturbed_bits(tmp_path):
     line = ["run", "--strategy", "sync-server", "--nproc-per-node=2", "--server-option", "durability=replica"]
-    line += [str(TRAINING), str(tmp_path), "--steps", "20", "--pause", "0.1"]
-    with running_command(line) as command:
+    line += [str(TRAINING), str(tmp_path), "--steps", "20"]
+    hold = Hold(tmp_path, 10)
+    with running_command(line, environment=hold.environment) as command:
         command.wait_until(lambda: len(lines_of(tmp_path).get(0, ())) >= 5)
         for server in servers_of(command.pid):
             os.kill(server, signal.SIGKILL)
+        hold.release()
         assert command.wait() == 0
         assert "goes on from its last snapshot" in command.stderr
     assert losses_of(tmp_path) == native_losses(2, 20)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.holding import Hold
 from support.hosts import Host, emulated_hosts, needs_hosts
 from support.scheduled_runs import (
     DEADLINE_S,
@@ -18,6 +19,7 @@ from support.scheduled_runs import (
     clean_environment,
     hosts_of,
     lines_of,
+    lives_of,
     losses_of,
     native_losses,
     run,
@@ -68,12 +70,15 @@ def test_independent_workers_outlive_each_other(out):
         ' --total-workers 2 --max-restarts 3 --strategy async "$@"'
     )
     with running_server() as server:
+        hold = Hold(out, 10)
         command = [*MPIRUN, "-n", "2", "--enable-recovery", "sh", "-c", script, "sh", str(TRAINING), str(out)]
         variables = clean_environment(PSENGINE_SERVERS=",".join(server.addresses))
-        with subprocess.Popen([*command, "--steps=60", "--pause=0.2"], env=variables) as mpirun:
+        with subprocess.Popen([*command, "--steps=60", "--hold", hold.description], env=variables) as mpirun:
             try:
                 eventually(lambda: len(lines_of(out)) == 2 and all(lines_of(out).values()), timeout_s=DEADLINE_S)
                 os.kill(lines_of(out)[1][0]["pid"], 9)
+                eventually(lambda: lives_of(out, 1) == 2, timeout_s=DEADLINE_S)
+                hold.release()
                 assert mpirun.wait(timeout=DEADLINE_S) == 0
             finally:
                 mpirun.kill()

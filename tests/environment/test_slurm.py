@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.holding import Hold
 from support.hosts import ROOT
-from support.scheduled_runs import TRAINING, hosts_of, lines_of, losses_of, native_losses
+from support.process_table import is_running
+from support.scheduled_runs import TRAINING, hosts_of, lines_of, lives_of, losses_of, native_losses
 from support.slurm import Cluster, Job, needs_slurm, slurm_cluster, states_of
 
 pytestmark = [pytest.mark.slow, needs_slurm, pytest.mark.timeout(400)]
@@ -72,12 +74,14 @@ REQUEUES = {
 @pytest.mark.parametrize("how", REQUEUES)
 def test_the_synchronous_script_goes_on_from_its_checkpoint(cluster, out, how):
     command, requeue = REQUEUES[how]
-    training = ["--steps=40", "--pause=0.3", "--checkpoint"]
+    hold = Hold(out, 30)
+    training = ["--steps=40", "--hold", hold.description, "--checkpoint"]
     job = submit(cluster, out, "sync.sbatch", *training, WORKERS_PER_NODE="1", REQUEUE=requeue)
     job.wait_until(lambda: len(steps_of(out, 1)) >= 5)
     cluster.run([*command, str(job.number)])
     job.wait_until(lambda: job.facts()["JobState"] == "PENDING")
     before = steps_of(out, 0)
+    hold.release()
     start_now(job)
     assert job.end() == "COMPLETED", job.text
     assert job.facts()["Restarts"] == "1"
@@ -98,10 +102,13 @@ def test_synchronous_training_over_a_server(cluster, out, how):
 
 
 def test_a_killed_step_starts_again_and_the_other_workers_go_on(cluster, out):
-    job = submit(cluster, out, "async.sbatch", "--steps=120", "--pause=0.3", WORKERS_PER_NODE="1")
+    hold = Hold(out, 20)
+    job = submit(cluster, out, "async.sbatch", "--steps=120", "--hold", hold.description, WORKERS_PER_NODE="1")
     job.wait_until(lambda: all(len(steps_of(out, worker)) >= 3 for worker in range(2)))
     # Slurm 22.05's scancel reports an error ("No error") after it has killed a heterogeneous job's step.
     cluster.run(["sh", "-c", f"scancel --signal=KILL {job.steps('psengine')['node-3']} || true"])
+    job.wait_until(lambda: lives_of(out, 1) == 2)
+    hold.release()
     assert job.end() == "COMPLETED", job.text
     assert "a step ended with exit code 137 (start 1 of 4)" in job.text
     survivor, killed = (lines_of(out)[worker] for worker in range(2))
@@ -117,12 +124,14 @@ def test_a_killed_step_starts_again_and_the_other_workers_go_on(cluster, out):
 @pytest.mark.parametrize("how", REQUEUES)
 def test_a_requeued_job_goes_on_from_the_servers_snapshot(cluster, out, how):
     command, requeue = REQUEUES[how]
-    training = ["--steps=60", "--pause=0.3"]
+    hold = Hold(out, 40)
+    training = ["--steps=60", "--hold", hold.description]
     job = submit(cluster, out, "async.sbatch", *training, WORKERS_PER_NODE="1", REQUEUE=requeue)
     job.wait_until(lambda: all(len(steps_of(out, worker)) >= 5 for worker in range(2)))
     cluster.run(["sh", "-c", f"{' '.join(command)} {job.number} || true"])
     job.wait_until(lambda: job.facts()["JobState"] == "PENDING")
     before = [steps_of(out, worker) for worker in range(2)]
+    hold.release()
     start_now(job, job.number, job.number + 1)
     assert job.end() == "COMPLETED", job.text
     assert job.facts()["Restarts"] == "1"
@@ -138,10 +147,15 @@ def test_a_requeued_job_goes_on_from_the_servers_snapshot(cluster, out, how):
 
 
 def test_a_failed_node_does_not_end_the_others(cluster, out):
-    job = wrap(cluster, out, "async.sbatch", "--steps=40", "--pause=0.3", options=["--no-kill"], WORKERS_PER_NODE="1")
+    hold = Hold(out, 20)
+    held = ["--steps=40", "--hold", hold.description]
+    job = wrap(cluster, out, "async.sbatch", *held, options=["--no-kill"], WORKERS_PER_NODE="1")
     job.wait_until(lambda: all(len(steps_of(out, worker)) >= 3 for worker in range(2)))
+    lost = lines_of(out)[1][-1]["pid"]
     cluster.run(["scontrol", "update", "nodename=node-2", "state=down", "reason=test"])
     try:
+        job.wait_until(lambda: not is_running(lost))
+        hold.release()
         job.end()
         assert steps_of(out, 0) == list(range(40))
         assert steps_of(out, 1)[-1] < 39

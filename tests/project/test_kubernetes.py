@@ -16,8 +16,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.holding import Hold
 from support.processes import free_port
-from support.scheduled_runs import TRAINING, lines_of
+from support.scheduled_runs import DEADLINE_S, TRAINING, lines_of, lives_of
 from support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +159,7 @@ class Pod:
 
     def environment(self, found):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        own = {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": os.environ.get("HOME", "/")}
+        own = {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HOME": os.environ.get("HOME", "/")}
         for entry in found.get("env", []):
             field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             assert field in (None, "metadata.annotations['batch.kubernetes.io/job-completion-index']")
@@ -186,7 +187,8 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
     (tmp_path / "secret" / "secret").write_text("a-secret-of-thirty-two-characters")
     (tmp_path / "secret" / "secret").chmod(0o440)
     out = tmp_path / "out"
-    arguments = [str(TRAINING), str(out), "--steps=150", "--pause=0.02"]
+    hold = Hold(tmp_path, 20, 400)
+    arguments = [str(TRAINING), str(out), "--steps=800", "--hold", hold.description]
     program = f"import runpy, sys; sys.argv = {arguments}; runpy.run_path({str(TRAINING)!r}, run_name='__main__')"
     (tmp_path / "train.py").write_text(program)
     replaced = {
@@ -217,17 +219,20 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
             pod.initialise()
             running.append(pod.start("worker", tmp_path)[1])
             processes.append(running[-1])
-        eventually(lambda: all(map(lines_of(out).get, range(2))), "both workers train")
+        eventually(lambda: all(map(lines_of(out).get, range(2))), "both workers train", timeout_s=DEADLINE_S)
         # A worker dies, and the Job starts another pod of its number.
         running[1].kill()
         running[1].wait(10)
         running[1] = workers[1].start("worker", tmp_path)[1]
         processes.append(running[1])
-        eventually(lambda: len({line["pid"] for line in lines_of(out)[1]}) == 2, "the worker's second life")
+        eventually(lambda: lives_of(out, 1) == 2, "the worker's second life", timeout_s=DEADLINE_S)
+        hold.release()
+        eventually(lambda: len({line["pid"] for line in lines_of(out)[1]}) == 2, "its steps", timeout_s=DEADLINE_S)
         # The server's pod moves: it ends in order, and another takes its name and its claim.
         processes[0].send_signal(signal.SIGTERM)
         assert processes[0].wait(30) == 0
         processes.append(server.start("server", tmp_path)[1])
+        hold.release()
         codes = [process.wait(90) for process in running]
         assert codes == [0, 0], (tmp_path / "worker-0.log").read_text() + (tmp_path / "worker-1.log").read_text()
         assert probe("livenessProbe")
@@ -238,5 +243,5 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait(10)
-    assert [lines_of(out)[worker][-1]["step"] for worker in range(2)] == [149, 149]
+    assert [lines_of(out)[worker][-1]["step"] for worker in range(2)] == [799, 799]
     assert (tmp_path / "run" / "secret").stat().st_mode & 0o777 == 0o600

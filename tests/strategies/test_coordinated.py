@@ -23,8 +23,9 @@ from support.command_process import (
     running_server_command,
     servers_of,
 )
-from support.elastic_training import process_of, weights_in
+from support.elastic_training import await_another, process_of, weights_in
 from support.expectations import raises
+from support.holding import Hold
 from support.processes import free_port
 from support.server_process import running_server
 
@@ -65,7 +66,8 @@ def kill_the_first_and_stop_another(command: RunningCommand) -> None:
     os.kill(second, signal.SIGCONT)
     # It exits, and another process joins in its place.
     command.wait_until(lambda: "went on without worker 1" in command.stderr)
-    command.wait_until(lambda: "starting worker 1 again" in command.stderr)
+    await_another(command, 0, first)
+    await_another(command, 1, second)
 
 
 def kill_the_coordinator_and_one(command: RunningCommand) -> None:
@@ -73,33 +75,38 @@ def kill_the_coordinator_and_one(command: RunningCommand) -> None:
     (server,) = servers_of(command.pid)
     os.kill(server, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
+    await_another(command, 2, worker)
 
 
 @pytest.mark.parametrize(
     "disturb",
     [kill_the_first_and_stop_another, pytest.param(kill_the_coordinator_and_one, marks=pytest.mark.slow)],
 )
-def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb):
+def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb, tmp_path):
     arguments = ["run", "--workers", "3", *INDEPENDENT, "--server-option", "lease_s=2", SCRIPT, "0.02"]
-    with running_command(arguments) as command:
+    hold = Hold(tmp_path, 40)
+    with running_command(arguments, environment=hold.environment) as command:
         disturb(command)
+        hold.release()
         assert command.wait() == 0, command.stderr
         assert weights_in(command.stdout) == {undisturbed()}
 
 
 @pytest.mark.slow
-def test_training_goes_on_without_a_coordinator_until_somebody_dies():
+def test_training_goes_on_without_a_coordinator_until_somebody_dies(tmp_path):
     bind = f"tcp://127.0.0.1:{free_port()}"
     start = ["--bind", bind, "--lease-s", "2"]
     arguments = ["run", "--workers", "2", *INDEPENDENT, "--server-address", bind, SCRIPT, "0.05"]
-    with running_command(arguments) as command:
+    hold = Hold(tmp_path, 30, 50)
+    with running_command(arguments, environment=hold.environment) as command:
         with running_server_command(start) as server:
             worker = process_of(command, 1, 3)
             server.signal(signal.SIGKILL)
             assert server.wait() == -signal.SIGKILL
-        last = max(map(int, re.findall(r"step (\d+)", command.stdout)))
-        process_of(command, 0, last + 5)
+        hold.release()
+        process_of(command, 0, 40)
         os.kill(worker, signal.SIGKILL)
+        hold.release()
         with running_server_command(start):
             assert command.wait() == 0, command.stderr
         assert weights_in(command.stdout) == {undisturbed()}
@@ -107,25 +114,30 @@ def test_training_goes_on_without_a_coordinator_until_somebody_dies():
 
 def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
     arguments = ["run", "--workers", "2", *INDEPENDENT, SCRIPT, "0.02"]
-    with running_command(arguments, environment={"TEST_CHECKPOINTS": str(tmp_path)}) as command:
+    hold = Hold(tmp_path, 40)
+    with running_command(arguments, environment={"TEST_CHECKPOINTS": str(tmp_path), **hold.environment}) as command:
         await_checkpoint(command, tmp_path)
         processes = {process_of(command, worker, 9) for worker in (0, 1)}
         for process in processes:
             os.kill(process, signal.SIGKILL)
+        hold.release()
         assert command.wait() == 0, command.stderr
         said = re.findall(r"process (\d+) worker \d step (\d+)", command.stdout)
         assert min(int(step) for process, step in said if int(process) not in processes) > 1
         assert weights_in(command.stdout) == {undisturbed()}
 
 
-def test_who_differs_is_refused_once_and_the_others_go_on():
+def test_who_differs_is_refused_once_and_the_others_go_on(tmp_path):
     arguments = ["run", "--workers", "2", *INDEPENDENT, "--server-option", "lease_s=2", SCRIPT, "0.02"]
-    code, stdout, stderr = run_command(arguments, environment={"TEST_SEED": "4"})
-    assert code == 1
-    assert len(re.findall(r"worker \d failed", stderr)) == 1
-    assert "ConfigurationError: " in stderr
-    assert "is not started again; 1 others go on" in stderr
-    assert len(re.findall(r"weights (\w+)", stdout)) == 1
+    hold = Hold(tmp_path, 5)
+    with running_command(arguments, environment={"TEST_SEED": "4", **hold.environment}) as command:
+        command.wait_until(lambda: "is not started again" in command.stderr)
+        hold.release()
+        assert command.wait() == 1
+        assert len(re.findall(r"worker \d failed", command.stderr)) == 1
+        assert "ConfigurationError: " in command.stderr
+        assert "is not started again: the same program would fail so again; 1 others go on" in command.stderr
+        assert len(re.findall(r"weights (\w+)", command.stdout)) == 1
 
 
 def test_a_server_with_keys_has_one_port(tmp_path):

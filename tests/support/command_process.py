@@ -55,7 +55,9 @@ def running_command(
     with tempfile.TemporaryDirectory(prefix="psengine-command-") as directory:
         for name in ("stdout", "stderr"):
             (Path(directory) / name).touch()
-        variables = {**os.environ, **(environment or {})}
+        # Programs of tests/support import their neighbours.
+        path = os.pathsep.join(filter(None, (str(SUPPORT.parent), os.environ.get("PYTHONPATH"))))
+        variables = {**os.environ, "PYTHONPATH": path, **(environment or {})}
         process = forkserver.Process(target=_main, args=(module, list(arguments), variables, directory, prepare))
         process.start()
         try:

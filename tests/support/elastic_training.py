@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import psengine
+from support.holding import held
 
 if TYPE_CHECKING:
     from support.command_process import RunningCommand
@@ -31,6 +32,12 @@ def process_of(command: RunningCommand, worker: int, step: int) -> int:
         return next((int(process) for process, done in reversed(lines) if int(done) >= step), 0)
 
     return command.wait_until(found)
+
+
+def await_another(command: RunningCommand, worker: int, former: int) -> None:
+    """Wait until another process than ``former`` is this worker's, and about to join."""
+    ready = rf"process (\d+) worker {worker} is ready"
+    command.wait_until(lambda: set(re.findall(ready, command.stdout)) - {str(former)})
 
 
 def weights_in(stdout: str) -> set[str]:
@@ -59,6 +66,7 @@ def main() -> None:
         print(f"process {os.getpid()} worker {context.worker} is ready", flush=True)
         for epoch in loader.epochs(2):
             for step in loader.steps(epoch):
+                held(step.number)
                 optimizer.zero_grad()
                 for x, y in step.batches:
                     time.sleep(batch_s)

@@ -24,15 +24,15 @@ def main() -> None:
     print(f"worker {rank} has {sys.argv[2:]}", *variables, flush=True)
     if end == "grandchildren":
         leave_behind(rank)
-        time.sleep(60)
+        hang()
     elif end == "raise-and-leave":
         if rank > 0:
             leave_behind(rank)
             raise ValueError("bad data")
-        time.sleep(60)
+        hang()
     elif end == "save":
         try:
-            time.sleep(60)
+            hang()
         except KeyboardInterrupt:
             traceback.print_exc()
             print("checkpoint saved", file=sys.stderr, flush=True)
@@ -46,7 +46,7 @@ def main() -> None:
         if rank == 3 or (rank == 1 and mark_life(rank) == 1):
             sys.exit("not yet")
     elif end == "hang" or (end != "well" and rank == 0):
-        time.sleep(60)
+        hang()
     elif end == "raise":
         try:
             print({}["weights"])
@@ -60,11 +60,18 @@ def main() -> None:
         ctypes.string_at(0)
 
 
+def hang() -> None:
+    """Until somebody ends this process: the test, by the launcher, or the launcher's own end."""
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(0.1)
+
+
 def leave_behind(rank: int) -> None:
     """A child in this process's group, another that left it; none of us listens to reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
     pids = " ".join(str(pid) for pid in (os.getpid(), *(child.pid for child in children)))
     written = Path(sys.argv[2]) / f"pids-{rank}"

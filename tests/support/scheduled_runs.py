@@ -25,7 +25,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     """This process's variables without those of launchers, and ``more``."""
     kept = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**kept, "PATH": programs, "PYTHONPATH": str(ROOT), **more}
+    return {**kept, "PATH": programs, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
 
 
 def lines_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -35,6 +35,11 @@ def lines_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
         int(path.stem.removeprefix("worker")): [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         for path in sorted(folder.glob("worker*.jsonl"))
     }
+
+
+def lives_of(folder: Path, worker: int) -> int:
+    """How many processes of this worker have wrapped their model."""
+    return len(list(folder.glob(f"wrapped-{worker}-*")))
 
 
 def losses_of(folder: Path) -> dict[int, list[str]]:

@@ -1,8 +1,9 @@
 """A training that tests start with srun, mpirun, torchrun and psengine run: every worker's losses, to the bit.
 
-scheduled_training.py FOLDER [--steps N] [--pause SECONDS] [--slow WORKER] [--checkpoint]
+scheduled_training.py FOLDER [--steps N] [--pause SECONDS] [--slow WORKER] [--hold HOLD] [--checkpoint]
 
-A worker appends a line to FOLDER/workerN.jsonl for each step. ``--slow``: this worker alone pauses. ``--checkpoint``:
+A worker appends a line to FOLDER/workerN.jsonl for each step; once it has wrapped its model there is
+FOLDER/wrapped-N-PID. ``--slow``: this worker alone pauses. ``--checkpoint``:
 rank 0 saves each step, and a later run goes on from there.
 """
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import psengine
+from support.holding import held
 
 
 def model_of() -> nn.Module:
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--slow", type=int)
+    parser.add_argument("--hold", default="")
     parser.add_argument("--checkpoint", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -67,6 +70,7 @@ def main() -> None:
     module = model_of()
     model = psengine.DistributedDataParallel(module)
     optimizer = psengine.DistributedOptimizer(optimizer_of(module), model)
+    (options.folder / f"wrapped-{context.worker}-{os.getpid()}").touch()
     saved, first = options.folder / "checkpoint.pt", int(module.steps.item())
     if options.checkpoint and saved.exists():
         state = torch.load(saved)
@@ -75,6 +79,7 @@ def main() -> None:
         first = state["step"] + 1
     with open(options.folder / f"worker{context.worker}.jsonl", "a") as out:
         for step in range(first, options.steps):
+            held(step, options.hold)
             loss = train_step(model, optimizer, context.worker, step)
             module.steps.fill_(step + 1)
             if options.checkpoint and context.is_main_process:

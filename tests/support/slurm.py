@@ -114,7 +114,7 @@ class Cluster:
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         return {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
             "SLURM_CONF": f"{self.directory}/slurm.conf",
             **variables,
         }
