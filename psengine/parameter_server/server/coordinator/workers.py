@@ -58,6 +58,7 @@ class Worker:
     cut_s: float = 0.0  # since when there are such that others reach
     leaving: Message | None = None  # its LEAVE; where it is gone, the next view answers that
     why_gone: str = ""  # "left", "evicted" or "fenced"
+    gone_because: str = ""  # for people
     gone_unix_s: float = 0.0
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
 
