@@ -27,6 +27,7 @@ from psengine.parameter_server.client.steps import Step, Steps
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import View, view_of
+from psengine.tracing.stall_inspector import inspector
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,10 @@ class JobConnection(JobClient):
     def progress(self, now_s: float) -> dict[str, Any]:
         late_s = now_s - self.heartbeat_s
         is_blocked = any(push.submitted_s <= late_s for link in self.links for push in link.sent.values())
-        return {"completed": self.steps.completed, "blocked": is_blocked, "unreachable": self.unreachable(now_s)}
+        progress = {"completed": self.steps.completed, "blocked": is_blocked, "unreachable": self.unreachable(now_s)}
+        if self.options.is_quorum and inspector.waited_s() >= self.heartbeat_s:
+            progress["elsewhere"] = True
+        return progress
 
     @override
     def welcomed(self, message: Message, now_s: float, *, is_same: bool) -> None:

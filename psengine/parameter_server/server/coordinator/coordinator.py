@@ -612,6 +612,7 @@ class Coordinator(JobMemory):
         self._hear_cut(worker, message.body)
         if message.view >= worker.admitted:
             worker.is_blocked = message.body.get("blocked", False)
+            worker.is_elsewhere = message.body.get("elsewhere", False)
             worker.completed = max(worker.completed, message.body.get("completed", 0))
         if worker is self._donor:
             self._joiner = None  # it is asked again
